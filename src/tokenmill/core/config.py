@@ -1,0 +1,62 @@
+"""Small frozen configs, one per owner. The command line, TOML and the environment fill them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which weights, in which type, on which device."""
+
+    model: str = "smollm2"  # a pull name, a folder, a .gguf file or a hub name
+    dtype: Literal["auto", "fp32", "int8"] = "auto"
+    device: Literal["auto", "cpu"] = "auto"
+    random_weights: bool = False  # shapes from config.json alone, for benchmarks
+    seed: int = 0
+    max_model_len: int | None = None  # None: what the checkpoint says
+    num_threads: int | None = None  # CPU threads of the engine; None: all cores
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = 16
+    memory_bytes: int | None = None  # None: memory_share of what is free after loading
+    memory_share: float = 0.5
+    num_blocks: int | None = None  # exact size, for tests and simulations
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """One token budget per step and the limits around it."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 256
+    max_waiting: int = 1024  # a longer queue answers REJECT
+    max_model_len: int = 8192
+    chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP front."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    max_body_bytes: int = 16 * 2**20
+    max_concurrency: int = 1024  # open requests over all connections; more answer 429
+    request_timeout_s: float | None = None  # deadline given to every request
+    drain_timeout_s: float = 30.0
+    tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    chat_template: str | None = None  # a file that replaces the model's own
+    default_max_tokens: int | None = None

@@ -1,0 +1,203 @@
+"""The vocabulary: requests, sampling parameters, outputs, errors and the Engine protocol."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(StrEnum):
+    """How a request ended. Every submitted request gets exactly one."""
+
+    STOP = "stop"  # end-of-sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORT = "abort"  # the caller gave up, or the deadline passed
+    REJECT = "reject"  # never ran: queue full, draining, or it cannot fit
+    ERROR = "error"  # the engine or its process failed
+
+
+class TokenmillError(Exception):
+    """Base of the errors that a user can cause and should read."""
+
+
+class InvalidRequestError(TokenmillError, ValueError):
+    """A parameter is out of range or unsupported; `param` names it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelLoadError(TokenmillError):
+    """A checkpoint, config or tokenizer cannot be used; the message names the file and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A constraint on the generated text, enforced token by token."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
+    value: str = ""  # JSON text for json_schema, choice (a list of strings) and structural_tag
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to turn logits into tokens. `temperature=0` is greedy."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None  # None: off; k: the sampled token and the k best
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = 16  # None: up to the context limit
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured: StructuredOutput | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):  # vLLM users pass a list or one string
+            value = getattr(self, name)
+            value = (value,) if isinstance(value, str) else tuple(value or ())
+            object.__setattr__(self, name, value)
+        _check_sampling(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    """Raise InvalidRequestError naming the first field that is out of range."""
+    ranges: tuple[tuple[str, float, float], ...] = (
+        ("n", 1, 128),
+        ("temperature", 0.0, 100.0),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("min_tokens", 0, math.inf),
+    )
+    for name, low, high in ranges:
+        value = getattr(p, name)
+        if not low <= value <= high:  # also false for NaN
+            raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+    if not 0.0 < p.top_p <= 1.0:
+        raise InvalidRequestError(f"top_p must be in (0, 1], got {p.top_p}", "top_p")
+    if p.top_k < -1:
+        raise InvalidRequestError(f"top_k must be -1, 0 (off) or positive, got {p.top_k}", "top_k")
+    if not (p.repetition_penalty > 0.0 and math.isfinite(p.repetition_penalty)):
+        raise InvalidRequestError(
+            f"repetition_penalty must be > 0, got {p.repetition_penalty}", "repetition_penalty"
+        )
+    if p.max_tokens is not None and p.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens must be at least 1, got {p.max_tokens}", "max_tokens")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(p, name)
+        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise InvalidRequestError(f"{name} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", name)
+    if any(not s for s in p.stop):
+        raise InvalidRequestError("stop strings must not be empty", "stop")
+    for token, bias in (p.logit_bias or {}).items():
+        if token < 0 or not -100.0 <= bias <= 100.0:
+            raise InvalidRequestError(
+                f"logit_bias[{token}] must be a token id with a bias in [-100, 100], got {bias}",
+                "logit_bias",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `n > 1` is fanned out by the caller into n requests."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0  # lower runs first, as in vLLM
+    arrival_ns: int = 0  # time.monotonic_ns() at the front door
+    deadline_ns: int | None = None  # monotonic; past it the request ends in ABORT
+    cache_salt: str = ""  # requests with different salts never share cached blocks
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position; index 0 is the token that was taken, then the k best."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # 1-based rank of the token that was taken
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step produced for one request. `finish_reason` is set on the terminal one only."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per token of token_ids
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once; position 0 has none
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that fired, or why it ended
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    error: str | None = None  # for REJECT and ERROR: one sentence for the user
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner made of a batch; every list runs parallel to the batch's items."""
+
+    token_ids: list[list[int]]  # [] while a prompt is still being computed
+    logprobs: list[list[TokenLogprobs] | None] | None = None  # None when no item asked
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by item index
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since start, and gauges now."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0  # held by running requests; cached but free blocks do not count
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # of admitted requests, cached ones included
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    num_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+
+
+class Engine(Protocol):
+    """What frontends and load generators drive: language, video, remote or simulated alike."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch and return what it produced; [] when there is nothing to do."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
+
+    def has_work(self) -> bool:
+        """True while a step() would do something."""
+
+    def stats(self) -> EngineStats: ...
