@@ -1,0 +1,19 @@
+"""Kernels: each file holds a torch reference and the dispatch; `cpu/` the compiled twins."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+
+@functools.cache
+def cpu_kernels() -> bool:
+    """True when the compiled CPU kernels can run here: numba is installed and the CPU has AVX2."""
+    if os.environ.get("TOKENMILL_CPU_KERNELS", "1") == "0":
+        return False
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from tokenmill.kernels.cpu import build
+
+    return build.supported()

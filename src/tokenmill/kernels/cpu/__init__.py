@@ -1,0 +1,1 @@
+"""Compiled CPU kernels. Each matches the torch reference of the same name one level up."""

@@ -1,0 +1,286 @@
+"""Paged attention for prefill and decode alike, and RoPE with the KV write in front of it.
+
+Work is cut into (tile of query tokens, KV head). A tile's rows are its tokens times the query heads
+that share the KV head; keys pass in spans of 64 from position 0, so that a token's sums never
+depend on how its prompt was chunked or what it was batched with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.tiles import (
+    as_float,
+    exp32,
+    f32_at,
+    f32_rows,
+    i32_at,
+    i64_at,
+    span_exp,
+    span_max,
+    span_sum,
+)
+
+_MASKED = np.float32(-1e30)
+
+
+@compiled
+def _fill(line: Any, low: int, high: int, value: Any) -> None:
+    """Overwrite what lies outside [low, high) of a span."""
+    for j in range(low):
+        line[j] = value
+    for j in range(high, 64):
+        line[j] = value
+
+
+@compiled
+def _softmax_span(
+    scores: Any, scores_at: int, acc: Any, peaks: Any, sums: Any, low: int, high: int, r: int
+) -> None:
+    """One online-softmax step of row r: scores become weights, what was summed before shrinks."""
+    line, at, dim = scores[r * 64 : r * 64 + 64], scores_at + r * 256, len(acc) // len(sums)
+    if low >= high:
+        _fill(line, 64, 64, np.float32(0.0))
+        return
+    partial = low > 0 or high < 64
+    if partial:
+        _fill(line, low, high, _MASKED)
+    before = peaks[r]
+    top = max(before, span_max(at))
+    span_exp(at, top)
+    if partial:
+        _fill(line, low, high, np.float32(0.0))
+    shrink = exp32(before - top)
+    peaks[r] = top
+    sums[r] = sums[r] * shrink + span_sum(at)
+    if shrink != np.float32(1.0):
+        for i in range(r * dim, r * dim + dim):
+            acc[i] *= shrink
+
+
+@compiled
+def _attend(
+    queries: Any,
+    queries_at: int,
+    acc: Any,
+    acc_at: int,
+    keys: int,
+    values: int,
+    table: Any,
+    page: int,
+    block_size: int,
+    window: int,
+    first: int,
+    last: int,
+    group: int,
+) -> None:
+    """Attention of rows queries[rows, dim], of positions first..last, into acc[rows, dim]."""
+    rows = (last - first + 1) * group
+    dim = len(queries) // rows
+    scratch = np.empty(rows * 66, np.float32)
+    scores, peaks, sums = scratch[: rows * 64], scratch[rows * 64 : rows * 65], scratch[rows * 65 :]
+    scores_at = scratch.ctypes.data
+    peaks[:] = _MASKED
+    sums[:] = np.float32(0.0)
+    acc[:] = np.float32(0.0)
+    span = 0 if window == 0 else max(0, first - window + 1) // 64 * 64
+    while span <= last:
+        slices = min(4, (last - span) // 16 + 1)
+        for j in range(slices):
+            block, offset = divmod(span + 16 * j, block_size)
+            at = keys + table[block] * page + offset * 4
+            f32_rows(queries_at, dim * 4, at, block_size * 4, dim, rows, scores_at + 64 * j, 256, 0)
+        for r in range(rows):
+            position = first + r // group
+            low = 0 if window == 0 else max(0, position - window + 1 - span)
+            high = min(64, position - span + 1)
+            _softmax_span(scores, scores_at, acc, peaks, sums, low, high, r)
+        for j in range(slices):
+            block, offset = divmod(span + 16 * j, block_size)
+            at, weights = values + table[block] * page + offset * dim * 4, scores_at + 64 * j
+            for d in range(0, dim * 4, 64):
+                f32_rows(weights, 256, at + d, dim * 4, 16, rows, acc_at + d, dim * 4, 1)
+        span += 64
+    for r in range(rows):
+        inverse = np.float32(1.0) / sums[r]
+        for i in range(r * dim, r * dim + dim):
+            acc[i] *= inverse
+
+
+def _attention_body(args: Any, task: int) -> None:
+    q, out, q_stride, heads, kv_heads = args[0], args[3], args[9], args[10], args[11]
+    dim, block_size, window, tile_tokens = args[12], args[13], args[14], args[15]
+    tile, head = task // kv_heads, task % kv_heads
+    seq = np.int64(carray(i32_at(args[4] + 4 * tile), (1,))[0])
+    start = np.int64(carray(i32_at(args[5] + 4 * tile), (1,))[0])
+    bounds = carray(i32_at(args[6] + 4 * seq), (2,))
+    context = np.int64(carray(i32_at(args[7] + 4 * seq), (1,))[0])
+    table = carray(i32_at(args[8] + 4 * seq * args[16]), (args[16],))
+    tokens = min(tile_tokens, bounds[1] - bounds[0] - start)
+    row, width = bounds[0] + start, heads // kv_heads * dim
+    page, offset = kv_heads * dim * block_size * 4, head * dim * block_size * 4
+    scratch = np.empty(2 * tokens * width, np.float32)
+    queries, acc = scratch[: tokens * width], scratch[tokens * width :]
+    for t in range(tokens):
+        source = carray(f32_at(q + 4 * ((row + t) * q_stride + head * width)), (width,))
+        queries[t * width : t * width + width] = source
+    first = context + start
+    _attend(
+        queries,
+        queries.ctypes.data,
+        acc,
+        acc.ctypes.data,
+        args[1] + offset,
+        args[2] + offset,
+        table,
+        page,
+        block_size,
+        window,
+        first,
+        first + tokens - 1,
+        heads // kv_heads,
+    )
+    for t in range(tokens):
+        target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
+        target[:] = acc[t * width : t * width + width]
+
+
+@compiled
+def _rotate(x: Any, cos: Any, sin: Any, half: int, scale: Any) -> None:
+    for i in range(half):
+        a, b = x[i], x[half + i]
+        x[i] = (a * cos[i] - b * sin[i]) * scale
+        x[half + i] = (b * cos[i] + a * sin[i]) * scale
+
+
+@compiled
+def _head_norm(x: Any, weight: Any, dim: int, eps: Any) -> None:
+    total = np.float32(0.0)
+    for i in range(dim):
+        total += x[i] * x[i]
+    inverse = np.float32(1.0) / np.sqrt(total / np.float32(dim) + np.float32(eps))
+    for i in range(dim):
+        x[i] = x[i] * inverse * weight[i]
+
+
+def _rope_body(args: Any, task: int) -> None:
+    heads, kv_heads, dim, block_size = args[9], args[10], args[11], args[12]
+    num_tokens, rows, stride = args[13], args[14], args[15]
+    scale, eps = np.float32(as_float(args[16])), as_float(args[17])
+    half = dim // 2
+    positions = carray(i64_at(args[4]), (num_tokens,))
+    slots = carray(i64_at(args[5]), (num_tokens,))
+    for t in range(task * rows, min(num_tokens, task * rows + rows)):
+        cos = carray(f32_at(args[3] + 4 * positions[t] * dim), (half,))
+        sin = carray(f32_at(args[3] + 4 * (positions[t] * dim + half)), (half,))
+        for h in range(heads + kv_heads):
+            x = carray(f32_at(args[0] + 4 * (t * stride + h * dim)), (dim,))
+            if args[6] != 0:
+                _head_norm(x, carray(f32_at(args[6] if h < heads else args[7]), (dim,)), dim, eps)
+            _rotate(x, cos, sin, half, scale if h < heads else np.float32(1.0))
+        block, offset = slots[t] // block_size, slots[t] % block_size
+        for h in range(kv_heads):
+            k = carray(f32_at(args[0] + 4 * (t * stride + (heads + h) * dim)), (dim,))
+            v = carray(f32_at(args[0] + 4 * (t * stride + (heads + kv_heads + h) * dim)), (dim,))
+            base = (block * kv_heads + h) * dim * block_size
+            keys = carray(f32_at(args[1] + 4 * base), (dim * block_size,))
+            values = carray(f32_at(args[2] + 4 * (base + offset * dim)), (dim,))
+            for i in range(dim):
+                keys[i * block_size + offset] = k[i]
+                values[i] = v[i]
+
+
+_attention_kernel = task_kernel(_attention_body)
+_rope_kernel = task_kernel(_rope_body)
+
+
+def supports(head_dim: int, block_size: int) -> bool:
+    """The tiles read 16 keys and 16 channels at a time."""
+    return head_dim % 16 == 0 and block_size % 16 == 0
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> None:
+    """Rotate q (times `scale`) and k of qkv[t, .] in place and write k, v into their slots."""
+    _, kv_heads, dim, block_size = k_cache.shape
+    tokens = qkv.shape[0]
+    rows = max(1, -(-tokens // (4 * get_num_threads())))
+    assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    launch(
+        _rope_kernel,
+        -(-tokens // rows),
+        qkv,
+        k_cache,
+        v_cache,
+        cos_sin,
+        positions,
+        slots,
+        *((0, 0) if norms is None else norms),
+        0,
+        num_heads,
+        kv_heads,
+        dim,
+        block_size,
+        tokens,
+        rows,
+        qkv.stride(0),
+        scale,
+        eps,
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tile_seqs: torch.Tensor,
+    tile_starts: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_heads: int,
+    tile_tokens: int,
+    window: int,
+) -> torch.Tensor:
+    """Attention of pre-scaled q[t, heads * dim] over the cache -> [t, heads * dim]."""
+    _, kv_heads, dim, block_size = k_cache.shape
+    out = torch.empty(q.shape[0], num_heads * dim)
+    assert q.stride(1) == 1 and block_tables.is_contiguous()
+    launch(
+        _attention_kernel,
+        tile_seqs.shape[0] * kv_heads,
+        q,
+        k_cache,
+        v_cache,
+        out,
+        tile_seqs,
+        tile_starts,
+        query_starts,
+        context_lens,
+        block_tables,
+        q.stride(0),
+        num_heads,
+        kv_heads,
+        dim,
+        block_size,
+        window,
+        tile_tokens,
+        block_tables.shape[1],
+    )
+    return out

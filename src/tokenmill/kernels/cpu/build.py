@@ -1,0 +1,47 @@
+"""How everything here is compiled: numba settings and a cache that follows the sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba import config, njit
+
+# No 'nnan'/'ninf': masked scores are large negative numbers, never infinities.
+FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+
+
+def supported() -> bool:
+    """True on x86-64 with AVX2 and FMA, which the tiles are written for."""
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx2") and features.get("fma"))
+
+
+def _cache_folder() -> str:
+    """Compiled code is kept per version of these sources: numba alone watches only one file."""
+    digest = hashlib.sha256(llvm.get_host_cpu_name().encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    root = os.environ.get("TOKENMILL_CACHE", "~/.cache/tokenmill")
+    return str(Path(root).expanduser() / "kernels" / digest.hexdigest()[:16])
+
+
+_CACHE_FOLDER = _cache_folder()
+
+
+def cached(decorate: Callable[[Any], Any], function: Any) -> Any:
+    """Apply a numba decorator with our cache folder, leaving numba's own setting as it was."""
+    before, config.CACHE_DIR = config.CACHE_DIR, _CACHE_FOLDER
+    try:
+        return decorate(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+def compiled(function: Any) -> Any:
+    """numba.njit as used here: no GIL, contraction and reassociation allowed, cached."""
+    return cached(njit(nogil=True, fastmath=FASTMATH, error_model="numpy", cache=True), function)

@@ -1,0 +1,149 @@
+"""Matrix products over packed weights: fp32, and int8 weights with int16 activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.pool import launch, task_kernel
+from tokenmill.kernels.cpu.tiles import (
+    f32_rows,
+    make_f32_tile,
+    make_int_tile,
+)
+
+F32_COLUMNS, INT_COLUMNS = 16, 24  # of a full tile; what is left is a last, narrower tile
+_ROW_BLOCK = 128  # rows of A that stay in L2 while a tile of weights passes over them
+
+_i4x3, _i2x3, _i1x3 = make_int_tile(4, 3), make_int_tile(2, 3), make_int_tile(1, 3)
+_i4x2, _i1x2 = make_int_tile(4, 2), make_int_tile(1, 2)
+_i4x1, _i1x1 = make_int_tile(4, 1), make_int_tile(1, 1)
+_f4x1, _f1x1 = make_f32_tile(4, 1), make_f32_tile(1, 1)
+
+
+@compiled
+def _f32_tail(a: Any, lda: Any, w: Any, k: Any, m: Any, c: Any, ldc: Any, keep: Any) -> None:
+    while m >= 4:
+        _f4x1(a, lda, w, 32, k, c, ldc, keep)
+        a, c, m = a + 4 * lda, c + 4 * ldc, m - 4
+    while m >= 1:
+        _f1x1(a, lda, w, 32, k, c, ldc, keep)
+        a, c, m = a + lda, c + ldc, m - 1
+
+
+def _f32_body(args: Any, task: int) -> None:
+    a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
+    lda, ldc, keep = args[6], args[7], args[8]
+    columns = (n + 15) // 16
+    row, column = (task // columns) * 128, (task % columns) * 16
+    rows = min(m - row, 128)
+    a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k * 4
+    if n - column >= 16:
+        f32_rows(a, lda, w, 64, k, rows, c, ldc, keep)
+    else:
+        _f32_tail(a, lda, w, k, rows, c, ldc, keep)
+
+
+@compiled
+def _int_column(
+    a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
+) -> None:
+    while m >= 4:
+        _i4x3(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + 4 * lda, c + 4 * ldc, s + 16, m - 4
+    if m >= 2:
+        _i2x3(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + 2 * lda, c + 2 * ldc, s + 8, m - 2
+    if m >= 1:
+        _i1x3(a, lda, w, k, s, ws, b, c, ldc, keep)
+
+
+@compiled
+def _int_tail2(
+    a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
+) -> None:
+    while m >= 4:
+        _i4x2(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + 4 * lda, c + 4 * ldc, s + 16, m - 4
+    while m >= 1:
+        _i1x2(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + lda, c + ldc, s + 4, m - 1
+
+
+@compiled
+def _int_tail1(
+    a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
+) -> None:
+    while m >= 4:
+        _i4x1(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + 4 * lda, c + 4 * ldc, s + 16, m - 4
+    while m >= 1:
+        _i1x1(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + lda, c + ldc, s + 4, m - 1
+
+
+def _int_body(args: Any, task: int) -> None:
+    a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
+    a_scale, w_scale, bias, ldc, keep = args[6], args[7], args[8], args[9], args[10]
+    lda = 2 * k
+    columns = (n + 23) // 24
+    row, column = (task // columns) * 128, (task % columns) * 24
+    rows = min(m - row, 128)
+    a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k
+    a_scale, w_scale = a_scale + row * 4, w_scale + column * 4
+    if bias != 0:
+        bias += column * 4
+    if n - column >= 24:
+        _int_column(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+    elif n - column == 16:
+        _int_tail2(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+    else:
+        _int_tail1(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+
+
+_f32_kernel = task_kernel(_f32_body)
+_int_kernel = task_kernel(_int_body)
+
+
+def _num_tasks(m: int, n: int, columns: int) -> int:
+    return -(-m // _ROW_BLOCK) * -(-n // columns)
+
+
+def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: bool) -> None:
+    """out[m, n] (+)= x[m, k] @ W.T with W packed in tiles of F32_COLUMNS columns."""
+    (m, k), n = x.shape, out.shape[1]
+    assert x.stride(1) == out.stride(1) == 1 and n % 8 == 0
+    tasks = _num_tasks(m, n, F32_COLUMNS)
+    strides = (4 * x.stride(0), 4 * out.stride(0))
+    launch(_f32_kernel, tasks, x, weight, out, m, k, n, *strides, int(keep))
+
+
+def matmul_int8(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    keep: bool,
+) -> None:
+    """out[m, n] (+)= (values[m, k] @ W.T) * scales[m] * weight_scales[n] (+ bias[n])."""
+    (m, k), n = values.shape, out.shape[1]
+    assert values.is_contiguous() and out.stride(1) == 1 and n % 8 == 0 and k % 4 == 0
+    launch(
+        _int_kernel,
+        _num_tasks(m, n, INT_COLUMNS),
+        values,
+        weight,
+        out,
+        m,
+        k,
+        n,
+        scales,
+        weight_scales,
+        0 if bias is None else bias,
+        4 * out.stride(0),
+        int(keep),
+    )

@@ -1,0 +1,192 @@
+"""Threads for the compiled kernels: whoever is free takes the next task, nobody waits to be joined.
+
+An OpenMP team waits for every member to arrive, so one thread that the operating system has put
+aside stalls each launch for a whole time slice. Here the launching thread works through the tasks
+itself, helpers join when they can, and a launch ends when its tasks are done. All of a launch that
+helpers must agree on lies in one atomic word, the ticket: generation, number of tasks, next task.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+from tokenmill.kernels.cpu.build import cached, compiled
+
+_TICKET, _DONE, _KERNEL, _ARGS = 0, 8, 16, 24  # byte offsets in the control block
+_COUNT_BITS = 24  # of a ticket: generation | number of tasks | next task
+_SPINS = 20_000  # idle polls, each yielding the core, before a helper goes to sleep
+_I64 = ir.IntType(64)
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@intrinsic
+def _fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _exchange(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("xchg", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _load(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer = b.inttoptr(args[0], _I64.as_pointer())
+        return b.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _call(typing_context: Any, kernel: Any, args_at: Any, task: Any) -> Any:
+    """Call the kernel at an address: void(int64 args, int64 task)."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64])
+        b.call(b.inttoptr(args[0], kind.as_pointer()), [args[1], args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@compiled
+def _work(control: int) -> int:
+    """Take tasks of the current launch until none is left; returns how many were done."""
+    done = 0
+    mask = (1 << 24) - 1
+    while True:
+        seen = _load(control)
+        if seen & mask >= (seen >> 24) & mask:
+            return done
+        ticket = _fetch_add(control, 1)
+        task = ticket & mask
+        # A task taken keeps its launch, and so kernel and args, alive until it is counted done.
+        if task >= (ticket >> 24) & mask:
+            return done
+        _call(_load(control + 16), _load(control + 24), task)
+        _fetch_add(control + 8, 1)
+        done += 1
+
+
+@compiled
+def _run(control: int, kernel: int, args: int, num_tasks: int) -> None:
+    """Publish a launch, work on it, and wait for the tasks that helpers took."""
+    generation = (_load(control) >> 48) + 1
+    _exchange(control + 8, 0)
+    _exchange(control + 16, kernel)
+    _exchange(control + 24, args)
+    _exchange(control, (generation << 48) | (num_tasks << 24))
+    _work(control)
+    while _load(control + 8) < num_tasks:
+        pass
+
+
+@compiled
+def _help(control: int, spins: int) -> None:
+    """A helper's watch: work when there is work, return after `spins` idle polls."""
+    idle = 0
+    while idle < spins:
+        if _work(control) > 0:
+            idle = 0
+        else:
+            idle += 1
+            _sched_yield()
+
+
+class ThreadPool:
+    """The launching thread and num_threads - 1 helpers around one control block."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(16, np.int64)
+        self._control = self._memory.ctypes.data
+        self._lock = threading.Lock()
+        self._wake: list[threading.Event] = []
+        self._asleep: list[bool] = []
+        self._process = os.getpid()
+
+    @property
+    def num_threads(self) -> int:
+        return 1 + len(self._wake)
+
+    def resize(self, num_threads: int) -> None:
+        """Grow to num_threads; helpers beyond it are left asleep."""
+        for index in range(len(self._wake), num_threads - 1):
+            self._wake.append(threading.Event())
+            self._asleep.append(False)
+            threading.Thread(target=self._watch, args=(index,), daemon=True).start()
+
+    def _watch(self, index: int) -> None:
+        while True:
+            _help(self._control, _SPINS)
+            self._wake[index].clear()
+            self._asleep[index] = True  # a launch that misses this simply runs with one thread less
+            self._wake[index].wait()
+            self._asleep[index] = False
+
+    def run(self, kernel: int, args: int, num_tasks: int) -> None:
+        with self._lock:
+            for index, asleep in enumerate(self._asleep):
+                if asleep:
+                    self._wake[index].set()
+            _run(self._control, kernel, args, num_tasks)
+
+
+_POOL = ThreadPool()
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads that the compiled kernels may use, the caller's included."""
+    _POOL.resize(num_threads)
+
+
+def get_num_threads() -> int:
+    return _POOL.num_threads
+
+
+def task_kernel(body: Callable[[Any, int], None]) -> Any:
+    """Compile `body(args, task)`, args an int64 array, into a kernel for `launch`."""
+    from numba import carray
+
+    from tokenmill.kernels.cpu.tiles import i64_at
+
+    run = compiled(body)
+
+    def entry(args_at: int, task: int) -> None:
+        run(carray(i64_at(args_at), (24,)), task)
+
+    return cached(cfunc(types.void(types.int64, types.int64), nopython=True, cache=True), entry)
+
+
+def _as_slot(arg: torch.Tensor | int | float) -> int:
+    if isinstance(arg, int):
+        return arg
+    if isinstance(arg, float):
+        return int(struct.unpack("q", struct.pack("d", arg))[0])
+    return arg.data_ptr()
+
+
+def launch(kernel: Any, num_tasks: int, *args: torch.Tensor | int | float) -> None:
+    """Run `kernel`'s tasks 0..num_tasks-1; tensors pass as addresses, args[0] is the first."""
+    slots = np.array([*map(_as_slot, args)], np.int64)
+    if num_tasks == 1:
+        kernel.ctypes(slots.ctypes.data, 0)
+    else:
+        _POOL.run(kernel.address, slots.ctypes.data, num_tasks)

@@ -1,0 +1,293 @@
+"""Building blocks of the CPU kernels: register tiles and a vectorisable exp, written in LLVM IR.
+
+Addresses travel as int64 and strides in bytes: nothing is allocated or checked inside a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tokenmill.kernels.cpu.build import compiled
+
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_V16I8 = ir.VectorType(ir.IntType(8), 16)
+_V16I16 = ir.VectorType(ir.IntType(16), 16)
+_V8I32 = ir.VectorType(_I32, 8)
+_V8F32 = ir.VectorType(_F32, 8)
+
+
+def _pointer_intrinsic(element: types.Type) -> Any:
+    @intrinsic
+    def cast(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            return b.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return cast
+
+
+f32_at = _pointer_intrinsic(types.float32)
+i16_at = _pointer_intrinsic(types.int16)
+i32_at = _pointer_intrinsic(types.int32)
+i64_at = _pointer_intrinsic(types.int64)
+
+
+@intrinsic
+def as_float(typing_context: Any, bits: Any) -> Any:
+    """Reinterpret an int64 launch argument as the double it was packed from."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return b.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+_EXP_COEFFICIENTS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+
+
+def _constant(kind: ir.Type, value: float) -> ir.Constant:
+    """A float32 constant, in every lane if `kind` is a vector."""
+    exact = float(np.float32(value))
+    return ir.Constant(kind, [exact] * kind.count if isinstance(kind, ir.VectorType) else exact)
+
+
+def _emit_exp(b: ir.IRBuilder, x: Any) -> Any:
+    """exp(x) to about 2 ulp, x clamped to [-87, 88]; straight-line code for scalars and vectors."""
+    kind = x.type
+    lanes = f".v{kind.count}f32" if isinstance(kind, ir.VectorType) else ".f32"
+    whole = ir.VectorType(_I32, kind.count) if isinstance(kind, ir.VectorType) else _I32
+    x = b.select(b.fcmp_ordered("<", x, _constant(kind, -87.0)), _constant(kind, -87.0), x)
+    x = b.select(b.fcmp_ordered(">", x, _constant(kind, 88.0)), _constant(kind, 88.0), x)
+    floor = b.module.declare_intrinsic("llvm.floor" + lanes, (), ir.FunctionType(kind, [kind]))
+    fma = b.module.declare_intrinsic("llvm.fma" + lanes, (), ir.FunctionType(kind, [kind] * 3))
+    n = b.call(floor, [b.call(fma, [x, _constant(kind, 1.442695041), _constant(kind, 0.5)])])
+    r = b.call(fma, [n, _constant(kind, -0.693359375), x])  # ln 2 in two parts keeps r exact
+    r = b.call(fma, [n, _constant(kind, 2.12194440e-4), r])
+    p = _constant(kind, 1.9875691500e-4)
+    for coefficient in _EXP_COEFFICIENTS:
+        p = b.call(fma, [p, r, _constant(kind, coefficient)])
+    p = b.fadd(b.call(fma, [b.fmul(p, r), r, r]), _constant(kind, 1.0))
+    ones = ir.Constant(whole, [127] * kind.count if isinstance(kind, ir.VectorType) else 127)
+    shift = ir.Constant(whole, [23] * kind.count if isinstance(kind, ir.VectorType) else 23)
+    power = b.shl(b.add(b.fptosi(n, whole), ones), shift)
+    return b.fmul(p, b.bitcast(power, kind))
+
+
+@intrinsic
+def exp32(typing_context: Any, x: Any) -> Any:
+    """exp of a float32; loops over it vectorise."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return _emit_exp(b, args[0])
+
+    return types.float32(types.float32), generate
+
+
+def _fold(b: ir.IRBuilder, vectors: list[Any], combine: Any) -> Any:
+    """Combine vectors pairwise, then the lanes of the last one, always in the same order."""
+    while len(vectors) > 1:
+        vectors = [combine(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    lanes = [b.extract_element(vectors[0], ir.Constant(_I32, i)) for i in range(8)]
+    while len(lanes) > 1:
+        lanes = [combine(x, y) for x, y in zip(lanes[::2], lanes[1::2], strict=True)]
+    return lanes[0]
+
+
+@intrinsic
+def span_max(typing_context: Any, scores: Any) -> Any:
+    """The largest of the 64 floats at an address."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        vectors = [_load(b, args[0], 32 * i, _V8F32) for i in range(8)]
+        return _fold(b, vectors, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def span_exp(typing_context: Any, scores: Any, top: Any) -> Any:
+    """Replace the 64 floats at an address by exp(x - top)."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        top = _splat(b, args[1], _V8F32)
+        for i in range(8):
+            x = b.fsub(_load(b, args[0], 32 * i, _V8F32), top)
+            _store(b, _emit_exp(b, x), args[0], 32 * i)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def span_sum(typing_context: Any, scores: Any) -> Any:
+    """The sum of the 64 floats at an address."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return _fold(b, [_load(b, args[0], 32 * i, _V8F32) for i in range(8)], b.fadd)
+
+    return types.float32(types.int64), generate
+
+
+# ---------------------------------------------------------------------------- register tiles
+
+
+def _load(b: ir.IRBuilder, address: Any, offset: int, kind: ir.Type, align: int = 4) -> Any:
+    where = b.add(address, ir.Constant(_I64, offset)) if offset else address
+    value = b.load(b.inttoptr(where, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def _store(b: ir.IRBuilder, value: Any, address: Any, offset: int) -> None:
+    where = b.add(address, ir.Constant(_I64, offset)) if offset else address
+    b.store(value, b.inttoptr(where, value.type.as_pointer())).align = 4
+
+
+def _splat(b: ir.IRBuilder, scalar: Any, kind: ir.VectorType) -> Any:
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    lanes = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+    return b.shuffle_vector(first, undefined, lanes)
+
+
+def _rows(b: ir.IRBuilder, base: Any, stride: Any, count: int) -> list[Any]:
+    return [b.add(base, b.mul(stride, ir.Constant(_I64, r))) for r in range(count)]
+
+
+def _accumulators(b: ir.IRBuilder, rows: int, vectors: int, zero: ir.Constant) -> list[list[Any]]:
+    """Stack slots that LLVM keeps in registers, zeroed here."""
+    slots = [[cgutils.alloca_once(b, zero.type) for _ in range(vectors)] for _ in range(rows)]
+    for row in slots:
+        for slot in row:
+            b.store(zero, slot)
+    return slots
+
+
+def make_f32_tile(rows: int, vectors: int) -> Any:
+    """C[rows, 8*vectors] (+)= A[rows, k] @ B[k, 8*vectors]; adds to C if `keep`."""
+
+    @intrinsic
+    def tile(
+        typing_context: Any, a: Any, lda: Any, b: Any, ldb: Any, k: Any, c: Any, ldc: Any, keep: Any
+    ) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            a, lda, base, ldb, k, c, ldc, keep = args
+            fma = b.module.declare_intrinsic(
+                "llvm.fma.v8f32", (), ir.FunctionType(_V8F32, [_V8F32] * 3)
+            )
+            total = _accumulators(b, rows, vectors, ir.Constant(_V8F32, [0.0] * 8))
+            out = _rows(b, c, ldc, rows)
+            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(_I64, 0))):
+                for r in range(rows):
+                    for v in range(vectors):
+                        b.store(_load(b, out[r], 32 * v, _V8F32), total[r][v])
+            lines = _rows(b, a, lda, rows)
+            with cgutils.for_range(b, k) as loop:
+                line = b.add(base, b.mul(loop.index, ldb))
+                weights = [_load(b, line, 32 * v, _V8F32) for v in range(vectors)]
+                step = b.shl(loop.index, ir.Constant(_I64, 2))
+                for r in range(rows):
+                    x = _splat(b, _load(b, b.add(lines[r], step), 0, _F32), _V8F32)
+                    for v in range(vectors):
+                        slot = total[r][v]
+                        b.store(b.call(fma, [x, weights[v], b.load(slot)]), slot)
+            for r in range(rows):
+                for v in range(vectors):
+                    _store(b, b.load(total[r][v]), out[r], 32 * v)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return tile
+
+
+def make_int_tile(rows: int, vectors: int) -> Any:
+    """C[rows, 8*vectors] (+)= (A16[rows, k] @ W8[k, 8*vectors]) * a_scale * w_scale (+ bias).
+
+    `w` is packed by pairs of k, [k/2, 8*vectors, 2]: one vpmaddwd multiplies sixteen int16 pairs
+    and adds neighbours into eight int32 sums, exactly. k is a multiple of 4.
+    """
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        a: Any,
+        lda: Any,
+        w: Any,
+        k: Any,
+        a_scale: Any,
+        w_scale: Any,
+        bias: Any,
+        c: Any,
+        ldc: Any,
+        keep: Any,
+    ) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            a, lda, w, k, a_scale, w_scale, bias, c, ldc, keep = args
+            madd = b.module.declare_intrinsic(
+                "llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(_V8I32, [_V16I16, _V16I16])
+            )
+            total = _accumulators(b, rows, vectors, ir.Constant(_V8I32, [0] * 8))
+            lines = _rows(b, a, lda, rows)
+            pair_bytes = 16 * vectors
+            with cgutils.for_range_slice(
+                b, ir.Constant(_I64, 0), b.ashr(k, ir.Constant(_I64, 1)), ir.Constant(_I64, 2)
+            ) as (pair, _):
+                weights_at = b.add(w, b.mul(pair, ir.Constant(_I64, pair_bytes)))
+                step = b.shl(pair, ir.Constant(_I64, 2))
+                for unroll in range(2):
+                    weights = [
+                        b.sext(
+                            _load(b, weights_at, unroll * pair_bytes + 16 * v, _V16I8, 1), _V16I16
+                        )
+                        for v in range(vectors)
+                    ]
+                    for r in range(rows):
+                        both = _load(b, b.add(lines[r], step), 4 * unroll, _I32)
+                        x = b.bitcast(_splat(b, both, _V8I32), _V16I16)
+                        for v in range(vectors):
+                            slot = total[r][v]
+                            b.store(b.add(b.load(slot), b.call(madd, [x, weights[v]])), slot)
+            for r, out in enumerate(_rows(b, c, ldc, rows)):
+                row_scale = _splat(b, _load(b, a_scale, 4 * r, _F32), _V8F32)
+                for v in range(vectors):
+                    value = b.fmul(b.sitofp(b.load(total[r][v]), _V8F32), row_scale)
+                    value = b.fmul(value, _load(b, w_scale, 32 * v, _V8F32))
+                    slot = cgutils.alloca_once(b, _V8F32)
+                    b.store(value, slot)
+                    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
+                        b.store(b.fadd(b.load(slot), _load(b, bias, 32 * v, _V8F32)), slot)
+                    with b.if_then(b.icmp_signed("!=", keep, ir.Constant(_I64, 0))):
+                        b.store(b.fadd(b.load(slot), _load(b, out, 32 * v, _V8F32)), slot)
+                    _store(b, b.load(slot), out, 32 * v)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return tile
+
+
+_f6x2, _f3x2, _f1x2 = make_f32_tile(6, 2), make_f32_tile(3, 2), make_f32_tile(1, 2)
+
+
+@compiled
+def f32_rows(
+    a: Any, lda: Any, b: Any, ldb: Any, k: Any, m: Any, c: Any, ldc: Any, keep: Any
+) -> None:
+    """C[m, 16] (+)= A[m, k] @ B[k, 16] by tiles of 6, 3 and 1 rows, which sum alike."""
+    while m >= 6:
+        _f6x2(a, lda, b, ldb, k, c, ldc, keep)
+        a, c, m = a + 6 * lda, c + 6 * ldc, m - 6
+    while m >= 3:
+        _f3x2(a, lda, b, ldb, k, c, ldc, keep)
+        a, c, m = a + 3 * lda, c + 3 * ldc, m - 3
+    while m >= 1:
+        _f1x2(a, lda, b, ldb, k, c, ldc, keep)
+        a, c, m = a + lda, c + ldc, m - 1
