@@ -60,3 +60,18 @@ class ServerConfig:
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     chat_template: str | None = None  # a file that replaces the model's own
     default_max_tokens: int | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """The cells of the offline benchmark; the first three fields shape the batch cell."""
+
+    num_prompts: int = 32
+    input_len: int = 128
+    output_len: int = 64
+    rounds: int = 3  # measured runs of a cell; the median counts
+    cells: tuple[str, ...] = ("batch", "single", "prefill")
+    seed: int = 0
+    peers: bool = False
+    skip_peers: tuple[str, ...] = ()

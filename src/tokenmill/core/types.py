@@ -45,6 +45,17 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarVocab:
+    """The tokens as a grammar compiler sees them; special tokens are empty, no text emits them."""
+
+    encoded_vocab: list[str]
+    vocab_type: Literal["RAW", "BYTE_FALLBACK", "BYTE_LEVEL"]
+    vocab_size: int  # the width of the model's logits
+    stop_token_ids: list[int]
+    add_prefix_space: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to turn logits into tokens. `temperature=0` is greedy."""
 
@@ -157,6 +168,7 @@ class RequestOutput:
     stop_reason: int | str | None = None  # the stop token or string that fired, or why it ended
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
     error: str | None = None  # for REJECT and ERROR: one sentence for the user
+    scheduled_ns: int = 0  # monotonic: the start of the first step it ran in; 0 when unknown
 
 
 @dataclass(slots=True)

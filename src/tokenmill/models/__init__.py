@@ -1,0 +1,3 @@
+"""Model families by ModelSpec.family; one file each."""
+
+MODELS = {"llama": "tokenmill.models.llama:Llama"}

@@ -40,10 +40,13 @@ def _f32_body(args: Any, task: int) -> None:
     row, column = (task // columns) * 128, (task % columns) * 16
     rows = min(m - row, 128)
     a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k * 4
-    if n - column >= 16:
-        f32_rows(a, lda, w, 64, k, rows, c, ldc, keep)
-    else:
-        _f32_tail(a, lda, w, k, rows, c, ldc, keep)
+    for start in range(0, k, 256):
+        depth = min(256, k - start)
+        if n - column >= 16:
+            f32_rows(a, lda, w + 64 * start, 64, depth, rows, c, ldc, keep)
+        else:
+            _f32_tail(a, lda, w + 32 * start, depth, rows, c, ldc, keep)
+        a, keep = a + 4 * depth, 1  # partial sums of 256 keep fp32 rounding down
 
 
 @compiled

@@ -184,10 +184,6 @@ def make_f32_tile(rows: int, vectors: int) -> Any:
             )
             total = _accumulators(b, rows, vectors, ir.Constant(_V8F32, [0.0] * 8))
             out = _rows(b, c, ldc, rows)
-            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(_I64, 0))):
-                for r in range(rows):
-                    for v in range(vectors):
-                        b.store(_load(b, out[r], 32 * v, _V8F32), total[r][v])
             lines = _rows(b, a, lda, rows)
             with cgutils.for_range(b, k) as loop:
                 line = b.add(base, b.mul(loop.index, ldb))
@@ -198,6 +194,11 @@ def make_f32_tile(rows: int, vectors: int) -> Any:
                     for v in range(vectors):
                         slot = total[r][v]
                         b.store(b.call(fma, [x, weights[v], b.load(slot)]), slot)
+            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(_I64, 0))):
+                for r in range(rows):
+                    for v in range(vectors):
+                        before = _load(b, out[r], 32 * v, _V8F32)
+                        b.store(b.fadd(b.load(total[r][v]), before), total[r][v])
             for r in range(rows):
                 for v in range(vectors):
                     _store(b, b.load(total[r][v]), out[r], 32 * v)

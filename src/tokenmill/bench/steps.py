@@ -1,0 +1,110 @@
+"""What the scheduler itself costs per step, against a model that takes no time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any, Protocol
+
+from tokenmill.core.metrics import summarize
+from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
+
+LIMIT_US = 1000.0  # of schedule() + update() at 512 running requests
+WARMUP_STEPS = 50
+_TOKEN = 7
+
+
+class StepScheduler(Protocol):
+    """The part of a scheduler that a step uses; its batch has `items` of (sequence, num_new)."""
+
+    def add(self, request: Request) -> None: ...
+
+    def schedule(self, now_ns: int) -> Any: ...
+
+    def update(self, batch: Any, result: StepResult) -> list[RequestOutput]: ...
+
+
+def decode_requests(
+    num_running: int, num_steps: int, prompt_tokens: int = 128, spread: int = 16
+) -> list[Request]:
+    """Distinct prompts that all still decode after num_steps measured steps.
+
+    Prompt lengths differ by up to `spread` tokens; with 1 all requests fill their blocks in step.
+    """
+    sampling = SamplingParams(max_tokens=None, ignore_eos=True)
+    return [
+        Request(f"step-{i}", [_TOKEN + 1 + i] * (prompt_tokens + i % spread), sampling)
+        for i in range(num_running)
+    ]
+
+
+def fake_result(batch: Any) -> StepResult:
+    """One token for every item that samples."""
+    return StepResult(
+        [
+            [_TOKEN] if seq.num_computed_tokens + num_new == len(seq.token_ids) else []
+            for seq, num_new in batch.items
+        ]
+    )
+
+
+def measure_steps(
+    scheduler: StepScheduler, requests: list[Request], num_steps: int
+) -> dict[str, Any]:
+    """Time schedule() and update() over num_steps steps in which all requests decode.
+
+    The scheduler never waits: its cost is its CPU time, whoever else uses the machine.
+    """
+    for request in requests:
+        scheduler.add(request)
+    _fill(scheduler, requests)
+    gc.collect()
+    gc.freeze()  # as a serving engine does once its weights are loaded
+    schedule_us, update_us = [], []
+    try:
+        for _ in range(num_steps):
+            begin = time.thread_time_ns()
+            batch = scheduler.schedule(begin)
+            chosen = time.thread_time_ns()
+            result = fake_result(batch)
+            ran = time.thread_time_ns()
+            outputs = scheduler.update(batch, result)
+            end = time.thread_time_ns()
+            del outputs  # freed by their reader, off the clock
+            schedule_us.append((chosen - begin) / 1000)
+            update_us.append((end - ran) / 1000)
+    finally:
+        gc.unfreeze()
+    return _report(len(requests), schedule_us, update_us)
+
+
+def _fill(scheduler: StepScheduler, requests: list[Request]) -> None:
+    """Run the prompts until every request decodes, then a few steps more."""
+    most = sum(len(request.prompt_token_ids) for request in requests)
+    for _ in range(most):
+        batch = scheduler.schedule(0)
+        scheduler.update(batch, fake_result(batch))
+        if [num_new for _, num_new in batch.items] == [1] * len(requests):
+            break
+    else:
+        raise ValueError(f"the scheduler does not run {len(requests)} requests at once")
+    for _ in range(WARMUP_STEPS):
+        batch = scheduler.schedule(0)
+        scheduler.update(batch, fake_result(batch))
+
+
+def _report(num_running: int, schedule_us: list[float], update_us: list[float]) -> dict[str, Any]:
+    total_us = [s + u for s, u in zip(schedule_us, update_us, strict=True)]
+    times = {"schedule_us": schedule_us, "update_us": update_us, "total_us": total_us}
+    summaries = {
+        name: {key: round(value, 1) for key, value in summarize(values).items()}
+        for name, values in times.items()
+    }
+    return {
+        "benchmark": "scheduler_steps",
+        "num_running": num_running,
+        "num_steps": len(total_us),
+        **summaries,
+        "limit_us": LIMIT_US,
+        "share_of_limit": round(summaries["total_us"]["p50"] / LIMIT_US, 3),
+    }

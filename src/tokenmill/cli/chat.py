@@ -1,0 +1,114 @@
+"""tokenmill chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import typer
+
+from tokenmill.cli import console, local, remote
+from tokenmill.cli.options import command
+from tokenmill.core.types import SamplingParams, TokenmillError
+from tokenmill.settings import SAMPLING, SETTINGS, Settings
+
+DEFAULTS = {"max-tokens": 1024, "temperature": 0.7}
+PANELS = {
+    "Conversation": (SETTINGS["system"], SETTINGS["url"], SETTINGS["api-key"]),
+    "Sampling": SAMPLING,
+    **local.PANELS,
+}
+HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer."
+
+Messages = list[dict[str, str]]
+Source = Callable[[Messages, local.Answer], Iterator[str]]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    command(app, "chat", PANELS, positional="model", defaults=DEFAULTS)(chat)
+
+
+def chat(settings: Settings) -> None:
+    """Talk to a model in the terminal.
+
+    tokenmill chat
+
+    tokenmill chat --system "You are a pirate." --temperature 0.9
+
+    tokenmill chat --url http://127.0.0.1:8000/v1
+
+    [bold]/reset[/bold] forgets the conversation, [bold]/exit[/bold] or Ctrl-D leaves, and Ctrl-C
+    stops an answer without leaving.
+    """
+    sampling = settings.build(SamplingParams)
+    source = _remote(settings) if "url" in settings else _local(settings, sampling)
+    system = settings.get("system")
+    opening: Messages = [{"role": "system", "content": system}] if system else []
+    console.note(HELP)
+    _converse(source, opening)
+
+
+def _local(settings: Settings, sampling: SamplingParams) -> Source:
+    llm = local.load_llm(settings)
+
+    def source(messages: Messages, answer: local.Answer) -> Iterator[str]:
+        return local.stream(llm, llm.tokenizer.encode_chat(messages), sampling, answer)
+
+    return source
+
+
+def _remote(settings: Settings) -> Source:
+    keys = settings.get("api-key")
+    sampling = {s.field: settings.get(s.key) for s in SAMPLING if s.key in settings}
+    model = settings.get("model") if "model" in settings else None
+    server = remote.Server(settings.get("url"), keys[0] if keys else None, model, sampling)
+    return server.stream
+
+
+def _converse(source: Source, opening: Messages) -> None:
+    messages = list(opening)
+    while (line := _read_line()) is not None:
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/reset":
+            messages = list(opening)
+            console.note("The conversation is forgotten.")
+        elif line.startswith("/"):
+            console.note(HELP)
+        elif line:
+            _answer(source, messages, line)
+
+
+def _answer(source: Source, messages: Messages, question: str) -> None:
+    """Stream one answer; a question that fails is taken out of the conversation again."""
+    messages.append({"role": "user", "content": question})
+    answer = local.Answer()
+    try:
+        for text in source(messages, answer):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    except TokenmillError as error:
+        messages.pop()
+        console.fail(str(error))
+        return
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    console.note(answer.summary())
+    messages.append({"role": "assistant", "content": answer.text})
+
+
+def _read_line() -> str | None:
+    """The next line; None at the end of the input."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        import readline  # noqa: F401  (gives input() line editing and a history)
+    while True:
+        try:
+            return input("> " if at_terminal else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            console.note("\n/exit or Ctrl-D leaves.")

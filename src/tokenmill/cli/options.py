@@ -1,0 +1,130 @@
+"""Settings as typer options: a command names the groups that it reads and gets them resolved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError, load
+
+EPILOG = (
+    "Every flag can also be set in the environment (--max-num-seqs is TOKENMILL_MAX_NUM_SEQS) or in "
+    "a TOML file (max-num-seqs = 64): --config FILE, TOKENMILL_CONFIG, or ./tokenmill.toml. "
+    "A flag wins over the environment, and the environment over the file."
+)
+
+Command = Callable[..., None]
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    panels: Mapping[str, Iterable[Setting]],
+    *,
+    positional: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    hidden: bool = False,
+) -> Callable[[Command], Command]:
+    """Register `function(settings, ...)`; `panels` maps help headings to the settings below them.
+
+    The setting `positional` may also be given without its flag. `defaults` are this command's own.
+    """
+
+    def register(function: Command) -> Command:
+        wrapped = _with_settings(function, panels, positional, defaults or {})
+        app.command(name, hidden=hidden, epilog=EPILOG)(wrapped)
+        return function
+
+    return register
+
+
+def _with_settings(
+    function: Command,
+    panels: Mapping[str, Iterable[Setting]],
+    positional: str | None,
+    defaults: Mapping[str, Any],
+) -> Command:
+    offered = {s.key: (panel, s) for panel, group in panels.items() for s in group}
+
+    def run(**given: Any) -> None:
+        config = given.pop("config")
+        flags = {key: given.pop(_name(setting)) for key, (_, setting) in offered.items()}
+        if positional and (value := given.pop(positional)) is not None:
+            if flags[positional] is not None:
+                raise SettingsError(f"give {positional.upper()} or --{positional}, not both")
+            flags[positional] = value
+        function(load(flags, config=config, defaults=defaults), **given)
+
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    arguments = [_argument(SETTINGS[positional])] if positional else []
+    options = [_option(s, panel, defaults) for panel, s in offered.values()]
+    parameters = [*arguments, *own, *options, _config_option()]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    )
+    run.__doc__ = function.__doc__
+    return run
+
+
+def _name(setting: Setting) -> str:
+    return "option_" + setting.parameter
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
+
+def _argument(setting: Setting) -> inspect.Parameter:
+    shown = str(setting.shown_default)
+    info = typer.Argument(metavar=f"[{setting.key.upper()}]", help=setting.help, show_default=shown)
+    return _parameter(setting.key, Annotated[str | None, info])
+
+
+def _option(setting: Setting, panel: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    name = "--" + setting.key
+    info = typer.Option(
+        f"{name}/--no-{setting.key}" if setting.is_switch else name,
+        help=setting.help,
+        metavar=setting.kind.metavar or None,
+        show_default=shown_default(setting, defaults),
+        rich_help_panel=panel,
+    )
+    annotation: Any = str | None
+    if setting.is_switch:
+        annotation = bool | None
+    elif setting.repeated:
+        annotation = list[str] | None
+    return _parameter(_name(setting), Annotated[annotation, info])
+
+
+def _config_option() -> inspect.Parameter:
+    info = typer.Option("--config", metavar="FILE", help="TOML file with settings.")
+    return _parameter("config", Annotated[Path | None, info])
+
+
+def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str | bool:
+    """The default as the help shows it; False where there is none to show."""
+    value = defaults.get(setting.key, setting.shown_default)
+    if value is None or value == ():
+        return False
+    if setting.is_switch:
+        return setting.key if value else "no-" + setting.key
+    if setting.kind.metavar == "SIZE":
+        return f"{value // 2**20}MiB"
+    return ", ".join(value) if setting.repeated else f"{value:g}" if _is_float(value) else str(value)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float)
+
+
+def require(settings: Settings, key: str) -> Any:
+    """The value of a setting that the command cannot do without."""
+    if key not in settings:
+        raise SettingsError(f"--{key} is required")
+    return settings.get(key)

@@ -1,0 +1,52 @@
+"""tokenmill pull."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmill.cli import console
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("pull")(pull)
+
+
+def pull(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A catalog or hub name.")] = None,
+) -> None:
+    """Download a model and print where it is; without a name, list the catalog.
+
+    tokenmill pull smollm2
+
+    tokenmill pull Qwen/Qwen3-0.6B
+    """
+    if name is None:
+        _print_catalog()
+    else:
+        console.out.print(str(fetch(name)), markup=False)
+
+
+def fetch(name: str) -> Path:
+    """The local path of a model, downloaded first if need be."""
+    from tokenmill.models import store
+
+    with console.progress(f"Downloading {name}", size_in_bytes=True) as update:
+        return store.resolve(name, update)
+
+
+def _print_catalog() -> None:
+    from rich.table import Table
+
+    from tokenmill.models import store
+
+    table = Table("name", "size", "licence", "source", "here", box=None)
+    for entry in store.list_catalog():
+        size = f"{entry.num_bytes / 1e6:.0f} MB"
+        here = str(store.cached(entry.name) or "not yet")
+        table.add_row(entry.name, size, entry.licence, entry.source, here)
+    console.out.print(table)
+    console.note("Any Hugging Face name (org/model) or local folder works as well.")

@@ -1,0 +1,401 @@
+"""What a model is: its dimensions, its layer kinds, and what one token costs in bytes and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from tokenmill.core.types import ModelLoadError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+Settings = dict[str, Any]
+
+# What transformers assumes for a key that config.json leaves out.
+_COMMON_DEFAULTS: Settings = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": True,
+    "layer_types": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_QWEN_DEFAULTS: Settings = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+ARCHITECTURES: dict[str, Settings] = {
+    "LlamaForCausalLM": _COMMON_DEFAULTS
+    | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "MistralForCausalLM": _COMMON_DEFAULTS
+    | {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "Qwen2ForCausalLM": _COMMON_DEFAULTS | _QWEN_DEFAULTS | {"attention_bias": True},
+    "Qwen3ForCausalLM": _COMMON_DEFAULTS | _QWEN_DEFAULTS | {"head_dim": 128},
+}
+# Keys whose value the architecture fixes: any other value in config.json is a different model.
+_FIXED: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": (),
+    "MistralForCausalLM": ("attention_bias", "mlp_bias"),
+    "Qwen2ForCausalLM": ("attention_bias", "mlp_bias"),
+    "Qwen3ForCausalLM": ("mlp_bias",),
+}
+_LAYER_TYPES_DECIDE = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+_ROPE_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_ORIGINAL = "original_max_position_embeddings"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: theta and how the inverse frequencies are rescaled."""
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0  # linear, llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 0  # llama3, yarn: the context before scaling
+    attention_factor: float = 1.0  # multiplies cos and sin; resolved, never None
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    factors: tuple[float, ...] = ()  # factors: what each inverse frequency is divided by
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One decoder-only model, as its checkpoint describes it."""
+
+    architecture: str
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    max_position: int
+    tie_embeddings: bool
+    rope: RopeSpec
+    attention_bias: bool  # q, k and v projections
+    output_bias: bool  # attention output projection
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None  # a query sees this many positions, itself included
+    layer_windows: tuple[int | None, ...]  # per layer; None is full attention
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    hidden_act: str
+    dtype: str
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelSpec:
+        """Build a spec from the contents of a Hugging Face config.json."""
+        architecture = _architecture(config)
+        settings = ARCHITECTURES[architecture] | config
+        _check_supported(architecture, config, settings)
+        num_heads = _positive_int(settings, "num_attention_heads")
+        num_layers = _positive_int(settings, "num_hidden_layers")
+        windows = _layer_windows(architecture, settings, num_layers)
+        bias = _flag(settings, "attention_bias")
+        return cls(
+            architecture=architecture,
+            family="llama",
+            vocab_size=_positive_int(settings, "vocab_size"),
+            hidden_size=_positive_int(settings, "hidden_size"),
+            intermediate_size=_positive_int(settings, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(settings, num_heads),
+            head_dim=_head_dim(settings, num_heads),
+            rms_eps=_number(settings, "rms_norm_eps"),
+            max_position=_positive_int(settings, "max_position_embeddings"),
+            tie_embeddings=_flag(settings, "tie_word_embeddings"),
+            rope=_rope(settings),
+            attention_bias=bias,
+            output_bias=bias and architecture != "Qwen2ForCausalLM",
+            mlp_bias=_flag(settings, "mlp_bias"),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            sliding_window=next((window for window in windows if window), None),
+            layer_windows=windows,
+            eos_token_ids=token_ids(settings, "eos_token_id"),
+            bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
+            hidden_act=settings["hidden_act"],
+            dtype=_dtype(settings),
+        )
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def num_params(self) -> int:
+        """Parameters of the model; a tied output head counts once."""
+        hidden = self.hidden_size
+        norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
+        biases = (self.q_size + 2 * self.kv_size) * self.attention_bias
+        biases += hidden * self.output_bias
+        biases += (2 * self.intermediate_size + hidden) * self.mlp_bias
+        layers = self.num_layers * (self._layer_matmul_params() + norms + biases)
+        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        return embeddings + layers + hidden
+
+    def weight_bytes(self, bytes_per_param: float = 2) -> int:
+        """Bytes of all weights at one width."""
+        return round(self.num_params() * bytes_per_param)
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
+        """Bytes of keys and values that one token leaves in the cache, over all layers."""
+        return 2 * self.num_layers * self.kv_size * dtype_bytes
+
+    def flops_per_token(self, context_len: int) -> int:
+        """FLOPs of one token that sees `context_len` positions, logits included."""
+        matmul = self.num_layers * self._layer_matmul_params() + self.vocab_size * self.hidden_size
+        seen = sum(min(context_len, window or context_len) for window in self.layer_windows)
+        return 2 * matmul + 4 * self.q_size * seen
+
+    def _layer_matmul_params(self) -> int:
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+
+def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
+    """Token ids under `key`, which holds an int, a list of ints or null."""
+    value = settings.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ModelLoadError(f"{key}: expected a token id or a list of them, got {value!r}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _architecture(config: Settings) -> str:
+    named = config.get("architectures") or [_BY_MODEL_TYPE.get(config.get("model_type", ""))]
+    if named[0] in ARCHITECTURES:
+        return cast(str, named[0])
+    found = named[0] or f"model_type {config.get('model_type')!r}"
+    raise ModelLoadError(f"architectures: {found} is not supported; use {', '.join(ARCHITECTURES)}")
+
+
+def _check_supported(architecture: str, config: Settings, settings: Settings) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise ModelLoadError(
+            f"quantization_config: quant_method {method!r} is not supported; "
+            "use float32, bfloat16 or float16 safetensors, or a GGUF file"
+        )
+    if settings["hidden_act"] != "silu":
+        raise ModelLoadError(
+            f"hidden_act: only 'silu' is supported, got {settings['hidden_act']!r}"
+        )
+    for key in _FIXED[architecture]:
+        fixed = ARCHITECTURES[architecture][key]
+        if config.get(key, fixed) != fixed:
+            raise ModelLoadError(f"{key}: {architecture} has {fixed}, got {config[key]!r}")
+
+
+def _positive_int(settings: Settings, key: str) -> int:
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"{key}: expected a positive integer, got {value!r}")
+    return value
+
+
+def _number(settings: Settings, key: str) -> float:
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelLoadError(f"{key}: expected a positive number, got {value!r}")
+    return float(value)
+
+
+def _flag(settings: Settings, key: str) -> bool:
+    value = settings[key]
+    if not isinstance(value, bool):
+        raise ModelLoadError(f"{key}: expected true or false, got {value!r}")
+    return value
+
+
+def _num_kv_heads(settings: Settings, num_heads: int) -> int:
+    if settings["num_key_value_heads"] is None:
+        return num_heads
+    num_kv_heads = _positive_int(settings, "num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ModelLoadError(
+            f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
+    return num_kv_heads
+
+
+def _head_dim(settings: Settings, num_heads: int) -> int:
+    hidden = _positive_int(settings, "hidden_size")
+    if settings["head_dim"] is not None:
+        head_dim = _positive_int(settings, "head_dim")
+    elif hidden % num_heads:
+        raise ModelLoadError(
+            f"hidden_size: {hidden} is not a multiple of num_attention_heads {num_heads}"
+        )
+    else:
+        head_dim = hidden // num_heads
+    if head_dim % 2:
+        raise ModelLoadError(f"head_dim: rotary embedding needs an even size, got {head_dim}")
+    return head_dim
+
+
+def _dtype(settings: Settings) -> str:
+    dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise ModelLoadError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    return cast(str, dtype)
+
+
+def _layer_windows(
+    architecture: str, settings: Settings, num_layers: int
+) -> tuple[int | None, ...]:
+    uses_window = settings["use_sliding_window"] and settings["sliding_window"] is not None
+    window = _positive_int(settings, "sliding_window") if uses_window else None
+    if window and architecture == "LlamaForCausalLM":
+        raise ModelLoadError(f"sliding_window: LlamaForCausalLM has none, got {window}")
+    first = settings["max_window_layers"] if architecture in _LAYER_TYPES_DECIDE else 0
+    windows = tuple(window if layer >= first else None for layer in range(num_layers))
+    if settings["layer_types"] is None:
+        return windows
+    listed = _listed_windows(settings["layer_types"], window, num_layers)
+    if architecture not in _LAYER_TYPES_DECIDE and listed != windows:
+        raise ModelLoadError(
+            f"layer_types: {architecture} gives every layer sliding_window {window}, "
+            "but layer_types says otherwise"
+        )
+    return listed
+
+
+def _listed_windows(
+    layer_types: list[str], window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
+    if len(layer_types) != num_layers:
+        raise ModelLoadError(
+            f"layer_types: expected {num_layers} entries as num_hidden_layers says, "
+            f"got {len(layer_types)}"
+        )
+    kinds = {"full_attention": None, "sliding_attention": window}
+    for layer, kind in enumerate(layer_types):
+        if kind not in kinds:
+            raise ModelLoadError(
+                f"layer_types[{layer}]: expected one of {list(kinds)}, got {kind!r}"
+            )
+    if "sliding_attention" in layer_types and window is None:
+        raise ModelLoadError(
+            "layer_types: has sliding_attention but sliding_window is off or not given"
+        )
+    return tuple(kinds[kind] for kind in layer_types)
+
+
+def _rope(settings: Settings) -> RopeSpec:
+    """Read transformers 5's rope_parameters, or the older rope_theta with rope_scaling."""
+    field = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    params: Settings = settings.get(field) or {}
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind not in _ROPE_KEYS:
+        raise ModelLoadError(
+            f"{field}.rope_type: {kind!r} is not supported; use {', '.join(_ROPE_KEYS)}"
+        )
+    unknown = sorted(params.keys() - _ROPE_KEYS[kind] - _ROPE_COMMON_KEYS)
+    if unknown:
+        raise ModelLoadError(f"{field}.{unknown[0]}: not a parameter of rope_type {kind!r}")
+    rotary = params.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    if rotary not in (None, 1.0):
+        raise ModelLoadError(f"partial_rotary_factor: only 1.0 is supported, got {rotary!r}")
+    max_position = _positive_int(settings, "max_position_embeddings")
+    fallback = {
+        "rope_theta": settings.get("rope_theta", 10_000.0),
+        _ORIGINAL: settings.get(_ORIGINAL, max_position),
+    }
+    return _rope_of_kind(kind, fallback | params, max_position)
+
+
+def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSpec:
+    theta = _number(params, "rope_theta")
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    original = _positive_int(params, _ORIGINAL)
+    if kind == "yarn" and params.get("factor") is None:
+        params = params | {"factor": max_position / original}
+    factor = _number(params, "factor")
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind=kind, factor=factor)
+    if kind == "llama3":
+        return RopeSpec(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            low_freq_factor=_number(params, "low_freq_factor"),
+            high_freq_factor=_number(params, "high_freq_factor"),
+            original_max_position=original,
+        )
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=_yarn_attention_factor(params, factor),
+        beta_fast=params.get("beta_fast") or 32.0,
+        beta_slow=params.get("beta_slow") or 1.0,
+        truncate=params.get("truncate", True),
+    )
+
+
+def _yarn_attention_factor(params: Settings, factor: float) -> float:
+    if params.get("attention_factor") is not None:
+        return _number(params, "attention_factor")
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+    return mscale(1.0)

@@ -1,0 +1,171 @@
+"""From configs to a running engine: weights, KV cache, scheduler, runner."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.spec import ModelSpec
+from tokenmill.core.types import GrammarVocab, ModelLoadError
+from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.grammar import GrammarBackend
+from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
+from tokenmill.engine.sampling import Sampler
+from tokenmill.kernels import cpu_kernels
+from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
+from tokenmill.layers.linear import ComputeType
+from tokenmill.models import MODELS
+from tokenmill.models.store import resolve
+from tokenmill.models.weights import Checkpoint, eos_token_ids, open_checkpoint
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.scheduler import Scheduler
+
+Progress = Callable[[int, int], None]
+_KV_BYTES = 4  # the cache is fp32 on CPU
+_RESERVE_BYTES = 2**29  # left to activations and the rest of the process
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and the facts that users ask about it."""
+
+    engine: LanguageEngine
+    spec: ModelSpec
+    path: Path
+    dtype: ComputeType
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    weight_bytes: int
+    description: str
+
+
+def build_engine(
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    grammar_vocab: GrammarVocab | None = None,
+    progress: Progress | None = None,
+) -> BuiltEngine:
+    """Load a model and put a scheduler and a paged KV cache around it."""
+    path = resolve(model.model)
+    checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
+    spec = checkpoint.spec
+    max_len = _context_limit(spec, model)
+    set_num_threads(model.num_threads or os.cpu_count() or 1)
+    dtype = choose_dtype(spec) if model.dtype == "auto" else model.dtype
+    network = _load(checkpoint, dtype, max_len, progress)
+    num_blocks = _num_blocks(spec, cache)
+    kv_cache = allocate_kv_cache(spec, num_blocks, cache.block_size)
+    eos = frozenset(eos_token_ids(path)) or frozenset(spec.eos_token_ids)
+    pool = BlockPool(num_blocks, cache.block_size, cache.prefix_cache)
+    limits = replace(scheduler, max_model_len=max_len)
+    engine = LanguageEngine(
+        Scheduler(limits, pool, eos),
+        ModelRunner(network, kv_cache, cache.block_size, Sampler(eos)),
+        grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab, spec.vocab_size),
+        vocab_size=spec.vocab_size,
+    )
+    return BuiltEngine(
+        engine=engine,
+        spec=spec,
+        path=path,
+        dtype=dtype,
+        max_model_len=max_len,
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        weight_bytes=network.num_bytes,
+        description=checkpoint.describe(),
+    )
+
+
+def set_num_threads(num_threads: int) -> None:
+    """The compiled kernels bring their own threads; torch keeps one beside them."""
+    if cpu_kernels():
+        from tokenmill.kernels.cpu.pool import set_num_threads as set_kernel_threads
+
+        set_kernel_threads(num_threads)
+        torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(num_threads)
+
+
+def choose_dtype(spec: ModelSpec) -> ComputeType:
+    """The faster of fp32 and int8 on this machine, timed on one of the model's own shapes."""
+    if not cpu_kernels():
+        return "fp32"  # without compiled kernels int8 is emulated
+    n, k = min(spec.intermediate_size, 4096), spec.hidden_size
+    weight, x = torch.randn(n, k), torch.randn(32, k)
+    fp32, int8 = pack(weight, "fp32"), pack(weight, "int8")
+    limit = activation_limit(k)
+    slow = _best_seconds(lambda: matmul(x, fp32))
+    fast = _best_seconds(lambda: matmul(quantize_rows(x, limit), int8))
+    return "int8" if fast < slow else "fp32"
+
+
+def _best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
+    limit = model.max_model_len or spec.max_position
+    if limit > spec.max_position:
+        raise ModelLoadError(
+            f"max_model_len is {limit}, but {model.model} was made for {spec.max_position} positions"
+        )
+    return limit
+
+
+def _load(
+    checkpoint: Checkpoint, dtype: ComputeType, max_len: int, progress: Progress | None
+) -> Model:
+    module, _, name = MODELS[checkpoint.spec.family].partition(":")
+    family = getattr(import_module(module), name)
+    network: Model = family(checkpoint.spec, checkpoint.tensors(progress), dtype, max_len)
+    return network
+
+
+def _num_blocks(spec: ModelSpec, cache: CacheConfig) -> int:
+    """Blocks that fit in the memory given, or in a share of what is free now."""
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = spec.kv_bytes_per_token(_KV_BYTES) * cache.block_size
+    free = available_bytes()
+    budget = cache.memory_bytes
+    if budget is None:
+        budget = int(max(0, free - _RESERVE_BYTES) * cache.memory_share)
+    elif budget > free:
+        raise ModelLoadError(
+            f"kv_cache_memory asks for {budget / 2**30:.1f} GiB, "
+            f"but {free / 2**30:.1f} GiB are free after loading the weights"
+        )
+    if budget < block_bytes:
+        raise ModelLoadError(
+            f"the KV cache gets {budget} bytes, but one block of {cache.block_size} tokens "
+            f"takes {block_bytes}: give it more with kv_cache_memory"
+        )
+    return budget // block_bytes
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: the machine's, or the container's if less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    free = fields["MemAvailable"]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free

@@ -1,0 +1,131 @@
+"""Batch to tensors, one forward pass, and the rows that sample."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tokenmill.core.spec import ModelSpec
+from tokenmill.core.types import StepResult, TokenLogprobs
+from tokenmill.engine.sampling import Sampler, prompt_logprobs
+from tokenmill.kernels.attention import AttentionBatch, query_tiles
+from tokenmill.sched.sequence import Batch, Sequence
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+_LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
+
+
+class Model(Protocol):
+    """What a model family offers the runner."""
+
+    spec: ModelSpec
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+def allocate_kv_cache(spec: ModelSpec, num_blocks: int, block_size: int) -> KVCache:
+    """Zeroed blocks per layer: a masked key weighs nothing, but must be a number."""
+    heads, dim = spec.num_kv_heads, spec.head_dim
+    return [
+        (
+            torch.zeros(num_blocks, heads, dim, block_size),
+            torch.zeros(num_blocks, heads, block_size, dim),
+        )
+        for _ in range(spec.num_layers)
+    ]
+
+
+class ModelRunner:
+    """Runs batches of one model over its paged KV cache."""
+
+    def __init__(
+        self, model: Model, kv_cache: KVCache, block_size: int, sampler: Sampler
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.block_size = block_size
+        self.sampler = sampler
+        self.group = model.spec.num_heads // model.spec.num_kv_heads
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepResult:
+        """Compute every item's new tokens; sample those whose last known token was computed."""
+        token_ids, attention = self._prepare(batch)
+        hidden = self.model.forward(token_ids, self.kv_cache, attention)
+        ends = attention.query_starts[1:].long() - 1
+        return self._sample(batch, hidden, ends)
+
+    def _prepare(self, batch: Batch) -> tuple[torch.Tensor, AttentionBatch]:
+        """Flatten the items' new tokens and say where each stands in the cache."""
+        items = batch.items
+        lens = np.array([n for _, n in items], np.int64)
+        contexts = np.array([seq.num_computed_tokens for seq, _ in items], np.int64)
+        starts = np.concatenate([[0], np.cumsum(lens)])
+        owners = np.repeat(np.arange(len(items)), lens)
+        positions = np.arange(starts[-1]) - starts[owners] + contexts[owners]
+        tables = _block_tables([seq for seq, _ in items])
+        slots = tables[owners, positions // self.block_size].astype(np.int64)
+        slots = slots * self.block_size + positions % self.block_size
+        token_ids: list[int] = []
+        for seq, n in items:
+            token_ids += seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n]
+        tile_seqs, tile_starts, tile_tokens = query_tiles(lens, self.group)
+        attention = AttentionBatch(
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            query_starts=torch.from_numpy(starts.astype(np.int32)),
+            context_lens=torch.from_numpy(contexts.astype(np.int32)),
+            block_tables=torch.from_numpy(tables),
+            tile_seqs=torch.from_numpy(tile_seqs),
+            tile_starts=torch.from_numpy(tile_starts),
+            tile_tokens=tile_tokens,
+        )
+        return torch.tensor(token_ids), attention
+
+    def _sample(self, batch: Batch, hidden: torch.Tensor, ends: torch.Tensor) -> StepResult:
+        """Sample the items that reached their last token, and score prompts that ask for it."""
+        result = StepResult([[] for _ in batch.items])
+        ready = [
+            i for i, (s, n) in enumerate(batch.items) if s.num_computed_tokens + n == s.num_tokens
+        ]
+        for i, (seq, n) in enumerate(batch.items):
+            if seq.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
+                result.prompt_logprobs[i] = self._prompt_logprobs(seq, n, hidden, int(ends[i]))
+        if not ready:
+            return result
+        logits = self.model.logits(hidden[ends[ready]])
+        tokens, logprobs = self.sampler(logits, [batch.items[i][0] for i in ready])
+        for i, token in zip(ready, tokens, strict=True):
+            result.token_ids[i] = [token]
+        if any(entry is not None for entry in logprobs):
+            result.logprobs = [None] * len(batch.items)
+            for i, entry in zip(ready, logprobs, strict=True):
+                result.logprobs[i] = None if entry is None else [entry]
+        return result
+
+    def _prompt_logprobs(
+        self, seq: Sequence, num_new: int, hidden: torch.Tensor, end: int
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt tokens after each of this chunk's, as far as they go."""
+        first = seq.num_computed_tokens
+        targets = seq.token_ids[first + 1 : min(first + num_new + 1, seq.num_prompt_tokens)]
+        rows = hidden[end + 1 - num_new : end + 1 - num_new + len(targets)]
+        k = seq.request.sampling.prompt_logprobs or 0
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(targets), _LOGIT_ROWS):
+            logits = self.model.logits(rows[start : start + _LOGIT_ROWS].contiguous())
+            entries += prompt_logprobs(logits, targets[start : start + _LOGIT_ROWS], k)
+        return entries
+
+
+def _block_tables(seqs: list[Sequence]) -> np.ndarray:
+    """int32 [seqs, most blocks of any], padded with block 0."""
+    tables = np.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), np.int32)
+    for row, seq in zip(tables, seqs, strict=True):
+        row[: len(seq.block_ids)] = seq.block_ids
+    return tables

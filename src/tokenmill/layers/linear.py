@@ -1,0 +1,60 @@
+"""Linear layers over packed weights, and the token embedding that a tied head shares."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from tokenmill.kernels.matmul import (
+    PackedWeight,
+    QuantizedRows,
+    activation_limit,
+    matmul,
+    pack,
+    quantize_rows,
+)
+
+ComputeType = Literal["fp32", "int8"]
+
+
+class Linear:
+    """y = x W^T (+ b); several weights are stacked, so that q, k and v are one product."""
+
+    def __init__(
+        self, weights: list[torch.Tensor], biases: list[torch.Tensor], dtype: ComputeType
+    ) -> None:
+        self.weight: PackedWeight = pack(torch.cat(weights), dtype)
+        self.bias = torch.cat(biases).float() if biases else None
+        # What the producer of the input rounds to: 0 asks for fp32, else int16 in [-limit, limit].
+        self.limit = activation_limit(self.weight.k) if dtype == "int8" else 0
+
+    def __call__(
+        self, x: torch.Tensor | QuantizedRows, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[m, k] -> fp32 [m, n], or added to `add_to` in place."""
+        if self.limit and isinstance(x, torch.Tensor):
+            x = quantize_rows(x, self.limit)
+        return matmul(x, self.weight, self.bias, add_to)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Embedding:
+    """Rows of a table by token id; a tied table is the head's own packed weight."""
+
+    def __init__(self, table: torch.Tensor | PackedWeight) -> None:
+        self.table = table
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [m] -> fp32 [m, hidden]."""
+        if isinstance(self.table, PackedWeight):
+            return self.table.rows(token_ids)
+        return self.table[token_ids].float()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own: none when the table is the head's."""
+        return 0 if isinstance(self.table, PackedWeight) else self.table.nbytes

@@ -1,0 +1,289 @@
+"""The offline Python API: prompts in, completions out, over an in-process engine."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.types import (
+    FinishReason,
+    InvalidRequestError,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    TokenmillError,
+)
+from tokenmill.engine.build import build_engine
+from tokenmill.models.store import resolve
+from tokenmill.serve.detokenize import Detokenizer
+from tokenmill.serve.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt_token_ids": [...]}
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a prompt's n completions."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        if self.logprobs is None:
+            return None
+        return sum(entry.logprobs[0] for entry in self.logprobs)
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """A prompt and its completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A submitted sequence: where its tokens go and how they become text."""
+
+    owner: GenerationOutput
+    completion: CompletionOutput
+    detokenizer: Detokenizer
+
+
+class LLM:
+    """A model loaded in this process.
+
+    >>> LLM("smollm2").generate(["The capital of France is"], SamplingParams(temperature=0))
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        random_weights: bool = False,
+        num_threads: int | None = None,
+        chat_template: str | None = None,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        config = ModelConfig(
+            model=str(resolve(model)),
+            dtype=_compute_type(dtype),
+            random_weights=random_weights,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+        )
+        self.tokenizer: Tokenizer = load_tokenizer(config.model, chat_template)
+        scheduler = scheduler or SchedulerConfig(max_waiting=2**31)  # offline: everything may queue
+        self.built = build_engine(
+            config,
+            cache or CacheConfig(),
+            scheduler,
+            self.tokenizer.grammar_vocab(),
+            progress,
+        )
+        self.engine = self.built.engine
+        self._ids = itertools.count()
+        self._streams: dict[str, _Stream] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[GenerationOutput]:
+        """Complete every prompt; outputs come in the order of the prompts.
+
+        `progress(done, total)` is called as prompts finish.
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        priorities = priority if priority is not None else [0] * len(batch)
+        tokenized = [self._tokenize(prompt) for prompt in batch]
+        for (_, token_ids), sampling in zip(tokenized, params, strict=True):
+            self._check_fits(token_ids, sampling)
+        owners = [
+            self._submit(text, token_ids, sampling, rank)
+            for (text, token_ids), sampling, rank in zip(
+                tokenized, params, priorities, strict=True
+            )
+        ]
+        self._drive(owners, progress)
+        return owners
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[GenerationOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if many else [messages]
+        prompts = [
+            self.tokenizer.encode_chat([dict(m) for m in conversation], tools=tools)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(
+        self, token_ids: Sequence[int], sampling: SamplingParams
+    ) -> Iterable[tuple[str, GenerationOutput]]:
+        """Complete one prompt, yielding (new text, output so far) after every step."""
+        self._check_fits(list(token_ids), sampling)
+        owner = self._submit(None, list(token_ids), replace(sampling, n=1), 0)
+        completion = owner.outputs[0]
+        shown = 0
+        try:
+            while not owner.finished:
+                self._step()
+                yield completion.text[shown:], owner
+                shown = len(completion.text)
+        finally:
+            if not owner.finished:
+                self._abort(owner)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return None, list(prompt["prompt_token_ids"])
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, list(prompt)  # type: ignore[arg-type]
+
+    def _check_fits(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        limit = self.built.max_model_len
+        if len(token_ids) >= limit:
+            raise InvalidRequestError(
+                f"a prompt has {len(token_ids)} tokens; the context limit is {limit}", "prompts"
+            )
+
+    def _submit(
+        self, text: str | None, token_ids: list[int], sampling: SamplingParams, priority: int
+    ) -> GenerationOutput:
+        """Queue a prompt's n sequences; with a seed, each sibling gets its own."""
+        number = next(self._ids)
+        owner = GenerationOutput(str(number), text, token_ids, [])
+        for index in range(sampling.n):
+            seed = None if sampling.seed is None else sampling.seed + index
+            single = replace(sampling, n=1, seed=seed)
+            completion = CompletionOutput(index, logprobs=None if single.logprobs is None else [])
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                skip_special_tokens=single.skip_special_tokens,
+                stop=single.stop,
+                include_stop_str=single.include_stop_str_in_output,
+                min_tokens=single.min_tokens,
+            )
+            request_id = f"{number}-{index}"
+            owner.outputs.append(completion)
+            self._streams[request_id] = _Stream(owner, completion, detokenizer)
+            now = time.monotonic_ns()
+            self.engine.submit(Request(request_id, token_ids, single, priority, now))
+        return owner
+
+    def _drive(
+        self, owners: list[GenerationOutput], progress: Callable[[int, int], None] | None
+    ) -> None:
+        """Step until all are finished; on an exception or Ctrl-C what is left is aborted."""
+        try:
+            while not all(owner.finished for owner in owners):
+                self._step()
+                if progress is not None:
+                    progress(sum(owner.finished for owner in owners), len(owners))
+        except BaseException:
+            for owner in owners:
+                self._abort(owner)
+            raise
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                self._take(stream, output)
+
+    def _take(self, stream: _Stream, output: RequestOutput) -> None:
+        """Add one step's tokens to a completion, and end it at a stop string."""
+        owner, completion, detokenizer = stream.owner, stream.completion, stream.detokenizer
+        owner.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            owner.prompt_logprobs = output.prompt_logprobs
+        completion.text += detokenizer.push(output.token_ids)
+        kept = detokenizer.num_tokens - len(completion.token_ids)
+        completion.token_ids += output.token_ids[:kept]
+        if completion.logprobs is not None and output.logprobs is not None:
+            completion.logprobs += output.logprobs[:kept]
+        if detokenizer.stop_reason is not None:
+            if output.finish_reason is None:
+                self.engine.abort(output.request_id)
+            self._finish(stream, output.request_id, FinishReason.STOP, detokenizer.stop_reason)
+        elif output.finish_reason is not None:
+            if output.finish_reason in (FinishReason.REJECT, FinishReason.ERROR):
+                raise TokenmillError(output.error or f"the engine answered {output.finish_reason}")
+            self._finish(stream, output.request_id, output.finish_reason, output.stop_reason)
+
+    def _finish(
+        self, stream: _Stream, request_id: str, reason: FinishReason, why: int | str | None
+    ) -> None:
+        del self._streams[request_id]
+        stream.completion.text += stream.detokenizer.finish()
+        stream.completion.finish_reason = str(reason)
+        stream.completion.stop_reason = why
+        stream.owner.finished = all(c.finish_reason for c in stream.owner.outputs)
+
+    def _abort(self, owner: GenerationOutput) -> None:
+        for request_id in [key for key, s in self._streams.items() if s.owner is owner]:
+            self.engine.abort(request_id)
+            del self._streams[request_id]
+
+
+def _compute_type(dtype: str) -> Any:
+    if dtype not in ("auto", "fp32", "int8"):
+        raise InvalidRequestError(f"dtype must be auto, fp32 or int8, got {dtype!r}", "dtype")
+    return dtype
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a string, a mapping or a flat list of ints is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"
+        )
+    return list(params)

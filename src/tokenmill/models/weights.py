@@ -1,0 +1,363 @@
+"""Checkpoints: which tensors a model has, where they lie, and reading them one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tokenmill.core.spec import ModelSpec, token_ids
+from tokenmill.core.types import ModelLoadError
+from tokenmill.models import gguf
+
+Shape = tuple[int, ...]
+Progress = Callable[[int, int], None]  # stored bytes read so far, and in all
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+IGNORABLE = (
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    r"model\.rotary_emb\.inv_freq",
+)
+IGNORABLE_WHEN_TIED = (r"lm_head\.weight",)
+_SAFETENSORS_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_MAX_LISTED = 8
+_RANDOM_STD = 0.02
+
+
+class ReadableTensor(Protocol):
+    """A tensor that is not in memory yet."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def read(self) -> torch.Tensor: ...
+
+
+class StoredTensor(ReadableTensor, Protocol):
+    """A tensor in a file, known by its header."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def supported(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsTensor:
+    """One tensor of a safetensors file."""
+
+    file: Path
+    name: str
+    shape: Shape
+    type_name: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 0)
+
+    @property
+    def supported(self) -> bool:
+        return self.type_name in _SAFETENSORS_BYTES
+
+    def read(self) -> torch.Tensor:
+        # A mapping of its own per tensor: its pages leave memory when the tensor does.
+        with safe_open(self.file, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+            return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTensor:
+    """A tensor drawn from N(0, 0.02), or ones for a norm; it depends on seed and name alone."""
+
+    name: str
+    shape: Shape
+    seed: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * 4
+
+    def read(self) -> torch.Tensor:
+        if self.name.endswith("norm.weight"):
+            return torch.ones(self.shape)
+        digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        return torch.empty(self.shape).normal_(0.0, _RANDOM_STD, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk whose tensors are known to fit its spec."""
+
+    path: Path
+    kind: Literal["safetensors", "gguf", "config"]
+    spec: ModelSpec
+    file_type: str  # Q4_1, BF16, ...; "random" without a file
+    num_bytes: int  # of the tensors as stored
+    readable: Mapping[str, ReadableTensor] = field(repr=False)
+
+    def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the model once, reading one at a time."""
+        return _read_all(self.readable, self.spec, progress)
+
+    def describe(self) -> str:
+        """One line for people."""
+        millions = self.spec.num_params() / 1e6
+        size = f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.1f}M"
+        return (
+            f"{self.path.name}: {self.spec.architecture}, {size} parameters, "
+            f"{self.spec.num_layers} layers, {self.kind} {self.file_type}, "
+            f"{self.num_bytes / 1e6:,.1f} MB"
+        )
+
+
+def open_checkpoint(path: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint:
+    """Read the headers of a folder or .gguf file and check every name, shape and type."""
+    path = Path(path)
+    if not path.exists():
+        raise ModelLoadError(f"{path}: no such file or folder")
+    if random_weights:
+        spec = read_spec(path)
+        random = _random(spec, seed)
+        return Checkpoint(path, "config", spec, "random", spec.weight_bytes(4), random)
+    if path.is_file():
+        return _open_gguf(path)
+    spec = read_spec(path)
+    stored = _safetensors(path)
+    check_tensors(stored, spec, path)
+    types: Counter[str] = Counter()
+    for name in expected_tensors(spec):
+        types[stored[name].type_name] += stored[name].num_bytes
+    (file_type, _), *_ = types.most_common(1)
+    return Checkpoint(path, "safetensors", spec, file_type, types.total(), stored)
+
+
+def iter_tensors(
+    path: Path, spec: ModelSpec, progress: Progress | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of `spec` from a folder or .gguf file, after checking the headers."""
+    stored: Mapping[str, StoredTensor]
+    stored = gguf.open_gguf(path).tensors if path.is_file() else _safetensors(path)
+    check_tensors(stored, spec, path)
+    return _read_all(stored, spec, progress)
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of a folder, a config.json or a .gguf file, end-of-sequence ids merged."""
+    if path.suffix == ".gguf":
+        return gguf.open_gguf(path).spec
+    config = path / CONFIG_FILE if path.is_dir() else path
+    if not config.exists():
+        raise ModelLoadError(f"{path}: no {CONFIG_FILE} in this folder{_gguf_hint(path)}")
+    with _naming(config):
+        spec = ModelSpec.from_config(_read_json(config))
+    generation = config.parent / GENERATION_FILE
+    if not generation.exists():
+        return spec
+    with _naming(generation):
+        more = token_ids(_read_json(generation), "eos_token_id")
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more)))
+
+
+def eos_token_ids(path: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a model: config.json's and generation_config.json's, or GGUF's."""
+    return read_spec(path).eos_token_ids
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Canonical name -> shape of every tensor that the model needs."""
+    layer = _expected_in_layer(spec)
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
+    for index in range(spec.num_layers):
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (spec.hidden_size,)
+    if not spec.tie_embeddings:
+        tensors["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return tensors
+
+
+def _expected_in_layer(spec: ModelSpec) -> dict[str, Shape]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    matrices: dict[str, tuple[int, int, bool]] = {  # rows, columns, bias
+        "self_attn.q_proj": (spec.q_size, hidden, spec.attention_bias),
+        "self_attn.k_proj": (spec.kv_size, hidden, spec.attention_bias),
+        "self_attn.v_proj": (spec.kv_size, hidden, spec.attention_bias),
+        "self_attn.o_proj": (hidden, spec.q_size, spec.output_bias),
+        "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
+        "mlp.up_proj": (inner, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, inner, spec.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    expected: dict[str, Shape] = {f"{name}.weight": (size,) for name, size in norms.items()}
+    for name, (rows, columns, bias) in matrices.items():
+        expected[f"{name}.weight"] = (rows, columns)
+        if bias:
+            expected[f"{name}.bias"] = (rows,)
+    return expected
+
+
+def random_tensors(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield fp32 weights for shapes alone; a tensor depends on seed and name only."""
+    return _read_all(_random(spec, seed), spec, None)
+
+
+def _random(spec: ModelSpec, seed: int) -> dict[str, RandomTensor]:
+    shapes = expected_tensors(spec).items()
+    return {name: RandomTensor(name, shape, seed) for name, shape in shapes}
+
+
+def check_tensors(stored: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
+    """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors."""
+    expected = expected_tensors(spec)
+    ignorable = re.compile("|".join(IGNORABLE + IGNORABLE_WHEN_TIED * spec.tie_embeddings))
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in stored]
+    unexpected, misshaped, unreadable = [], [], []
+    for name, tensor in stored.items():
+        where = f"in {tensor.file.name}"
+        if name not in expected:
+            if not ignorable.fullmatch(name):
+                unexpected.append(f"{name} {list(tensor.shape)} {where}")
+        elif tensor.shape != expected[name]:
+            found = f"expected {list(expected[name])}, found {list(tensor.shape)}"
+            misshaped.append(f"{name} {found} {where}")
+        elif not tensor.supported:
+            unreadable.append(f"{name} is {tensor.type_name} {where}")
+    problems = _listed("missing", missing) + _listed("unexpected", unexpected)
+    problems += _listed("mis-shaped", misshaped) + _listed("of an unsupported type", unreadable)
+    if unreadable:
+        problems.append(f"  supported types: {', '.join((*_SAFETENSORS_BYTES, *_gguf_types()))}")
+    if problems:
+        head = f"{path}: the tensors do not fit the {spec.architecture} that its config describes"
+        raise ModelLoadError("\n".join([head, *problems]))
+
+
+def _gguf_types() -> Iterable[str]:
+    return (f"GGUF {name}" for name in gguf.SUPPORTED_TYPES if name not in _SAFETENSORS_BYTES)
+
+
+def _listed(title: str, items: list[str]) -> list[str]:
+    if not items:
+        return []
+    rest = [f"and {len(items) - _MAX_LISTED} more"] if len(items) > _MAX_LISTED else []
+    return [f"  {len(items)} {title}: " + "; ".join(items[:_MAX_LISTED] + rest)]
+
+
+def _read_all(
+    readable: Mapping[str, ReadableTensor], spec: ModelSpec, progress: Progress | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    expected = expected_tensors(spec)
+    names = [name for name in readable if name in expected]
+    total, done = sum(readable[name].num_bytes for name in names), 0
+    for name in names:
+        yield name, readable[name].read()
+        done += readable[name].num_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    if path.suffix != ".gguf":
+        refuse = "pickle checkpoints are refused, since loading one can run any code it holds; "
+        prefix = refuse if path.suffix in PICKLE_SUFFIXES else ""
+        raise ModelLoadError(f"{path}: {prefix}give a .gguf file or a folder with {CONFIG_FILE}")
+    file = gguf.open_gguf(path)
+    check_tensors(file.tensors, file.spec, path)
+    num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
+    return Checkpoint(path, "gguf", file.spec, file.file_type, num_bytes, file.tensors)
+
+
+def _safetensors(folder: Path) -> dict[str, SafetensorsTensor]:
+    """Headers of the single file or of every shard that the index names."""
+    stored: dict[str, SafetensorsTensor] = {}
+    for file in _weight_files(folder):
+        for tensor in _read_header(file):
+            if tensor.name in stored:
+                other = stored[tensor.name].file.name
+                raise ModelLoadError(f"{file}: {tensor.name} is in {other} as well")
+            stored[tensor.name] = tensor
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.exists():
+        raise ModelLoadError(f"{folder}: {_no_weights(folder)}")
+    with _naming(index):
+        weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index}: weight_map is missing or empty")
+    files = [folder / str(name) for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if file.parent != folder:
+            raise ModelLoadError(f"{index}: weight_map names {file}, which is not in this folder")
+        if not file.exists():
+            raise ModelLoadError(f"{folder}: {file.name} is missing, though {INDEX_FILE} names it")
+    return files
+
+
+def _no_weights(folder: Path) -> str:
+    wanted = f"no {SINGLE_FILE} or {INDEX_FILE} in this folder"
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if not pickles:
+        return wanted + _gguf_hint(folder)
+    return (
+        f"{wanted}, only {', '.join(pickles[:_MAX_LISTED])}; pickle checkpoints are refused, "
+        "since loading one can run any code it holds: convert it to safetensors"
+    )
+
+
+def _gguf_hint(folder: Path) -> str:
+    files = sorted(file.name for file in folder.glob("*.gguf")) if folder.is_dir() else []
+    return f"; give one of its GGUF files: {', '.join(files[:_MAX_LISTED])}" if files else ""
+
+
+def _read_header(file: Path) -> list[SafetensorsTensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return [
+                SafetensorsTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+                for name, part in slices.items()
+            ]
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{file}: not a readable safetensors file: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"expected a JSON object, got {type(content).__name__}")
+    return content

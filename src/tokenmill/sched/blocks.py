@@ -1,0 +1,262 @@
+"""Paged KV blocks: chained block hash, ref-counts, LRU free list and prefix lookup."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_CHAIN_FACTOR = 0xD6E8FEB86659FD93  # odd, so its powers never vanish modulo 2**64
+
+
+def _mix(x: U64) -> U64:
+    """Spread every input bit over the word (the splitmix64 finaliser), [n] -> [n]."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@lru_cache(maxsize=8)
+def _multipliers(block_size: int) -> U64:
+    """One odd word per position of a block, [block_size]; the same in every process."""
+    positions = np.arange(1, block_size + 1, dtype=np.uint64)
+    return _mix(positions * np.uint64(_GOLDEN)) | np.uint64(1)
+
+
+@lru_cache(maxsize=32)
+def _powers(count: int) -> U64:
+    """_CHAIN_FACTOR ** i modulo 2**64 for i < count, [count]."""
+    powers = np.full(count, _CHAIN_FACTOR, dtype=np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _terms(tokens: array[int], block_size: int, indices: slice | list[int]) -> U64:
+    """What each block adds to the chain at its index, [blocks]."""
+    words = np.frombuffer(tokens, dtype=np.uint64).reshape(-1, block_size)
+    last = indices.stop if isinstance(indices, slice) else max(indices) + 1
+    powers = _powers(1 << int(last).bit_length())[indices]
+    return _mix(words @ _multipliers(block_size) + np.uint64(_GOLDEN)) * powers
+
+
+def chain_seed(salt: str = "") -> int:
+    """The hash that stands before the first block; every salt has its own."""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little")
+
+
+def block_hashes(
+    token_ids: Sequence[int],
+    block_size: int,
+    start: tuple[int, int] | None = None,
+    salt: str = "",
+) -> list[int]:
+    """Hash each full block together with all before it; equal in every process.
+
+    `start` is (hash of the block before token_ids[0], its number of blocks) and continues a chain
+    without rehashing; without it the chain begins at the salt's seed.
+    """
+    count = len(token_ids) // block_size
+    if count == 0:
+        return []
+    chain, index = start if start is not None else (chain_seed(salt), 0)
+    tokens = array("q", token_ids[: count * block_size])
+    terms = _terms(tokens, block_size, slice(index, index + count))
+    hashes: list[int] = (np.add.accumulate(terms) + np.uint64(chain)).tolist()
+    return hashes
+
+
+def next_block_hashes(
+    blocks: list[list[int]], block_size: int, starts: list[tuple[int, int]]
+) -> list[int]:
+    """Continue many chains by one full block each, in one pass."""
+    tokens = array("q")
+    for block in blocks:
+        tokens.fromlist(block)
+    chains, indices = zip(*starts, strict=True)
+    terms = _terms(tokens, block_size, list(indices))
+    hashes: list[int] = (terms + np.array(chains, dtype=np.uint64)).tolist()
+    return hashes
+
+
+class BlockPool:
+    """Owns every KV block: each is referenced, or free; a free one may still hold a cached prefix.
+
+    A cached block is found by its chained hash and trusted only if its own tokens and the identity
+    of its parent agree. Identities are never reused, so agreement at each block from the root on
+    means that the whole prefix is equal, whatever the hashes do.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._refs = [0] * num_blocks
+        self._plain = list(range(num_blocks - 1, -1, -1))  # free, nothing cached: a stack
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free, cached: oldest first
+        self._by_hash: dict[int, int] = {}
+        # Of a cached block; tokens are None where nothing is cached.
+        self._tokens: list[tuple[int, ...] | None] = [None] * num_blocks
+        self._hashes = [0] * num_blocks
+        self._identities = [0] * num_blocks
+        self._parents: list[int | str] = [""] * num_blocks  # an identity, or the salt at the root
+        self._next_identity = 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() can hand out, cached ones included."""
+        return len(self._plain) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        """Take blocks for writing: plain ones first, then the least recently used cached ones."""
+        if count > self.num_free:
+            raise ValueError(f"asked for {count} blocks, {self.num_free} are free")
+        taken = []
+        for _ in range(count):
+            if self._plain:
+                block_id = self._plain.pop()
+            else:
+                block_id, _ = self._evictable.popitem(last=False)
+                self._forget(block_id)
+            self._refs[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference to each block, tail first so that prefixes are evicted last."""
+        refs = self._refs
+        for block_id in reversed(block_ids):
+            left = refs[block_id] - 1
+            if left < 0:
+                raise ValueError(f"block {block_id} is released more often than it was taken")
+            refs[block_id] = left
+            if left == 0:
+                if self._tokens[block_id] is None:
+                    self._plain.append(block_id)
+                else:
+                    self._evictable[block_id] = None
+
+    def match(self, token_ids: Sequence[int], hashes: Sequence[int], salt: str = "") -> list[int]:
+        """The cached blocks that hold the longest prefix of token_ids, at most len(hashes)."""
+        size = self.block_size
+        matched = []
+        parent: int | str = salt
+        for index, block_hash in enumerate(hashes):
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None or self._parents[block_id] != parent:
+                break
+            if self._tokens[block_id] != tuple(token_ids[index * size : (index + 1) * size]):
+                break
+            matched.append(block_id)
+            parent = self._identities[block_id]
+        return matched
+
+    def num_revived(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks are free, so that acquire() takes them from the free ones."""
+        refs = self._refs
+        return sum(refs[block_id] == 0 for block_id in block_ids)
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to each matched block; a free one leaves the free list."""
+        refs = self._refs
+        for block_id in block_ids:
+            if refs[block_id] == 0:
+                del self._evictable[block_id]
+            refs[block_id] += 1
+
+    def identity(self, block_id: int) -> int:
+        """The identity under which a cached block's children are stored."""
+        return self._identities[block_id]
+
+    def insert(
+        self, block_id: int, block_hash: int, parent: int | str, tokens: tuple[int, ...]
+    ) -> int:
+        """Cache a full, referenced block; returns the identity that its child names as parent.
+
+        Of two blocks with equal content the first stays cached. Another block with the same hash
+        is a collision or hangs on an evicted parent: the newcomer takes its place.
+        """
+        holder = self._by_hash.get(block_hash)
+        if holder is not None:
+            if self._parents[holder] == parent and self._tokens[holder] == tokens:
+                return self._identities[holder]
+            self.forget((holder,))
+        identity = self._next_identity
+        self._next_identity = identity + 1
+        self._by_hash[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        self._tokens[block_id] = tokens
+        self._parents[block_id] = parent
+        self._identities[block_id] = identity
+        return identity
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable, whoever references them."""
+        for block_id in block_ids:
+            if self._tokens[block_id] is None:
+                continue
+            self._forget(block_id)
+            if self._refs[block_id] == 0:
+                del self._evictable[block_id]
+                self._plain.append(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        del self._by_hash[self._hashes[block_id]]
+        self._tokens[block_id] = None
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise AssertionError where ref-counts, free lists and hash map disagree.
+
+        With the block tables of all live sequences, their references are counted as well.
+        """
+        self._check_free_lists()
+        self._check_hash_map()
+        if block_tables is not None:
+            self._check_references(block_tables)
+
+    def _check_free_lists(self) -> None:
+        free = [*self._plain, *self._evictable]
+        assert len(free) == len(set(free)), f"a block is free twice: {sorted(free)}"
+        unreferenced = {b for b, refs in enumerate(self._refs) if refs == 0}
+        assert set(free) == unreferenced, f"free {set(free)} but unreferenced {unreferenced}"
+        assert min(self._refs) >= 0, f"negative reference count: {self._refs}"
+        for block_id in self._plain:
+            assert self._tokens[block_id] is None, f"plain block {block_id} is cached"
+        for block_id in self._evictable:
+            assert self._tokens[block_id] is not None, f"evictable block {block_id} is not cached"
+
+    def _check_hash_map(self) -> None:
+        cached = [b for b, tokens in enumerate(self._tokens) if tokens is not None]
+        assert sorted(self._by_hash.values()) == cached, "hash map and cached blocks disagree"
+        identities = [self._identities[b] for b in cached]
+        assert len(identities) == len(set(identities)), "two cached blocks share an identity"
+        for block_hash, block_id in self._by_hash.items():
+            tokens = self._tokens[block_id]
+            assert self._hashes[block_id] == block_hash, f"block {block_id} sits under a wrong hash"
+            assert tokens is not None and len(tokens) == self.block_size, f"block {block_id} is cut"
+            parent = self._parents[block_id]
+            assert isinstance(parent, str) or parent < self._identities[block_id], "parent is newer"
+
+    def _check_references(self, block_tables: Iterable[Sequence[int]]) -> None:
+        counts: Counter[int] = Counter()
+        for table in block_tables:
+            assert len(table) == len(set(table)), f"a block table names a block twice: {table}"
+            counts.update(table)
+        for block_id, refs in enumerate(self._refs):
+            held = counts[block_id]
+            assert held == refs, f"block {block_id} has {refs} references, {held} tables hold it"

@@ -1,0 +1,522 @@
+"""One token budget per step: who runs on which blocks, and what the step meant for whom."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from operator import attrgetter
+
+from tokenmill.core.config import SchedulerConfig
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    StepResult,
+)
+from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
+from tokenmill.sched.sequence import Batch, Item, Key, Sequence
+
+__all__ = ["Batch", "Scheduler", "Sequence"]
+
+_MISCOUNT = "the step sampled tokens for an unfinished prompt, or none for a finished one"
+_by_key = attrgetter("key")
+
+
+class Scheduler:
+    """Decides each step's batch and turns its result into outputs; the caller runs the batch.
+
+    Blocks are hashed when their last token is scheduled: a layer writes the keys and values of the
+    whole batch before it attends, so that a request admitted in the same step may read them.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, eos_token_ids: frozenset[int]
+    ) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+        self.config = config
+        self.pool = pool
+        self._eos = eos_token_ids
+        self._live: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # sorted by key; the last one is preempted first
+        self._num_finished_running = 0  # of _running; dropped in one pass at the next schedule()
+        self._waiting: list[tuple[Key, Sequence]] = []  # a heap; finished ones are skipped
+        self._num_waiting = 0
+        self._deadlines: list[tuple[int, int, Sequence]] = []  # a heap; finished ones are skipped
+        self._order = 0
+        self._now_ns = 0
+        self._in_flight = False  # between schedule() and update() blocks are read and written
+        self._deferred: list[Sequence] = []  # ended in flight; blocks come back with the step
+        self._finished: list[RequestOutput] = []
+        self._draining = False
+        self._watermark = pool.num_blocks // 100  # left free by admission for the running to grow
+        self._reserved = 0  # blocks that admitted sequences lack for tokens they already know
+        self._counters = EngineStats(num_kv_blocks=pool.num_blocks)
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one that cannot run gets its REJECT from take_finished()."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._count_finish(FinishReason.REJECT)
+            stop_reason, error = refusal
+            self._finished.append(
+                RequestOutput(
+                    request.request_id,
+                    [],
+                    finish_reason=FinishReason.REJECT,
+                    stop_reason=stop_reason,
+                    error=error,
+                )
+            )
+            return
+        seq = self._sequence(request)
+        self._live[seq.request_id] = seq
+        self._enqueue(seq)
+        if request.deadline_ns is not None:
+            heapq.heappush(self._deadlines, (request.deadline_ns, self._order, seq))
+        self._compact()
+
+    def abort(self, request_id: str) -> None:
+        """End a request with ABORT; unknown or finished ids are ignored."""
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._finished.append(self._end(seq, FinishReason.ABORT))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those already here run to their end."""
+        self._draining = True
+
+    def has_work(self) -> bool:
+        """True while a request is live or a terminal output waits to be taken."""
+        return bool(self._live or self._finished)
+
+    def take_finished(self) -> list[RequestOutput]:
+        """The terminal outputs of rejected, aborted and expired requests, each once."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def stats(self) -> EngineStats:
+        """Counters since start, and gauges now."""
+        c = self._counters
+        return EngineStats(
+            num_waiting=self._num_waiting,
+            num_running=len(self._live) - self._num_waiting,
+            num_kv_blocks=c.num_kv_blocks,
+            num_kv_blocks_used=self.pool.num_used,
+            prefix_query_tokens=c.prefix_query_tokens,
+            prefix_hit_tokens=c.prefix_hit_tokens,
+            num_preemptions=c.num_preemptions,
+            num_prompt_tokens=c.num_prompt_tokens,
+            num_output_tokens=c.num_output_tokens,
+            num_steps=c.num_steps,
+            num_finished=dict(c.num_finished),
+        )
+
+    def _refusal(self, request: Request) -> tuple[str, str] | None:
+        """Why a request is not taken: (stop_reason, a sentence), or None."""
+        num_prompt = len(request.prompt_token_ids)
+        max_len, max_waiting = self.config.max_model_len, self.config.max_waiting
+        capacity = self.pool.num_blocks * self.pool.block_size
+        if self._draining:
+            return "draining", "the engine is draining and takes no new requests"
+        if request.request_id in self._live:
+            return "duplicate_id", f"request_id {request.request_id!r} is already in use"
+        if num_prompt == 0:
+            return "empty_prompt", "the prompt has no tokens, at least 1 is needed"
+        if num_prompt > max_len - 1:
+            return (
+                "too_long",
+                f"the prompt has {num_prompt} tokens; with a context of {max_len} "
+                f"at most {max_len - 1} fit",
+            )
+        if num_prompt + 1 > capacity:
+            return (
+                "no_capacity",
+                f"the prompt has {num_prompt} tokens; the KV cache holds {capacity} "
+                "and must have room for one more",
+            )
+        if self._num_waiting >= max_waiting:
+            return "queue_full", f"{self._num_waiting} requests are waiting, the queue is full"
+        return None
+
+    def _sequence(self, request: Request) -> Sequence:
+        sampling = request.sampling
+        self._order += 1
+        priority = request.priority if self.config.policy == "priority" else 0
+        # One token past the pool needs no block of its own as long as nothing follows it.
+        max_len = min(self.config.max_model_len, self.pool.num_blocks * self.pool.block_size + 1)
+        if sampling.max_tokens is not None:
+            max_len = min(max_len, len(request.prompt_token_ids) + sampling.max_tokens)
+        stop_ids = frozenset() if sampling.ignore_eos else self._eos
+        if sampling.stop_token_ids:
+            stop_ids = stop_ids.union(sampling.stop_token_ids)
+        return Sequence(request, (priority, request.arrival_ns, self._order), max_len, stop_ids)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        heapq.heappush(self._waiting, (seq.key, seq))
+        self._num_waiting += 1
+
+    def _compact(self) -> None:
+        """Drop finished entries once they outnumber the live requests."""
+        limit = 2 * len(self._live) + 64
+        if len(self._waiting) > limit:
+            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
+            heapq.heapify(self._waiting)
+        if len(self._deadlines) > limit:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            heapq.heapify(self._deadlines)
+
+    # A step is chosen.
+
+    def schedule(self, now_ns: int) -> Batch:
+        """Choose the next batch: running requests first, then waiting ones in order."""
+        if self._in_flight:
+            raise RuntimeError("schedule() was called before update() or fail() of the last batch")
+        self._now_ns = now_ns
+        self._expire()
+        if self._num_finished_running:
+            self._running = [seq for seq in self._running if not seq.finished]
+            self._num_finished_running = 0
+        self._reserved = 0
+        singles: list[Item] = []
+        chunks: list[Item] = []
+        if not self._admit_alone(chunks):
+            preemptions = self._counters.num_preemptions
+            budget = self._schedule_running(singles, chunks)
+            if preemptions == self._counters.num_preemptions:
+                self._admit(budget, singles, chunks)
+        if singles or chunks:
+            self._in_flight = True
+            self._counters.num_steps += 1
+        return Batch(singles + chunks, len(singles) + sum(num_new for _, num_new in chunks))
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._now_ns:
+            seq = heapq.heappop(self._deadlines)[2]
+            if not seq.finished:
+                self._finished.append(self._end(seq, FinishReason.ABORT, "deadline"))
+
+    def _schedule_running(self, singles: list[Item], chunks: list[Item]) -> int:
+        """Give each running sequence its next tokens; returns the budget that is left.
+
+        The list shrinks from its tail while it is walked: whoever is preempted has had no turn.
+        """
+        running, size = self._running, self.pool.block_size
+        budget = self.config.max_num_batched_tokens
+        filled: list[Item] = []
+        for index, seq in enumerate(running):
+            num_tokens = len(seq.token_ids)
+            end = num_tokens
+            num_new = end - seq.num_computed_tokens
+            if num_new > 1:  # leave a token to each sequence behind this one
+                num_new = max(1, min(num_new, budget - (len(running) - index - 1)))
+                end = seq.num_computed_tokens + num_new
+                self._reserved += -(-num_tokens // size) + (-end // size)
+            if end >= seq.capacity:
+                if end > seq.capacity and not self._grow(seq, end):
+                    break
+                if end // size > seq.num_inserted_blocks:
+                    filled.append((seq, end))
+            if num_new == 1:
+                singles.append((seq, 1))
+            else:
+                chunks.append((seq, num_new))
+            budget -= num_new
+            if budget <= 0:
+                break
+        if filled and self.pool.prefix_cache:
+            self._insert(filled)
+        return budget
+
+    def _grow(self, seq: Sequence, end: int) -> bool:
+        """Give a sequence blocks up to `end`, preempting from the tail; False: it went itself."""
+        needed = -(-end // self.pool.block_size) - len(seq.block_ids)
+        while self.pool.num_free < needed:
+            victim = self._running.pop()
+            self._release(victim)
+            victim.num_computed_tokens = 0
+            self._enqueue(victim)
+            self._counters.num_preemptions += 1
+            if victim is seq:
+                return False
+        seq.block_ids += self.pool.allocate(needed)
+        seq.capacity = len(seq.block_ids) * self.pool.block_size
+        return True
+
+    def _admit_alone(self, chunks: list[Item]) -> bool:
+        """Without chunking, give a step to a prompt that does not fit beside the running ones."""
+        seq = None if self.config.chunked_prefill else self._next_waiting()
+        if seq is None or len(self._running) >= self.config.max_num_seqs:
+            return False
+        num_new = seq.num_tokens - len(self._match(seq)) * self.pool.block_size
+        if num_new <= self.config.max_num_batched_tokens - len(self._running):
+            return False
+        return self._start(seq, num_new, chunks, chunks) > 0
+
+    def _admit(self, budget: int, singles: list[Item], chunks: list[Item]) -> None:
+        """Start waiting sequences in order until one has to wait."""
+        while budget > 0 and len(self._running) < self.config.max_num_seqs:
+            seq = self._next_waiting()
+            if seq is None:
+                return
+            num_new = self._start(seq, budget, singles, chunks)
+            if num_new == 0:
+                return
+            budget -= num_new
+
+    def _next_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].finished:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _start(self, seq: Sequence, budget: int, singles: list[Item], chunks: list[Item]) -> int:
+        """Run the first of the waiting on top of its cached prefix; 0 new tokens: it has to wait.
+
+        It starts only when all its known tokens fit beside what running ones will still need, so
+        that an admission never leads to a preemption by itself.
+        """
+        pool, size = self.pool, self.pool.block_size
+        matched = self._match(seq)
+        num_matched = len(matched)
+        num_new = min(seq.num_tokens - num_matched * size, budget)
+        end = num_matched * size + num_new
+        if end < seq.num_tokens and not self.config.chunked_prefill:
+            return 0
+        total = -(-seq.num_tokens // size)
+        needed = total - num_matched + pool.num_revived(matched)
+        if self._running:
+            needed += self._reserved + self._watermark
+        if needed > pool.num_free:
+            return 0
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        pool.acquire(matched)
+        seq.block_ids = matched + pool.allocate(-(-end // size) - num_matched)
+        seq.capacity = len(seq.block_ids) * size
+        seq.num_computed_tokens = num_matched * size
+        seq.num_inserted_blocks = num_matched
+        seq.parent = pool.identity(matched[-1]) if matched else seq.request.cache_salt
+        if not seq.started:
+            self._count_start(seq)
+        self._reserved += total - len(seq.block_ids)
+        if pool.prefix_cache:
+            self._insert([(seq, end)])
+        insort(self._running, seq, key=_by_key)
+        (singles if num_new == 1 else chunks).append((seq, num_new))
+        return num_new
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """The cached blocks a waiting sequence can start from; one token is left to compute."""
+        if not self.pool.prefix_cache:
+            return []
+        chain, size = seq.chain, self.pool.block_size
+        num_hashed = len(chain) - 1
+        if seq.num_tokens // size > num_hashed:
+            unhashed = seq.token_ids[num_hashed * size :]
+            chain += block_hashes(unhashed, size, (chain[-1], num_hashed))
+        if seq.prompt_logprobs is not None:  # each prompt position has to be computed
+            return []
+        limit = (seq.num_tokens - 1) // size
+        return self.pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
+
+    def _insert(self, filled: list[Item]) -> None:
+        """Cache the blocks that each (sequence, end) completes in this step."""
+        pool, size = self.pool, self.pool.block_size
+        self._hash([(seq, end) for seq, end in filled if len(seq.chain) <= end // size])
+        for seq, end in filled:
+            parent = seq.parent
+            for index in range(seq.num_inserted_blocks, end // size):
+                tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
+                parent = pool.insert(seq.block_ids[index], seq.chain[index + 1], parent, tokens)
+            seq.parent = parent
+            seq.num_inserted_blocks = end // size
+
+    def _hash(self, unhashed: list[Item]) -> None:
+        """Extend the hash chain of each (sequence, end) to `end`, one block of all at a time."""
+        size = self.pool.block_size
+        while unhashed:
+            starts = [(seq.chain[-1], len(seq.chain) - 1) for seq, _ in unhashed]
+            blocks = [
+                seq.token_ids[index * size : (index + 1) * size]
+                for (seq, _), (_, index) in zip(unhashed, starts, strict=True)
+            ]
+            hashes = next_block_hashes(blocks, size, starts)
+            for (seq, _), block_hash in zip(unhashed, hashes, strict=True):
+                seq.chain.append(block_hash)
+            unhashed = [(seq, end) for seq, end in unhashed if len(seq.chain) <= end // size]
+
+    # A step is accounted for.
+
+    def update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
+        """Advance every item, append its tokens and end what has to end; what is new comes out."""
+        all_logprobs = result.logprobs or [None] * len(batch.items)
+        if not len(batch.items) == len(result.token_ids) == len(all_logprobs):
+            raise ValueError(
+                f"the batch has {len(batch.items)} items, the result {len(result.token_ids)} "
+                f"token_ids and {len(all_logprobs)} logprobs"
+            )
+        self._land()
+        for index, entries in result.prompt_logprobs.items():
+            batch.items[index][0].extend_prompt_logprobs(entries)
+        outputs: list[RequestOutput] = []
+        num_kept = 0
+        for (seq, num_new), tokens, logprobs in zip(
+            batch.items, result.token_ids, all_logprobs, strict=True
+        ):
+            if seq.finished:
+                continue
+            seq.num_computed_tokens = computed = seq.num_computed_tokens + num_new
+            token_ids = seq.token_ids
+            num_tokens = len(token_ids)
+            if computed < num_tokens and not tokens:
+                continue
+            if computed < num_tokens or not tokens:
+                outputs.append(self._end(seq, FinishReason.ERROR, error=_MISCOUNT))
+                continue
+            output = RequestOutput(
+                seq.request_id,
+                tokens,
+                logprobs,
+                seq.prompt_logprobs if num_tokens == seq.num_prompt_tokens else None,
+                None,
+                None,
+                seq.num_cached_tokens,
+                None,
+                seq.scheduled_ns,
+            )
+            outputs.append(output)
+            token = tokens[0]
+            if len(tokens) == 1 and token not in seq.stop_ids and num_tokens + 1 < seq.max_len:
+                token_ids.append(token)
+                num_kept += 1
+            else:
+                self._append(seq, output)
+                num_kept += len(output.token_ids)
+        self._counters.num_output_tokens += num_kept
+        return outputs
+
+    def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
+        """The step raised: every item ends in ERROR, and nothing it touched stays cached."""
+        for seq, _ in batch.items:
+            self.pool.forget(seq.block_ids)
+        self._land()
+        outputs = []
+        for seq, _ in batch.items:
+            if not seq.finished:
+                outputs.append(self._end(seq, FinishReason.ERROR, error=message))
+        return outputs
+
+    def _land(self) -> None:
+        """The batch is no longer in flight: blocks of requests that ended meanwhile come back."""
+        self._in_flight = False
+        for seq in self._deferred:
+            self._retire(seq)
+        self._deferred.clear()
+
+    def _append(self, seq: Sequence, output: RequestOutput) -> None:
+        """Append the output's tokens, cut both at the first stop and end the request there."""
+        sampling = seq.request.sampling
+        for count, token in enumerate(output.token_ids, 1):
+            seq.token_ids.append(token)
+            if token in seq.stop_ids and seq.num_output_tokens >= sampling.min_tokens:
+                output.finish_reason = FinishReason.STOP
+                eos = token in self._eos and not sampling.ignore_eos
+                output.stop_reason = None if eos else token
+            elif seq.num_tokens >= seq.max_len:
+                output.finish_reason = FinishReason.LENGTH
+                output.stop_reason = self._length_reason(seq)
+            if output.finish_reason is not None:
+                output.token_ids = output.token_ids[:count]
+                if output.logprobs is not None:
+                    output.logprobs = output.logprobs[:count]
+                self._finish(seq, output.finish_reason)
+                return
+
+    def _length_reason(self, seq: Sequence) -> str | None:
+        max_tokens = seq.request.sampling.max_tokens
+        asked = max_tokens is not None and seq.num_output_tokens >= max_tokens
+        return None if asked or seq.num_tokens >= self.config.max_model_len else "kv_capacity"
+
+    # How sequences end.
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        stop_reason: str | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        """End a request that has no new token; returns its terminal output."""
+        self._finish(seq, reason)
+        return RequestOutput(
+            seq.request_id,
+            [],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=seq.num_cached_tokens,
+            error=error,
+            scheduled_ns=seq.scheduled_ns,
+        )
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """The one place where a live request ends; running ones are those that hold blocks."""
+        seq.finished = True
+        del self._live[seq.request_id]
+        self._count_finish(reason)
+        if seq.block_ids:
+            self._num_finished_running += 1
+        else:
+            self._num_waiting -= 1
+        if seq.block_ids and self._in_flight:
+            self._deferred.append(seq)
+        else:
+            self._retire(seq)
+
+    def _retire(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.state = None
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.capacity = 0
+
+    def _count_start(self, seq: Sequence) -> None:
+        seq.started = True
+        seq.scheduled_ns = self._now_ns
+        seq.num_cached_tokens = seq.num_computed_tokens
+        counters = self._counters
+        counters.num_prompt_tokens += seq.num_prompt_tokens
+        if self.pool.prefix_cache and seq.prompt_logprobs is None:
+            counters.prefix_query_tokens += seq.num_prompt_tokens
+            counters.prefix_hit_tokens += seq.num_cached_tokens
+
+    def _count_finish(self, reason: FinishReason) -> None:
+        finished = self._counters.num_finished
+        finished[reason.value] = finished.get(reason.value, 0) + 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where queues, sequences and the block pool disagree."""
+        running = [seq for seq in self._running if not seq.finished]
+        waiting = [seq for _, seq in self._waiting if not seq.finished]
+        assert sorted(running, key=_by_key) == running, "running sequences are out of order"
+        assert len(self._running) - len(running) == self._num_finished_running
+        assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, not {self._num_waiting}"
+        assert {seq.request_id for seq in running + waiting} == set(self._live)
+        assert len(running) + len(waiting) == len(self._live), "a sequence is queued twice"
+        assert not any(seq.block_ids or seq.num_computed_tokens for seq in waiting)
+        assert self._in_flight or not self._deferred
+        size = self.pool.block_size
+        for seq in running:
+            assert seq.block_ids, f"running {seq.request_id!r} holds no blocks"
+            assert seq.capacity == len(seq.block_ids) * size
+            assert seq.num_computed_tokens <= seq.capacity
+            assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_len
+            if self.pool.prefix_cache:
+                inserted = seq.num_inserted_blocks
+                assert seq.num_computed_tokens // size <= inserted <= len(seq.block_ids)
+        self.pool.check_integrity([seq.block_ids for seq in running + self._deferred])

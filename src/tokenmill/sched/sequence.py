@@ -1,0 +1,88 @@
+"""The state of one request, and the batch that a step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill.core.types import Request, TokenLogprobs
+from tokenmill.sched.blocks import chain_seed
+
+Key = tuple[int, int, int]  # (priority, arrival_ns, order of add): the best runs first
+Item = tuple["Sequence", int]  # and its num_new_tokens
+
+
+class Sequence:
+    """The mutable state of one request: num_computed_tokens catches up with num_tokens."""
+
+    __slots__ = (
+        "block_ids",
+        "capacity",
+        "chain",
+        "finished",
+        "key",
+        "max_len",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_inserted_blocks",
+        "num_prompt_tokens",
+        "parent",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "scheduled_ns",
+        "started",
+        "state",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, key: Key, max_len: int, stop_ids: frozenset[int]) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.token_ids = list(request.prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # of the prompt, at the first admission
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if request.sampling.prompt_logprobs is None else [None]
+        )
+        self.state: object | None = None  # the engine's own, dropped at the end
+        self.key = key
+        self.max_len = max_len  # num_tokens at which it ends whatever it says
+        self.stop_ids = stop_ids
+        self.started = False  # was admitted once
+        self.scheduled_ns = 0  # when that was
+        self.finished = False  # its terminal output exists
+        self.block_ids: list[int] = []
+        self.capacity = 0  # tokens that block_ids can hold
+        # chain[0] is the salt's seed, chain[j + 1] the hash of block j.
+        self.chain = [chain_seed(request.cache_salt)]
+        # block_ids[:num_inserted_blocks] are cached under `parent`, the identity of the last one.
+        self.num_inserted_blocks = 0
+        self.parent: int | str = request.cache_salt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def extend_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        """Add the positions not known yet; `entries` begin after the step's first token."""
+        known = self.prompt_logprobs
+        if known is not None:
+            first = self.num_computed_tokens + 1
+            known += entries[len(known) - first : self.num_prompt_tokens - first]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step computes: (sequence, num_new_tokens), those with one new token first.
+
+    An item samples iff its num_computed_tokens + num_new_tokens == num_tokens.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    num_tokens: int = 0

@@ -1,0 +1,260 @@
+"""The HTTP front: OpenAI's routes over an EngineClient."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, Response
+
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.serve.api_stream import ApiState, GenerationResponse
+from tokenmill.serve.errors import ApiError, of_decoding, of_invalid, unknown_model
+from tokenmill.serve.format_chat import ChatFormat
+from tokenmill.serve.format_completion import CompletionFormat
+from tokenmill.serve.metrics import CONTENT_TYPE, ServerMetrics
+from tokenmill.serve.openapi import docs_page, document
+from tokenmill.serve.prepare import Preparer
+from tokenmill.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from tokenmill.serve.responses import (
+    DetokenizeAnswer,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    Version,
+    json_encode,
+)
+from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.tools import tool_definitions
+from tokenmill.serve.wire import EngineClient
+
+T = TypeVar("T")
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def create_app(
+    client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: str
+) -> FastAPI:
+    """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
+    if client.facts is None:
+        raise ValueError("create_app needs a client that has been started")
+    state = ApiState(client, tokenizer, config, model, ServerMetrics(model))
+    app = FastAPI(
+        title="tokenmill",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers=_exception_handlers(),
+    )
+    app.state.api = state
+    api_document = document(version("tokenmill"), bool(config.api_keys))
+    app.openapi = lambda: api_document  # type: ignore[method-assign]
+    _add_generation(app, state, Preparer(tokenizer, client.facts, config))
+    _add_models(app, state)
+    _add_operations(app, state)
+    return app
+
+
+def _exception_handlers() -> dict[Any, Handler]:
+    async def api_error(_request: Request, error: Exception) -> Response:
+        return _error_response(_as_api_error(error))
+
+    return {
+        ApiError: api_error,
+        InvalidRequestError: api_error,
+        HTTPException: api_error,
+        Exception: api_error,
+    }
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return of_invalid(error)
+        case HTTPException(status_code=404):
+            return ApiError(404, "there is no such route", code="unknown_route")
+        case HTTPException(status_code=status, detail=detail):
+            return ApiError(status, str(detail))
+        case _:
+            return ApiError(500, "internal error", code="internal_error")
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers(), "application/json")
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(json_encode(answer), media_type="application/json")
+
+
+def _authorizer(config: ServerConfig) -> Callable[[Request], None]:
+    """A dependency that compares the bearer key with every known one in constant time."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+
+    def authorize(request: Request) -> None:
+        if not digests:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.encode()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
+
+    return authorize
+
+
+async def _read(request: Request, kind: type[T], limit: int) -> T:
+    """The body as `kind`; too large, malformed or unfit bodies raise ApiError."""
+    declared = request.headers.get("content-length", "")
+    body = bytearray()
+    if not (declared.isdigit() and int(declared) > limit):
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                break
+        else:
+            try:
+                return msgspec.json.decode(bytes(body), type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise of_decoding(error) from None
+    raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+def _check_model(name: str | None, state: ApiState) -> None:
+    if name is not None and name != state.model:
+        raise unknown_model(name, state.model)
+
+
+def _include_usage(call: GenerationRequest) -> bool:
+    if call.stream_options is None:
+        return False
+    if not call.stream:
+        raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+    return bool(call.stream_options.include_usage)
+
+
+def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
+    guard = [Depends(_authorizer(state.config))]
+    limit = state.config.max_body_bytes
+
+    @app.post("/v1/chat/completions", dependencies=guard)
+    async def chat_completions(request: Request) -> Response:
+        state.admit()
+        call = await _read(request, ChatCompletionRequest, limit)
+        _check_model(call.model, state)
+        include_usage = _include_usage(call)
+        job = await preparer.chat(call)
+        form = ChatFormat(job, state.model, state.tokenizer, include_usage)
+        return GenerationResponse(state, job, form, bool(call.stream))
+
+    @app.post("/v1/completions", dependencies=guard)
+    async def completions(request: Request) -> Response:
+        state.admit()
+        call = await _read(request, CompletionRequest, limit)
+        _check_model(call.model, state)
+        include_usage = _include_usage(call)
+        job = await preparer.completion(call)
+        form = CompletionFormat(job, state.model, state.tokenizer, include_usage, bool(call.echo))
+        return GenerationResponse(state, job, form, bool(call.stream))
+
+    @app.post("/tokenize", dependencies=guard)
+    async def tokenize(request: Request) -> Response:
+        call = await _read(request, TokenizeRequest, limit)
+        _check_model(call.model, state)
+        return _json(await _tokenize(call, state, preparer))
+
+    @app.post("/detokenize", dependencies=guard)
+    async def detokenize(request: Request) -> Response:
+        call = await _read(request, DetokenizeRequest, limit)
+        _check_model(call.model, state)
+        text = state.tokenizer.decode(call.tokens, skip_special_tokens=False)
+        return _json(DetokenizeAnswer(prompt=text))
+
+
+async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) -> TokenizeAnswer:
+    if (call.prompt is None) == (call.messages is None):
+        raise InvalidRequestError("give either prompt or messages", "prompt")
+    if call.messages is None:
+        for name in ("tools", "add_generation_prompt", "continue_final_message"):
+            if getattr(call, name) is not None:
+                raise InvalidRequestError(f"{name} needs messages", name)
+        special = call.add_special_tokens is not False
+        token_ids = await preparer.tokenize(call.prompt or "", special)
+    else:
+        text = preparer.render(
+            call.messages,
+            tool_definitions(call.tools or []),
+            call.add_generation_prompt,
+            call.continue_final_message,
+            call.chat_template_kwargs,
+        )
+        token_ids = await preparer.tokenize(text, bool(call.add_special_tokens))
+    strings = [state.tokenizer.id_to_token(t) or "" for t in token_ids]
+    return TokenizeAnswer(
+        count=len(token_ids),
+        max_model_len=preparer.max_model_len,
+        tokens=token_ids,
+        token_strs=strings if call.return_token_strs else None,
+    )
+
+
+def _add_models(app: FastAPI, state: ApiState) -> None:
+    guard = [Depends(_authorizer(state.config))]
+    facts = state.client.facts
+    assert facts is not None
+    card = ModelCard(
+        id=state.model,
+        created=int(time.time()),
+        root=state.model,
+        max_model_len=facts.max_model_len,
+    )
+
+    @app.get("/v1/models", dependencies=guard)
+    async def models() -> Response:
+        return _json(ModelList(data=[card]))
+
+    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    async def model(model_id: str) -> Response:
+        _check_model(model_id, state)
+        return _json(card)
+
+
+def _add_operations(app: FastAPI, state: ApiState) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if state.draining:
+            raise ApiError(503, "the server is draining", code="draining")
+        if not state.client.ready:
+            raise ApiError(503, "the engine is not running", code="restarting")
+        return _json(Health())
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        return _json(Version(version=version("tokenmill")))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        stats = await state.client.stats()
+        text = state.metrics.render(stats, state.client.num_restarts)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))

@@ -1,0 +1,177 @@
+"""The answer to a generation call as an ASGI response: whole JSON or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tokenmill.core.config import ServerConfig
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.generation import Generation, TextDelta
+from tokenmill.serve.metrics import ServerMetrics
+from tokenmill.serve.prepare import Job
+from tokenmill.serve.responses import Usage
+from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.wire import EngineClient, OutputStream, StreamClosedError, WorkerDownError
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+SSE_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+@dataclass(slots=True)
+class ApiState:
+    """What the handlers share."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    config: ServerConfig
+    model: str
+    metrics: ServerMetrics
+    draining: bool = False
+    num_calls: int = 0  # generation calls being answered
+
+    def admit(self) -> None:
+        """Raise what a new generation call is to be answered with, if it cannot be taken."""
+        if self.draining:
+            raise ApiError(503, "the server is draining and takes no new requests", code="draining")
+        if not self.client.ready:
+            raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
+        limit = self.config.max_concurrency
+        if self.num_calls >= limit:
+            raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
+
+
+class Format(Protocol):
+    """How one kind of call is written."""
+
+    def event(self, delta: TextDelta) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes: ...
+
+    def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes: ...
+
+
+class GenerationResponse(Response):
+    """Submits a job when it is called, and aborts it when the client goes away."""
+
+    def __init__(self, state: ApiState, job: Job, form: Format, streams: bool) -> None:
+        super().__init__()
+        self._state = state
+        self._job = job
+        self._form = form
+        self._streams = streams
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._state.admit()
+            stream = self._state.client.submit(self._job.requests)
+        except (ApiError, WorkerDownError) as error:
+            await send_error(send, _as_api_error(error))
+            return
+        self._state.num_calls += 1
+        generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
+        watcher = asyncio.create_task(_watch(receive, stream))
+        try:
+            await self._answer(generation, stream, send)
+        except StreamClosedError:  # the client is gone
+            pass
+        except ApiError as error:
+            await self._fail(send, error)
+        finally:
+            watcher.cancel()
+            generation.close()
+            self._state.client.abort(stream.request_ids)
+            self._state.num_calls -= 1
+
+    async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:
+        # The status line waits for the first output, which may be a refusal.
+        deltas = generation.advance(await stream.get())
+        if self._streams:
+            await self._send_events(generation, stream, deltas, send)
+        else:
+            await self._send_whole(generation, stream, deltas, send)
+
+    async def _send_events(
+        self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
+    ) -> None:
+        event = self._form.event
+        self._started = True
+        await send(SSE_START)
+        while generation.num_open:
+            self._abort_stopped(generation)
+            body = b"".join([event(delta) for delta in deltas])
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            deltas = generation.advance(await stream.get())
+        self._abort_stopped(generation)
+        body = b"".join([event(delta) for delta in deltas]) + self._form.end(generation.usage())
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_whole(
+        self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
+    ) -> None:
+        wholes: dict[int, TextDelta] = {}
+        while True:
+            self._abort_stopped(generation)
+            for delta in deltas:
+                if delta.index in wholes:
+                    wholes[delta.index].extend(delta)
+                else:
+                    wholes[delta.index] = delta
+            if not generation.num_open:
+                break
+            deltas = generation.advance(await stream.get())
+        ordered = [wholes[index] for index in range(len(wholes))]
+        await send_json(send, 200, self._form.answer(ordered, generation.usage()))
+
+    def _abort_stopped(self, generation: Generation) -> None:
+        if generation.stopped:
+            self._state.client.abort(generation.stopped)
+            generation.stopped = []
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        if not self._started:
+            await send_error(send, error)
+            return
+        await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n"})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """An error as the whole answer."""
+    extra = [(k.encode(), v.encode()) for k, v in error.headers().items()]
+    await send_json(send, error.status, error.body(), extra)
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    """A JSON body with its length."""
+    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body)), *(extra or [])]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _as_api_error(error: ApiError | WorkerDownError) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(503, str(error), code="restarting")
+
+
+async def _watch(receive: Receive, stream: OutputStream) -> None:
+    """Close the stream when the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.close()

@@ -1,0 +1,205 @@
+"""Chat templates: conversations in OpenAI's form, rendered to a prompt by the model's own Jinja."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenmill.core.types import InvalidRequestError, ModelLoadError
+
+Message = dict[str, Any]
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_PART_TEXT = {"text": "text", "refusal": "refusal"}  # content part type -> field with its text
+_TESTS_FOR_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none", re.IGNORECASE)
+_TESTS_FOR_STRING = re.compile(r"\bis\s+(not\s+)?string\b")
+_LOOPS_OVER_PARTS = re.compile(r"\bin\s+\w+(\.content\b|\[['\"]content['\"]\])")
+_CONTINUE_MARK = "tokenmill-continues-here "  # a template that trims takes the final space
+
+
+class ChatTemplate:
+    """A compiled chat template and what it expects of its messages."""
+
+    def __init__(self, source: str, origin: str) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelLoadError(f"{origin}: not a usable chat template ({error})") from None
+        self.source = source
+        self._keeps_null_content = _TESTS_FOR_NULL.search(source) is not None
+        self._wants_parts = (
+            _LOOPS_OVER_PARTS.search(source) is not None
+            and _TESTS_FOR_STRING.search(source) is None
+        )
+        self._knows_developer = "developer" in source
+
+    def render(
+        self, messages: Sequence[Message], *, continue_final_message: bool = False, **variables: Any
+    ) -> str:
+        """The prompt; with `continue_final_message` it ends where the final message's text ends."""
+        if not messages:
+            raise InvalidRequestError("messages must not be empty", "messages")
+        prepared = [self._prepare(message) for message in messages]
+        if continue_final_message:
+            return self._render_unfinished(prepared, variables)
+        return self._render(prepared, variables)
+
+    def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        try:
+            text = self._template.render(messages=messages, **variables)
+        except jinja2.TemplateError as error:
+            raise _failed(error) from None
+        except Exception as error:  # the template is the model's code: it may raise anything
+            raise _failed(error) from error
+        check_unicode(text, "messages")
+        return text
+
+    def _render_unfinished(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        """Mark the end of the final text, render, and cut at the mark."""
+        content = messages[-1].get("content")
+        if isinstance(content, list) and content:
+            content = content[-1]["text"]
+            messages[-1]["content"][-1]["text"] = content + _CONTINUE_MARK
+        elif isinstance(content, str):
+            messages[-1]["content"] = content + _CONTINUE_MARK
+        else:
+            raise InvalidRequestError(
+                "continue_final_message needs text in the final message", "continue_final_message"
+            )
+        mark = _CONTINUE_MARK.strip()
+        head, found, tail = self._render(messages, variables).rpartition(mark)
+        if not found or content.strip() not in head:
+            raise InvalidRequestError(
+                "the chat template does not repeat the final message, so it cannot be continued",
+                "continue_final_message",
+            )
+        return head if tail.startswith(" ") else head.rstrip()
+
+    def _prepare(self, message: Message) -> Message:
+        """What templates expect: no null fields, text content, arguments as objects."""
+        prepared = {key: value for key, value in message.items() if value not in (None, [])}
+        prepared["content"] = self._content(message.get("content"))
+        if prepared.get("role") == "developer" and not self._knows_developer:
+            prepared["role"] = "system"
+        if calls := prepared.get("tool_calls"):
+            prepared["tool_calls"] = [_prepare_call(call) for call in calls]
+        reasoning = next((prepared[key] for key in _REASONING_FIELDS if key in prepared), None)
+        if reasoning is not None:
+            prepared = {"thinking": reasoning, **prepared, "reasoning_content": reasoning}
+        return prepared
+
+    def _content(self, content: str | list[dict[str, Any]] | None) -> Any:
+        if content is None:
+            return None if self._keeps_null_content else ""
+        texts = [content] if isinstance(content, str) else [_part_text(part) for part in content]
+        if self._wants_parts:
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+
+def load_source(template: str) -> str:
+    """The template itself when it has a brace, else the contents of the file it names."""
+    if "{" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(f"chat template {template}: {error.strerror or error}") from None
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Refuse a text that cannot be written as UTF-8."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text is not valid Unicode: a lone surrogate at position {error.start}", param
+        ) from None
+
+
+def _part_text(part: dict[str, Any]) -> str:
+    kind = part.get("type")
+    if kind not in _PART_TEXT:
+        raise InvalidRequestError(
+            f"content parts of type {kind!r} are not supported by this model; use 'text'",
+            "messages",
+        )
+    text = part.get(_PART_TEXT[kind])
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"a {kind!r} content part must have text", "messages")
+    return text
+
+
+def _prepare_call(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI sends arguments as JSON text, templates write them as objects."""
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"tool_calls: the arguments of {function.get('name')!r} are not JSON ({error})",
+                "messages",
+            ) from None
+    return {**call, "function": function}
+
+
+def _failed(error: Exception) -> InvalidRequestError:
+    reason = str(error) or type(error).__name__
+    return InvalidRequestError(f"the chat template refuses these messages: {reason}", "messages")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; rendering passes it through."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox, filters and globals that templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,168 @@
+"""One API call under way: engine outputs in, pieces of text out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tokenmill.core.metrics import RequestTimes
+from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from tokenmill.serve.detokenize import Detokenizer
+from tokenmill.serve.errors import of_output
+from tokenmill.serve.metrics import ServerMetrics
+from tokenmill.serve.prepare import Job
+from tokenmill.serve.responses import FinishText, Usage, usage_of
+from tokenmill.serve.tokenizer import Tokenizer
+
+_FINISH: dict[FinishReason, FinishText] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one output added to choice `index`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    finish_reason: FinishText | None
+    stop_reason: int | str | None
+
+    def extend(self, later: TextDelta) -> None:
+        """Append a later delta of the same choice."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+class Choice:
+    """One engine request: its detokeniser, its clock and its counts."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_echo_only",
+        "_request",
+        "_stop_ids",
+        "finished",
+        "num_tokens",
+        "times",
+    )
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, job: Job) -> None:
+        sampling = request.sampling
+        self._request = request
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop=sampling.stop,
+            include_stop_str=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+            continues=job.continues,
+        )
+        self._echo_only = job.echo_only
+        self._stop_ids = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
+        self.times = RequestTimes(request.arrival_ns)
+        self.num_tokens = 0
+        self.finished = False
+
+    def push(self, index: int, output: RequestOutput) -> TextDelta:
+        """Detokenise an output; a stop string ends the choice where it was found."""
+        if self._echo_only:
+            self.finished = True
+            return TextDelta(index, "", [], [], output.prompt_logprobs, "length", None)
+        detokenizer = self._detokenizer
+        token_ids, logprobs = output.token_ids, output.logprobs
+        finish_reason = _FINISH[output.finish_reason] if output.finish_reason else None
+        stop_reason = output.stop_reason
+        num_before = self.num_tokens
+        text = detokenizer.push(self._visible(output))
+        if detokenizer.stop_reason is not None:
+            num_used = detokenizer.num_tokens - num_before
+            token_ids = token_ids[:num_used]
+            logprobs = logprobs[:num_used] if logprobs is not None else None
+            finish_reason, stop_reason = "stop", detokenizer.stop_reason
+        elif finish_reason is not None:
+            text += detokenizer.finish()
+        self.num_tokens += len(token_ids)
+        self.finished = finish_reason is not None
+        return TextDelta(
+            index, text, token_ids, logprobs, output.prompt_logprobs, finish_reason, stop_reason
+        )
+
+    def _visible(self, output: RequestOutput) -> list[int]:
+        """The tokens without the stop token that ended them, unless its text is wanted."""
+        token_ids = output.token_ids
+        if (
+            output.finish_reason == FinishReason.STOP
+            and token_ids
+            and token_ids[-1] in self._stop_ids
+            and not self._request.sampling.include_stop_str_in_output
+        ):
+            return token_ids[:-1]
+        return token_ids
+
+
+class Generation:
+    """The choices of one job."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+        self.job = job
+        self._metrics = metrics
+        self.choices = [Choice(tokenizer, request, job) for request in job.requests]
+        self._num_cached = [0] * len(job.requests)
+        self.num_open = len(job.requests)
+        self.stopped: list[str] = []  # ended by a stop string, still running in the engine
+
+    def advance(self, outputs: dict[int, RequestOutput]) -> list[TextDelta]:
+        """Take outputs by choice; raises ApiError when one of them is an error."""
+        now_ns = time.monotonic_ns()
+        deltas = []
+        for index, output in outputs.items():
+            choice = self.choices[index]
+            if choice.finished:  # a stop string was found; the engine had gone on meanwhile
+                continue
+            error = of_output(output)
+            if error is not None:
+                self._finish(choice, index, str(output.finish_reason))
+                raise error
+            if not choice.times.first_ns:
+                self._first(index, output)
+            self._metrics.output(choice.times, now_ns, len(output.token_ids))
+            delta = choice.push(index, output)
+            if delta.finish_reason is not None:
+                self._finish(choice, index, delta.finish_reason)
+                if output.finish_reason is None:
+                    self.stopped.append(output.request_id)
+            deltas.append(delta)
+        return deltas
+
+    def close(self) -> None:
+        """Count the choices that are still open as aborted."""
+        for index, choice in enumerate(self.choices):
+            if not choice.finished:
+                self._finish(choice, index, "abort")
+
+    def usage(self) -> Usage:
+        """Each prompt once, all choices; cached tokens as the first choice found them."""
+        num_prompt = sum(len(p.token_ids) for p in self.job.prompts)
+        num_output = sum(c.num_tokens for c in self.choices)
+        return usage_of(num_prompt, num_output, sum(self._num_cached[:: self.job.n]))
+
+    def _first(self, index: int, output: RequestOutput) -> None:
+        self._num_cached[index] = output.num_cached_tokens
+        if output.scheduled_ns:
+            waited_ns = output.scheduled_ns - self.job.requests[index].arrival_ns
+            self._metrics.queue_s.observe(max(waited_ns, 0) / 1e9)
+
+    def _finish(self, choice: Choice, index: int, reason: str) -> None:
+        choice.finished = True
+        self.num_open -= 1
+        num_prompt = len(self.job.requests[index].prompt_token_ids)
+        self._metrics.finish(choice.times, num_prompt, reason)

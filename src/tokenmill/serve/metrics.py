@@ -1,0 +1,147 @@
+"""Prometheus metrics of the frontend and, at scrape time, of the engine behind it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from tokenmill.core.metrics import RequestTimes
+from tokenmill.core.types import EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LONG_SECONDS = (*_SECONDS, 60.0, 120.0, 300.0)
+
+
+class Histogram:
+    """Counts per bucket. `observe` is a bisect: it runs once per streamed token."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def family(self, name: str, text: str, model: str) -> HistogramMetricFamily:
+        """The cumulative buckets as Prometheus wants them."""
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        cumulative = 0
+        buckets = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            cumulative += count
+            label = "+Inf" if bound == float("inf") else repr(bound)
+            buckets.append((label, float(cumulative)))
+        family.add_metric([model], buckets, self.total)
+        return family
+
+
+class ServerMetrics:
+    """What the frontend sees of each request, with the engine's own counters."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._stats = EngineStats()
+        self.num_worker_restarts = 0
+        self.ttft_s = Histogram(_LONG_SECONDS)
+        self.inter_token_s = Histogram(_SECONDS)
+        self.tpot_s = Histogram(_SECONDS)
+        self.e2e_s = Histogram(_LONG_SECONDS)
+        self.queue_s = Histogram(_LONG_SECONDS)
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def output(self, times: RequestTimes, now_ns: int, num_tokens: int) -> None:
+        """Count one output of a request."""
+        gap_ms = times.record(now_ns, num_tokens)
+        self.num_output_tokens += num_tokens
+        if gap_ms is not None:
+            self.inter_token_s.observe(gap_ms / 1e3)
+        elif times.ttft_ms is not None:
+            self.ttft_s.observe(times.ttft_ms / 1e3)
+
+    def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
+        """Count the end of a request."""
+        self.finished[reason] += 1
+        self.num_prompt_tokens += num_prompt_tokens
+        if times.e2e_ms is not None:
+            self.e2e_s.observe(times.e2e_ms / 1e3)
+        if times.tpot_ms is not None:
+            self.tpot_s.observe(times.tpot_ms / 1e3)
+
+    def render(self, stats: EngineStats, num_worker_restarts: int) -> bytes:
+        """The exposition text with the engine's counters of now."""
+        self._stats = stats
+        self.num_worker_restarts = num_worker_restarts
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; called by prometheus_client."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _gauges(self) -> Iterator[Metric]:
+        s = self._stats
+        rate = s.prefix_hit_tokens / s.prefix_query_tokens if s.prefix_query_tokens else 0.0
+        usage = s.num_kv_blocks_used / s.num_kv_blocks if s.num_kv_blocks else 0.0
+        for name, text, value in (
+            ("num_requests_running", "Requests in the running batch.", s.num_running),
+            ("num_requests_waiting", "Requests waiting to run.", s.num_waiting),
+            ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
+            ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
+        ):
+            family = GaugeMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], float(value))
+            yield family
+
+    def _counters(self) -> Iterator[Metric]:
+        s = self._stats
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up.", s.prefix_query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the cache.", s.prefix_hit_tokens),
+            ("num_preemptions", "Preemptions.", s.num_preemptions),
+            ("engine_steps", "Steps the engine ran.", s.num_steps),
+            ("prompt_tokens", "Prompt tokens of finished requests.", self.num_prompt_tokens),
+            ("generation_tokens", "Tokens sent to clients.", self.num_output_tokens),
+            ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
+        ):
+            family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], float(value))
+            yield family
+        success = CounterMetricFamily(
+            "tokenmill_request_success",
+            "Finished requests by finish reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in sorted(self.finished.items()):
+            success.add_metric([self._model, reason], float(count))
+        yield success
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token.", self.ttft_s),
+            ("inter_token_latency_seconds", "Gap between successive outputs.", self.inter_token_s),
+            (
+                "request_time_per_output_token_seconds",
+                "Mean per token after the first.",
+                self.tpot_s,
+            ),
+            ("e2e_request_latency_seconds", "Arrival to last token.", self.e2e_s),
+            ("request_queue_time_seconds", "Arrival to first step.", self.queue_s),
+        ):
+            yield histogram.family(f"tokenmill_{name}", text, self._model)

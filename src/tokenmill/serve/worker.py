@@ -1,0 +1,168 @@
+"""The process that owns an Engine: take messages, step, send what the step produced in one message.
+
+The loop blocks in poll while the engine has no work. It ends when the API process says so or goes
+away. It knows nothing of how processes are placed or restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import threading
+import traceback
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, TokenmillError
+from tokenmill.serve.wire import (
+    Abort,
+    Drain,
+    Failed,
+    FromWorker,
+    GetStats,
+    ModelFacts,
+    Outputs,
+    Ready,
+    Shutdown,
+    Stats,
+    Submit,
+    decode_to_worker,
+    encode,
+)
+
+CONNECT_TIMEOUT_MS = 10_000
+LINGER_MS = 2_000  # last words may take this long to leave
+
+
+def run_worker(engine: Engine, address: str, facts: ModelFacts) -> None:
+    """Announce the engine at `address` and run its step loop until the API process ends it.
+
+    An exception out of the engine is sent to the API process as its last words, then raised.
+    """
+    _leave_signals_to_the_parent()
+    link = _Link(address)
+    try:
+        link.send(Ready(facts))
+        gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
+        _Loop(engine, link).run()
+    except Exception as error:
+        link.send(Failed(describe(error)))
+        raise
+    finally:
+        link.close()
+
+
+def send_failure(address: str, error: BaseException) -> None:
+    """Tell the API process that the engine could not be built."""
+    with contextlib.closing(_Link(address)) as link:
+        link.send(Failed(describe(error)))
+
+
+def describe(error: BaseException) -> str:
+    """One sentence: the message of an error meant for users, else its type, message and place."""
+    if isinstance(error, TokenmillError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (in {frames[-1].name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Ctrl-C and a service manager signal the whole group; only the parent decides when to end."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class _Link:
+    """The worker's end of the socket."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = LINGER_MS
+        self._socket.reconnect_ivl = -1
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        )
+        self._socket.connect(address)
+        if not self._monitor.poll(CONNECT_TIMEOUT_MS):
+            self.close()
+            raise TokenmillError(f"no API process listens at {address}")
+        recv_monitor_message(self._monitor)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def send(self, message: FromWorker) -> None:
+        """Queue a message; it is lost when the other side is gone, which receive() tells."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(message), zmq.NOBLOCK)
+
+    def receive(self, block: bool) -> tuple[list[bytes], bool]:
+        """The messages that arrived, and whether the other side is still there."""
+        ready = dict(self._poller.poll(None if block else 0))
+        messages = []
+        if self._socket in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    messages.append(self._socket.recv(zmq.NOBLOCK))
+        return messages, self._monitor not in ready
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+
+class _Loop:
+    def __init__(self, engine: Engine, link: _Link) -> None:
+        self._engine = engine
+        self._link = link
+        self._draining = False
+        self._running = True
+
+    def run(self) -> None:
+        """Receive, step, send; sleep in poll while there is nothing to do."""
+        while self._running:
+            refused = self._receive(block=not self._engine.has_work())
+            outputs = refused + self._engine.step()
+            if outputs:
+                self._link.send(Outputs(outputs))
+
+    def _receive(self, block: bool) -> list[RequestOutput]:
+        """Apply what arrived; returns the outputs of requests that are refused here."""
+        messages, connected = self._link.receive(block)
+        self._running = connected
+        refused: list[RequestOutput] = []
+        for data in messages:
+            match decode_to_worker(data):
+                case Submit(requests=requests) if self._draining:
+                    refused.extend(_refuse(r) for r in requests)
+                case Submit(requests=requests):
+                    for request in requests:
+                        self._engine.submit(request)
+                case Abort(request_ids=request_ids):
+                    for request_id in request_ids:
+                        self._engine.abort(request_id)
+                case Drain():
+                    self._draining = True
+                case GetStats():
+                    self._link.send(Stats(self._engine.stats()))
+                case Shutdown():
+                    self._running = False
+        return refused
+
+
+def _refuse(request: Request) -> RequestOutput:
+    return RequestOutput(
+        request.request_id,
+        [],
+        finish_reason=FinishReason.REJECT,
+        stop_reason="draining",
+        error="the server is draining and takes no new requests",
+    )

@@ -1,0 +1,455 @@
+"""Settings: one table of what can be set, and one loader for flag, environment and TOML file.
+
+A setting has one name everywhere: `--max-num-seqs` is TOKENMILL_MAX_NUM_SEQS in the environment
+and `max-num-seqs` in the file. A flag wins over the environment, the environment over the file,
+the file over the default.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenmill.core.config import (
+    BenchConfig,
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from tokenmill.core.types import SamplingParams, TokenmillError
+
+CONFIG_FILE = "tokenmill.toml"
+CONFIG_VARIABLE = "TOKENMILL_CONFIG"
+
+Config = TypeVar("Config")
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base ** (power + 1)
+    for power, prefix in enumerate("KMGT")
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+class SettingsError(TokenmillError):
+    """A flag, variable or file sets something that does not exist or cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a value is read: `read` raises ValueError, and `expected` says what would be right."""
+
+    read: Callable[[Any], Any]
+    expected: str
+    metavar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing that can be set; `owner.field` is the config field that it fills, if any."""
+
+    key: str
+    help: str
+    kind: Kind
+    owner: type | None = None
+    field: str = ""
+    default: Any = None
+    repeated: bool = False  # the flag may be given several times; its value is a tuple
+
+    @property
+    def parameter(self) -> str:
+        return self.key.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return "TOKENMILL_" + self.parameter.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is SWITCH
+
+    @property
+    def shown_default(self) -> Any:
+        """The default in the words of a flag; None when there is none to show."""
+        if self.owner is None:
+            return self.default
+        spec = next(f for f in fields(self.owner) if f.name == self.field)
+        return None if spec.default is MISSING else spec.default
+
+
+def _read_text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _read_switch(value: Any) -> bool:
+    return value if isinstance(value, bool) else _BOOLEANS[value.lower()]
+
+
+def _read_int(value: Any) -> int:
+    if isinstance(value, bool | float):
+        raise ValueError(value)
+    return int(value)
+
+
+def _read_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError(value)
+    return float(value)
+
+
+def _within(read: Callable[[Any], Any], low: float, high: float) -> Callable[[Any], Any]:
+    def bounded(value: Any) -> Any:
+        number = read(value)
+        if not low <= number <= high:
+            raise ValueError(value)
+        return number
+
+    return bounded
+
+
+def parse_size(value: Any) -> int:
+    """Bytes of "2GiB", "512 MB" or 1073741824; K, M, G and T alone are powers of 1024."""
+    if isinstance(value, bool | float):
+        raise ValueError(value)
+    match = _SIZE.fullmatch(str(value))
+    units = {name.lower(): factor for name, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units or float(match[1]) == 0:
+        raise ValueError(value)
+    return round(float(match[1]) * units[match[2].lower()])
+
+
+def _one_of(*choices: str) -> Kind:
+    def read(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(value)
+        return str(value)
+
+    return Kind(read, "one of " + ", ".join(choices), "|".join(choices))
+
+
+def _count(low: int, high: float = math.inf) -> Kind:
+    limit = f"of at least {low}" if high == math.inf else f"from {low} to {int(high)}"
+    return Kind(_within(_read_int, low, high), f"a whole number {limit}", "N")
+
+
+def _number(low: float, high: float, metavar: str = "X") -> Kind:
+    limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+    return Kind(_within(_read_float, low, high), f"a number {limit}", metavar)
+
+
+TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
+SWITCH = Kind(_read_switch, "true or false", "")
+SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")
+SECONDS = _number(0, math.inf, "SECONDS")
+INTEGER = Kind(_read_int, "a whole number", "N")
+
+
+def _of(owner: type, key: str, kind: Kind, help: str, field: str = "", **more: Any) -> Setting:
+    return Setting(key, help, kind, owner, field or key.replace("-", "_"), **more)
+
+
+MODEL = (
+    _of(
+        ModelConfig,
+        "model",
+        TEXT,
+        "Weights: a name of `tokenmill pull`, a folder, a .gguf file or a Hugging Face name.",
+    ),
+    _of(
+        ModelConfig,
+        "dtype",
+        _one_of("auto", "fp32", "int8"),
+        "Compute type of the weights; auto takes the fastest that keeps the accuracy bar.",
+    ),
+    _of(ModelConfig, "device", _one_of("auto", "cpu"), "Where the engine runs."),
+    _of(ModelConfig, "random-weights", SWITCH, "Random weights: only config.json is read."),
+    _of(ModelConfig, "weights-seed", _count(0), "Seed of the random weights.", field="seed"),
+    _of(ModelConfig, "max-model-len", _count(1), "Longest prompt plus answer, in tokens."),
+    _of(ModelConfig, "num-threads", _count(1, 4096), "CPU threads of the engine; all cores."),
+)
+CACHE = (
+    _of(
+        CacheConfig,
+        "kv-cache-memory",
+        SIZE,
+        "Memory of the KV cache, such as 2GiB; wins over --kv-cache-share.",
+        field="memory_bytes",
+    ),
+    _of(
+        CacheConfig,
+        "kv-cache-share",
+        _number(0.01, 0.95),
+        "Share of the memory that is free after loading.",
+        field="memory_share",
+    ),
+    _of(CacheConfig, "block-size", _count(1, 1024), "Tokens in one block of the KV cache."),
+    _of(CacheConfig, "prefix-cache", SWITCH, "Reuse the blocks of prompts that begin alike."),
+)
+SCHEDULER = (
+    _of(SchedulerConfig, "max-num-seqs", _count(1), "Most requests that run at once."),
+    _of(SchedulerConfig, "max-num-batched-tokens", _count(1), "Most tokens in one step."),
+    _of(
+        SchedulerConfig,
+        "max-queue",
+        _count(0),
+        "Most requests that wait; more are refused.",
+        field="max_waiting",
+    ),
+    _of(SchedulerConfig, "chunked-prefill", SWITCH, "Split long prompts over several steps."),
+    _of(SchedulerConfig, "policy", _one_of("fcfs", "priority"), "Who runs first."),
+)
+SERVER = (
+    _of(ServerConfig, "host", TEXT, "Address to listen on."),
+    _of(ServerConfig, "port", _count(0, 65535), "Port to listen on; 0 takes a free one."),
+    _of(
+        ServerConfig,
+        "api-key",
+        TEXT,
+        "Key that a client must send; repeat the flag, or separate by commas, for several.",
+        field="api_keys",
+        repeated=True,
+    ),
+    _of(ServerConfig, "served-model-name", TEXT, "Name that clients ask for."),
+    _of(ServerConfig, "max-body-size", SIZE, "Largest request body.", field="max_body_bytes"),
+    _of(ServerConfig, "max-concurrency", _count(1), "Most open requests; more answer 429."),
+    _of(
+        ServerConfig,
+        "request-timeout",
+        SECONDS,
+        "Deadline of every request.",
+        field="request_timeout_s",
+    ),
+    _of(
+        ServerConfig,
+        "drain-timeout",
+        SECONDS,
+        "Time that running requests get after SIGTERM.",
+        field="drain_timeout_s",
+    ),
+    _of(
+        ServerConfig,
+        "tool-parser",
+        _one_of("auto", "hermes", "llama3_json", "none"),
+        "How tool calls are written.",
+    ),
+    _of(
+        ServerConfig,
+        "reasoning-parser",
+        _one_of("auto", "think", "none"),
+        "How thinking is marked.",
+    ),
+    _of(ServerConfig, "chat-template", TEXT, "Jinja file that replaces the model's template."),
+    _of(ServerConfig, "default-max-tokens", _count(1), "max_tokens where a request has none."),
+    _of(
+        ServerConfig,
+        "log-level",
+        _one_of("debug", "info", "warning", "error"),
+        "How much is logged to stderr.",
+    ),
+)
+SAMPLING = (
+    _of(SamplingParams, "max-tokens", _count(1), "Most tokens of an answer."),
+    _of(SamplingParams, "min-tokens", _count(0), "Fewest tokens of an answer."),
+    _of(SamplingParams, "temperature", _number(0, 100), "0 takes the likeliest token."),
+    _of(SamplingParams, "top-p", _number(0, 1), "Keep the likeliest tokens up to this sum."),
+    _of(SamplingParams, "top-k", _count(-1), "Keep the k likeliest tokens; 0 keeps all."),
+    _of(SamplingParams, "min-p", _number(0, 1), "Keep tokens above this share of the best."),
+    _of(SamplingParams, "seed", INTEGER, "Same seed, same tokens."),
+    _of(SamplingParams, "repetition-penalty", _number(0, 100), "Above 1 repeats less."),
+    _of(SamplingParams, "presence-penalty", _number(-2, 2), "Above 0 repeats less."),
+    _of(SamplingParams, "frequency-penalty", _number(-2, 2), "Above 0 repeats less."),
+    _of(SamplingParams, "stop", TEXT, "Text that ends the answer; repeatable.", repeated=True),
+    _of(SamplingParams, "ignore-eos", SWITCH, "Go on after the end-of-text token."),
+)
+BENCH = (
+    _of(BenchConfig, "num-prompts", _count(1), "Requests of the batch cell."),
+    _of(BenchConfig, "input-len", _count(1), "Prompt tokens of the batch cell."),
+    _of(BenchConfig, "output-len", _count(1), "Output tokens of the batch cell."),
+    _of(BenchConfig, "rounds", _count(1, 100), "Measured runs of a cell; the median counts."),
+    _of(
+        BenchConfig,
+        "cell",
+        _one_of("batch", "single", "prefill"),
+        "Cell to run; repeat the flag for several.",
+        field="cells",
+        repeated=True,
+    ),
+    _of(BenchConfig, "bench-seed", _count(0), "Seed of the prompts.", field="seed"),
+    _of(BenchConfig, "peers", SWITCH, "Run the same cells in every peer that is installed."),
+    _of(
+        BenchConfig,
+        "skip-peer",
+        TEXT,
+        "Peer to leave out; repeat the flag for several.",
+        field="skip_peers",
+        repeated=True,
+    ),
+)
+COMMANDS = (
+    Setting("system", "System prompt of the conversation.", TEXT),
+    Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
+    Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
+    Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),
+    Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
+    Setting("num-running", "Requests that decode at once.", _count(1), default=512),
+    Setting("num-steps", "Steps to measure.", _count(1), default=200),
+    Setting("num-streams", "Streams at once.", _count(1), default=128),
+    Setting("stream-tokens", "Tokens of each stream.", _count(1), default=256),
+)
+SETTINGS: dict[str, Setting] = {
+    s.key: s for s in (*MODEL, *CACHE, *SCHEDULER, *SERVER, *SAMPLING, *BENCH, *COMMANDS)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Values by setting, each from the strongest source that gave one."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def get(self, key: str) -> Any:
+        """The value of a setting, or its default."""
+        return self.values.get(key, SETTINGS[key].shown_default)
+
+    def build(self, owner: type[Config], **more: Any) -> Config:
+        """The config `owner` with every field that a source gave; `more` fills other fields."""
+        given = {
+            SETTINGS[key].field: value
+            for key, value in self.values.items()
+            if SETTINGS[key].owner is owner
+        }
+        return owner(**(more | given))
+
+    def flags(self, settings: Iterable[Setting]) -> list[str]:
+        """Command line that gives these settings again, for a child process."""
+        line: list[str] = []
+        for setting in settings:
+            if setting.key in self.values:
+                line += _flag(setting, self.values[setting.key])
+        return line
+
+
+def _flag(setting: Setting, value: Any) -> list[str]:
+    name = "--" + setting.key
+    if setting.is_switch:
+        return [name if value else "--no-" + setting.key]
+    values = value if setting.repeated else (value,)
+    return [f"{name}={item}" for item in values]
+
+
+def load(
+    flags: Mapping[str, Any],
+    *,
+    config: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Join flags (by key; None is not given), environment, TOML file and a command's defaults.
+
+    `config` is the --config flag. Only keys of `flags` are taken: a file or an environment may
+    also set what other commands read.
+    """
+    values = dict(defaults or {})
+    for source in (_from_file(config_path(config, environ)), _from_environment(environ)):
+        values |= {key: value for key, value in source.items() if key in flags}
+    for key, value in flags.items():
+        if value is not None and value != () and value != []:
+            values[key] = read_value(SETTINGS[key], value, "--" + key)
+    return Settings(values)
+
+
+def config_path(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The file of --config, of TOKENMILL_CONFIG, or ./tokenmill.toml where there is one."""
+    if flag is not None:
+        return flag
+    if environ.get(CONFIG_VARIABLE):
+        return Path(environ[CONFIG_VARIABLE])
+    return Path(CONFIG_FILE) if Path(CONFIG_FILE).is_file() else None
+
+
+def read_value(setting: Setting, value: Any, source: str) -> Any:
+    """`value` as the setting's kind; SettingsError names the source and what it expects."""
+    try:
+        if not setting.repeated:
+            return setting.kind.read(value)
+        items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+        return tuple(setting.kind.read(item) for item in items)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise SettingsError(f"{source} must be {setting.kind.expected}, got {value!r}") from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for setting in SETTINGS.values():
+        for name, negated in _names(setting, setting.variable, "TOKENMILL_NO_"):
+            text: str | list[str] = environ.get(name, "")
+            if not text:
+                continue
+            if setting.repeated:
+                text = [part for part in str(text).split(",") if part]
+            _put(values, setting, text, name, negated)
+    return values
+
+
+def _names(setting: Setting, name: str, no: str) -> list[tuple[str, bool]]:
+    """The names of a setting in one source; a switch also has a negated one."""
+    negated = no + name.removeprefix("TOKENMILL_")
+    return [(name, False), (negated, True)] if setting.is_switch else [(name, False)]
+
+
+def _put(values: dict[str, Any], setting: Setting, raw: Any, source: str, negated: bool) -> None:
+    if setting.key in values:
+        raise SettingsError(f"{source} sets {setting.key}, which is already set beside it")
+    value = read_value(setting, raw, source)
+    values[setting.key] = not value if negated else value
+
+
+def _from_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    known = {
+        name: (setting, negated)
+        for setting in SETTINGS.values()
+        for name, negated in _names(setting, setting.key, "no-")
+    }
+    values: dict[str, Any] = {}
+    for key, raw in _read_toml(path).items():
+        name = key.replace("_", "-")
+        if name not in known:
+            raise SettingsError(f"{path}: unknown key {key!r}{_suggestion(name, known)}")
+        setting, negated = known[name]
+        _put(values, setting, raw, f"{path}: {key}", negated)
+    return values
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot read the settings: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not a TOML file: {error}") from None
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else "; keys are the flags, such as max-num-seqs"

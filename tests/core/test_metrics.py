@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenmill.core.metrics import RequestTimes, percentile, summarize
+
+MS = 1_000_000
+
+
+def test_request_times_by_hand() -> None:
+    times = RequestTimes(arrival_ns=100 * MS)
+    assert times.ttft_ms is None and times.tpot_ms is None and times.e2e_ms is None
+    assert times.record(150 * MS, 1) is None
+    assert times.tpot_ms is None
+    assert times.record(160 * MS, 1) == 10.0
+    assert times.record(190 * MS, 3) == 30.0
+    assert times.ttft_ms == 50.0
+    assert times.tpot_ms == 40.0 / 4
+    assert times.e2e_ms == 90.0
+    assert times.num_tokens == 5
+
+
+def test_tokens_of_the_first_output_have_no_tpot() -> None:
+    times = RequestTimes(arrival_ns=MS)
+    times.record(11 * MS, 4)
+    assert times.tpot_ms is None
+    times.record(21 * MS, 2)
+    assert times.tpot_ms == 5.0
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200),
+    st.floats(0.0, 100.0),
+)
+def test_percentile_is_numpys(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(
+        float(np.percentile(values, percent)), rel=1e-9, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("percent", [-0.1, 100.1, float("nan")])
+def test_percentile_refuses(percent: float) -> None:
+    with pytest.raises(ValueError, match="percent must be"):
+        percentile([1.0], percent)
+
+
+def test_percentile_of_nothing() -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        percentile([], 50)
+
+
+def test_summarize_skips_what_does_not_exist() -> None:
+    assert summarize([None, None]) == {}
+    summary = summarize([1.0, None, 3.0])
+    assert summary["mean"] == 2.0 and summary["p50"] == 2.0 and summary["max"] == 3.0

