@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of every family variant against transformers."""
+"""Logits of every family variant against transformers: whole, chunked, and decoded token by token."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,112 @@ import torch
 from tiny_models import make_model, save
 from transformers import PreTrainedModel
 
-from tokenmill import LLM, SamplingParams
-from tokenmill.core.config import CacheConfig
-from tokenmill.engine.runner import allocate_kv_cache
-from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.core.types import Request, SamplingParams
+from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.engine.sampling import Sampler
 from tokenmill.models.llama import Llama
 from tokenmill.models.weights import open_checkpoint
+from tokenmill.sched.sequence import Batch, Sequence
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+WIDE = {"head_dim": 16, "hidden_size": 64}  # what the compiled attention takes
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", WIDE),
+    "llama-narrow-heads": ("llama", {}),  # head_dim 8: torch's attention
+    "llama-tied": ("llama-tied", WIDE),
+    "llama-bias": ("llama-bias", WIDE),
+    "llama3-rope": ("llama", WIDE | {"rope_parameters": LLAMA3_ROPE}),
+    "yarn-rope": ("llama", WIDE | {"rope_parameters": YARN_ROPE}),
+    "linear-rope": ("llama", WIDE | {"rope_parameters": LINEAR_ROPE}),
+    "odd-vocabulary": ("llama-tied", WIDE | {"vocab_size": 61}),
+    "one-kv-head": ("llama", WIDE | {"num_key_value_heads": 1}),
+    "mistral-window": ("mistral", WIDE),
+    "qwen2": ("qwen2", {"hidden_size": 64}),
+    "qwen2-window": (
+        "qwen2",
+        {"hidden_size": 64, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3-tied", {"hidden_size": 64}),
+}
+BLOCK_SIZE = 16
+
+
+class Harness:
+    """One sequence driven through the runner by hand."""
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        checkpoint = open_checkpoint(folder)
+        self.model = Llama(checkpoint.spec, checkpoint.tensors(), dtype, 256)
+        cache = allocate_kv_cache(checkpoint.spec, 16, BLOCK_SIZE)
+        self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, Sampler())
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+        """Logits after every token, computed chunk by chunk over scattered blocks."""
+        seq = Sequence(Request("r", token_ids, SamplingParams()), (0, 0, 0), 256, frozenset())
+        seq.block_ids = [11, 3, 7, 0, 15, 8, 2]
+        rows = []
+        for size in chunks:
+            ids, attention = self.runner._prepare(Batch([(seq, size)], size))
+            hidden = self.model.forward(ids, self.runner.kv_cache, attention)
+            rows.append(self.model.logits(hidden))
+            seq.num_computed_tokens += size
+        return torch.cat(rows)
+
+
+def _tame(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights small enough for logits of ordinary size, norms near one."""
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(0.15)
+        if "norm" in name:
+            parameter.data.add_(1.0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
+    variant, changes = CASES[case]
+    reference = _tame(make_model(variant, **changes))
+    harness = Harness(save(reference, tmp_path), "fp32")
+    torch.manual_seed(1)
+    ids = torch.randint(0, reference.config.vocab_size, (100,)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    for chunks in ([100], [1, 30, 16, 53], [90] + [1] * 10):
+        found = harness.logits(ids, chunks)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_chunking_does_not_change_a_bit(tmp_path: Path) -> None:
+    folder = save(_tame(make_model("llama", **WIDE)), tmp_path)
+    ids = list(range(60)) + list(range(40))
+    for dtype in ("fp32", "int8"):
+        harness = Harness(folder, dtype)
+        whole = harness.logits(ids, [100])
+        assert torch.equal(harness.logits(ids, [1, 30, 16, 53]), whole)
+        assert torch.equal(harness.logits(ids, [1] * 100), whole)
+
+
+def test_int8_stays_close(tmp_path: Path) -> None:
+    reference = _tame(make_model("llama", **WIDE))
+    harness = Harness(save(reference, tmp_path), "int8")
+    ids = list(range(60))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    error = (harness.logits(ids, [60]) - expected).norm() / expected.norm()
+    assert error < 0.05

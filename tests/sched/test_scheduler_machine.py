@@ -136,8 +136,6 @@ class Session:
         stats = self.scheduler.stats()
         assert (stats.num_waiting, stats.num_running, stats.num_kv_blocks_used) == (0, 0, 0)
         assert sum(stats.num_finished.values()) == len(self.requests)
-        import os
-        os.environ.get("SHOW") and print(len(self.requests), stats.prefix_hit_tokens, stats.num_preemptions, stats.num_finished, stats.num_steps)
         assert stats.num_output_tokens == sum(len(t) for t in self.tokens.values())
 
 
@@ -150,7 +148,12 @@ configs = st.builds(
     chunked_prefill=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
 )
-pools = st.builds(BlockPool, st.integers(5, 12), st.integers(2, 4), prefix_cache=st.sampled_from([True, True, True, False]))
+pools = st.builds(
+    BlockPool,
+    st.integers(5, 12),
+    st.integers(2, 4),
+    prefix_cache=st.sampled_from([True, True, True, False]),
+)
 moduli = st.sampled_from([2**64, 2**64, 2, 5, 20])  # small ones force collisions
 stems = st.sampled_from([[1] * 12, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]])
 samplings = st.builds(

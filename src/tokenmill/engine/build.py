@@ -69,7 +69,7 @@ def build_engine(
     limits = replace(scheduler, max_model_len=max_len)
     engine = LanguageEngine(
         Scheduler(limits, pool, eos),
-        ModelRunner(network, kv_cache, cache.block_size, Sampler(eos)),
+        ModelRunner(network, kv_cache, cache.block_size, Sampler()),
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab, spec.vocab_size),
         vocab_size=spec.vocab_size,
     )

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import StepResult, TokenLogprobs
-from tokenmill.engine.sampling import Sampler, prompt_logprobs
+from tokenmill.engine.sampling import Sampler, grammar_masks
 from tokenmill.kernels.attention import AttentionBatch, query_tiles
 from tokenmill.sched.sequence import Batch, Sequence
 
@@ -99,7 +99,8 @@ class ModelRunner:
         if not ready:
             return result
         logits = self.model.logits(hidden[ends[ready]])
-        tokens, logprobs = self.sampler(logits, [batch.items[i][0] for i in ready])
+        rows = [batch.items[i][0] for i in ready]
+        tokens, logprobs = self.sampler(logits, rows, grammar_masks(rows))
         for i, token in zip(ready, tokens, strict=True):
             result.token_ids[i] = [token]
         if any(entry is not None for entry in logprobs):
@@ -119,7 +120,7 @@ class ModelRunner:
         entries: list[TokenLogprobs] = []
         for start in range(0, len(targets), _LOGIT_ROWS):
             logits = self.model.logits(rows[start : start + _LOGIT_ROWS].contiguous())
-            entries += prompt_logprobs(logits, targets[start : start + _LOGIT_ROWS], k)
+            entries += self.sampler.prompt_logprobs(logits, targets[start : start + _LOGIT_ROWS], k)
         return entries
 
 

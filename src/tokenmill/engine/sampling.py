@@ -286,10 +286,10 @@ def draw(probs: NDArray[np.float32], number: float) -> int:
     target = number * sums[-1]
     block = int(np.searchsorted(sums, target, side="right"))
     start = block * _BLOCK
-    sums_within = np.cumsum(probs[start : start + _BLOCK], dtype=np.float64)
-    sums_within += sums[block - 1] if block else 0.0
+    within = probs[start : start + _BLOCK]
+    sums_within = np.cumsum(within, dtype=np.float64) + (sums[block - 1] if block else 0.0)
     index = int(np.searchsorted(sums_within, target, side="right"))
-    return start + min(index, int(np.flatnonzero(sums_within)[-1]))
+    return start + min(index, int(np.flatnonzero(within)[-1]))  # the two sums round differently
 
 
 def token_logprobs(row: Row, token: int, k: int) -> TokenLogprobs:

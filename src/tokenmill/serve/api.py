@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from tokenmill.serve.tools import tool_definitions
 from tokenmill.serve.wire import EngineClient
 
 T = TypeVar("T")
-Handler = Callable[[Request, Exception], Awaitable[Response]]
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
 def create_app(

@@ -46,8 +46,10 @@ _STRUCTS = (
 
 def document(version: str, needs_key: bool) -> Json:
     """The whole OpenAPI 3.1 document."""
-    _, schemas = msgspec.json.schema_components(_STRUCTS, "#/components/schemas/{name}")
-    security = [{"key": []}] if needs_key else []
+    _, schemas = msgspec.json.schema_components(
+        _STRUCTS, ref_template="#/components/schemas/{name}"
+    )
+    security: list[Json] = [{"key": []}] if needs_key else []
     paths = _paths()
     for path, operations in paths.items():
         if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
@@ -151,7 +153,7 @@ def _error(status: int) -> Json:
 
 
 def _plain(summary: str, media_type: str) -> Json:
-    content = {media_type: {"schema": {}}}
+    content: Json = {media_type: {"schema": {}}}
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}}}
 
 
@@ -161,7 +163,7 @@ def _ref(name: str) -> Json:
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>tokenmill API</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
 summary {{ cursor: pointer; padding: .3rem 0 }}
 code {{ font-family: ui-monospace, monospace }}
 table {{ border-collapse: collapse; margin: .5rem 0 1rem 1rem }}
