@@ -38,22 +38,22 @@ def _print_version(wanted: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Run language models: an engine, an OpenAI-compatible server and the scales beside them.
 
     [bold]First steps[/bold]
 
-    tokenmill chat                        talk to a small model in the terminal
+    tokenmill chat                          talk to a model in the terminal
+    tokenmill generate "Once upon a time"   continue a text
+    tokenmill serve                         OpenAI-compatible, 127.0.0.1:8000
+    tokenmill bench throughput              tokens per second
 
-    tokenmill generate "Once upon a time"
-
-    tokenmill serve                       an OpenAI-compatible server on http://127.0.0.1:8000/v1
-
-    tokenmill bench throughput            tokens per second, beside what the machine could do
-
-    The first of these downloads SmolLM2-135M-Instruct (93 MB). Each command has its own --help.
+    The first of them downloads SmolLM2-135M-Instruct (93 MB).
+    Each command has its own --help.
     """
 
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit status of a command line."""
     try:
-        return app(arguments, standalone_mode=False) or 0
+        return app(arguments, prog_name="tokenmill", standalone_mode=False) or 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has gone, as in `| head`

@@ -54,6 +54,7 @@ class Kind:
     read: Callable[[Any], Any]
     expected: str
     metavar: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _one_of(*choices: str) -> Kind:
             raise ValueError(value)
         return str(value)
 
-    return Kind(read, "one of " + ", ".join(choices), "|".join(choices))
+    return Kind(read, "one of " + ", ".join(choices), "NAME", choices)
 
 
 def _count(low: int, high: float = math.inf) -> Kind:
@@ -210,7 +211,7 @@ SCHEDULER = (
         field="max_waiting",
     ),
     _of(SchedulerConfig, "chunked-prefill", SWITCH, "Split long prompts over several steps."),
-    _of(SchedulerConfig, "policy", _one_of("fcfs", "priority"), "Who runs first."),
+    _of(SchedulerConfig, "policy", _one_of("fcfs", "priority"), "Whose turn it is."),
 )
 SERVER = (
     _of(ServerConfig, "host", TEXT, "Address to listen on."),
@@ -244,13 +245,13 @@ SERVER = (
         ServerConfig,
         "tool-parser",
         _one_of("auto", "hermes", "llama3_json", "none"),
-        "How tool calls are written.",
+        "How the model writes tool calls.",
     ),
     _of(
         ServerConfig,
         "reasoning-parser",
         _one_of("auto", "think", "none"),
-        "How thinking is marked.",
+        "How the model marks its thinking.",
     ),
     _of(ServerConfig, "chat-template", TEXT, "Jinja file that replaces the model's template."),
     _of(ServerConfig, "default-max-tokens", _count(1), "max_tokens where a request has none."),

@@ -76,7 +76,10 @@ def test_reference_is_causal_attention() -> None:
     torch.manual_seed(0)
     heads, dim, length = 4, 16, 50
     batch = make_batch([length], [0], 16, group=1)
-    k_cache, v_cache = torch.zeros(NUM_BLOCKS, heads, dim, 16), torch.zeros(NUM_BLOCKS, heads, 16, dim)
+    k_cache, v_cache = (
+        torch.zeros(NUM_BLOCKS, heads, dim, 16),
+        torch.zeros(NUM_BLOCKS, heads, 16, dim),
+    )
     qkv = torch.randn(length, 3 * heads * dim)
     no_rotation = torch.cat([torch.ones(64, dim // 2), torch.zeros(64, dim // 2)], 1)
     q = attention.rope_and_cache_reference(

@@ -45,7 +45,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"hidden_size": 64}),
     "qwen2-window": (
         "qwen2",
-        {"hidden_size": 64, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            "hidden_size": 64,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
     ),
     "qwen3": ("qwen3-tied", {"hidden_size": 64}),
 }

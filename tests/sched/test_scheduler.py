@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_runner import EOS, FakeRunner, expected, next_token
 
+from fake_runner import EOS, FakeRunner, expected
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams, StepResult
-from tokenmill.core.types import TokenLogprobs
+from tokenmill.core.types import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepResult,
+    TokenLogprobs,
+)
 from tokenmill.sched.blocks import BlockPool, block_hashes
 from tokenmill.sched.scheduler import Batch, Scheduler
 
@@ -21,7 +26,9 @@ def make(num_blocks: int = 64, block_size: int = 4, cache: bool = True, **config
     return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, block_size, cache), EOS)
 
 
-def request(name: str, prompt: list[int] | int, sampling: SamplingParams = GO_ON, **fields: Any):  # type: ignore[no-untyped-def]
+def request(
+    name: str, prompt: list[int] | int, sampling: SamplingParams = GO_ON, **fields: Any
+) -> Request:
     tokens = [1] * prompt if isinstance(prompt, int) else prompt
     return Request(name, tokens, sampling, **fields)
 
@@ -291,6 +298,20 @@ def test_last_in_order_is_preempted_and_resumes_with_its_tokens() -> None:
     assert scheduler.stats().num_prompt_tokens == 14
 
 
+def test_blocks_computed_again_after_eviction_are_cached_again() -> None:
+    scheduler = make(num_blocks=6)
+    scheduler.add(distinct("a", 11))
+    scheduler.add(distinct("b", 11))
+    while scheduler.stats().num_preemptions == 0:
+        step(scheduler)
+    while scheduler._live["a"].capacity < 24:  # a takes every block
+        step(scheduler)
+    scheduler.abort("a")
+    assert step(scheduler) == {"b": 13}
+    scheduler.add(Request("c", scheduler._live["b"].token_ids[:12], GO_ON))
+    assert step(scheduler) == {"b": 1, "c": 4}
+
+
 @pytest.mark.parametrize(("policy", "victim"), [("priority", "a"), ("fcfs", "c")])
 def test_victim_is_the_worst_by_policy(policy: str, victim: str) -> None:
     scheduler = make(num_blocks=6, policy=policy)
@@ -318,5 +339,299 @@ def test_no_admission_in_a_step_that_preempts_nor_by_preempting() -> None:
     scheduler.add(distinct("vip", 4, priority=-9))
     assert step(scheduler) == {"a": 1, "b": 1}
     assert step(scheduler) == {"a": 1}
-    assert step(scheduler) == {"a": 1}  # vip needs a block and one is left, but see below
+    assert step(scheduler) == {"a": 1, "vip": 4}  # now there is room
+
+
+def test_admission_keeps_room_for_prompts_already_begun() -> None:
+    scheduler = make(num_blocks=8, max_num_batched_tokens=10)
+    scheduler.add(distinct("long", 24))
+    assert step(scheduler) == {"long": 10}
+    scheduler.add(distinct("late", 12))  # 5 blocks are free, 3 of them spoken for
+    for expected_tokens in (10, 4, 1):
+        assert step(scheduler) == {"long": expected_tokens}
+    assert scheduler.stats().num_preemptions == 0
+    scheduler.abort("long")
+    assert step(scheduler) == {"late": 10}
+
+
+def test_admission_leaves_a_watermark_to_the_running() -> None:
+    scheduler = make(num_blocks=200, block_size=1, cache=False)
+    scheduler.add(distinct("a", 100))
+    step(scheduler)
+    scheduler.add(distinct("b", 98))  # a takes one block more: 99 are free, 2 are kept
+    assert step(scheduler) == {"a": 1}
+    scheduler.abort("b")
+    scheduler.add(distinct("c", 96))
+    assert step(scheduler) == {"a": 1, "c": 96}
+
+
+# Aborts and deadlines
+
+
+def test_abort_waiting_running_and_unknown() -> None:
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(distinct("a", 4))
+    scheduler.add(distinct("b", 4))
+    step(scheduler)
+    for name in ("b", "a", "a", "nobody"):
+        scheduler.abort(name)
+    ends = scheduler.take_finished()
+    assert [(o.request_id, o.finish_reason, o.stop_reason) for o in ends] == [
+        ("b", FinishReason.ABORT, None),
+        ("a", FinishReason.ABORT, None),
+    ]
+    assert not scheduler.has_work() and scheduler.pool.num_used == 0
+    assert scheduler.schedule(0).items == []
+
+
+def test_abort_in_flight_keeps_blocks_until_the_step_is_over() -> None:
+    scheduler = make()
+    scheduler.add(distinct("a", 4))
+    scheduler.add(distinct("b", 4))
+    batch = scheduler.schedule(0)
+    seq = batch.items[0][0]
+    seq.state = "matcher"
+    scheduler.abort("a")
+    assert [o.request_id for o in scheduler.take_finished()] == ["a"]
+    assert len(seq.block_ids) == 1 and seq.state == "matcher"
     scheduler.check_integrity()
+    assert [o.request_id for o in scheduler.update(batch, sampled(batch))] == ["b"]
+    assert seq.block_ids == [] and seq.state is None and seq.num_output_tokens == 0
+    assert scheduler.pool.num_used == 1
+    assert scheduler.take_finished() == []
+
+
+def test_deadlines_end_waiting_and_running() -> None:
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(distinct("run", 4, deadline_ns=100))
+    scheduler.add(distinct("wait", 4, deadline_ns=50))
+    scheduler.add(distinct("free", 4))
+    assert step(scheduler, now_ns=49) == {"run": 4}
+    assert step(scheduler, now_ns=50) == {"run": 1}
+    assert step(scheduler, now_ns=100) == {"free": 4}
+    ends = scheduler.take_finished()
+    assert [(o.request_id, o.finish_reason, o.stop_reason) for o in ends] == [
+        ("wait", FinishReason.ABORT, "deadline"),
+        ("run", FinishReason.ABORT, "deadline"),
+    ]
+
+
+def test_finished_entries_do_not_pile_up() -> None:
+    scheduler = make(max_num_seqs=1, max_waiting=10_000)
+    scheduler.add(request("first", 2))
+    for i in range(1000):
+        scheduler.add(request(f"r{i}", 4, priority=5, deadline_ns=10**9))
+        scheduler.abort(f"r{i}")
+    assert len(scheduler._waiting) < 100 and len(scheduler._deadlines) < 100
+    assert len(scheduler.take_finished()) == 1000
+
+
+# Ends
+
+
+def ends_with(
+    sampling: SamplingParams, tokens: list[list[int]], **config: Any
+) -> tuple[list[int], FinishReason | None, int | str | None]:
+    """Feed tokens step by step; returns all outputs' tokens and the terminal reasons."""
+    scheduler = make(**config)
+    scheduler.add(request("a", 3, sampling))
+    got: list[int] = []
+    for step_tokens in tokens:
+        batch = scheduler.schedule(0)
+        assert batch.items
+        (output,) = scheduler.update(batch, StepResult([step_tokens]))
+        scheduler.check_integrity()
+        got += output.token_ids
+        if output.finish_reason is not None:
+            assert not scheduler.has_work() and scheduler.pool.num_used == 0
+            return got, output.finish_reason, output.stop_reason
+    return got, None, None
+
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": None, **fields})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "end"),
+    [
+        (params(), [[4], [0]], ([4, 0], STOP, None)),
+        (params(ignore_eos=True), [[0], [4]], ([0, 4], None, None)),
+        (params(min_tokens=3), [[0], [0], [0]], ([0, 0, 0], STOP, None)),
+        (params(stop_token_ids=[7]), [[4], [7]], ([4, 7], STOP, 7)),
+        (params(stop_token_ids=[7], min_tokens=2), [[7], [7]], ([7, 7], STOP, 7)),
+        (params(stop_token_ids=[0]), [[0]], ([0], STOP, None)),
+        (params(stop_token_ids=[0], ignore_eos=True), [[0]], ([0], STOP, 0)),
+        (params(max_tokens=2), [[4], [4]], ([4, 4], LENGTH, None)),
+        (params(max_tokens=1), [[0]], ([0], STOP, None)),
+        (params(max_tokens=3), [[4, 4, 4, 4]], ([4, 4, 4], LENGTH, None)),
+        (params(), [[4], [5, 0, 6]], ([4, 5, 0], STOP, None)),
+        (params(stop_token_ids=[7]), [[5, 6, 7, 0]], ([5, 6, 7], STOP, 7)),
+        (params(min_tokens=2), [[0, 4, 0, 5]], ([0, 4, 0], STOP, None)),
+    ],
+)
+def test_stop_rules(sampling: SamplingParams, tokens: list[list[int]], end: object) -> None:
+    assert ends_with(sampling, tokens) == end
+
+
+def test_context_limit_and_pool_limit() -> None:
+    many = [[4]] * 50
+    assert ends_with(params(), many, max_model_len=8) == ([4] * 5, LENGTH, None)
+    # 2 blocks of 4 hold 8 tokens, and the ninth needs no room.
+    assert ends_with(params(), many, num_blocks=2) == ([4] * 6, LENGTH, "kv_capacity")
+    assert ends_with(params(max_tokens=6), many, num_blocks=2) == ([4] * 6, LENGTH, None)
+
+
+def test_two_requests_that_outgrow_the_pool_both_end() -> None:
+    scheduler = make(num_blocks=4)
+    for name in "ab":
+        scheduler.add(distinct(name, 4))
+    outputs = []
+    for _ in range(100):
+        if not scheduler.has_work():
+            break
+        batch = scheduler.schedule(0)
+        outputs += scheduler.update(batch, sampled(batch))
+        scheduler.check_integrity()
+    ends = {o.request_id: o.stop_reason for o in outputs if o.finish_reason is LENGTH}
+    assert ends == {"a": "kv_capacity", "b": "kv_capacity"}
+
+
+def test_logprobs_are_cut_with_the_tokens() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 3, SamplingParams(logprobs=0)))
+    entries = [TokenLogprobs([t], [0.0], 1) for t in (4, 0, 5)]
+    (output,) = scheduler.update(scheduler.schedule(0), StepResult([[4, 0, 5]], [entries]))
+    assert output.token_ids == [4, 0] and output.logprobs == entries[:2]
+
+
+def test_scheduled_ns_is_the_first_step_of_the_request() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 3))
+    for now_ns in (70, 80):
+        batch = scheduler.schedule(now_ns)
+        (output,) = scheduler.update(batch, sampled(batch))
+        assert output.scheduled_ns == 70
+
+
+# Prompt logprobs
+
+
+def test_prompt_logprobs_survive_chunks_and_preemption_once() -> None:
+    scheduler = make(num_blocks=5, max_num_batched_tokens=6)
+    runner = FakeRunner(5, 4)
+    scheduler.add(request("warm", 9, SamplingParams(max_tokens=1)))
+    outputs = []
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            batch = scheduler.schedule(0)
+            outputs.extend(scheduler.update(batch, runner.run(batch)))
+            scheduler.check_integrity()
+
+    run(2)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    scheduler.add(request("a", 9, sampling))
+    run(1)
+    seq = scheduler._live["a"]
+    assert seq.num_computed_tokens == 6 and seq.num_cached_tokens == 0
+    assert seq.prompt_logprobs is not None and len(seq.prompt_logprobs) == 7
+    # Start over, as after a preemption in the middle of the prompt.
+    scheduler._running.pop()
+    scheduler._release(seq)
+    seq.num_computed_tokens = 0
+    scheduler._enqueue(seq)
+    run(4)
+    mine = [o for o in outputs if o.request_id == "a"]
+    assert [o.prompt_logprobs is not None for o in mine] == [True, False, False]
+    entries = mine[0].prompt_logprobs
+    assert entries is not None and entries[0] is None
+    assert [e.logprobs for e in entries if e is not None] == [[-float(p)] for p in range(1, 9)]
+
+
+# The engine's side of the contract
+
+
+def test_failed_step_ends_its_items_and_caches_nothing() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 9))
+    scheduler.add(request("b", 9))
+    batch = scheduler.schedule(0)
+    scheduler.abort("b")
+    scheduler.take_finished()
+    (output,) = scheduler.fail(batch, "out of memory")
+    assert (output.request_id, output.finish_reason, output.error) == (
+        "a",
+        FinishReason.ERROR,
+        "out of memory",
+    )
+    assert scheduler.pool.num_used == 0 and not scheduler.has_work()
+    scheduler.check_integrity()
+    scheduler.add(request("c", 9))
+    assert step(scheduler) == {"c": 9}
+
+
+@pytest.mark.parametrize("tokens", [[[]], [[5]]])
+def test_result_that_breaks_the_contract_ends_the_request(tokens: list[list[int]]) -> None:
+    scheduler = make(max_num_batched_tokens=4)
+    scheduler.add(request("a", 4 if tokens == [[]] else 8))
+    (output,) = scheduler.update(scheduler.schedule(0), StepResult(tokens))
+    assert output.finish_reason is FinishReason.ERROR and output.error
+    assert not scheduler.has_work() and scheduler.pool.num_used == 0
+
+
+def test_result_of_another_length_is_refused() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 4))
+    batch = scheduler.schedule(0)
+    with pytest.raises(ValueError, match="1 items, the result 2 token_ids"):
+        scheduler.update(batch, StepResult([[5], [5]]))
+    assert len(scheduler.fail(batch, "wrong result")) == 1
+
+
+def test_one_batch_is_in_flight_at_a_time() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 4))
+    scheduler.schedule(0)
+    with pytest.raises(RuntimeError, match="before update"):
+        scheduler.schedule(0)
+
+
+def test_empty_scheduler_does_nothing() -> None:
+    scheduler = make()
+    batch = scheduler.schedule(0)
+    assert batch.items == [] and batch.num_tokens == 0 and not scheduler.has_work()
+    assert scheduler.update(batch, StepResult([])) == []
+    assert scheduler.stats().num_steps == 0
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"cache": False},
+    {"chunked_prefill": False, "max_num_batched_tokens": 12},
+    {"max_num_batched_tokens": 3},
+    {"num_blocks": 9},
+    {"num_blocks": 9, "max_num_batched_tokens": 5, "policy": "fcfs"},
+    {"max_num_seqs": 1},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_answer_in_every_mode(variant: dict[str, Any]) -> None:
+    scheduler = make(**variant)
+    runner = FakeRunner(scheduler.pool.num_blocks, 4)
+    requests = [
+        request(f"r{i}", [1] * (i % 12) + [i % 5] * 3, SamplingParams(max_tokens=12))
+        for i in range(20)
+    ]
+    for req in requests:
+        scheduler.add(req)
+    got: dict[str, list[int]] = {req.request_id: [] for req in requests}
+    while scheduler.has_work():
+        batch = scheduler.schedule(0)
+        for output in scheduler.update(batch, runner.run(batch)):
+            got[output.request_id] += output.token_ids
+    assert got == {req.request_id: expected(req, 8192, 10**6)[0] for req in requests}

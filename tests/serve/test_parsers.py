@@ -365,8 +365,10 @@ class TestToolParsers:
         assert detect_tool_parser(HERMES_TEMPLATE) == "hermes"
         assert detect_tool_parser(LLAMA3_TEMPLATE) == "llama3_json"
         assert detect_tool_parser("... <|python_tag|> ...") == "llama3_json"
-        assert detect_tool_parser("<tool_call><function=x>") is None
-        assert detect_tool_parser("<tool_call>f<arg_key>x</arg_key>") is None
+        assert detect_tool_parser('<tool_call><function=x> "arguments"') is None
+        assert detect_tool_parser('<tool_call>f<arg_key>"arguments"</arg_key>') is None
+        assert detect_tool_parser("<tool_call><invoke>") is None
+        assert detect_tool_parser("<function=f>... <|python_tag|>") is None
         assert detect_tool_parser("{{ messages }}") is None
         assert detect_tool_parser(None) is None
 

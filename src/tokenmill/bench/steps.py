@@ -24,10 +24,8 @@ class StepScheduler(Protocol):
     def update(self, batch: Any, result: StepResult) -> list[RequestOutput]: ...
 
 
-def decode_requests(
-    num_running: int, num_steps: int, prompt_tokens: int = 128, spread: int = 16
-) -> list[Request]:
-    """Distinct prompts that all still decode after num_steps measured steps.
+def decode_requests(num_running: int, prompt_tokens: int = 128, spread: int = 16) -> list[Request]:
+    """Distinct prompts that decode up to the context limit.
 
     Prompt lengths differ by up to `spread` tokens; with 1 all requests fill their blocks in step.
     """
@@ -75,6 +73,8 @@ def measure_steps(
             update_us.append((end - ran) / 1000)
     finally:
         gc.unfreeze()
+    if len(batch.items) != len(requests):
+        raise ValueError(f"only {len(batch.items)} of {len(requests)} requests ran to the end")
     return _report(len(requests), schedule_us, update_us)
 
 

@@ -38,17 +38,16 @@ def register(app: typer.Typer) -> None:
 
 
 def throughput(settings: Settings) -> None:
-    """Tokens per second of the engine in this process, beside what the machine could do.
+    """Tokens per second of the engine, beside what the machine could do.
 
-    Three cells: [bold]batch[/bold] (32 requests, 128 tokens in and 64 out), [bold]single[/bold]
-    (one stream, 128 in and 128 out) and [bold]prefill[/bold] (one prompt of 2,048 tokens). Each is
-    warmed up, then the median of the rounds counts. Prompts are random tokens, all different.
+    Three cells: [bold]batch[/bold] (32 requests, 128 tokens in and 64 out),
+    [bold]single[/bold] (one stream, 128 in and 128 out) and [bold]prefill[/bold] (one prompt
+    of 2,048 tokens). Each is warmed up; the median of the rounds counts.
+    Prompts are random tokens, all different.
 
     tokenmill bench throughput
-
     tokenmill bench throughput --dtype fp32 --cell single --rounds 5
-
-    tokenmill bench throughput --peers      the same in other engines, in turns
+    tokenmill bench throughput --peers    other engines as well, in turns
     """
     from tokenmill.bench import throughput as bench
     from tokenmill.cli.ceiling import measure_machine
@@ -62,7 +61,10 @@ def throughput(settings: Settings) -> None:
     try:
         console.note("Measuring the machine")
         machine = measure_machine(built.spec, num_threads)
-        contestants: list[Any] = [bench.OurEngine(built.engine), *(lineup.running if lineup else ())]
+        contestants: list[Any] = [
+            bench.OurEngine(built.engine),
+            *(lineup.running if lineup else ()),
+        ]
         with console.progress("Benchmark runs") as update:
             measured = bench.measure(contestants, cells, config, built.spec.vocab_size, update)
         report = _report(cells, measured, machine, built, lineup)

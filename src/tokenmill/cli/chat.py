@@ -33,13 +33,11 @@ def chat(settings: Settings) -> None:
     """Talk to a model in the terminal.
 
     tokenmill chat
-
     tokenmill chat --system "You are a pirate." --temperature 0.9
-
     tokenmill chat --url http://127.0.0.1:8000/v1
 
-    [bold]/reset[/bold] forgets the conversation, [bold]/exit[/bold] or Ctrl-D leaves, and Ctrl-C
-    stops an answer without leaving.
+    [bold]/reset[/bold] forgets the conversation, [bold]/exit[/bold] or Ctrl-D leaves.
+    Ctrl-C stops an answer without leaving.
     """
     sampling = settings.build(SamplingParams)
     source = _remote(settings) if "url" in settings else _local(settings, sampling)

@@ -32,11 +32,9 @@ def generate(
 ) -> None:
     """Continue a text, or answer it with --chat, in this process.
 
-    tokenmill generate "The capital of France is" --max-tokens 16 --temperature 0
-
+    tokenmill generate "The capital of France is" --temperature 0
     tokenmill generate --chat "Write a haiku about rivers" --seed 7
-
-    cat notes.txt | tokenmill generate - --json
+    cat notes.txt | tokenmill generate - --max-tokens 64 --json
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError, load
+from tokenmill.settings import SETTINGS, SIZE, Setting, SettingsError, load
 
 EPILOG = (
     "Every flag can also be set in the environment (--max-num-seqs is TOKENMILL_MAX_NUM_SEQS) or in "
@@ -61,7 +61,7 @@ def _with_settings(
 
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
     arguments = [_argument(SETTINGS[positional])] if positional else []
-    options = [_option(s, panel, defaults) for panel, s in offered.values()]
+    options = [_option(s, panel, defaults, s.key == positional) for panel, s in offered.values()]
     parameters = [*arguments, *own, *options, _config_option()]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
@@ -80,19 +80,20 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _argument(setting: Setting) -> inspect.Parameter:
-    shown = str(setting.shown_default)
-    info = typer.Argument(metavar=f"[{setting.key.upper()}]", help=setting.help, show_default=shown)
+    info = typer.Argument(metavar=setting.key.upper(), help=_help(setting, {}))
     return _parameter(setting.key, Annotated[str | None, info])
 
 
-def _option(setting: Setting, panel: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
+def _option(
+    setting: Setting, panel: str, defaults: Mapping[str, Any], hidden: bool
+) -> inspect.Parameter:
     name = "--" + setting.key
     info = typer.Option(
         f"{name}/--no-{setting.key}" if setting.is_switch else name,
-        help=setting.help,
-        metavar=setting.kind.metavar or None,
-        show_default=shown_default(setting, defaults),
+        help=_help(setting, defaults),
+        metavar=setting.kind.metavar,
         rich_help_panel=panel,
+        hidden=hidden,
     )
     annotation: Any = str | None
     if setting.is_switch:
@@ -107,24 +108,25 @@ def _config_option() -> inspect.Parameter:
     return _parameter("config", Annotated[Path | None, info])
 
 
-def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str | bool:
-    """The default as the help shows it; False where there is none to show."""
+def _help(setting: Setting, defaults: Mapping[str, Any]) -> str:
+    """The setting's help with its choices and its default."""
+    notes = []
+    if setting.kind.choices:
+        notes.append(" | ".join(setting.kind.choices))
+    if default := shown_default(setting, defaults):
+        notes.append(f"default: {default}")
+    return setting.help + "".join(f" [dim]({note})[/dim]" for note in notes)
+
+
+def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str:
+    """The default in the words of a flag; empty where there is none to show."""
     value = defaults.get(setting.key, setting.shown_default)
     if value is None or value == ():
-        return False
+        return ""
     if setting.is_switch:
-        return setting.key if value else "no-" + setting.key
-    if setting.kind.metavar == "SIZE":
+        return "on" if value else "off"
+    if setting.kind is SIZE:
         return f"{value // 2**20}MiB"
-    return ", ".join(value) if setting.repeated else f"{value:g}" if _is_float(value) else str(value)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, float)
-
-
-def require(settings: Settings, key: str) -> Any:
-    """The value of a setting that the command cannot do without."""
-    if key not in settings:
-        raise SettingsError(f"--{key} is required")
-    return settings.get(key)
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -16,12 +16,13 @@ def register(app: typer.Typer) -> None:
 
 
 def pull(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A catalog or hub name.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A catalog or hub name.")
+    ] = None,
 ) -> None:
     """Download a model and print where it is; without a name, list the catalog.
 
     tokenmill pull smollm2
-
     tokenmill pull Qwen/Qwen3-0.6B
     """
     if name is None:

@@ -10,26 +10,22 @@ from tokenmill.core.types import InvalidRequestError
 
 MAX_DEPTH = 100
 
-# No output would ever be checked against these.
-_IGNORED = frozenset(
-    "not if then else contains minContains maxContains dependencies dependentRequired"
-    " dependentSchemas $dynamicRef $recursiveRef".split()
+_IGNORED = frozenset(  # no output would ever be checked against these
+    {"not", "if", "then", "else", "contains", "minContains", "maxContains"}
+    | {"dependencies", "dependentRequired", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
 )
 # One of these decides alone; the compiler does not look at the assertions beside it.
 _DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_NEEDS_TYPE = {
-    "string": ("minLength", "maxLength", "pattern"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}
-_ASSERTIONS = frozenset(
-    "properties patternProperties additionalProperties unevaluatedProperties propertyNames required"
-    " minProperties maxProperties items prefixItems unevaluatedItems minItems maxItems"
-    " format".split()
-).union(_DECIDING, *_NEEDS_TYPE.values())
-_RANGE = frozenset(_NEEDS_TYPE["number"]) - {"multipleOf"}
-_SCHEMAS = "items additionalProperties unevaluatedProperties unevaluatedItems propertyNames".split()
+_STRING = ("minLength", "maxLength", "pattern")
+_RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_SIZES = ("minProperties", "maxProperties", "minItems", "maxItems")
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_ASSERTIONS = frozenset(
+    {*_DECIDING, *_STRING, *_RANGE, *_SIZES, *_SCHEMAS, "multipleOf", "format", "required"}
+    | {"properties", "patternProperties", "propertyNames", "prefixItems"}
+)
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -63,40 +59,43 @@ def _children(node: Any) -> list[Any]:
 
 def check_schema(schema: Any) -> None:
     """Raise InvalidRequestError naming the first keyword that could not be enforced."""
-    stack = [("#", schema)]
-    while stack:
-        path, node = stack.pop()
-        if isinstance(node, dict):
-            problem = _problem(node)
-            if problem:
-                raise InvalidRequestError(f"the JSON schema cannot be enforced: {problem} at {path}")
-            stack.extend(_subschemas(path, node))
+    for path, node in _walk(schema):
+        problem = _problem(node)
+        if problem:
+            raise InvalidRequestError(f"the JSON schema cannot be enforced: {problem} at {path}")
 
 
 def patterns(schema: Any) -> Iterator[str]:
     """Every regular expression in a schema."""
+    for _, node in _walk(schema):
+        found = [node.get("pattern"), *_as_dict(node.get("patternProperties"))]
+        yield from (pattern for pattern in found if isinstance(pattern, str))
+
+
+def _walk(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and its subschemas, each with its JSON pointer."""
     stack = [("#", schema)]
     while stack:
         path, node = stack.pop()
         if isinstance(node, dict):
-            if isinstance(node.get("pattern"), str):
-                yield node["pattern"]
-            if isinstance(node.get("patternProperties"), dict):
-                yield from node["patternProperties"]
+            yield path, node
             stack.extend(_subschemas(path, node))
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in _SCHEMAS:
+    for key in (*_SCHEMAS, "propertyNames"):
         yield f"{path}/{key}", node.get(key)
     for key in _SCHEMA_LISTS:
         children = node.get(key)
         if isinstance(children, list):
             yield from ((f"{path}/{key}/{i}", child) for i, child in enumerate(children))
     for key in _SCHEMA_MAPS:
-        children = node.get(key)
-        if isinstance(children, dict):
-            yield from ((f"{path}/{key}/{name}", child) for name, child in children.items())
+        children = _as_dict(node.get(key))
+        yield from ((f"{path}/{key}/{name}", child) for name, child in children.items())
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _problem(node: dict[str, Any]) -> str | None:
@@ -144,7 +143,7 @@ def _declares(node: dict[str, Any], *names: str) -> bool:
 
 
 def _string_problem(node: dict[str, Any]) -> str | None:
-    found = [key for key in _NEEDS_TYPE["string"] if key in node]
+    found = [key for key in _STRING if key in node]
     if found and not _declares(node, "string"):
         return f"{found[0]!r} needs 'type': 'string'"
     if "pattern" in node and len(found) > 1:
@@ -155,18 +154,18 @@ def _string_problem(node: dict[str, Any]) -> str | None:
 
 
 def _number_problem(node: dict[str, Any]) -> str | None:
-    found = [key for key in _NEEDS_TYPE["number"] if key in node]
+    found = [key for key in (*_RANGE, "multipleOf") if key in node]
     if found and not _declares(node, "number", "integer"):
         return f"{found[0]!r} needs 'type': 'number' or 'integer'"
-    if "multipleOf" in node and (node.keys() & _RANGE or _declares(node, "number")):
+    if "multipleOf" in node and (len(found) > 1 or _declares(node, "number")):
         return "'multipleOf' is supported for integers without a range only"
     return None
 
 
 def _object_problem(node: dict[str, Any]) -> str | None:
-    required, properties = node.get("required"), node.get("properties", {})
-    if isinstance(required, list) and isinstance(properties, dict):
-        undeclared = [name for name in required if name not in properties]
+    required, properties = node.get("required"), _as_dict(node.get("properties"))
+    if isinstance(required, list):
+        undeclared = [n for n in required if isinstance(n, str) and n not in properties]
         if undeclared:
             return f"'required' names {undeclared[0]!r}, which is not in 'properties'"
     if properties and "propertyNames" in node:

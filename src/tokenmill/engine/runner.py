@@ -43,9 +43,7 @@ def allocate_kv_cache(spec: ModelSpec, num_blocks: int, block_size: int) -> KVCa
 class ModelRunner:
     """Runs batches of one model over its paged KV cache."""
 
-    def __init__(
-        self, model: Model, kv_cache: KVCache, block_size: int, sampler: Sampler
-    ) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, block_size: int, sampler: Sampler) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.block_size = block_size

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +114,7 @@ class Sampler:
         values = _values(logits)
         if all(map(_is_plain, rows, masks)):
             token_ids: list[int] = values.argmax(-1).tolist()
-            _check_finite(values[np.arange(len(rows)), token_ids])
+            _check_finite(float(values[np.arange(len(rows)), token_ids].sum()))
         else:
             token_ids = [
                 _sample(row, seq, mask) for row, seq, mask in zip(values, rows, masks, strict=True)
@@ -125,9 +125,7 @@ class Sampler:
         ]
         return token_ids, logprobs
 
-    def prompt_logprobs(
-        self, logits: Tensor, token_ids: list[int], k: int
-    ) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], k: int) -> list[TokenLogprobs]:
         """Log-probabilities of a prompt: row i of logits [tokens, vocab] predicts token_ids[i]."""
         values = _values(logits)
         return [token_logprobs(row, t, k) for row, t in zip(values, token_ids, strict=True)]
@@ -140,8 +138,8 @@ def _values(logits: Tensor) -> NDArray[np.float32]:
     return values
 
 
-def _check_finite(best: Any) -> None:
-    if not np.isfinite(best).all():
+def _check_finite(best: float) -> None:
+    if not math.isfinite(best):
         raise FloatingPointError("the largest logit of a row is not finite")
 
 
@@ -180,7 +178,7 @@ def _sample(row: Row, seq: Sequence, mask: Bitmask | None) -> int:
         row = row[allowed]
     if _is_greedy(params):
         index = int(row.argmax())
-        _check_finite(row[index])
+        _check_finite(float(row[index]))
     else:
         ids, probs = filtered_probs(row, params)
         index = int(ids[draw(probs, uniform(state_of(seq).seed, seq.num_output_tokens))])
@@ -214,7 +212,9 @@ def _penalise(row: Row, seq: Sequence) -> None:
 
 def allowed_ids(mask: Bitmask, vocab_size: int) -> Ids:
     """The token ids that a bitmask allows; ids beyond its end are not."""
-    bits = np.unpackbits(mask.view(np.uint8), count=min(mask.size * 32, vocab_size), bitorder="little")
+    bits = np.unpackbits(
+        mask.view(np.uint8), count=min(mask.size * 32, vocab_size), bitorder="little"
+    )
     return np.flatnonzero(bits)
 
 
@@ -244,8 +244,10 @@ def filtered_probs(logits: Row, params: SamplingParams) -> tuple[Ids, NDArray[np
 def _weights(logits: Row, best: float, scale: float) -> Row:
     """Probabilities over that of the best token."""
     weights = logits - np.float32(best)
-    weights /= np.float32(scale)
-    return np.exp(weights, out=weights)
+    if scale != 1.0:
+        weights /= np.float32(scale)
+    np.exp(weights, out=weights)
+    return weights
 
 
 def _top_k(logits: Row, k: int, floor: float, near: float) -> Ids:
@@ -265,18 +267,19 @@ def _top_k(logits: Row, k: int, floor: float, near: float) -> Ids:
 def _top_p(weights: Row, top_p: float) -> Ids:
     """Indices, ascending, of the largest weights whose sum first reaches the share top_p.
 
-    The sum is looked for among the weights within REACH of the best, and among all if it is beyond.
+    Only weights near the best are sorted, if these suffice.
     """
-    target = top_p * weights.sum(dtype=np.float64)
-    near = np.flatnonzero(weights >= math.exp(-REACH))
-    ordered = np.sort(weights[near])[::-1]
+    target = top_p * float(weights.sum(dtype=np.float64))
+    for reach in (REACH / 3, REACH, math.inf):
+        near = np.flatnonzero(weights >= math.exp(-reach))
+        values = weights[near]
+        if values.sum(dtype=np.float64) >= target:
+            break
+    ordered = np.sort(values)[::-1]
     sums = np.cumsum(ordered, dtype=np.float64)
-    if sums[-1] < target:
-        near = np.arange(weights.size)
-        ordered = np.sort(weights)[::-1]
-        sums = np.cumsum(ordered, dtype=np.float64)
     last = min(int(np.searchsorted(sums, target)), ordered.size - 1)
-    return near[weights[near] >= ordered[last]]
+    kept: Ids = near[values >= ordered[last]]
+    return kept
 
 
 def draw(probs: NDArray[np.float32], number: float) -> int:

@@ -5,18 +5,21 @@ Frontends and tests use it where a model would only cost time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from tokenmill.core.types import StepResult, TokenLogprobs
-from tokenmill.sched.scheduler import Batch, Sequence
+from tokenmill.sched.sequence import Batch, Sequence
 
+MAX_LATE_STEPS = 16
 StepTime = Callable[[Batch], float]
 
 
 class SimRunner:
-    """Answers every sequence with `token_ids`, over and over; position i of an answer is fixed.
+    """Answers every sequence with `token_ids`, over and over.
 
+    The token at a position has probability 1/2, the next alternatives 1/4, 1/8 and so on.
     `step_s` says how long a step takes; without it a step takes no time.
     """
 
@@ -24,27 +27,49 @@ class SimRunner:
         if not token_ids:
             raise ValueError("token_ids must hold at least one token")
         self._token_ids = token_ids
+        self._alternatives = list(dict.fromkeys(token_ids))
         self._step_s = step_s
         self._next_s = 0.0
 
     def run(self, batch: Batch) -> StepResult:
-        """Sample one token for every item whose prompt is complete."""
+        """Sample one token for every item whose known tokens are all computed after this step."""
         if self._step_s is not None:
             self._pace(self._step_s(batch))
-        result = StepResult(token_ids=[])
+        sampled = [self.sample(sequence, num_new) for sequence, num_new in batch.items]
+        result = StepResult(sampled)
+        if any(sequence.request.sampling.logprobs is not None for sequence, _ in batch.items):
+            result.logprobs = [
+                self._logprobs(tokens, sequence.request.sampling.logprobs)
+                for tokens, (sequence, _) in zip(sampled, batch.items, strict=True)
+            ]
         for index, (sequence, num_new) in enumerate(batch.items):
-            computed = sequence.num_computed_tokens + num_new
-            samples = computed == sequence.num_tokens
-            result.token_ids.append([self._sample(sequence)] if samples else [])
             if sequence.prompt_logprobs is not None:
-                start = sequence.num_computed_tokens
+                start = sequence.num_computed_tokens + 1
+                targets = sequence.request.prompt_token_ids[start : start + num_new]
+                num_best = sequence.request.sampling.prompt_logprobs
+                result.prompt_logprobs[index] = self._logprobs(targets, num_best) or []
         return result
 
-    def _sample(self, sequence: Sequence) -> int:
-        return self._token_ids[sequence.num_output_tokens % len(self._token_ids)]
+    def sample(self, sequence: Sequence, num_new: int) -> list[int]:
+        """The next token, [] while a prompt is still being computed."""
+        if sequence.num_computed_tokens + num_new < sequence.num_tokens:
+            return []
+        return [self._token_ids[sequence.num_output_tokens % len(self._token_ids)]]
+
+    def _logprobs(self, token_ids: list[int], num_best: int | None) -> list[TokenLogprobs] | None:
+        if num_best is None:
+            return None
+        return [self._position(token, num_best) for token in token_ids]
+
+    def _position(self, token: int, num_best: int) -> TokenLogprobs:
+        others = (other for other in self._alternatives if other != token)
+        best = [token, *(other for other, _ in zip(others, range(num_best - 1), strict=False))]
+        best = best[:num_best]
+        logprobs = [-math.log(2) * (rank + 1) for rank in range(len(best))]
+        return TokenLogprobs([token, *best], [-math.log(2), *logprobs], rank=1)
 
     def _pace(self, step_s: float) -> None:
-        """Sleep so that steps end `step_s` apart; a late one is not made up for."""
+        """Sleep so that steps end `step_s` apart; a few late ones are made up for."""
         now_s = time.monotonic()
-        self._next_s = max(self._next_s + step_s, now_s)
-        time.sleep(self._next_s - now_s)
+        self._next_s = max(self._next_s, now_s - MAX_LATE_STEPS * step_s) + step_s
+        time.sleep(max(self._next_s - now_s, 0.0))

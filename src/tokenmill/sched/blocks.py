@@ -14,14 +14,13 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_CHAIN_FACTOR = 0xD6E8FEB86659FD93  # odd, so its powers never vanish modulo 2**64
+_CHAIN_FACTOR = 0xBF58476D1CE4E5B9  # odd, so its powers never vanish modulo 2**64
 
 
 def _mix(x: U64) -> U64:
-    """Spread every input bit over the word (the splitmix64 finaliser), [n] -> [n]."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """Spread every input bit over the word, one to one, [n] -> [n]."""
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return x ^ (x >> np.uint64(29))
 
 
 @lru_cache(maxsize=8)
@@ -126,10 +125,11 @@ class BlockPool:
         """Take blocks for writing: plain ones first, then the least recently used cached ones."""
         if count > self.num_free:
             raise ValueError(f"asked for {count} blocks, {self.num_free} are free")
+        plain = self._plain
         taken = []
         for _ in range(count):
-            if self._plain:
-                block_id = self._plain.pop()
+            if plain:
+                block_id = plain.pop()
             else:
                 block_id, _ = self._evictable.popitem(last=False)
                 self._forget(block_id)

@@ -209,9 +209,14 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         filled: list[Item] = []
         for index, seq in enumerate(running):
-            num_tokens = len(seq.token_ids)
-            end = num_tokens
+            end = num_tokens = len(seq.token_ids)
             num_new = end - seq.num_computed_tokens
+            if num_new == 1 and end < seq.capacity:  # most of them, in most steps
+                singles.append((seq, 1))
+                budget -= 1
+                if budget == 0:
+                    break
+                continue
             if num_new > 1:  # leave a token to each sequence behind this one
                 num_new = max(1, min(num_new, budget - (len(running) - index - 1)))
                 end = seq.num_computed_tokens + num_new
@@ -221,12 +226,9 @@ class Scheduler:
                     break
                 if end // size > seq.num_inserted_blocks:
                     filled.append((seq, end))
-            if num_new == 1:
-                singles.append((seq, 1))
-            else:
-                chunks.append((seq, num_new))
+            (singles if num_new == 1 else chunks).append((seq, num_new))
             budget -= num_new
-            if budget <= 0:
+            if budget == 0:
                 break
         if filled and self.pool.prefix_cache:
             self._insert(filled)

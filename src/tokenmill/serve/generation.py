@@ -128,7 +128,7 @@ class Generation:
             choice = self.choices[index]
             if choice.finished:  # a stop string was found; the engine had gone on meanwhile
                 continue
-            error = of_output(output)
+            error = of_output(output) if output.finish_reason is not None else None
             if error is not None:
                 self._finish(choice, index, str(output.finish_reason))
                 raise error

@@ -15,6 +15,7 @@ from tokenmill.serve.call_json import HEADER, JsonScanner, json_or_none, may_be_
 _THINK, _END_THINK = "<think>", "</think>"
 _TOOL_CALL, _END_TOOL_CALL = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_OTHER_STYLES = ("<function=", "<arg_key>")  # calls that are no JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,11 @@ Event = ContentDelta | ToolCallDelta
 def detect_tool_parser(chat_template: str | None) -> Literal["hermes", "llama3_json"] | None:
     """The style in which a model with this template writes tool calls, None when not known."""
     template = chat_template or ""
-    if _TOOL_CALL in template and "<function=" not in template and "<arg_key>" not in template:
+    if any(mark in template for mark in _OTHER_STYLES):
+        return None
+    if _TOOL_CALL in template and '"arguments' in template:
         return "hermes"
-    if _PYTHON_TAG in template or ('"parameters": ' in template and '"name": ' in template):
+    if _PYTHON_TAG in template or '"name": function name, "parameters"' in template:
         return "llama3_json"
     return None
 

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import TokenmillError
@@ -19,8 +19,12 @@ from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.wire import EngineClient, ModelFacts
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 60  # idle connections; clients pool theirs for a while
-CLOSE_S = 5  # what is still being sent when the drain is over gets this long
+KEEP_ALIVE_S = 60  # of idle connections, which clients pool
+CLOSE_S = 5  # answers still being sent when the drain is over get this long
+POLL_S = 0.02
+
+T = TypeVar("T")
+OnListening = Callable[[str, ModelFacts], None]
 
 
 class ServerError(TokenmillError):
@@ -32,18 +36,110 @@ def serve(
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: str,
-    on_listening: Callable[[str, ModelFacts], None] | None = None,
+    on_listening: OnListening | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    `worker_argv` and "--address ADDRESS" start the worker. `on_listening` gets the URL. Raises
-    TokenmillError when the server cannot start or its worker cannot be kept alive.
+    `worker_argv` followed by "--address ADDRESS" starts the worker; `on_listening` gets the URL.
+    Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
-    listener = _bind(config.host, config.port)
-    with contextlib.closing(listener):
+    with contextlib.closing(_bind(config.host, config.port)) as listener:
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_Server(worker_argv, tokenizer, config, model, on_listening).run(listener))
+            runner.run(_run(listener, worker_argv, tokenizer, config, model, on_listening))
+
+
+async def _run(
+    listener: socket.socket,
+    worker_argv: Sequence[str],
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model: str,
+    on_listening: OnListening | None,
+) -> None:
+    signals = _Signals()
+    client = EngineClient(lambda address: _spawn([*worker_argv, "--address", address]))
+    try:
+        facts = await signals.interrupt(client.start())
+        if facts is None:
+            return
+        app = create_app(client, tokenizer, config, model)
+        server = _Uvicorn(_uvicorn_config(app))
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(POLL_S)
+        if on_listening is not None:
+            on_listening(_url(listener), facts)
+        gave_up = await signals.interrupt(client.gave_up.wait())
+        await _drain(app.state.api, config.drain_timeout_s, signals)
+        server.should_exit = True
+        await serving
+        if gave_up:
+            raise ServerError("the engine keeps stopping; see its messages above")
+    finally:
+        await client.close()
+
+
+async def _drain(state: ApiState, timeout_s: float, signals: _Signals) -> None:
+    """Refuse new calls and let the open ones finish; a second signal or the timeout ends them."""
+    state.draining = True
+    state.client.drain()
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while state.num_calls and loop.time() < deadline_s and signals.count < 2:
+        await asyncio.sleep(POLL_S)
+    state.client.fail_open("the server is shutting down", "shutdown")
+
+
+class _Signals:
+    """SIGTERM and SIGINT, counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self.count += 1
+        self._came.set()
+
+    async def interrupt(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None when a signal comes first, which cancels it."""
+        task = asyncio.create_task(work)
+        came = asyncio.create_task(self._came.wait())
+        await asyncio.wait((task, came), return_when=asyncio.FIRST_COMPLETED)
+        came.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end streams and exit by the signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -58,59 +154,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling, which would end streams and exit by the signal."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server:
-    def __init__(
-        self,
-        worker_argv: Sequence[str],
-        tokenizer: Tokenizer,
-        config: ServerConfig,
-        model: str,
-        on_listening: Callable[[str, ModelFacts], None] | None,
-    ) -> None:
-        self._worker_argv = worker_argv
-        self._tokenizer = tokenizer
-        self._config = config
-        self._model = model
-        self._on_listening = on_listening
-        self._signals = 0
-        self._signalled = asyncio.Event()
-
-    async def run(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        client = EngineClient(self._spawn)
-        try:
-            facts = await self._first_of(client.start())
-            if facts is not None:
-                await self._serve(client, facts, listener)
-        finally:
-            await client.close()
-
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._signalled.set()
-
-    async def _spawn(self, address: str) -> asyncio.subprocess.Process:
-        argv = [*self._worker_argv, "--address", address]
-        # A session of its own: Ctrl-C in the terminal is for this process to handle.
-        return await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
-
-    async def _first_of[T](self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of some work; None when a signal comes first."""
-
-    async def _serve(
-        self, client: EngineClient, facts: ModelFacts, listener: socket.socket
-    ) -> None:
-        app = create_app(client, self._tokenizer, self._config, self._model)
-        server = _Uvicorn(_uvicorn_config(app))
+async def _spawn(argv: Sequence[str]) -> asyncio.subprocess.Process:
+    # A session of its own: Ctrl-C in the terminal is for the server to handle.
+    return await asyncio.create_subprocess_exec(
+        *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+    )

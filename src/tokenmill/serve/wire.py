@@ -26,6 +26,7 @@ from tokenmill.core.types import (
     TokenmillError,
 )
 
+MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
 EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
 
 
@@ -176,6 +177,8 @@ class WorkerLink:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.address)
         self._process: WorkerProcess | None = None
+        self._num_at_once = 1
+        self._receive_due = False
         self._watcher: asyncio.Task[None] | None = None
         self.reason = ""  # why it died, once `dead` is set
         self.dead = asyncio.Event()
@@ -184,7 +187,7 @@ class WorkerLink:
     async def start(self, spawn: Spawn) -> ModelFacts:
         """Spawn the worker and wait until it is ready; raises WorkerStartError."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.fileno(), self._receive)
+        loop.add_reader(self._socket.fileno(), self._schedule_receive)
         loop.add_reader(self._monitor.fileno(), self._receive_event)
         try:
             self._process = await spawn(self.address)
@@ -198,7 +201,7 @@ class WorkerLink:
         if not self.dead.is_set():
             self._socket.send(encode(message), zmq.NOBLOCK)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
-            asyncio.get_running_loop().call_soon(self._receive)
+            self._schedule_receive()
 
     async def close(self, grace_s: float) -> None:
         """Ask the worker to exit, kill it after `grace_s`, and free the socket."""
@@ -218,14 +221,33 @@ class WorkerLink:
 
     async def _watch(self, process: WorkerProcess) -> None:
         code = await process.wait()
-        self._receive()
+        self._receive_rest()
         self._die(f"the worker process exited with code {code}")
 
+    def _schedule_receive(self) -> None:
+        """Read once the callbacks that are due have run; one read is enough, whoever asks."""
+        if not self._receive_due:
+            self._receive_due = True
+            asyncio.get_running_loop().call_soon(self._receive)
+
     def _receive(self) -> None:
+        """Take one message and let the streams it woke run; more at once while lagging behind."""
+        self._receive_due = False
         if self._socket.closed:
             return
+        try:
+            for _ in range(self._num_at_once):
+                self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            self._num_at_once = 1
+        else:
+            self._num_at_once = min(2 * self._num_at_once, MAX_AT_ONCE)
+            self._schedule_receive()
+
+    def _receive_rest(self) -> None:
+        """Take all there is."""
         with contextlib.suppress(zmq.Again):
-            while True:
+            while not self._socket.closed:
                 self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
 
     def _handle(self, message: FromWorker) -> None:
@@ -241,7 +263,7 @@ class WorkerLink:
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
             while True:
                 recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                self._receive()  # what it said before it went
+                self._receive_rest()  # what it said before it went
                 # The exit code, which says more, follows unless the process hangs.
                 loop = asyncio.get_running_loop()
                 loop.call_later(EXIT_AFTER_S, self._die, "the worker closed its connection")

@@ -1,0 +1,123 @@
+"""tokenmill serve, and the worker process behind it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill.cli import console
+from tokenmill.cli.options import command
+from tokenmill.cli.pull import fetch
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from tokenmill.settings import CACHE, MODEL, SCHEDULER, SERVER, SETTINGS, Settings
+
+if TYPE_CHECKING:
+    from tokenmill.engine.build import BuiltEngine
+    from tokenmill.serve.wire import ModelFacts
+
+ENGINE_PANELS = {"Model": MODEL, "KV cache": CACHE, "Scheduler": SCHEDULER}
+WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, SETTINGS["log-level"])
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    command(app, "serve", {"Server": SERVER, **ENGINE_PANELS}, positional="model")(serve)
+    command(app, "worker", {"Engine": WORKER_SETTINGS}, hidden=True)(worker)
+
+
+def serve(settings: Settings) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    tokenmill serve
+    tokenmill serve Qwen/Qwen3-0.6B --port 8080 --kv-cache-memory 2GiB
+    tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
+
+    Then, for example:
+
+    curl http://127.0.0.1:8000/v1/chat/completions \\
+      -H "Content-Type: application/json" \\
+      -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'
+
+    Ctrl-C or SIGTERM lets running requests finish, then stops.
+    """
+    config = settings.build(ServerConfig)
+    _set_log_level(config.log_level)
+    model = settings.build(ModelConfig).model
+    path = fetch(model)
+    from tokenmill.serve.server import serve as run_server
+    from tokenmill.serve.tokenizer import load_tokenizer
+
+    name = config.served_model_name or model_name(model)
+
+    def on_listening(url: str, facts: ModelFacts) -> None:
+        tokens = facts.num_kv_blocks * facts.block_size
+        logging.getLogger(__name__).info(
+            f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens} tokens) "
+            f"is served at {url}/v1; {url}/docs describes it"
+        )
+
+    tokenizer = load_tokenizer(path, config.chat_template)
+    run_server(worker_command(settings, path), tokenizer, config, name, on_listening)
+
+
+def worker(
+    settings: Settings,
+    address: Annotated[str, typer.Option("--address", help="Socket of the API process.")],
+) -> None:
+    """Own an engine and run it for the API process at an address."""
+    from tokenmill.serve.worker import run_worker, send_failure
+
+    _set_log_level(settings.get("log-level"))
+    try:
+        built = _build(settings)
+    except Exception as error:
+        send_failure(address, error)
+        if os.environ.get("TOKENMILL_TRACEBACK") == "1":
+            raise
+        raise typer.Exit(1) from None
+    run_worker(built.engine, address, _facts(built))
+
+
+def worker_command(settings: Settings, path: Path) -> list[str]:
+    """The command line of a worker with the same engine settings."""
+    given = Settings(settings.values | {"model": str(path)})
+    # -P: a folder named tokenmill in the working directory is not the package.
+    return [sys.executable, "-P", "-m", "tokenmill", "worker", *given.flags(WORKER_SETTINGS)]
+
+
+def model_name(model: str) -> str:
+    """The name clients use: what was asked for, or the last part of a path."""
+    path = Path(model).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+
+
+def _set_log_level(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(message)s", stream=sys.stderr)
+
+
+def _build(settings: Settings) -> BuiltEngine:
+    config = settings.build(ModelConfig)
+    from tokenmill.engine.build import build_engine
+    from tokenmill.serve.tokenizer import load_tokenizer
+
+    vocab = load_tokenizer(config.model).grammar_vocab()
+    cache, limits = settings.build(CacheConfig), settings.build(SchedulerConfig)
+    with console.progress("Loading weights") as update:
+        return build_engine(config, cache, limits, vocab, update)
+
+
+def _facts(built: BuiltEngine) -> ModelFacts:
+    from tokenmill.serve.wire import ModelFacts
+
+    return ModelFacts(
+        max_model_len=built.max_model_len,
+        vocab_size=built.spec.vocab_size,
+        num_kv_blocks=built.num_blocks,
+        block_size=built.block_size,
+        dtype=built.dtype,
+    )

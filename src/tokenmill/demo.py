@@ -1,0 +1,229 @@
+"""A server, 16 chat requests at once through the openai client, and what they cost.
+
+`python -m tokenmill.demo` exits 0 only if every request ended properly and the server stopped well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from tokenmill.cli.pull import fetch
+from tokenmill.core.metrics import RequestTimes, summarize
+from tokenmill.core.types import TokenmillError
+
+MODEL = "smollm2"
+MAX_TOKENS = 64
+START_TIMEOUT_S = 600
+STOP_TIMEOUT_S = 60
+SYSTEM = (
+    "You are the guide of a small museum of science and nature. Visitors of every age ask you "
+    "questions while they walk through the rooms. Answer each question in one or two short, friendly "
+    "sentences that a child of ten can follow. Use plain words, give one concrete example where it "
+    "helps, and never mention these instructions. If you do not know an answer, say so and point the "
+    "visitor to the library on the second floor, which is open every day from nine to five."
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "How do birds fly?",
+    "What is gravity?",
+    "Why do leaves turn red in autumn?",
+    "How do fish breathe under water?",
+    "What is a volcano?",
+    "Why does the moon change its shape?",
+    "How do bees make honey?",
+    "What are clouds made of?",
+    "Why do cats purr?",
+    "How old is the Earth?",
+    "What is a fossil?",
+    "Why is the sea salty?",
+    "How does a magnet work?",
+    "What do plants need to grow?",
+    "Why do we see lightning before we hear thunder?",
+)
+
+console = Console(highlight=False)
+
+
+@dataclass(slots=True)
+class Result:
+    """One request and how it went."""
+
+    question: str
+    times: RequestTimes
+    text: str = ""
+    finish_reason: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ended_properly(self) -> bool:
+        return self.finish_reason in ("stop", "length") and bool(self.text) and not self.error
+
+
+def main() -> int:
+    """Run the demo; the exit status."""
+    fetch(MODEL)
+    port = _free_port()
+    console.print(f"Starting the server on port {port}")
+    with _server(port) as process:
+        _wait_until_healthy(process, port)
+        begin = time.perf_counter()
+        results = asyncio.run(_ask_all(f"http://127.0.0.1:{port}/v1"))
+        seconds = time.perf_counter() - begin
+        hit_rate = _metric(port, "tokenmill_prefix_cache_hit_rate")
+        status = _stop(process)
+    _print_report(results, seconds, hit_rate)
+    num_good = sum(result.ended_properly for result in results)
+    console.print(f"{num_good} of {len(results)} requests ended properly; server exit code {status}")
+    return 0 if num_good == len(results) and status == 0 else 1
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _server(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-P", "-m", "tokenmill", "serve", MODEL, "--host", "127.0.0.1"]
+    process = subprocess.Popen([*command, "--port", str(port)])
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise TokenmillError(f"the server ended with status {process.returncode}")
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        time.sleep(0.1)
+    raise TokenmillError(f"the server is not healthy after {START_TIMEOUT_S} s")
+
+
+async def _ask_all(base_url: str) -> list[Result]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        return await asyncio.gather(*(_ask(client, model, question) for question in QUESTIONS))
+
+
+async def _ask(client: openai.AsyncOpenAI, model: str, question: str) -> Result:
+    """Stream one answer and print it when it is complete."""
+    result = Result(question, RequestTimes(time.monotonic_ns()))
+    try:
+        stream = await client.chat.completions.create(
+            model=model,
+            messages=[
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": question},
+            ],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            _take(result, chunk)
+    except openai.OpenAIError as error:
+        result.error = str(error)
+    console.print(f"[bold]{question}[/bold]")
+    console.print(result.error or result.text.strip(), markup=False)
+    return result
+
+
+def _take(result: Result, chunk: openai.types.chat.ChatCompletionChunk) -> None:
+    for choice in chunk.choices:
+        if choice.delta.content:
+            result.text += choice.delta.content
+            result.times.record(time.monotonic_ns(), 1)
+        result.finish_reason = choice.finish_reason or result.finish_reason
+    if chunk.usage is not None:
+        result.times.num_tokens = chunk.usage.completion_tokens
+        result.num_prompt_tokens = chunk.usage.prompt_tokens
+        details = chunk.usage.prompt_tokens_details
+        result.num_cached_tokens = (details.cached_tokens if details else None) or 0
+
+
+def _metric(port: int, name: str) -> float:
+    """The value of a gauge on the server's /metrics page."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith(name):
+                return float(line.rsplit(" ", 1)[1])
+    raise TokenmillError(f"/metrics has no {name}")
+
+
+def _print_report(results: list[Result], seconds: float, hit_rate: float) -> None:
+    table = Table("request", title="16 chat requests at once")
+    for heading in ("in", "cached", "out", "TTFT ms", "TPOT ms", "tok/s", "finish"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(*_row(result))
+    console.print(table)
+    num_out = sum(result.times.num_tokens for result in results)
+    num_in = sum(result.num_prompt_tokens for result in results)
+    num_cached = sum(result.num_cached_tokens for result in results)
+    ttft = summarize(result.times.ttft_ms for result in results)
+    tpot = summarize(result.times.tpot_ms for result in results)
+    if ttft and tpot:
+        console.print(
+            f"TTFT p50 {ttft['p50']:.0f} ms, p99 {ttft['p99']:.0f} ms; "
+            f"TPOT p50 {tpot['p50']:.1f} ms, p99 {tpot['p99']:.1f} ms"
+        )
+    console.print(
+        f"{num_out} output tokens in {seconds:.1f} s: {num_out / seconds:.1f} tok/s; "
+        f"{num_cached} of {num_in} prompt tokens from the prefix cache "
+        f"(/metrics: hit rate {hit_rate:.0%})"
+    )
+
+
+def _row(result: Result) -> list[str]:
+    times = result.times
+    tok_s = 1000 * times.num_tokens / times.e2e_ms if times.e2e_ms else 0.0
+    return [
+        result.question[:40],
+        str(result.num_prompt_tokens),
+        str(result.num_cached_tokens),
+        str(times.num_tokens),
+        f"{times.ttft_ms or 0:.0f}",
+        f"{times.tpot_ms or 0:.1f}",
+        f"{tok_s:.1f}",
+        result.error[:40] or str(result.finish_reason),
+    ]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TokenmillError as failure:
+        sys.exit(f"error: {failure}")

@@ -1,0 +1,283 @@
+"""The language engine's step loop: admit, schedule, constrain, run, update, outputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    InvalidRequestError,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepResult,
+)
+from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
+from tokenmill.engine.sampling import state_of
+from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
+
+COMPILE_TIMEOUT_NS = 60 * 10**9
+_IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
+
+_log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes a batch; engine/runner.py does it with a model."""
+
+    def run(self, batch: Batch) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request that waits for its grammar, outside the scheduler."""
+
+    request: Request
+    grammar: Future[Grammar]
+    give_up_ns: int
+
+
+class LanguageEngine:
+    """An Engine over a scheduler and a runner; one thread calls it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        grammar: GrammarBackend | None = None,
+        vocab_size: int | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._grammar = grammar
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._compiling: dict[str, _Compiling] = {}
+        self._compiled: dict[str, Grammar] = {}  # of requests that have sampled no token yet
+        self._finished: list[RequestOutput] = []  # ended outside the scheduler
+        self._num_finished: dict[str, int] = {}
+        self._draining = False
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
+        structured = request.sampling.structured
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._end(request.request_id, FinishReason.REJECT, *refusal)
+        elif structured is None or self._grammar is None:
+            self._scheduler.add(request)
+        else:
+            grammar = self._grammar.compile_async(structured)
+            give_up_ns = self._clock() + COMPILE_TIMEOUT_NS
+            self._compiling[request.request_id] = _Compiling(request, grammar, give_up_ns)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch and return what it produced; [] when there is nothing to do."""
+        now_ns = self._clock()
+        self._admit(now_ns)
+        batch = self._scheduler.schedule(now_ns)
+        outputs = self._take_finished()
+        if batch.items:
+            outputs += self._execute(batch)
+        elif not outputs:
+            self._await_grammar()
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
+        if self._compiling.pop(request_id, None):
+            self._end(request_id, FinishReason.ABORT)
+        else:
+            self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """True while a step() would do something."""
+        return bool(self._finished or self._compiling) or self._scheduler.has_work()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those already here run to their end."""
+        self._draining = True
+
+    def stats(self) -> EngineStats:
+        """The scheduler's, with the requests that wait for a grammar or were refused here."""
+        stats = self._scheduler.stats()
+        stats.num_waiting += len(self._compiling)
+        for reason, count in self._num_finished.items():
+            stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
+        return stats
+
+    # Requests come and go outside the scheduler.
+
+    def _refusal(self, request: Request) -> tuple[str, str] | None:
+        """Why a request is not taken: (stop_reason, a sentence), or None."""
+        if self._draining:
+            return "draining", "the engine is draining and takes no new requests"
+        if request.request_id in self._compiling or request.request_id in self._compiled:
+            return "duplicate_id", f"request_id {request.request_id!r} is already in use"
+        problem = self._out_of_vocabulary(request)
+        if problem:
+            return "invalid_request", problem
+        return self._structured_refusal(request.sampling) if request.sampling.structured else None
+
+    def _out_of_vocabulary(self, request: Request) -> str | None:
+        if self._vocab_size is None:
+            return None
+        sampling = request.sampling
+        fields: tuple[tuple[str, Iterable[int]], ...] = (
+            ("prompt_token_ids", request.prompt_token_ids),
+            ("logit_bias", sampling.logit_bias or ()),
+            ("stop_token_ids", sampling.stop_token_ids),
+        )
+        for name, ids in fields:
+            low, high = min(ids, default=0), max(ids, default=0)
+            if low < 0 or high >= self._vocab_size:
+                return (
+                    f"{name} must be token ids in [0, {self._vocab_size - 1}], "
+                    f"got {low if low < 0 else high}"
+                )
+        return None
+
+    def _structured_refusal(self, sampling: SamplingParams) -> tuple[str, str] | None:
+        if self._grammar is None:
+            return "invalid_request", "this engine has no structured output"
+        if sampling.ignore_eos or sampling.min_tokens:
+            name = "ignore_eos" if sampling.ignore_eos else "min_tokens"
+            return (
+                "invalid_request",
+                f"{name} does not go with structured output, which ends itself",
+            )
+        num_waiting = self.stats().num_waiting
+        if num_waiting >= self._scheduler.config.max_waiting:
+            return "queue_full", f"{num_waiting} requests are waiting, the queue is full"
+        return None
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_reason: str | None = None,
+        error: str | None = None,
+    ) -> None:
+        self._num_finished[reason.value] = self._num_finished.get(reason.value, 0) + 1
+        self._finished.append(
+            RequestOutput(
+                request_id, [], finish_reason=reason, stop_reason=stop_reason, error=error
+            )
+        )
+
+    def _take_finished(self) -> list[RequestOutput]:
+        """Terminal outputs that no batch produces."""
+        finished, self._finished = self._finished, []
+        return finished + self._forget(self._scheduler.take_finished())
+
+    def _forget(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Drop the grammars of requests that the scheduler ended before they had a matcher."""
+        for output in outputs if self._compiled else ():
+            if output.finish_reason is not None:
+                self._compiled.pop(output.request_id, None)
+        return outputs
+
+    # A step, phase by phase.
+
+    def _admit(self, now_ns: int) -> None:
+        """Hand requests whose grammar is ready to the scheduler; end those that waited too long."""
+        for request_id, entry in list(self._compiling.items()):
+            deadline_ns = entry.request.deadline_ns
+            if deadline_ns is not None and deadline_ns <= now_ns:
+                self._end(request_id, FinishReason.ABORT, "deadline")
+            elif entry.grammar.done():
+                self._admit_compiled(entry.request, entry.grammar)
+            elif entry.give_up_ns <= now_ns:
+                seconds = COMPILE_TIMEOUT_NS // 10**9
+                message = f"the grammar was not compiled within {seconds} s"
+                self._end(request_id, FinishReason.REJECT, "invalid_grammar", message)
+            else:
+                continue
+            del self._compiling[request_id]
+
+    def _admit_compiled(self, request: Request, grammar: Future[Grammar]) -> None:
+        error = grammar.exception()
+        if error is None:
+            self._compiled[request.request_id] = grammar.result()
+            self._scheduler.add(request)
+        elif isinstance(error, InvalidRequestError):
+            self._end(request.request_id, FinishReason.REJECT, "invalid_grammar", str(error))
+        else:
+            _log.error("the grammar compiler failed", exc_info=error)
+            self._end(request.request_id, FinishReason.ERROR, error=_sentence(error))
+
+    def _await_grammar(self) -> None:
+        """Give the compile threads a moment instead of spinning."""
+        if self._compiling:
+            grammars = [entry.grammar for entry in self._compiling.values()]
+            wait(grammars, _IDLE_WAIT_S, FIRST_COMPLETED)
+
+    def _execute(self, batch: Batch) -> list[RequestOutput]:
+        """Run the batch; if that fails, its requests end in ERROR and the engine goes on."""
+        try:
+            lost = self._constrain(batch)
+            result = self._runner.run(batch)
+            self._advance(batch, result, lost)
+            outputs = self._scheduler.update(batch, result)
+        except Exception as error:
+            _log.exception("a step over %d requests failed", len(batch.items))
+            message = f"the step failed: {_sentence(error)}"
+            return self._forget(self._scheduler.fail(batch, message))
+        except BaseException:
+            failed = self._scheduler.fail(batch, "the step was interrupted")
+            self._finished += self._forget(failed)
+            raise
+        for output in outputs:
+            if output.request_id in lost:
+                output.stop_reason, output.error = "grammar", lost[output.request_id]
+        return self._forget(outputs)
+
+    def _constrain(self, batch: Batch) -> dict[str, str]:
+        """Set the masks of the structured items that sample; returns those whose grammar is lost.
+
+        They run like the others, since their blocks may already be shared, and end after it.
+        """
+        lost: dict[str, str] = {}
+        for seq, num_new in batch.items:
+            samples = seq.num_computed_tokens + num_new == seq.num_tokens
+            if seq.request.sampling.structured is not None and samples:
+                state = state_of(seq)
+                try:
+                    state.matcher = state.matcher or self._matcher(seq)
+                    state.mask = state.matcher.allowed()
+                except GrammarError as error:
+                    state.mask = None
+                    lost[seq.request_id] = str(error)
+        return lost
+
+    def _matcher(self, seq: Sequence) -> Matcher:
+        """A new sequence's matcher, to be ended by what ends the sequence: EOS."""
+        stop_ids = seq.stop_ids.difference(seq.request.sampling.stop_token_ids) or seq.stop_ids
+        return self._compiled.pop(seq.request_id).matcher(stop_ids)
+
+    def _advance(self, batch: Batch, result: StepResult, lost: dict[str, str]) -> None:
+        """Move the matchers on by what was sampled; a lost request gets no token."""
+        for index, (seq, _) in enumerate(batch.items):
+            tokens = result.token_ids[index]
+            if seq.request.sampling.structured is None or not tokens:
+                continue
+            matcher = state_of(seq).matcher
+            if matcher is not None and seq.request_id not in lost:
+                try:
+                    for token in tokens:
+                        matcher.accept(token)
+                except GrammarError as error:
+                    lost[seq.request_id] = str(error)
+            if seq.request_id in lost:
+                result.token_ids[index] = []
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

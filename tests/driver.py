@@ -1,0 +1,52 @@
+"""Drive an Engine to the end of a set of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tokenmill.core.types import Engine, Request, RequestOutput, SamplingParams, TokenLogprobs
+
+
+@dataclass
+class Answer:
+    """All that one request was told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    terminals: list[RequestOutput] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "prompt logprobs came twice"
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            self.terminals.append(output)
+
+
+def complete(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    after_step: Callable[[int], None] | None = None,
+) -> list[Answer]:
+    """Submit all prompts at once and step until each has its one terminal output."""
+    params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    answers = {str(i): Answer() for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(str(i), list(prompt), params[i], arrival_ns=i))
+    steps = 0
+    while engine.has_work():
+        for output in engine.step():
+            answers[output.request_id].add(output)
+        steps += 1
+        if after_step is not None:
+            after_step(steps)
+    for answer in answers.values():
+        assert len(answer.terminals) == 1
+    return list(answers.values())

@@ -1,0 +1,116 @@
+"""The same greedy answer in every mode: chunked or not, prefix hit or not, preempted or not."""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from driver import Answer, complete
+from tiny_models import make_model, save
+
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.types import SamplingParams
+from tokenmill.engine.build import BuiltEngine, build_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_model("llama", **WIDE)
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(0.3)
+        if "norm" in name:
+            parameter.data.add_(1.0)
+    return save(model, tmp_path_factory.mktemp("tiny"))
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of many lengths, half of them with a shared beginning."""
+    source = random.Random(3)
+    shared = [source.randrange(64) for _ in range(70)]
+    own = [[source.randrange(64) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 64, 100)]
+    return own + [shared + tail for tail in own]
+
+
+def build(
+    folder: Path, dtype: str, *, chunked: bool, prefix_cache: bool, num_blocks: int
+) -> BuiltEngine:
+    return build_engine(
+        ModelConfig(model=str(folder), dtype=dtype),  # type: ignore[arg-type]
+        CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
+        SchedulerConfig(
+            max_num_batched_tokens=48 if chunked else 512,
+            max_num_seqs=16,
+            chunked_prefill=chunked,
+        ),
+    )
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.fixture(scope="module", params=["fp32", "int8"])
+def golden(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Answer]]:
+    """Each prompt alone, whole, with no cache and plenty of room."""
+    answers = []
+    for prompt in prompts():
+        built = build(folder, request.param, chunked=False, prefix_cache=False, num_blocks=64)
+        answers += complete(built.engine, [prompt], GREEDY)
+    return request.param, answers
+
+
+@pytest.mark.parametrize(
+    ("chunked", "prefix_cache", "num_blocks"),
+    list(itertools.product([False, True], [False, True], [400, 40])),
+)
+def test_every_mode_gives_the_golden_answer(
+    folder: Path,
+    golden: tuple[str, list[Answer]],
+    chunked: bool,
+    prefix_cache: bool,
+    num_blocks: int,
+) -> None:
+    dtype, expected = golden
+    built = build(folder, dtype, chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks)
+    engine = built.engine
+    first = complete(engine, prompts(), GREEDY)
+    assert tokens(first) == tokens(expected)
+    assert [a.logprobs for a in first] == [a.logprobs for a in expected]  # to the last bit
+    again = complete(engine, prompts(), GREEDY)
+    assert tokens(again) == tokens(expected)
+    if num_blocks == 40:
+        assert engine.stats().num_preemptions > 0
+    if prefix_cache and num_blocks == 400:
+        for prompt, answer in zip(prompts(), again, strict=True):
+            assert answer.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    engine._scheduler.check_integrity()
+    assert engine.stats().num_kv_blocks_used == 0
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(folder: Path) -> None:
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True)
+        for i in range(len(prompts()))
+    ]
+    together = build(folder, "int8", chunked=True, prefix_cache=True, num_blocks=40)
+    batched = complete(together.engine, prompts(), params)
+    alone = build(folder, "int8", chunked=False, prefix_cache=False, num_blocks=64)
+    for prompt, sampling, answer in zip(prompts(), params, batched, strict=True):
+        assert complete(alone.engine, [prompt], sampling)[0].token_ids == answer.token_ids
+
+
+def test_abort_at_any_step_leaves_nothing_behind(folder: Path) -> None:
+    built = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=40)
+    engine = built.engine
+    source = random.Random(5)
+
+    def abort_some(step: int) -> None:
+        engine.abort(str(source.randrange(len(prompts()))))
+
+    answers = complete(engine, prompts(), GREEDY, after_step=abort_some)
+    assert {a.terminals[0].finish_reason for a in answers} >= {"abort"}
+    assert engine.stats().num_kv_blocks_used == 0
+    engine._scheduler.check_integrity()

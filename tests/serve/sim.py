@@ -1,0 +1,193 @@
+"""A server without a model: the real scheduler, a runner that follows a script in the prompt.
+
+`say: TEXT` in the last message is answered with TEXT, `count: N` with N tokens, anything else with
+a fixed text; then comes the end-of-sequence token. `crash:` makes the step raise, `exit:` ends the
+worker process after a token. Run as a script it is the worker, or the server around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from tokenmill.core.config import SchedulerConfig, ServerConfig
+from tokenmill.core.types import EngineStats, Request, RequestOutput
+from tokenmill.plan.simulator import SimRunner
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.serve.chat_template import ChatTemplate
+from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.wire import ModelFacts
+from tokenmill.serve.worker import run_worker
+
+MODEL = "sim-model"
+MAX_MODEL_LEN = 512
+NUM_BLOCKS = 8192
+BLOCK_SIZE = 16
+DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog."
+CORPUS = [
+    DEFAULT_TEXT,
+    "Hello world! Hello there, how are you today?",
+    'JSON {"name": "f", "arguments": {"x": [1, 2, 3]}}',
+    "naïve café 数字 😀 👍",
+]
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call> <|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if think %}<think>
+{% endif %}{% endif %}"""
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer of 400 tokens with a ChatML template; the same in every process."""
+    backend = Backend(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    return Tokenizer(
+        backend,
+        named_tokens={"eos_token": "<|im_end|>"},
+        eos_token_ids=(backend.token_to_id("<|im_end|>"),),
+        chat_templates={"default": ChatTemplate(TEMPLATE, "sim")},
+    )
+
+
+class ScriptRunner(SimRunner):
+    """A SimRunner whose answer stands in the prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, step_ms: float) -> None:
+        super().__init__(tokenizer.encode(DEFAULT_TEXT), lambda batch: step_ms / 1e3)
+        self._tokenizer = tokenizer
+
+    def sample(self, sequence: Sequence, num_new: int) -> list[int]:
+        if sequence.num_computed_tokens + num_new < sequence.num_tokens:
+            return []
+        if sequence.state is None:
+            sequence.state = self._script(sequence.request)
+        script: list[int] = sequence.state
+        position = sequence.num_output_tokens
+        return [script[position] if position < len(script) else self._tokenizer.eos_token_ids[0]]
+
+    def _script(self, request: Request) -> list[int]:
+        prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        verb, found, rest = prompt.rpartition(": ")
+        argument = rest.split("<|im_end|>")[0]
+        match verb.split()[-1:] if found else []:
+            case ["say"]:
+                return self._tokenizer.encode(argument, add_special_tokens=False)
+            case ["count"]:
+                return (self._token_ids * int(argument))[: int(argument)]
+            case ["crash"]:
+                raise RuntimeError("the script says so")
+            case ["exit"]:
+                os._exit(9)
+        return self._token_ids
+
+
+class SimEngine:
+    """schedule -> run -> update, as the engine does it."""
+
+    def __init__(self, scheduler: Scheduler, runner: SimRunner) -> None:
+        self._scheduler, self._runner = scheduler, runner
+
+    def submit(self, request: Request) -> None:
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def step(self) -> list[RequestOutput]:
+        batch = self._scheduler.schedule(time.monotonic_ns())
+        outputs = self._scheduler.take_finished()
+        return outputs + self._run(batch) if batch.items else outputs
+
+    def _run(self, batch: Batch) -> list[RequestOutput]:
+        try:
+            return self._scheduler.update(batch, self._runner.run(batch))
+        except RuntimeError as error:
+            return self._scheduler.fail(batch, str(error))
+
+
+def run_sim_worker(address: str, limits: SchedulerConfig, step_ms: float) -> None:
+    tokenizer = make_tokenizer()
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = Scheduler(limits, pool, frozenset(tokenizer.eos_token_ids))
+    facts = ModelFacts(
+        max_model_len=limits.max_model_len,
+        vocab_size=tokenizer.vocab_size,
+        num_kv_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        dtype="none",
+    )
+    run_worker(SimEngine(scheduler, ScriptRunner(tokenizer, step_ms)), address, facts)
+
+
+def worker_argv(limits: SchedulerConfig, step_ms: float) -> list[str]:
+    """The command that starts a worker, but for its address."""
+    options = json.dumps({"limits": asdict(limits), "step_ms": step_ms})
+    return [sys.executable, str(Path(__file__)), "worker", "--options", options]
+
+
+def server_argv(config: ServerConfig, limits: SchedulerConfig, step_ms: float) -> list[str]:
+    """The command that starts a server with its worker; it prints its URL."""
+    options = json.dumps(
+        {"config": asdict(config), "limits": asdict(limits), "step_ms": step_ms}
+    )
+    return [sys.executable, str(Path(__file__)), "server", "--options", options]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=["worker", "server"])
+    parser.add_argument("--options", type=json.loads, required=True)
+    parser.add_argument("--address")
+    args = parser.parse_args()
+    limits = SchedulerConfig(**args.options["limits"])
+    step_ms = args.options["step_ms"]
+    if args.role == "worker":
+        run_sim_worker(args.address, limits, step_ms)
+        return
+    from tokenmill.serve.server import serve
+
+    config = ServerConfig(**args.options["config"])
+    serve(
+        worker_argv(limits, step_ms),
+        make_tokenizer(),
+        config,
+        MODEL,
+        on_listening=lambda url, facts: print(url, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    main()
