@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import TokenmillError
 
 MODEL = "smollm2"
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 START_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 60
 SYSTEM = (
@@ -89,7 +88,9 @@ def main() -> int:
         status = _stop(process)
     _print_report(results, seconds, hit_rate)
     num_good = sum(result.ended_properly for result in results)
-    console.print(f"{num_good} of {len(results)} requests ended properly; server exit code {status}")
+    console.print(
+        f"{num_good} of {len(results)} requests ended properly; server exit code {status}"
+    )
     return 0 if num_good == len(results) and status == 0 else 1
 
 
@@ -184,7 +185,8 @@ def _metric(port: int, name: str) -> float:
 
 
 def _print_report(results: list[Result], seconds: float, hit_rate: float) -> None:
-    table = Table("request", title="16 chat requests at once")
+    table = Table(title=f"{len(results)} chat requests at once")
+    table.add_column("request", no_wrap=True, max_width=28)
     for heading in ("in", "cached", "out", "TTFT ms", "TPOT ms", "tok/s", "finish"):
         table.add_column(heading, justify="right")
     for result in results:
@@ -211,7 +213,7 @@ def _row(result: Result) -> list[str]:
     times = result.times
     tok_s = 1000 * times.num_tokens / times.e2e_ms if times.e2e_ms else 0.0
     return [
-        result.question[:40],
+        result.question,
         str(result.num_prompt_tokens),
         str(result.num_cached_tokens),
         str(times.num_tokens),

@@ -126,9 +126,7 @@ class LLM:
             self._check_fits(token_ids, sampling)
         owners = [
             self._submit(text, token_ids, sampling, rank)
-            for (text, token_ids), sampling, rank in zip(
-                tokenized, params, priorities, strict=True
-            )
+            for (text, token_ids), sampling, rank in zip(tokenized, params, priorities, strict=True)
         ]
         self._drive(owners, progress)
         return owners

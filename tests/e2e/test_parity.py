@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from driver import Answer, complete
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from driver import Answer, complete
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine

@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+
 from driver import Answer, complete
 from tiny_models import make_model, save
-
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine

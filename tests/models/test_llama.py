@@ -1,13 +1,13 @@
-"""Logits of every family variant against transformers: whole, chunked, and decoded token by token."""
+"""Logits of every family variant against transformers: whole, chunked, token by token."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_model, save
 from transformers import PreTrainedModel
 
+from tiny_models import make_model, save
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
 from tokenmill.engine.sampling import Sampler

@@ -160,9 +160,7 @@ def worker_argv(limits: SchedulerConfig, step_ms: float) -> list[str]:
 
 def server_argv(config: ServerConfig, limits: SchedulerConfig, step_ms: float) -> list[str]:
     """The command that starts a server with its worker; it prints its URL."""
-    options = json.dumps(
-        {"config": asdict(config), "limits": asdict(limits), "step_ms": step_ms}
-    )
+    options = json.dumps({"config": asdict(config), "limits": asdict(limits), "step_ms": step_ms})
     return [sys.executable, str(Path(__file__)), "server", "--options", options]
 
 

@@ -18,8 +18,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tiny_tokenizers import HERMES_TEMPLATE, byte_fallback, byte_level, save_folder, save_gguf
+from tokenmill.core.gguf import read_gguf_header
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
-from tokenmill.serve.gguf_tokenizer import PRE_TOKENIZERS, read_metadata
+from tokenmill.serve.gguf_tokenizer import PRE_TOKENIZERS
 from tokenmill.serve.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
@@ -288,7 +289,7 @@ class TestFolder:
 
 class TestGguf:
     def test_metadata_as_the_gguf_package_reads_it(self, sentencepiece_gguf: Path) -> None:
-        found = read_metadata(sentencepiece_gguf)
+        found = read_gguf_header(sentencepiece_gguf).metadata
         fields = gguf.GGUFReader(sentencepiece_gguf).fields
         assert [key for key in fields if not key.startswith("GGUF.")] == list(found)
         for key, value in found.items():
@@ -364,7 +365,7 @@ class TestGguf:
             load_tokenizer(file)
         for content in (b"", b"no gguf at all, not a bit of it", file.read_bytes()[:400]):
             file.write_bytes(content)
-            with pytest.raises(ModelLoadError, match=r"m\.gguf: not a readable GGUF file"):
+            with pytest.raises(ModelLoadError, match=r"m\.gguf: not a GGUF file"):
                 load_tokenizer(file)
         with pytest.raises(ModelLoadError, match="absent"):
             load_tokenizer(tmp_path / "absent.gguf")

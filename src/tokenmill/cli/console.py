@@ -29,9 +29,15 @@ def progress(description: str, *, size_in_bytes: bool = False) -> Iterator[Updat
     if not err.is_terminal:
         yield _lines(description)
         return
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bar
-    from rich.progress import TimeRemainingColumn, TransferSpeedColumn
 
     columns = [TextColumn("{task.description}"), BarColumn()]
     amount = [DownloadColumn(), TransferSpeedColumn()] if size_in_bytes else [MofNCompleteColumn()]

@@ -115,7 +115,9 @@ def _check_sampling(p: SamplingParams) -> None:
             f"repetition_penalty must be > 0, got {p.repetition_penalty}", "repetition_penalty"
         )
     if p.max_tokens is not None and p.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens must be at least 1, got {p.max_tokens}", "max_tokens")
+        raise InvalidRequestError(
+            f"max_tokens must be at least 1, got {p.max_tokens}", "max_tokens"
+        )
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequestError(
             f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
@@ -123,7 +125,9 @@ def _check_sampling(p: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(p, name)
         if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-            raise InvalidRequestError(f"{name} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", name)
+            raise InvalidRequestError(
+                f"{name} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", name
+            )
     if any(not s for s in p.stop):
         raise InvalidRequestError("stop strings must not be empty", "stop")
     for token, bias in (p.logit_bias or {}).items():

@@ -64,13 +64,15 @@ def build_engine(
     network = _load(checkpoint, dtype, max_len, progress)
     num_blocks = _num_blocks(spec, cache)
     kv_cache = allocate_kv_cache(spec, num_blocks, cache.block_size)
-    eos = frozenset(eos_token_ids(path)) or frozenset(spec.eos_token_ids)
+    eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
+    if grammar_vocab is not None:
+        eos |= frozenset(grammar_vocab.stop_token_ids)  # the tokenizer knows turn ends too
     pool = BlockPool(num_blocks, cache.block_size, cache.prefix_cache)
     limits = replace(scheduler, max_model_len=max_len)
     engine = LanguageEngine(
         Scheduler(limits, pool, eos),
         ModelRunner(network, kv_cache, cache.block_size, Sampler()),
-        grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab, spec.vocab_size),
+        grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
     )
     return BuiltEngine(
@@ -124,7 +126,7 @@ def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
     limit = model.max_model_len or spec.max_position
     if limit > spec.max_position:
         raise ModelLoadError(
-            f"max_model_len is {limit}, but {model.model} was made for {spec.max_position} positions"
+            f"max_model_len is {limit}, but {model.model} has {spec.max_position} positions"
         )
     return limit
 

@@ -22,6 +22,8 @@ class Model(Protocol):
 
     spec: ModelSpec
 
+    @property
+    def num_bytes(self) -> int: ...
     def forward(
         self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor: ...

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -233,12 +234,19 @@ def filtered_probs(logits: Row, params: SamplingParams) -> tuple[Ids, NDArray[np
         ids = np.flatnonzero(logits >= floor)
         weights = _weights(logits[ids], best, scale)
     else:
-        ids = np.arange(size)
+        ids = _all_ids(size)
         weights = _weights(logits, best, scale)
     if params.top_p < 1.0:
         kept = _top_p(weights, params.top_p)
         ids, weights = ids[kept], weights[kept]
     return ids, weights / weights.sum(dtype=np.float64).astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def _all_ids(size: int) -> Ids:
+    ids = np.arange(size)
+    ids.flags.writeable = False
+    return ids
 
 
 def _weights(logits: Row, best: float, scale: float) -> Row:

@@ -1,10 +1,8 @@
-"""GGUF files: header, metadata as a Hugging Face config, tensors under their canonical names."""
+"""GGUF files: metadata as a Hugging Face config, tensors under their canonical names."""
 
 from __future__ import annotations
 
-import mmap
 import re
-import struct
 from dataclasses import dataclass, replace
 from math import log, prod
 from pathlib import Path
@@ -13,27 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenmill.core.gguf import Metadata, read_gguf_header
 from tokenmill.core.spec import ModelSpec, RopeSpec
 from tokenmill.core.types import ModelLoadError
 
-Metadata = dict[str, Any]
-
-MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 _PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: the temporaries fit in a core's L2 cache
@@ -303,89 +284,18 @@ def _file_type(metadata: Metadata) -> str:
     return name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
-class _Cursor:
-    """Reads GGUF primitives in order from a mapped file."""
-
-    __slots__ = ("data", "offset")
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.offset = 0
-
-    def scalars(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        layout = f"<{count}{code}"
-        values = struct.unpack_from(layout, self.data, self.offset)
-        self.offset += struct.calcsize(layout)
-        return values
-
-    def string(self) -> str:
-        (length,) = self.scalars("Q")
-        start, self.offset = self.offset, self.offset + length
-        if self.offset > len(self.data):
-            raise struct.error("a string runs past the end of the file")
-        return self.data[start : self.offset].decode("utf-8", "surrogateescape")
-
-    def value(self) -> Any:
-        (kind,) = self.scalars("I")
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            return self.scalars(_scalar(kind))[0]
-        kind, count = self.scalars("I")[0], self.scalars("Q")[0]
-        if kind == _STRING:
-            return [self.string() for _ in range(count)]
-        return list(self.scalars(_scalar(kind), count))
-
-
-def _scalar(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise struct.error(f"unknown value type {kind}")
-    return _SCALARS[kind]
-
-
 def read_header(path: Path) -> tuple[Metadata, dict[str, GGUFTensor]]:
-    """Metadata and tensor places of a GGUF file, under the file's own names."""
-    try:
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise ModelLoadError(f"{path}: not a GGUF file (it does not start with 'GGUF')")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse_header(path, _Cursor(data))
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
-    except struct.error as error:
-        raise ModelLoadError(f"{path}: the GGUF header is truncated or damaged: {error}") from error
-
-
-def _parse_header(path: Path, cursor: _Cursor) -> tuple[Metadata, dict[str, GGUFTensor]]:
-    cursor.offset = len(MAGIC)
-    (version,) = cursor.scalars("I")
-    if version not in _VERSIONS:
-        raise ModelLoadError(
-            f"{path}: GGUF version {version:#x} is not supported; use little-endian version 2 or 3"
-        )
-    num_tensors, num_values = cursor.scalars("Q", 2)
-    metadata = {cursor.string(): cursor.value() for _ in range(num_values)}
-    places = [_tensor_place(cursor) for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment") or 32
-    start = -(-cursor.offset // alignment) * alignment
-    tensors = {}
-    for name, shape, kind, offset in places:
-        if name in tensors:
-            raise ModelLoadError(f"{path}: {name} is in the file twice")
-        tensor = _tensor(path, name, shape, kind, start + offset)
-        if tensor.offset + tensor.num_bytes > len(cursor.data):
-            raise ModelLoadError(f"{path}: truncated: {name} lies past the end of the file")
-        tensors[name] = tensor
-    return metadata, tensors
-
-
-def _tensor_place(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name = cursor.string()
-    (num_dims,) = cursor.scalars("I")
-    shape = tuple(reversed(cursor.scalars("Q", num_dims)))
-    kind, offset = cursor.scalars("I")[0], cursor.scalars("Q")[0]
-    return name, shape, kind, offset
+    """Metadata and tensors of a GGUF file, under the file's own names."""
+    header = read_gguf_header(path)
+    tensors: dict[str, GGUFTensor] = {}
+    for place in header.tensors:
+        if place.name in tensors:
+            raise ModelLoadError(f"{path}: {place.name} is in the file twice")
+        tensor = _tensor(path, place.name, place.shape, place.kind, place.offset)
+        if tensor.offset + tensor.num_bytes > header.file_bytes:
+            raise ModelLoadError(f"{path}: truncated: {place.name} lies past the end of the file")
+        tensors[place.name] = tensor
+    return header.metadata, tensors
 
 
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2/3/3.1, SmolLM2, Mistral, Qwen2 and Qwen3, told apart by ModelSpec alone."""
+"""The Llama family: Llama 2/3/3.1, SmolLM2, Mistral, Qwen2, Qwen3; ModelSpec tells them apart."""
 
 from __future__ import annotations
 

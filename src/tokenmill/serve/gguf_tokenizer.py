@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill.core.gguf import Metadata, read_gguf_header
 from tokenmill.core.types import ModelLoadError
 
-Metadata = dict[str, Any]
-
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -138,7 +120,7 @@ class GgufTokenizer:
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     """Build the tokenizer from a GGUF file's metadata."""
-    metadata = read_metadata(path)
+    metadata = read_gguf_header(path).metadata
     try:
         return _convert(metadata)
     except KeyError as error:
@@ -278,52 +260,3 @@ def _chat_templates(metadata: Metadata) -> dict[str, str]:
 
 def _strip_prefix(metadata: Metadata, prefix: str) -> Metadata:
     return {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
-
-
-def read_metadata(path: Path) -> Metadata:
-    """The key-value part of a GGUF file; tensors are not touched."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse_metadata(data)
-    except (OSError, ValueError, struct.error, KeyError) as error:
-        raise ModelLoadError(f"{path}: not a readable GGUF file ({error})") from None
-
-
-def _parse_metadata(data: mmap.mmap) -> Metadata:
-    magic, version, _, num_pairs = struct.unpack_from("<4sIQQ", data)
-    if magic != b"GGUF" or version not in (2, 3):
-        raise ValueError(f"expected magic b'GGUF' and version 2 or 3, got {magic!r}, {version}")
-    metadata: Metadata = {}
-    offset = struct.calcsize("<4sIQQ")
-    for _ in range(num_pairs):
-        (key,), offset = _strings(data, offset, 1)
-        (kind,) = struct.unpack_from("<I", data, offset)
-        (metadata[key],), offset = _values(data, offset + 4, kind, 1)
-    return metadata
-
-
-def _values(data: mmap.mmap, offset: int, kind: int, count: int) -> tuple[Iterable[Any], int]:
-    """`count` values of one type and the offset after them."""
-    if kind == _STRING:
-        return _strings(data, offset, count)
-    if kind == _ARRAY:
-        arrays = []
-        for _ in range(count):
-            item_kind, length = struct.unpack_from("<IQ", data, offset)
-            items, offset = _values(data, offset + 12, item_kind, length)
-            arrays.append(list(items))
-        return arrays, offset
-    code = f"<{count}{_SCALARS[kind]}"
-    return struct.unpack_from(code, data, offset), offset + struct.calcsize(code)
-
-
-def _strings(data: mmap.mmap, offset: int, count: int) -> tuple[list[str], int]:
-    texts = []
-    for _ in range(count):
-        (length,) = struct.unpack_from("<Q", data, offset)
-        end = offset + 8 + length
-        if end > len(data):
-            raise ValueError("the metadata is cut short")
-        texts.append(data[offset + 8 : end].decode("utf-8", "replace"))
-        offset = end
-    return texts, offset

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from tokenmill.core.types import InvalidRequestError, ModelLoadError
+from tokenmill.core.types import GrammarVocab, InvalidRequestError, ModelLoadError
 from tokenmill.serve.chat_template import ChatTemplate, Message, check_unicode, load_source
 from tokenmill.serve.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
@@ -39,17 +39,6 @@ class TextDecoder:
 
     kind: Literal["byte_level", "byte_fallback", "other"]
     num_stripped_spaces: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarVocab:
-    """Arguments of xgrammar.TokenizerInfo. Special tokens are empty: no grammar may emit them."""
-
-    encoded_vocab: list[str]
-    vocab_type: Literal["RAW", "BYTE_FALLBACK", "BYTE_LEVEL"]
-    vocab_size: int
-    stop_token_ids: list[int]
-    add_prefix_space: bool
 
 
 class Tokenizer:

@@ -1,0 +1,278 @@
+"""Structured output from noise: whatever the logits, the text obeys; what cannot, is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from random_model import EOS, PAD_TO, PIECES, noise, sequence, text_of, vocab
+from tokenmill.core.types import InvalidRequestError, StructuredOutput
+from tokenmill.engine import grammar as grammar_module
+from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError
+from tokenmill.engine.sampling import Sampler, allowed_ids
+
+sampler = Sampler()
+
+
+@pytest.fixture(scope="module")
+def backend() -> GrammarBackend:
+    return GrammarBackend(vocab(), PAD_TO)
+
+
+def generate(grammar: Grammar, salt: int = 0, temperature: float = 1.0) -> str:
+    """The text that the grammar forces out of noise, up to its end."""
+    matcher, seq = grammar.matcher(), sequence([salt + 2], temperature=temperature, seed=salt)
+    while not matcher.is_terminated():
+        logits = noise(seq.token_ids, salt)[None]
+        token = sampler(logits, [seq], [matcher.allowed()])[0][0]
+        matcher.accept(token)
+        seq.token_ids.append(token)
+        assert seq.num_output_tokens < 20_000
+    assert seq.token_ids[-1] == EOS
+    return text_of(seq.token_ids[1:])
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar takes the text, byte by byte, and then its end."""
+    matcher = grammar.matcher()
+    for byte in text.encode():
+        if PIECES.index(bytes([byte])) not in allowed_ids(matcher.allowed(), PAD_TO):
+            return False
+        matcher.accept(PIECES.index(bytes([byte])))
+    return EOS in allowed_ids(matcher.allowed(), PAD_TO)
+
+
+def structured(kind: Any, value: Any = "") -> StructuredOutput:
+    return StructuredOutput(kind, value if isinstance(value, str) else json.dumps(value))
+
+
+PERSON: dict[str, Any] = {
+    "title": "Person",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "description": "who", "minLength": 2, "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", 3, None]}, "minItems": 1},
+        "mail": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-z]+@x$"}]},
+        "child": {"$ref": "#/$defs/point"},
+    },
+    "required": ["name", "age", "tags", "mail"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "y": {"const": "é"}},
+            "required": ["y", "x"],
+        }
+    },
+}
+SCHEMAS: list[Any] = [
+    PERSON,
+    {"type": "string", "format": "date", "title": "Day"},
+    {"type": ["integer", "boolean"], "default": 3},
+    {"type": "array", "prefixItems": [{"type": "boolean"}], "items": False},
+    {"type": "object", "patternProperties": {"^[a-c]$": {"type": "null"}}, "maxProperties": 2},
+    {"type": "object", "propertyNames": {"pattern": "^k"}, "additionalProperties": {"const": 1}},
+    {"type": "integer", "multipleOf": 7},
+    {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "null"}], "description": "either"},
+    {"allOf": [{"$ref": "#/definitions/n"}], "definitions": {"n": {"type": "integer"}}},
+    {"type": "string", "enum": ["red", "green"], "x-unknown": True},
+    {},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
+def test_json_schema_holds_whatever_the_logits(backend: GrammarBackend, schema: Any) -> None:
+    grammar = backend.compile(structured("json_schema", schema))
+    for salt in range(4):
+        text = generate(grammar, salt, temperature=salt % 2)
+        jsonschema_rs.validate(schema, json.loads(text))
+
+
+def test_json_object_is_any_object_and_nothing_else(backend: GrammarBackend) -> None:
+    grammar = backend.compile(structured("json_object"))
+    for salt in range(4):
+        assert isinstance(json.loads(generate(grammar, salt)), dict)
+    assert accepts(grammar, '{\n  "a": [1.5e3, {"é": null}],\n  "b": {}\n}')
+    assert not any(accepts(grammar, text) for text in ("[]", "1", '"a"', "", "{} "))
+    spaces = grammar_module.MAX_WHITESPACE
+    assert accepts(grammar, "{" + " " * spaces + '"a":1}')
+    assert not accepts(grammar, "{" + " " * (spaces + 1) + '"a":1}')
+
+
+@pytest.mark.parametrize("pattern", [r"[0-9]{3}-[a-f]+", r"(yes|no)+\.", r"é*日?", r"^a.b$"])
+def test_regex_holds_whatever_the_logits(backend: GrammarBackend, pattern: str) -> None:
+    grammar = backend.compile(structured("regex", pattern))
+    for salt in range(4):
+        assert re.fullmatch(pattern, generate(grammar, salt))
+
+
+def test_choice_takes_its_strings_literally(backend: GrammarBackend) -> None:
+    choices = ['"', "\\", "\\n", "\n", "a|b", "(", "日é", "😀", "", "yes", "yes!", "\t\x07 ]"]
+    grammar = backend.compile(structured("choice", choices))
+    assert all(accepts(grammar, choice) for choice in choices)
+    assert not any(accepts(grammar, text) for text in ("a", "b", "ye", "n", "yes!!", "\\\\"))
+    assert {generate(grammar, salt) for salt in range(30)} <= set(choices)
+
+
+def test_grammar_and_structural_tag_hold(backend: GrammarBackend) -> None:
+    ebnf = 'root ::= "(" root ")" | [a-c]+'
+    grammar = backend.compile(structured("grammar", ebnf))
+    assert re.fullmatch(r"\(*[a-c]+\)*", generate(grammar))
+    assert accepts(grammar, "((a))") and not accepts(grammar, "((a)")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "</",
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "/>",
+        },
+    }
+    text = generate(backend.compile(structured("structural_tag", tag)))
+    jsonschema_rs.validate(schema, json.loads(text.removeprefix("</").removesuffix("/>")))
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("json_schema", "{bad", "not valid JSON"),
+    ("json_schema", "[" * 100_000, "not valid JSON"),
+    ("json_schema", '{"items":' * 200 + "{}" + "}" * 200, "nested deeper"),
+    ("json_schema", [], "object or bool"),
+    ("json_schema", False, "cannot accept any value"),
+    ("json_schema", {"type": "text"}, 'Unsupported type "text"'),
+    ("json_schema", {"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
+    ("json_schema", {"enum": []}, "enum"),
+    ("json_schema", {"$ref": "#/$defs/nope"}, "nope"),
+    ("json_schema", {"$ref": "https://example.com/s.json"}, "must point into the schema"),
+    ("json_schema", {"$ref": "#anchor"}, "must point into the schema"),
+    ("json_schema", {"not": {"type": "string"}}, "'not' is not supported at #"),
+    ("json_schema", {"properties": {"a": {"if": {}, "then": {}}}}, "'if' .* #/properties/a"),
+    ("json_schema", {"type": "array", "contains": {}}, "'contains'"),
+    ("json_schema", {"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+    ("json_schema", {"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+    ("json_schema", {"type": "number", "multipleOf": 0.5}, "'multipleOf'"),
+    ("json_schema", {"type": "integer", "multipleOf": 2, "minimum": 3}, "'multipleOf'"),
+    ("json_schema", {"type": "string", "pattern": "a", "maxLength": 3}, "'pattern' beside"),
+    ("json_schema", {"type": "string", "format": "date", "minLength": 3}, "'format' beside"),
+    ("json_schema", {"minLength": 3}, "needs 'type': 'string'"),
+    ("json_schema", {"type": "string", "minimum": 3}, "needs 'type': 'number'"),
+    ("json_schema", {"anyOf": [{}], "properties": {}}, "'properties' beside 'anyOf'"),
+    ("json_schema", {"allOf": [{"type": "string"}, {"type": "string"}]}, "'allOf' with more"),
+    ("json_schema", {"type": "string", "enum": ["a", 1]}, "not of the 'type'"),
+    ("json_schema", {"type": "integer", "const": True}, "not of the 'type'"),
+    ("json_schema", {"type": "object", "required": ["x"]}, "'required' names 'x'"),
+    ("json_schema", {"items": {"type": "string", "pattern": "(?=a)b"}}, "Lookahead"),
+    ("json_schema", {"type": "string", "pattern": "("}, "parenthesis"),
+    (
+        "json_schema",
+        {"type": "object", "patternProperties": {"a": {}}, "additionalProperties": True},
+        "'patternProperties' beside",
+    ),
+    (
+        "json_schema",
+        {"properties": {"abc": {}}, "propertyNames": {"maxLength": 2, "type": "string"}},
+        "'propertyNames' beside",
+    ),
+    ("regex", "(", "parenthesis"),
+    ("regex", "a{2", "repetition"),
+    ("regex", r"(a)\1", "Backreference"),
+    ("regex", "(?=a)b", "Lookahead"),
+    ("regex", r"\bfoo", "Word boundary"),
+    ("regex", "\ud800", "surrogates"),
+    ("regex", "a" * (256 * 1024 + 1), "bytes long"),
+    ("choice", "[]", "at least one"),
+    ("choice", '{"a": 1}', "JSON list"),
+    ("choice", '["a", 1]', "strings"),
+    ("choice", "yes", "not valid JSON"),
+    ("grammar", "", "root"),
+    ("grammar", "root ::= other", "other"),
+    ("grammar", "root ::= root", "no token"),
+    ("structural_tag", "{}", "format"),
+    (
+        "structural_tag",
+        {"format": {"type": "json_schema", "json_schema": {"not": {}}}},
+        "'not' is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "reason"), REFUSED, ids=lambda part: repr(part)[:40])
+def test_what_cannot_be_enforced_is_refused(
+    backend: GrammarBackend, kind: str, value: Any, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        backend.compile(structured(kind, value))
+    assert "/project/" not in str(caught.value), "no source paths of the library"
+
+
+def test_a_grammar_whose_masks_take_too_long_is_refused(
+    backend: GrammarBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable = backend.compile(structured("regex", "[a-z]+"))
+    monkeypatch.setattr(grammar_module, "MAX_MASK_S", -1.0)
+    with pytest.raises(InvalidRequestError, match="too ambiguous"):
+        backend.compile(structured("regex", "[a-z]+"))
+    with pytest.raises(GrammarError, match="too ambiguous"):
+        usable.matcher().allowed()
+
+
+def test_a_complete_text_allows_the_stop_token_alone(backend: GrammarBackend) -> None:
+    matcher = backend.compile(structured("choice", ["ab"])).matcher()
+    with pytest.raises(GrammarError, match=f"token {EOS} "):
+        matcher.accept(EOS)
+    for byte in b"ab":
+        matcher.accept(PIECES.index(bytes([byte])))
+    assert allowed_ids(matcher.allowed(), PAD_TO).tolist() == [EOS]
+    assert not matcher.is_terminated()
+    matcher.accept(EOS)
+    assert matcher.is_terminated()
+    with pytest.raises(GrammarError, match="after the end"):
+        matcher.allowed()
+    with pytest.raises(GrammarError):
+        matcher.accept(PIECES.index(b"a"))
+    matcher.rollback(2)
+    assert allowed_ids(matcher.allowed(), PAD_TO).tolist() == [PIECES.index(b"b")]
+
+
+def test_the_sequence_may_have_stop_tokens_of_its_own(backend: GrammarBackend) -> None:
+    matcher = backend.compile(structured("choice", ["a"])).matcher([1])
+    matcher.accept(PIECES.index(b"a"))
+    assert allowed_ids(matcher.allowed(), PAD_TO).tolist() == [1]
+
+
+@pytest.mark.parametrize("size", [len(PIECES), PAD_TO, 352, 1000, 200])
+def test_special_and_padding_ids_are_never_allowed(size: int) -> None:
+    matcher = GrammarBackend(vocab(), size).compile(structured("regex", "(.|\n)*")).matcher()
+    mask = matcher.allowed()
+    assert mask.size == -(-size // 32)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert EOS in allowed and 1 not in allowed
+    assert allowed.max() < min(size, len(PIECES))
+
+
+def test_a_model_without_end_of_text_has_no_structured_output() -> None:
+    with pytest.raises(InvalidRequestError, match="end-of-text"):
+        GrammarBackend(vocab(stop_token_ids=())).compile(structured("json_object"))
+
+
+def test_equal_requests_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 2)
+    backend = GrammarBackend(vocab())
+    first = backend.compile_async(structured("regex", "a"))
+    assert backend.compile_async(structured("regex", "a")) is first
+    assert accepts(first.result(), "a")
+    assert isinstance(backend.compile_async(structured("regex", "(")).exception(), ValueError)
+    assert backend.compile_async(structured("regex", "a")) is first
+    backend.compile_async(structured("regex", "b")).result()  # drops "("
+    assert backend.compile_async(structured("regex", "a")) is first
+    monkeypatch.setattr(grammar_module, "MAX_CACHED_BYTES", 0)
+    backend.compile_async(structured("regex", "c"))  # drops all others
+    assert backend.compile_async(structured("regex", "a")) is not first
+    assert accepts(first.result(), "a"), "a dropped grammar stays usable"
+    backend.close()

@@ -1,0 +1,341 @@
+"""The server over plain HTTP: answers, errors and their shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from serve.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL, make_tokenizer
+from serve.sim_server import SimServer, sim_server
+from tokenmill.core.config import ServerConfig
+
+USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    with sim_server(ServerConfig(port=0, max_body_bytes=100_000)) as running:
+        yield running
+
+
+def test_operations(server: SimServer) -> None:
+    assert server.call("GET", "/health").json == {"status": "ok"}
+    assert server.call("GET", "/version").json["version"]
+    card = server.call("GET", "/v1/models").json["data"][0]
+    assert card["id"] == MODEL and card["max_model_len"] == MAX_MODEL_LEN
+    assert server.call("GET", f"/v1/models/{MODEL}").json == card
+
+
+def test_the_page_and_the_document_agree_with_the_routes(server: SimServer) -> None:
+    document = server.call("GET", "/openapi.json").json
+    assert document["openapi"].startswith("3.1")
+    page = server.call("GET", "/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert b"http://" not in page.body and b"https://" not in page.body and b"src=" not in page.body
+    for path, operations in document["paths"].items():
+        assert path.encode() in page.body
+        for method in operations:
+            answer = server.call(method.upper(), path.replace("{model_id}", MODEL), {})
+            assert answer.status in (200, 400), (method, path)
+            assert str(answer.status) in operations[method]["responses"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+def test_routes_that_do_not_exist(server: SimServer, method: str, path: str, status: int) -> None:
+    answer = server.call(method, path)
+    assert answer.status == status
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.error["type"] in ("not_found_error", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"messages": ' + b"[" * 50_000, b"{} {}", b"NaN"],
+)
+def test_malformed_bodies(server: SimServer, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        answer = server.call("POST", path, body)
+        assert answer.status == 400
+        assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"nonsense": 1}, "nonsense"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"functions": []}, "functions"),
+        ({"audio": {}}, "audio"),
+        ({"logit_processors": []}, "logit_processors"),
+        ({"store": True}, "store"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "y"}]}, "messages[0].mood"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 1000}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": "many"}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [100000]}, "stop_token_ids"),
+        ({"timeout": 0}, "timeout"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_a_refused_field_is_named(server: SimServer, fields: dict[str, Any], param: str) -> None:
+    call = {"model": MODEL, "messages": USER, **fields}
+    answer = server.call("POST", "/v1/chat/completions", call)
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == param
+    assert param.rpartition(".")[2].split("[")[0] in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"messages": USER}, "messages"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [100000]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_a_refused_completion_field_is_named(
+    server: SimServer, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": "hi", **fields})
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == param
+
+
+def test_fields_that_change_nothing(server: SimServer) -> None:
+    harmless = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "modalities": ["text"],
+        "stream": False,
+        "stop": None,
+        "logit_bias": None,
+        "response_format": {"type": "text"},
+    }
+    plain, decorated = server.chat("say: same"), server.chat("say: same", **harmless)
+    assert decorated.json["choices"] == plain.json["choices"]
+
+
+def test_unknown_models(server: SimServer) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        call: dict[str, Any] = {"model": "gpt-9"}
+        call |= {"messages": USER} if "chat" in path else {"prompt": "x"}
+        call = {"model": "gpt-9", "tokens": [1]} if path == "/detokenize" else call
+        answer = server.call("POST", path, call)
+        assert answer.status == 404
+        assert answer.error["code"] == "model_not_found" and answer.error["param"] == "model"
+
+
+def test_the_context_limit(server: SimServer) -> None:
+    fits = server.complete([5] * (MAX_MODEL_LEN - 1), max_tokens=1)
+    assert fits.status == 200 and fits.json["usage"]["total_tokens"] == MAX_MODEL_LEN
+    for prompt, fields in (
+        ([5] * MAX_MODEL_LEN, {}),
+        ([5] * 5000, {}),
+        ([5] * 10, {"max_tokens": MAX_MODEL_LEN - 9}),
+    ):
+        answer = server.complete(prompt, **fields)
+        assert answer.status == 400
+        assert answer.error["code"] == "context_length_exceeded"
+    left = server.chat("count: 10000").json
+    assert left["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert left["choices"][0]["finish_reason"] == "length"
+
+
+def test_bodies_that_are_too_large(server: SimServer) -> None:
+    answer = server.call("POST", "/v1/completions", {"prompt": "x" * 200_000})
+    assert answer.status == 413 and answer.error["code"] == "body_too_large"
+    chunks = iter([b'{"prompt": "', b"x" * 150_000, b'"}'])
+    answer = server.call("POST", "/v1/completions", chunks)
+    assert answer.status == 413
+
+
+def test_tokenize_and_back(server: SimServer) -> None:
+    tokenizer = make_tokenizer()
+    text = "Hello café 😀"
+    answer = server.call("POST", "/tokenize", {"prompt": text, "return_token_strs": True}).json
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == MAX_MODEL_LEN
+    back = server.call("POST", "/detokenize", {"tokens": answer["tokens"]})
+    assert back.json == {"prompt": text}
+    chat = server.call("POST", "/tokenize", {"messages": USER}).json
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(chat["tokens"], skip_special_tokens=False) == expected
+    usage = server.chat("hi").json["usage"]
+    assert usage["prompt_tokens"] == chat["count"]
+    assert server.call("POST", "/tokenize", {}).status == 400
+    assert server.call("POST", "/tokenize", {"prompt": "a", "messages": USER}).status == 400
+    assert server.call("POST", "/detokenize", {"tokens": [10**6]}).error["param"] == "tokens"
+
+
+def test_stream_events(server: SimServer) -> None:
+    answer = server.chat("say: Hello there", stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = answer.events
+    assert done == "[DONE]"
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 3
+    assert all(c["usage"] is None and c["object"] == "chat.completion.chunk" for c in chunks)
+    deltas = [c["choices"][0]["delta"] for c in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert "".join(d.get("content", "") for d in deltas) == "Hello there"
+    reasons = [c["choices"][0]["finish_reason"] for c in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    without = server.chat("say: Hello there", stream=True).events
+    assert all("usage" not in c for c in without[:-1])
+
+
+def test_text_is_escaped_in_events(server: SimServer) -> None:
+    text = 'quotes " and \\ and \n\nnewlines\u2028 data: x 😀 数字'
+    events = server.chat(f"say: {text}", stream=True).events[:-1]
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == text
+
+
+def test_deadlines(server: SimServer) -> None:
+    with sim_server(step_ms=30.0) as slow:
+        answer = slow.chat("count: 400", timeout=0.1)
+        assert answer.status == 408 and answer.error["param"] == "timeout"
+        events = slow.chat("count: 400", timeout=0.3, stream=True).events
+        assert events[-1]["error"]["code"] == "deadline"
+        assert slow.metric("num_requests_running") == 0
+
+
+def test_api_keys() -> None:
+    with sim_server(ServerConfig(port=0, api_keys=("one", "two"))) as guarded:
+        for path in ("/v1/models", f"/v1/models/{MODEL}"):
+            assert guarded.call("GET", path).status == 401
+        for headers in (
+            {},
+            {"Authorization": "Bearer three"},
+            {"Authorization": "one"},
+            {"Authorization": "Basic one"},
+            {"Authorization": "Bearer "},
+        ):
+            answer = guarded.call("POST", "/v1/completions", {"prompt": "hi"}, headers)
+            assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
+        for key in ("one", "two"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert guarded.call("POST", "/v1/completions", {"prompt": "hi"}, headers).status == 200
+        for path in ("/health", "/version", "/metrics", "/docs"):
+            assert guarded.call("GET", path).status == 200
+        document = guarded.call("GET", "/openapi.json").json
+        assert document["paths"]["/v1/completions"]["post"]["security"]
+
+
+def test_metrics_count_what_happened() -> None:
+    with sim_server() as server:
+        prompt = server.chat(f"say: {DEFAULT_TEXT}").json["usage"]
+        server.chat(f"say: {DEFAULT_TEXT}", stream=True)
+        server.chat("count: 100", max_tokens=3)
+        assert server.metric("request_success_total", 'finished_reason="stop"') == 2
+        assert server.metric("request_success_total", 'finished_reason="length"') == 1
+        num_output = 2 * prompt["completion_tokens"] + 3
+        assert server.metric("generation_tokens_total") == num_output
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+            assert server.metric(f"{name}_seconds_count") == 3
+        assert server.metric("request_time_per_output_token_seconds_count") == 3
+        assert server.metric("inter_token_latency_seconds_count") >= 1
+        assert server.metric("prompt_tokens_total") > 2 * prompt["prompt_tokens"]
+        assert server.metric("prefix_cache_queries_total") == server.metric("prompt_tokens_total")
+        assert server.metric("prefix_cache_hits_total") >= 16
+        assert 0 < server.metric("prefix_cache_hit_rate") < 1
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage"):
+            assert server.metric(gauge) == 0
+        kinds = server.call("GET", "/metrics").headers["content-type"]
+        assert kinds.startswith("text/plain")
+
+
+def test_return_token_ids(server: SimServer) -> None:
+    tokenizer = make_tokenizer()
+    answer = server.chat("say: Hello there", return_token_ids=True).json
+    token_ids = answer["choices"][0]["token_ids"]
+    assert tokenizer.decode(token_ids) == "Hello there"
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    events = server.chat("say: Hello there", return_token_ids=True, stream=True).events[:-1]
+    streamed = [t for e in events for t in e["choices"][0].get("token_ids", [])]
+    assert streamed == token_ids and events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    text = server.complete("hi", max_tokens=2, return_token_ids=True).json["choices"][0]
+    assert len(text["token_ids"]) == 2 and tokenizer.decode(text["prompt_token_ids"]) == "hi"
+
+
+def test_bytes_of_a_json_body_are_utf8(server: SimServer) -> None:
+    body = json.dumps({"prompt": "say: \ud800"}).encode()
+    assert server.call("POST", "/v1/completions", body).status == 400
