@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from tokenmill.core.config import SchedulerConfig, ServerConfig
-from tokenmill.core.types import EngineStats, Request, RequestOutput
+from tokenmill.core.types import Request
+from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.plan.simulator import SimRunner
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
-from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.sched.sequence import Sequence
 from tokenmill.serve.chat_template import ChatTemplate
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.wire import ModelFacts
@@ -41,6 +43,7 @@ CORPUS = [
     'JSON {"name": "f", "arguments": {"x": [1, 2, 3]}}',
     "naïve café 数字 😀 👍",
 ]
+SCRIPT = re.compile(r".*\b(say|count|crash|exit): (.*?)(?:<\|im_end\|>.*)?$", re.DOTALL)
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call> <|im_end|>
@@ -82,60 +85,30 @@ class ScriptRunner(SimRunner):
     def __init__(self, tokenizer: Tokenizer, step_ms: float) -> None:
         super().__init__(tokenizer.encode(DEFAULT_TEXT), lambda batch: step_ms / 1e3)
         self._tokenizer = tokenizer
+        self._scripts: dict[str, list[int]] = {}
 
     def sample(self, sequence: Sequence, num_new: int) -> list[int]:
         if sequence.num_computed_tokens + num_new < sequence.num_tokens:
             return []
-        if sequence.state is None:
-            sequence.state = self._script(sequence.request)
-        script: list[int] = sequence.state
+        script = self._scripts.get(sequence.request_id)
+        if script is None:
+            script = self._scripts[sequence.request_id] = self._script(sequence.request)
         position = sequence.num_output_tokens
         return [script[position] if position < len(script) else self._tokenizer.eos_token_ids[0]]
 
     def _script(self, request: Request) -> list[int]:
         prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
-        verb, found, rest = prompt.rpartition(": ")
-        argument = rest.split("<|im_end|>")[0]
-        match verb.split()[-1:] if found else []:
-            case ["say"]:
-                return self._tokenizer.encode(argument, add_special_tokens=False)
-            case ["count"]:
-                return (self._token_ids * int(argument))[: int(argument)]
-            case ["crash"]:
-                raise RuntimeError("the script says so")
-            case ["exit"]:
-                os._exit(9)
+        match = SCRIPT.search(prompt)
+        verb, argument = match.groups() if match else ("", "")
+        if verb == "say":
+            return self._tokenizer.encode(argument, add_special_tokens=False)
+        if verb == "count":
+            return (self._token_ids * int(argument))[: int(argument)]
+        if verb == "crash":
+            raise RuntimeError("the script says so")
+        if verb == "exit":
+            os._exit(9)
         return self._token_ids
-
-
-class SimEngine:
-    """schedule -> run -> update, as the engine does it."""
-
-    def __init__(self, scheduler: Scheduler, runner: SimRunner) -> None:
-        self._scheduler, self._runner = scheduler, runner
-
-    def submit(self, request: Request) -> None:
-        self._scheduler.add(request)
-
-    def abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
-
-    def has_work(self) -> bool:
-        return self._scheduler.has_work()
-
-    def stats(self) -> EngineStats:
-        return self._scheduler.stats()
-
-    def step(self) -> list[RequestOutput]:
-        batch = self._scheduler.schedule(time.monotonic_ns())
-        outputs = self._scheduler.take_finished()
-        return outputs + self._run(batch) if batch.items else outputs
-
-    def _run(self, batch: Batch) -> list[RequestOutput]:
-        try:
-            return self._scheduler.update(batch, self._runner.run(batch))
-        except RuntimeError as error:
-            return self._scheduler.fail(batch, str(error))
 
 
 def run_sim_worker(address: str, limits: SchedulerConfig, step_ms: float) -> None:
@@ -149,7 +122,9 @@ def run_sim_worker(address: str, limits: SchedulerConfig, step_ms: float) -> Non
         block_size=BLOCK_SIZE,
         dtype="none",
     )
-    run_worker(SimEngine(scheduler, ScriptRunner(tokenizer, step_ms)), address, facts)
+    grammar = GrammarBackend(tokenizer.grammar_vocab())
+    engine = LanguageEngine(scheduler, ScriptRunner(tokenizer, step_ms), grammar)
+    run_worker(engine, address, facts)
 
 
 def worker_argv(limits: SchedulerConfig, step_ms: float) -> list[str]:

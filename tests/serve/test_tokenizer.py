@@ -365,7 +365,7 @@ class TestGguf:
             load_tokenizer(file)
         for content in (b"", b"no gguf at all, not a bit of it", file.read_bytes()[:400]):
             file.write_bytes(content)
-            with pytest.raises(ModelLoadError, match=r"m\.gguf: not a GGUF file"):
+            with pytest.raises(ModelLoadError, match=r"m\.gguf: (not a GGUF|the GGUF header)"):
                 load_tokenizer(file)
         with pytest.raises(ModelLoadError, match="absent"):
             load_tokenizer(tmp_path / "absent.gguf")

@@ -33,7 +33,7 @@ class InvalidRequestError(TokenmillError, ValueError):
 
 
 class ModelLoadError(TokenmillError):
-    """A checkpoint, config or tokenizer cannot be used; the message names the file and the field."""
+    """A checkpoint, config or tokenizer cannot be used; the message names file and field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +92,24 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("temperature", 0.0, 100.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("min_tokens", 0, math.inf),
+    ("max_tokens", 1, math.inf),
+    ("logprobs", 0, MAX_TOP_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
+)
+
+
 def _check_sampling(p: SamplingParams) -> None:
     """Raise InvalidRequestError naming the first field that is out of range."""
-    ranges: tuple[tuple[str, float, float], ...] = (
-        ("n", 1, 128),
-        ("temperature", 0.0, 100.0),
-        ("min_p", 0.0, 1.0),
-        ("presence_penalty", -2.0, 2.0),
-        ("frequency_penalty", -2.0, 2.0),
-        ("min_tokens", 0, math.inf),
-    )
-    for name, low, high in ranges:
+    for name, low, high in _RANGES:
         value = getattr(p, name)
-        if not low <= value <= high:  # also false for NaN
+        if value is not None and not low <= value <= high:  # NaN is in no range
             raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
     if not 0.0 < p.top_p <= 1.0:
         raise InvalidRequestError(f"top_p must be in (0, 1], got {p.top_p}", "top_p")
@@ -114,20 +119,10 @@ def _check_sampling(p: SamplingParams) -> None:
         raise InvalidRequestError(
             f"repetition_penalty must be > 0, got {p.repetition_penalty}", "repetition_penalty"
         )
-    if p.max_tokens is not None and p.max_tokens < 1:
-        raise InvalidRequestError(
-            f"max_tokens must be at least 1, got {p.max_tokens}", "max_tokens"
-        )
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequestError(
             f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(p, name)
-        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-            raise InvalidRequestError(
-                f"{name} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", name
-            )
     if any(not s for s in p.stop):
         raise InvalidRequestError("stop strings must not be empty", "stop")
     for token, bias in (p.logit_bias or {}).items():
