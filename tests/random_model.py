@@ -48,6 +48,8 @@ _WORDS = [
 PIECES: list[bytes] = [b"", b"", *(bytes([byte]) for byte in range(256)), *map(str.encode, _WORDS)]
 ENDINGS = [PIECES.index(piece) for piece in (b'"', b"}", b"]", b",")] + [EOS]
 
+SURROGATES = PIECES.index(b"\xed")  # xgrammar lets them pass, a UTF-8 decoder does not
+
 
 def vocab(stop_token_ids: tuple[int, ...] = (EOS,)) -> GrammarVocab:
     tokens = ["".join(_CHARS[byte] for byte in piece) for piece in PIECES]
@@ -63,6 +65,7 @@ def noise(token_ids: list[int], salt: int = 0, width: int = PAD_TO) -> torch.Ten
     seed = zlib.crc32(np.array([*token_ids, salt], np.int64).tobytes())
     logits = np.random.default_rng(seed).normal(0, 3, width).astype(np.float32)
     logits[ENDINGS] += 4
+    logits[SURROGATES] -= 100
     return torch.from_numpy(logits)
 
 

@@ -78,7 +78,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
-        fail(describe(error))
+        if message := describe(error):  # empty where typer has printed the help instead
+            fail(message)
         usage = isinstance(error, SettingsError)
         return USAGE_ERROR if usage else getattr(error, "exit_code", 1)
 

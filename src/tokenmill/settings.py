@@ -29,10 +29,10 @@ CONFIG_FILE = "tokenmill.toml"
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 
 Config = TypeVar("Config")
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base ** (power + 1)
-    for power, prefix in enumerate("KMGT")
-    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
@@ -127,10 +127,9 @@ def parse_size(value: Any) -> int:
     if isinstance(value, bool | float):
         raise ValueError(value)
     match = _SIZE.fullmatch(str(value))
-    units = {name.lower(): factor for name, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units or float(match[1]) == 0:
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
         raise ValueError(value)
-    return round(float(match[1]) * units[match[2].lower()])
+    return round(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _one_of(*choices: str) -> Kind:
@@ -309,7 +308,8 @@ COMMANDS = (
     Setting("num-running", "Requests that decode at once.", _count(1), default=512),
     Setting("num-steps", "Steps to measure.", _count(1), default=200),
     Setting("num-streams", "Streams at once.", _count(1), default=128),
-    Setting("stream-tokens", "Tokens of each stream.", _count(1), default=256),
+    Setting("stream-tokens", "Tokens of each stream.", _count(1), default=512),
+    Setting("step-ms", "Time of a step of the simulated engine.", _number(0, 1000), default=4.0),
 )
 SETTINGS: dict[str, Setting] = {
     s.key: s for s in (*MODEL, *CACHE, *SCHEDULER, *SERVER, *SAMPLING, *BENCH, *COMMANDS)

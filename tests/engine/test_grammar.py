@@ -37,6 +37,11 @@ def generate(grammar: Grammar, salt: int = 0, temperature: float = 1.0) -> str:
     return text_of(seq.token_ids[1:])
 
 
+def finite(digits: str) -> float:
+    """JSON bounds no exponent, a float does."""
+    return max(-1e300, min(float(digits), 1e300))
+
+
 def accepts(grammar: Grammar, text: str) -> bool:
     """Whether the grammar takes the text, byte by byte, and then its end."""
     matcher = grammar.matcher()
@@ -75,6 +80,9 @@ SCHEMAS: list[Any] = [
     PERSON,
     {"type": "string", "format": "date", "title": "Day"},
     {"type": ["integer", "boolean"], "default": 3},
+    {"type": "string", "maxLength": 40},
+    {"type": "string", "pattern": r"^[^\x22\\]{3}\d+$"},
+    {"type": "array", "items": {"type": "string", "pattern": r"^[ -~]\s?$"}},
     {"type": "array", "prefixItems": [{"type": "boolean"}], "items": False},
     {"type": "object", "patternProperties": {"^[a-c]$": {"type": "null"}}, "maxProperties": 2},
     {"type": "object", "propertyNames": {"pattern": "^k"}, "additionalProperties": {"const": 1}},
@@ -91,7 +99,7 @@ def test_json_schema_holds_whatever_the_logits(backend: GrammarBackend, schema: 
     grammar = backend.compile(structured("json_schema", schema))
     for salt in range(4):
         text = generate(grammar, salt, temperature=salt % 2)
-        jsonschema_rs.validate(schema, json.loads(text))
+        jsonschema_rs.validate(schema, json.loads(text, parse_float=finite))
 
 
 def test_json_object_is_any_object_and_nothing_else(backend: GrammarBackend) -> None:
@@ -169,6 +177,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("json_schema", {"type": "object", "required": ["x"]}, "'required' names 'x'"),
     ("json_schema", {"items": {"type": "string", "pattern": "(?=a)b"}}, "Lookahead"),
     ("json_schema", {"type": "string", "pattern": "("}, "parenthesis"),
+    *(
+        ("json_schema", {"type": "string", "pattern": pattern}, "in 'pattern' is not supported")
+        for pattern in ('a"b', r"a\\b", r"\t", r"[a\x22]", r"\u0005", "a\nb")
+    ),
+    ("json_schema", {"type": "object", "patternProperties": {'"': {}}}, "in 'patternProperties'"),
     (
         "json_schema",
         {"type": "object", "patternProperties": {"a": {}}, "additionalProperties": True},
@@ -275,4 +288,3 @@ def test_equal_requests_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -
     backend.compile_async(structured("regex", "c"))  # drops all others
     assert backend.compile_async(structured("regex", "a")) is not first
     assert accepts(first.result(), "a"), "a dropped grammar stays usable"
-    backend.close()

@@ -23,7 +23,7 @@ def test_each_task_runs_once_over_many_launches() -> None:
     for num_tasks in (1, 2, 3, 64, 1000):
         hits = torch.zeros(num_tasks, dtype=torch.int64)
         for _ in range(300):
-            launch(_count, num_tasks, hits, 1)
+            launch(_count, num_tasks, hits.data_ptr(), 1)
         assert hits.tolist() == [300] * num_tasks
 
 
@@ -33,7 +33,7 @@ def test_launches_from_several_threads_do_not_mix() -> None:
 
     def work(buffer: torch.Tensor, value: int) -> None:
         for _ in range(200):
-            launch(_count, 50, buffer, value)
+            launch(_count, 50, buffer.data_ptr(), value)
 
     threads = [
         threading.Thread(target=work, args=(buffer, value)) for value, buffer in enumerate(buffers)

@@ -47,7 +47,7 @@ class PeerProcess:
     def __init__(self, name: str, model: Path, num_threads: int) -> None:
         self.name = name
         self.peak_rss_mib = 0.0
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         command = [sys.executable, "-m", "tokenmill.bench.peer_runners"]
         self._process = subprocess.Popen(
             [*command, name, str(model), str(num_threads)],

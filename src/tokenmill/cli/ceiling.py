@@ -1,8 +1,9 @@
-"""What this machine does at best: GEMM rates at a model's shapes, and the rate of reading memory."""
+"""What this machine does at best: GEMM rates at a model's shapes, and the rate of memory reads."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -48,7 +49,9 @@ def _int8_products(n: int, k: int) -> list[Callable[[], object]]:
     products: list[Callable[[], object]] = [lambda: matmul(quantize_rows(x, limit), packed)]
     if "fbgemm" in torch.backends.quantized.supported_engines:
         scale = weight.abs().max().item() / 127
-        quantized = torch.quantize_per_tensor(weight, scale, 0, torch.qint8)
+        with warnings.catch_warnings():  # torch announces the end of its quantised tensors
+            warnings.simplefilter("ignore")
+            quantized = torch.quantize_per_tensor(weight, scale, 0, torch.qint8)
         prepacked = torch.ops.quantized.linear_prepack(quantized, None)
         products.append(lambda: torch.ops.quantized.linear_dynamic(x, prepacked, True))
     return products

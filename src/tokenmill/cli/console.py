@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
@@ -21,6 +24,12 @@ def fail(message: str) -> None:
 def note(message: str) -> None:
     """One line about what is going on."""
     err.print(message, style="dim", markup=False)
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """One line of JSON on stdout."""
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.stdout.flush()
 
 
 @contextmanager

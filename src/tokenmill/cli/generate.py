@@ -28,7 +28,9 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     settings: Settings,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from stdin.")
+    ],
 ) -> None:
     """Continue a text, or answer it with --chat, in this process.
 

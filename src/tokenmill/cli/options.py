@@ -12,8 +12,8 @@ import typer
 from tokenmill.settings import SETTINGS, SIZE, Setting, SettingsError, load
 
 EPILOG = (
-    "Every flag can also be set in the environment (--max-num-seqs is TOKENMILL_MAX_NUM_SEQS) or in "
-    "a TOML file (max-num-seqs = 64): --config FILE, TOKENMILL_CONFIG, or ./tokenmill.toml. "
+    "Every flag can also be set in the environment (--max-num-seqs is TOKENMILL_MAX_NUM_SEQS) or "
+    "in a TOML file (max-num-seqs = 64): --config FILE, TOKENMILL_CONFIG, or ./tokenmill.toml. "
     "A flag wins over the environment, and the environment over the file."
 )
 

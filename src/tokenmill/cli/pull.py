@@ -40,14 +40,11 @@ def fetch(name: str) -> Path:
 
 
 def _print_catalog() -> None:
-    from rich.table import Table
-
     from tokenmill.models import store
 
-    table = Table("name", "size", "licence", "source", "here", box=None)
     for entry in store.list_catalog():
         size = f"{entry.num_bytes / 1e6:.0f} MB"
-        here = str(store.cached(entry.name) or "not yet")
-        table.add_row(entry.name, size, entry.licence, entry.source, here)
-    console.out.print(table)
+        where = store.cached(entry.name) or f"not here yet: tokenmill pull {entry.name}"
+        for line in (f"{entry.name}  {size}, {entry.licence}, {entry.source}", f"  {where}"):
+            console.out.print(line, markup=False)
     console.note("Any Hugging Face name (org/model) or local folder works as well.")

@@ -6,6 +6,7 @@ needs numpy; the package still names the types and dequantises.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ class GGUFHeader:
 
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Parse the header of a GGUF file; a bad one is a ModelLoadError that names the file."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+    return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=2)  # spec, weights and tokenizer each ask for the same header
+def _read(path: Path, modified_ns: int, num_bytes: int) -> GGUFHeader:
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:

@@ -69,9 +69,11 @@ def build_engine(
         eos |= frozenset(grammar_vocab.stop_token_ids)  # the tokenizer knows turn ends too
     pool = BlockPool(num_blocks, cache.block_size, cache.prefix_cache)
     limits = replace(scheduler, max_model_len=max_len)
+    runner = ModelRunner(network, kv_cache, cache.block_size, Sampler())
+    runner.warm_up()
     engine = LanguageEngine(
         Scheduler(limits, pool, eos),
-        ModelRunner(network, kv_cache, cache.block_size, Sampler()),
+        runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
     )

@@ -8,6 +8,7 @@ whose masks take seconds. All of that happens in the compile threads, beside the
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import threading
@@ -30,6 +31,7 @@ MAX_CACHED_BYTES = 256 * 2**20
 MAX_WHITESPACE = 16  # between two JSON tokens; unbounded, a weak model may never get past it
 MAX_MASK_S = 0.1  # CPU time of one mask in the trial; in a request ten times as much ends it
 _TRIAL_TOKENS = 64
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _CPP_PREFIX = re.compile(r"^\[[\d:]+\] \S+: (?:Check failed: .*? is false: )?")
 
 
@@ -40,24 +42,22 @@ class GrammarError(Exception):
 class Matcher:
     """Follows one sequence: which tokens may come next. It moves on sampled tokens alone."""
 
-    __slots__ = ("_matcher", "_vocab")
+    __slots__ = ("_matcher", "_permitted")
 
-    def __init__(self, matcher: Any, vocab: GrammarVocab) -> None:
+    def __init__(self, matcher: Any, permitted: Bitmask) -> None:
         self._matcher = matcher
-        self._vocab = vocab
+        self._permitted = permitted
 
     def allowed(self) -> Bitmask:
         """The bitmask [ceil(vocab / 32)] of tokens that may come next, at least one."""
-        size = self._vocab.vocab_size
-        mask: Bitmask = np.zeros(-(-size // 32), np.int32)
+        mask = np.zeros_like(self._permitted)
         if self.is_terminated():
             raise GrammarError("a token is asked for after the end of the structured output")
         started = time.thread_time()
         self._matcher.fill_next_token_bitmask(mask[None])
         if time.thread_time() - started > 10 * MAX_MASK_S:
             raise GrammarError("the grammar is too ambiguous to be followed in time")
-        if size % 32:  # xgrammar allows the ids that pad the last word
-            mask[-1] &= (1 << size % 32) - 1
+        mask &= self._permitted
         if not mask.any():
             raise GrammarError("no token of the vocabulary continues the structured output")
         return mask
@@ -79,9 +79,10 @@ class Matcher:
 class Grammar:
     """A compiled grammar; any number of sequences may follow it."""
 
-    def __init__(self, compiled: Any, vocab: GrammarVocab) -> None:
+    def __init__(self, compiled: Any, vocab: GrammarVocab, permitted: Bitmask) -> None:
         self._compiled = compiled
         self._vocab = vocab
+        self._permitted = permitted
         self.num_bytes = int(compiled.memory_size_bytes)
 
     def matcher(self, stop_token_ids: Collection[int] | None = None) -> Matcher:
@@ -90,7 +91,7 @@ class Grammar:
 
         stop_ids = self._vocab.stop_token_ids if stop_token_ids is None else sorted(stop_token_ids)
         matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=stop_ids)
-        return Matcher(matcher, self._vocab)
+        return Matcher(matcher, self._permitted)
 
 
 class GrammarBackend:
@@ -106,6 +107,7 @@ class GrammarBackend:
         self._futures: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler: Any = None
+        self._permitted: dict[bool, Bitmask] = {}
 
     def compile_async(self, structured: StructuredOutput) -> Future[Grammar]:
         """The grammar, now or later; equal requests share one. One thread calls this."""
@@ -127,16 +129,15 @@ class GrammarBackend:
                 f"the {structured.kind} is {num_bytes} bytes long, at most {MAX_SOURCE_BYTES} fit"
             )
         try:
-            grammar = Grammar(_compile(self._make_compiler(), structured), self.vocab)
+            compiler = self._make_compiler()
+            compiled = _compile(compiler, structured)
+            permitted = self._permitted[structured.kind in ("json_object", "json_schema")]
+            grammar = Grammar(compiled, self.vocab, permitted)
             _try(grammar, self.vocab)
         except (RuntimeError, UnicodeError, GrammarError) as error:
             reason = _CPP_PREFIX.sub("", str(error)).strip()
             raise InvalidRequestError(f"the {structured.kind} is not usable: {reason}") from error
         return grammar
-
-    def close(self) -> None:
-        """Forget what is queued and end the threads once they are idle."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _evict(self) -> None:
         """Drop the least recently used beyond the limits; requests that use them keep them."""
@@ -158,13 +159,31 @@ class GrammarBackend:
                     stop_token_ids=self.vocab.stop_token_ids,
                     add_prefix_space=self.vocab.add_prefix_space,
                 )
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+                num_threads = max(1, (os.cpu_count() or 1) // 2)  # of one compilation
+                self._compiler = xgrammar.GrammarCompiler(
+                    info, max_threads=num_threads, cache_enabled=False
+                )
+                self._permitted = _permitted(info.decoded_vocab, self.vocab.vocab_size)
             return self._compiler
 
 
 def _num_bytes(future: Future[Grammar]) -> int:
-    finished = future.done() and not future.cancelled() and future.exception() is None
+    finished = future.done() and future.exception() is None
     return future.result().num_bytes if finished else 0
+
+
+def _permitted(decoded_vocab: list[bytes], vocab_size: int) -> dict[bool, Bitmask]:
+    """The ids a grammar may ever allow: the vocabulary's; in JSON those without control characters.
+
+    xgrammar allows the ids that pad the last word of a mask, and control characters in strings of
+    bounded length, where JSON forbids them. Line breaks stay for the space between JSON tokens.
+    """
+    bits = np.zeros((2, -(-vocab_size // 32) * 32), np.uint8)
+    bits[:, :vocab_size] = 1
+    for token_id, text in enumerate(decoded_vocab):
+        bits[1, token_id] = _CONTROL.search(text) is None
+    words = np.packbits(bits, axis=-1, bitorder="little").view(np.int32)
+    return {False: words[0], True: words[1]}
 
 
 def _compile(compiler: Any, structured: StructuredOutput) -> Any:

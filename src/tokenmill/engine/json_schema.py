@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,10 @@ _ASSERTIONS = frozenset(
     {*_DECIDING, *_STRING, *_RANGE, *_SIZES, *_SCHEMAS, "multipleOf", "format", "required"}
     | {"properties", "patternProperties", "propertyNames", "prefixItems"}
 )
+_PATTERN_PART = re.compile(
+    r"\[\^(?:\\.|[^\]\\])*\]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|.", re.DOTALL
+)
+_ESCAPED = {'"', "\\", '\\"', "\\\\", "\\n", "\\r", "\\t", "\\f", "\\v", "\\0"}
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -83,8 +88,10 @@ def _walk(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in (*_SCHEMAS, "propertyNames"):
+    for key in _SCHEMAS:
         yield f"{path}/{key}", node.get(key)
+    if isinstance(node.get("propertyNames"), dict):  # names are strings without saying so
+        yield f"{path}/propertyNames", {"type": "string"} | node["propertyNames"]
     for key in _SCHEMA_LISTS:
         children = node.get(key)
         if isinstance(children, list):
@@ -148,8 +155,17 @@ def _string_problem(node: dict[str, Any]) -> str | None:
         return f"{found[0]!r} needs 'type': 'string'"
     if "pattern" in node and len(found) > 1:
         return f"'pattern' beside {found[0]!r} is not supported"
-    if "format" in node and found and _declares(node, "string"):
+    if "format" in node and found:
         return f"'format' beside {found[0]!r} is not supported"
+    return _pattern_problem(node.get("pattern"))
+
+
+def _pattern_problem(pattern: Any) -> str | None:
+    """Characters that JSON must escape come out as they are: outside [^...] none may be named."""
+    for part in _PATTERN_PART.findall(pattern) if isinstance(pattern, str) else ():
+        char = chr(int(part[2:], 16)) if part[:2] in ("\\x", "\\u") and part[2:] else part
+        if char < " " or char in _ESCAPED:
+            return "a quote, a backslash or a control character in 'pattern' is not supported"
     return None
 
 
@@ -170,6 +186,10 @@ def _object_problem(node: dict[str, Any]) -> str | None:
             return f"'required' names {undeclared[0]!r}, which is not in 'properties'"
     if properties and "propertyNames" in node:
         return "'propertyNames' beside 'properties' is not supported"
+    for pattern in _as_dict(node.get("patternProperties")):
+        problem = _pattern_problem(pattern)
+        if problem:
+            return problem.replace("'pattern'", "'patternProperties'")
     if "patternProperties" in node and node.get("additionalProperties", False) is not False:
         return "'patternProperties' beside 'additionalProperties' is not supported"
     return None

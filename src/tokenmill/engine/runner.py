@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tokenmill.core.spec import ModelSpec
-from tokenmill.core.types import StepResult, TokenLogprobs
+from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
 from tokenmill.engine.sampling import Sampler, grammar_masks
 from tokenmill.kernels.attention import AttentionBatch, query_tiles
 from tokenmill.sched.sequence import Batch, Sequence
@@ -31,15 +31,17 @@ class Model(Protocol):
 
 
 def allocate_kv_cache(spec: ModelSpec, num_blocks: int, block_size: int) -> KVCache:
-    """Zeroed blocks per layer: a masked key weighs nothing, but must be a number."""
-    heads, dim = spec.num_kv_heads, spec.head_dim
-    return [
-        (
-            torch.zeros(num_blocks, heads, dim, block_size),
-            torch.zeros(num_blocks, heads, block_size, dim),
-        )
-        for _ in range(spec.num_layers)
-    ]
+    """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
+
+    numpy asks the system for zeroed pages, which take no memory before their first use.
+    """
+    keys = (num_blocks, spec.num_kv_heads, spec.head_dim, block_size)
+    values = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+
+    def zeros(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+
+    return [(zeros(keys), zeros(values)) for _ in range(spec.num_layers)]
 
 
 class ModelRunner:
@@ -51,6 +53,18 @@ class ModelRunner:
         self.block_size = block_size
         self.sampler = sampler
         self.group = model.spec.num_heads // model.spec.num_kv_heads
+
+    def warm_up(self) -> None:
+        """Compile and load every kernel before the first request waits for them.
+
+        Prefill and decode of a few tokens in block 0, which belongs to nobody yet.
+        """
+        request = Request("warm-up", [0, 0, 0], SamplingParams(temperature=0.0))
+        seq = Sequence(request, (0, 0, 0), self.block_size, frozenset())
+        seq.block_ids = [0]
+        for num_new in (2, 1):
+            self.run(Batch([(seq, num_new)], num_new))
+            seq.num_computed_tokens += num_new
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:

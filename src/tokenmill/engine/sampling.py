@@ -1,8 +1,8 @@
 """From logits to tokens: penalties, constraints, filters, one reproducible draw, log-probabilities.
 
-The order is vLLM's: repetition, frequency and presence penalty, logit_bias, min_tokens and grammar
-masks, temperature, min_p, top_k, top_p. Filters are thresholds on the logit, so tokens with equal
-logits are kept or dropped together. Log-probabilities are those of the raw logits.
+The order: repetition, frequency and presence penalty, logit_bias, min_tokens and grammar masks,
+then, as in vLLM, temperature, min_p, top_k, top_p. Filters are thresholds on the logit: tokens with
+equal logits are kept or dropped together. Log-probabilities are those of the raw logits.
 
 A token is drawn by inverting the cumulative distribution in token-id order at one uniform number,
 a hash of (seed, output position). Neither the other rows of the batch nor preemption or chunking
@@ -94,11 +94,12 @@ def grammar_masks(rows: list[Sequence]) -> list[Bitmask | None]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that decides a token: splitmix64 of the mixed seed, 48 bits of it."""
-    return (_mix(_mix(seed) + position) >> 16) * 2.0**-48
+    """The number in [0, 1) that decides a token: 48 bits of a hash of seed and position."""
+    return (splitmix64(splitmix64(seed) + position) >> 16) * 2.0**-48
 
 
-def _mix(value: int) -> int:
+def splitmix64(value: int) -> int:
+    """The first output of the splitmix64 generator seeded with `value`."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64

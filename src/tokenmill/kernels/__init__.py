@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 
 @functools.cache
@@ -17,3 +18,9 @@ def cpu_kernels() -> bool:
     from tokenmill.kernels.cpu import build
 
     return build.supported()
+
+
+@functools.cache
+def compiled(name: str) -> Any:
+    """The module kernels/cpu/<name>.py, imported on first use."""
+    return importlib.import_module(f"tokenmill.kernels.cpu.{name}")

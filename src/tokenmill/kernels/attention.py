@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenmill.kernels import cpu_kernels
+from tokenmill.kernels import compiled, cpu_kernels
 
 TILE_ROWS = 24  # query rows that share one pass over the keys: four register tiles
 
@@ -43,9 +43,8 @@ def query_tiles(query_lens: np.ndarray, group: int) -> tuple[np.ndarray, np.ndar
 def _compiled(k_cache: torch.Tensor) -> bool:
     if not cpu_kernels():
         return False
-    from tokenmill.kernels.cpu.attention import supports
-
-    return supports(k_cache.shape[2], k_cache.shape[3])
+    supports: bool = compiled("attention").supports(k_cache.shape[2], k_cache.shape[3])
+    return supports
 
 
 def rope_and_cache(
@@ -66,9 +65,7 @@ def rope_and_cache(
     """
     dim = k_cache.shape[2]
     if _compiled(k_cache):
-        from tokenmill.kernels.cpu.attention import rope_and_cache as kernel
-
-        kernel(
+        compiled("attention").rope_and_cache(
             qkv,
             k_cache,
             v_cache,
@@ -132,9 +129,7 @@ def paged_attention(
     """
     if not _compiled(k_cache):
         return paged_attention_reference(q, k_cache, v_cache, batch, num_heads, window)
-    from tokenmill.kernels.cpu.attention import paged_attention as kernel
-
-    return kernel(
+    out: torch.Tensor = compiled("attention").paged_attention(
         q,
         k_cache,
         v_cache,
@@ -147,6 +142,7 @@ def paged_attention(
         batch.tile_tokens,
         window,
     )
+    return out
 
 
 def paged_attention_reference(

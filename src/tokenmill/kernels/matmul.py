@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import cpu_kernels
+from tokenmill.kernels import compiled, cpu_kernels
 
 INT32_MAX = 2**31 - 1
 
@@ -56,9 +56,7 @@ def activation_limit(k: int) -> int:
 def quantize_rows(x: torch.Tensor, limit: int) -> QuantizedRows:
     """Round each row of x[m, k] to int16 in [-limit, limit]."""
     if cpu_kernels():
-        from tokenmill.kernels.cpu.rows import quantize_rows as kernel
-
-        return QuantizedRows(*kernel(x, limit))
+        return QuantizedRows(*compiled("rows").quantize_rows(x, limit))
     return quantize_rows_reference(x, limit)
 
 
@@ -93,8 +91,7 @@ def matmul(
     """x[m, k] @ W.T (+ bias) -> fp32 [m, n]; with `add_to`, added to it in place."""
     if not weight.tiled:
         return matmul_reference(x, weight, bias, add_to)
-    from tokenmill.kernels.cpu.matmul import matmul_f32, matmul_int8
-
+    kernels = compiled("matmul")
     rows = x.values.shape[0] if isinstance(x, QuantizedRows) else x.shape[0]
     padded = weight.n + -weight.n % 8
     if add_to is not None and padded != weight.n:
@@ -105,12 +102,12 @@ def matmul(
         assert weight.scales is not None
         if bias is not None and padded != weight.n:
             bias = torch.nn.functional.pad(bias, (0, padded - weight.n))
-        matmul_int8(x.values, x.scales, weight.data, weight.scales, bias, out, keep)
+        kernels.matmul_int8(x.values, x.scales, weight.data, weight.scales, bias, out, keep)
     else:
-        matmul_f32(x, weight.data, out, keep)
+        kernels.matmul_f32(x, weight.data, out, keep)
         if bias is not None:
             out[:, : weight.n] += bias
-    return out[:, : weight.n]
+    return out if padded == weight.n else out[:, : weight.n]
 
 
 def matmul_reference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import cpu_kernels
+from tokenmill.kernels import compiled, cpu_kernels
 from tokenmill.kernels.matmul import QuantizedRows, quantize_rows_reference
 
 
@@ -14,9 +14,7 @@ def rms_norm(
     """RMSNorm of x[m, k]; with limit > 0 the rows come back as int16 in [-limit, limit]."""
     if not cpu_kernels():
         return rms_norm_reference(x, weight, eps, limit)
-    from tokenmill.kernels.cpu.rows import rms_norm as kernel
-
-    values, scales = kernel(x, weight, eps, limit)
+    values, scales = compiled("rows").rms_norm(x, weight, eps, limit)
     return QuantizedRows(values, scales) if limit else values
 
 
@@ -31,9 +29,7 @@ def silu_mul(gate_up: torch.Tensor, limit: int = 0) -> torch.Tensor | QuantizedR
     """silu(gate) * up of gate_up[m, 2k] -> [m, k]; limit as in rms_norm."""
     if not cpu_kernels():
         return silu_mul_reference(gate_up, limit)
-    from tokenmill.kernels.cpu.rows import silu_mul as kernel
-
-    values, scales = kernel(gate_up, limit)
+    values, scales = compiled("rows").silu_mul(gate_up, limit)
     return QuantizedRows(values, scales) if limit else values
 
 

@@ -59,8 +59,8 @@ def block_hashes(
 ) -> list[int]:
     """Hash each full block together with all before it; equal in every process.
 
-    `start` is (hash of the block before token_ids[0], its number of blocks) and continues a chain
-    without rehashing; without it the chain begins at the salt's seed.
+    `start` continues a chain without rehashing: (hash of its last block, how many blocks it has).
+    Without it the chain begins at the salt's seed.
     """
     count = len(token_ids) // block_size
     if count == 0:

@@ -66,7 +66,7 @@ def create_app(
         exception_handlers=_exception_handlers(),
     )
     app.state.api = state
-    api_document = document(version("tokenmill"), bool(config.api_keys))
+    api_document = document(version("tokenmill"), model, bool(config.api_keys))
     app.openapi = lambda: api_document  # type: ignore[method-assign]
     _add_generation(app, state, Preparer(tokenizer, client.facts, config))
     _add_models(app, state)

@@ -26,11 +26,13 @@ _TITLES = {
 }
 _GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
 _TEXT_ERRORS = (400, 401, 404, 413)
-_STRUCTS = (
+_REQUESTS = (
     protocol.ChatCompletionRequest,
     protocol.CompletionRequest,
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
+)
+_ANSWERS = (
     responses.ChatCompletion,
     responses.ChatCompletionChunk,
     responses.Completion,
@@ -44,11 +46,14 @@ _STRUCTS = (
 )
 
 
-def document(version: str, needs_key: bool) -> Json:
-    """The whole OpenAPI 3.1 document."""
+def document(version: str, model: str, needs_key: bool) -> Json:
+    """The whole OpenAPI 3.1 document of a server of `model`."""
     _, schemas = msgspec.json.schema_components(
-        _STRUCTS, ref_template="#/components/schemas/{name}"
+        _REQUESTS + _ANSWERS, ref_template="#/components/schemas/{name}"
     )
+    for struct in _REQUESTS:
+        name = schemas[struct.__name__]["properties"]["model"]
+        name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
     security: list[Json] = [{"key": []}] if needs_key else []
     paths = _paths()
     for path, operations in paths.items():

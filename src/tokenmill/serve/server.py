@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -21,6 +22,7 @@ from tokenmill.serve.wire import EngineClient, ModelFacts
 BACKLOG = 2048
 KEEP_ALIVE_S = 60  # of idle connections, which clients pool
 CLOSE_S = 5  # answers still being sent when the drain is over get this long
+MAX_FILES = 65_536
 POLL_S = 0.02
 
 T = TypeVar("T")
@@ -43,6 +45,7 @@ def serve(
     `worker_argv` followed by "--address ADDRESS" starts the worker; `on_listening` gets the URL.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
+    _raise_file_limit()
     with contextlib.closing(_bind(config.host, config.port)) as listener:
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -140,6 +143,14 @@ def _uvicorn_config(app: Any) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
+
+
+def _raise_file_limit() -> None:
+    """Every connection is a descriptor, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bind(host: str, port: int) -> socket.socket:

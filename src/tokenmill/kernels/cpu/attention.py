@@ -14,7 +14,7 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.build import compiled
-from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.pool import float_bits, get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
@@ -170,9 +170,9 @@ def _head_norm(x: Any, weight: Any, dim: int, eps: Any) -> None:
 
 
 def _rope_body(args: Any, task: int) -> None:
-    heads, kv_heads, dim, block_size = args[9], args[10], args[11], args[12]
-    num_tokens, rows, stride = args[13], args[14], args[15]
-    scale, eps = np.float32(as_float(args[16])), as_float(args[17])
+    heads, kv_heads, dim, block_size = args[8], args[9], args[10], args[11]
+    num_tokens, rows, stride = args[12], args[13], args[14]
+    scale, eps = np.float32(as_float(args[15])), as_float(args[16])
     half = dim // 2
     positions = carray(i64_at(args[4]), (num_tokens,))
     slots = carray(i64_at(args[5]), (num_tokens,))
@@ -225,14 +225,14 @@ def rope_and_cache(
     launch(
         _rope_kernel,
         -(-tokens // rows),
-        qkv,
-        k_cache,
-        v_cache,
-        cos_sin,
-        positions,
-        slots,
-        *((0, 0) if norms is None else norms),
-        0,
+        qkv.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        cos_sin.data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        0 if norms is None else norms[0].data_ptr(),
+        0 if norms is None else norms[1].data_ptr(),
         num_heads,
         kv_heads,
         dim,
@@ -240,8 +240,8 @@ def rope_and_cache(
         tokens,
         rows,
         qkv.stride(0),
-        scale,
-        eps,
+        float_bits(scale),
+        float_bits(eps),
     )
 
 
@@ -265,15 +265,15 @@ def paged_attention(
     launch(
         _attention_kernel,
         tile_seqs.shape[0] * kv_heads,
-        q,
-        k_cache,
-        v_cache,
-        out,
-        tile_seqs,
-        tile_starts,
-        query_starts,
-        context_lens,
-        block_tables,
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        tile_seqs.data_ptr(),
+        tile_starts.data_ptr(),
+        query_starts.data_ptr(),
+        context_lens.data_ptr(),
+        block_tables.data_ptr(),
         q.stride(0),
         num_heads,
         kv_heads,

@@ -119,8 +119,19 @@ def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: b
     (m, k), n = x.shape, out.shape[1]
     assert x.stride(1) == out.stride(1) == 1 and n % 8 == 0
     tasks = _num_tasks(m, n, F32_COLUMNS)
-    strides = (4 * x.stride(0), 4 * out.stride(0))
-    launch(_f32_kernel, tasks, x, weight, out, m, k, n, *strides, int(keep))
+    launch(
+        _f32_kernel,
+        tasks,
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        m,
+        k,
+        n,
+        4 * x.stride(0),
+        4 * out.stride(0),
+        keep,
+    )
 
 
 def matmul_int8(
@@ -138,15 +149,15 @@ def matmul_int8(
     launch(
         _int_kernel,
         _num_tasks(m, n, INT_COLUMNS),
-        values,
-        weight,
-        out,
+        values.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
         m,
         k,
         n,
-        scales,
-        weight_scales,
-        0 if bias is None else bias,
+        scales.data_ptr(),
+        weight_scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         4 * out.stride(0),
-        int(keep),
+        keep,
     )

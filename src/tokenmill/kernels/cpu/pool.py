@@ -8,14 +8,15 @@ helpers must agree on lies in one atomic word, the ticket: generation, number of
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
@@ -175,18 +176,16 @@ def task_kernel(body: Callable[[Any, int], None]) -> Any:
     return cached(cfunc(types.void(types.int64, types.int64), nopython=True, cache=True), entry)
 
 
-def _as_slot(arg: torch.Tensor | int | float) -> int:
-    if isinstance(arg, int):
-        return arg
-    if isinstance(arg, float):
-        return int(struct.unpack("q", struct.pack("d", arg))[0])
-    return arg.data_ptr()
+@functools.lru_cache(maxsize=1024)
+def float_bits(value: float) -> int:
+    """A double as the int64 argument that `tiles.as_float` turns back."""
+    return int(struct.unpack("q", struct.pack("d", value))[0])
 
 
-def launch(kernel: Any, num_tasks: int, *args: torch.Tensor | int | float) -> None:
-    """Run `kernel`'s tasks 0..num_tasks-1; tensors pass as addresses, args[0] is the first."""
-    slots = np.array([*map(_as_slot, args)], np.int64)
+def launch(kernel: Any, num_tasks: int, *args: int) -> None:
+    """Run `kernel`'s tasks 0..num_tasks-1 over its int64 args: addresses, sizes, float_bits."""
+    slots = array("q", args)  # alive until the launch is over
     if num_tasks == 1:
-        kernel.ctypes(slots.ctypes.data, 0)
+        kernel.ctypes(slots.buffer_info()[0], 0)
     else:
-        _POOL.run(kernel.address, slots.ctypes.data, num_tasks)
+        _POOL.run(kernel.address, slots.buffer_info()[0], num_tasks)

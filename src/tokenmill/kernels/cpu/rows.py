@@ -9,7 +9,7 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.build import compiled
-from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.pool import float_bits, get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
@@ -92,14 +92,26 @@ _quantize_kernel = task_kernel(_quantize_body)
 
 
 def _run(
-    kernel: Any, x: torch.Tensor, weight: torch.Tensor | int, k: int, limit: int, extra: int | float
+    kernel: Any, x: torch.Tensor, weight: int, k: int, limit: int, extra: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch over chunks of rows; returns ([m, k] int16 or fp32, [m] scales)."""
     m = x.shape[0]
-    rows = max(1, -(-m // (4 * get_num_threads())))
+    rows = -(-m // (4 * get_num_threads()))
     out = torch.empty(m, k, dtype=torch.int16 if limit else torch.float32)
     scales = torch.empty(m)
-    launch(kernel, -(-m // rows), x, weight, out, scales, m, k, rows, limit, extra)
+    launch(
+        kernel,
+        -(-m // rows),
+        x.data_ptr(),
+        weight,
+        out.data_ptr(),
+        scales.data_ptr(),
+        m,
+        k,
+        rows,
+        limit,
+        extra,
+    )
     return out, scales
 
 
@@ -108,7 +120,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of x[m, k]; limit 0 leaves fp32, else int16 rows in [-limit, limit]."""
     assert x.is_contiguous() and weight.is_contiguous()
-    return _run(_norm_kernel, x, weight, x.shape[1], limit, eps)
+    return _run(_norm_kernel, x, weight.data_ptr(), x.shape[1], limit, float_bits(eps))
 
 
 def silu_mul(gate_up: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,94 @@
+"""The throughput benchmark's report: one dict for the JSON line, and what is printed above it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from tokenmill.bench import throughput as bench
+from tokenmill.cli.console import out
+
+if TYPE_CHECKING:
+    from tokenmill.bench.peers import Lineup
+    from tokenmill.engine.build import BuiltEngine
+
+Report = dict[str, Any]
+
+
+def throughput_report(
+    cells: list[bench.Cell],
+    measured: bench.Measured,
+    machine: bench.Machine,
+    built: BuiltEngine,
+    lineup: Lineup | None,
+) -> Report:
+    """All figures of a run; `ratios` is there when peers were asked for."""
+    reports: dict[str, dict[str, Report]] = {}
+    for cell in cells:
+        runs = measured.runs[cell.name]
+        figures = {who: bench.cell_report(cell, r) for who, r in runs.items()}
+        ours = bench.with_ceiling(figures[bench.OURS], cell, built.spec, built.dtype, machine)
+        reports[cell.name] = figures | {bench.OURS: ours}
+    report = {
+        "benchmark": "throughput",
+        "model": built.description,
+        "dtype": built.dtype,
+        "num_threads": machine.num_threads,
+        "peak_rss_mib": bench.peak_rss_mib(),
+        "weight_mib": round(built.weight_bytes / 2**20, 1),
+        "machine": {
+            **{f"{name}_gemm_gflops": round(f / 1e9, 1) for name, f in machine.gemm_flops.items()},
+            "read_gb_s": round(machine.read_bytes_per_s / 1e9, 1),
+        },
+        "cells": reports,
+    }
+    if lineup:
+        rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
+        absent = lineup.absent | measured.failures
+        peers = {"versions": lineup.versions, "peak_rss_mib": rss, "absent": absent}
+        report |= {"peers": peers, "ratios": bench.ratios(reports)}
+    return report
+
+
+def print_throughput(cells: list[bench.Cell], report: Report) -> None:
+    """Cell by cell: every engine's rate, ours beside its ceiling."""
+    machine = report["machine"]
+    out.print(f"{report['model']}, computed in {report['dtype']}", markup=False)
+    out.print(
+        f"machine ({report['num_threads']} threads): fp32 GEMM {machine['fp32_gemm_gflops']:.0f} "
+        f"GFLOP/s, int8 GEMM {machine['int8_gemm_gflops']:.0f} GOP/s, memory read "
+        f"{machine['read_gb_s']:.1f} GB/s"
+    )
+    out.print(
+        f"peak memory {report['peak_rss_mib']:.0f} MiB, weights {report['weight_mib']:.0f} MiB"
+    )
+    for cell in cells:
+        _print_cell(cell, report["cells"][cell.name])
+    for name, reason in report.get("peers", {}).get("absent", {}).items():
+        out.print(f"{name}: {reason}", markup=False)
+    for name, ratio in report.get("ratios", {}).items():
+        out.print(f"{name}: " + (f"{ratio:.2f}x the best peer" if ratio else "no peer ran"))
+
+
+def _print_cell(cell: bench.Cell, figures: dict[str, Report]) -> None:
+    unit = "prompt" if cell.counts_prompt else "output"
+    ours = figures[bench.OURS]
+    out.print(
+        f"\n[bold]{cell.name}[/bold] {cell.shape}: {ours['tok_s']:.1f} {unit} tok/s of a ceiling "
+        f"of ~{ours['ceiling_tok_s']:.0f} from linear layers at the measured GEMM rate and memory "
+        f"at the read rate ({ours['share_of_ceiling']:.0%})"
+    )
+    out.print(
+        f"  total {ours['total_tok_s']:.1f} tok/s, MFU {ours['mfu']:.0%} of the "
+        f"GEMM rate, MBU {ours['mbu']:.0%} of the read rate"
+    )
+    for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+        if summary := ours[key]:
+            parts = ", ".join(f"{p} {summary[p]:.1f}" for p in ("p50", "p90", "p99"))
+            out.print(f"  {label} ms: {parts}")
+    table = Table("engine", f"{unit} tok/s", "runs", box=None, pad_edge=False)
+    for who, row in sorted(figures.items(), key=lambda item: -item[1]["tok_s"]):
+        table.add_row(who, f"{row['tok_s']:.1f}", " ".join(f"{r:.1f}" for r in row["tok_s_runs"]))
+    if len(figures) > 1:
+        out.print(table)

@@ -1,0 +1,160 @@
+"""The commands on a tiny model: random weights from a config.json, and a tokenizer."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiny_tokenizers import HERMES_TEMPLATE, byte_level, save_folder
+from tokenmill.__main__ import run
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 422,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+ENGINE = ["--random-weights", "--num-threads", "1", "--kv-cache-memory", "4MiB"]
+START_S = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_folder(
+        byte_level(),
+        tmp_path_factory.mktemp("tiny"),
+        eos_token="<|im_end|>",
+        chat_template=HERMES_TEMPLATE,
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def generate(model: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    line = ["generate", "--model", str(model), "--max-tokens", "8", "--ignore-eos", *ENGINE]
+    assert run([*line, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_generate_streams_what_json_reports(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = generate(model, capsys, "Hello world", "--temperature", "0")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello world"))
+    report = json.loads(generate(model, capsys, "-", "--temperature", "0", "--json"))
+    assert report["text"] + "\n" == text
+    assert report["finish_reason"] == "length"
+    assert report["num_output_tokens"] == 8 and report["tok_s"] > 0
+    chat = json.loads(generate(model, capsys, "Hello world", "--chat", "--json"))
+    assert chat["num_prompt_tokens"] > report["num_prompt_tokens"]
+
+
+def test_generate_names_a_prompt_that_is_too_long(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "x" * 300, "--model", str(model), *ENGINE]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: a prompt has 300 tokens; the context limit is 256"
+    )
+
+
+def test_chat_keeps_and_forgets_the_conversation(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["Hello there", "", "/help", "Hello there", "/reset", "Hello there", "/exit", "unread"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    line = ["chat", str(model), "--temperature", "0", "--max-tokens", "6", *ENGINE]
+    assert run(line) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("tok/s, first after") == 3
+    assert "The conversation is forgotten." in captured.err
+    assert sys.stdin.read() == "unread"
+
+
+def test_throughput_ends_in_one_json_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "throughput", "--model", str(model), "--random-weights", "--num-threads", "1"]
+    line += ["--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--cell", "batch"]
+    assert run([*line, "--cell", "single", "--rounds", "2", "--max-model-len", "256"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(lines[-1])
+    assert list(report["cells"]) == ["batch", "single"]
+    ours = report["cells"]["batch"]["tokenmill"]
+    assert len(ours["tok_s_runs"]) == 2
+    assert ours["output_tok_s"] * 5 == pytest.approx(ours["total_tok_s"], rel=0.01)
+    assert 0 < ours["mfu"] < 1 and ours["ceiling_tok_s"] > ours["tok_s"]
+    assert {"p50", "p99"} <= ours["ttft_ms"].keys() & ours["tpot_ms"].keys()
+    assert report["machine"]["read_gb_s"] > 0 and "ratios" not in report
+    assert any("of a ceiling of" in text for text in lines)
+    assert run([*line, "--cell", "prefill"]) == 1
+    assert "cell prefill needs 2049 tokens" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`tokenmill serve` on a free port; its URL is read from its log."""
+    command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--port", "0", *ENGINE]
+    environ = os.environ | {"TOKENMILL_API_KEY": "secret", "TOKENMILL_SERVED_MODEL_NAME": "tiny"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if match := re.search(r"tiny .* is served at (\S+)/v1", line):
+                    yield process, match[1]
+                    break
+        finally:
+            process.kill()
+
+
+def test_chat_with_a_server(
+    server: tuple[subprocess.Popen[str], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = server[1] + "/v1"
+    assert run(["chat", "--url", url]) == 1
+    assert "answered 401: missing or wrong API key" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there\nHello again"))
+    line = ["chat", "--url", url, "--api-key", "secret", "--max-tokens", "6", "--ignore-eos"]
+    assert run([*line, "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("6 tokens, ") == 2
+    assert len(captured.out) > 6
+
+
+def test_a_used_port_is_one_sentence(
+    server: tuple[subprocess.Popen[str], str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = server[1].rsplit(":", 1)[1]
+    assert run(["serve", str(model), "--port", port, "--random-weights"]) == 1
+    assert capsys.readouterr().err == (
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_sigterm_ends_the_server_well(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, _ = server
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(START_S) == 0
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    folder = save_folder(byte_level(), tmp_path, eos_token="<|im_end|>")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "tanh"}))
+    command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1 and "hidden_act" in result.stderr

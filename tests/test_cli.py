@@ -1,0 +1,177 @@
+"""The command line: help, errors in one sentence, and the commands that need no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tokenmill import __version__
+from tokenmill.__main__ import app, run
+from tokenmill.cli import local, serve
+from tokenmill.cli.options import shown_default
+from tokenmill.settings import SETTINGS, Settings
+
+
+@pytest.fixture(autouse=True)
+def clean_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:
+        if name != "TOKENMILL_CACHE":
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """All commands of the app by their words."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= commands(command, (*path, name))
+        else:
+            found[(*path, name)] = command
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit status and the one line on stderr."""
+    status = run(arguments)
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    assert captured.err.startswith("error: ")
+    return status, captured.err.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize("words", [(), ("bench",), *COMMANDS], ids=" ".join)
+def test_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*words, "--help"]) == 0
+    assert f"Usage: {' '.join(('tokenmill', *words))}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"tokenmill {__version__}\n"
+
+
+def test_every_flag_is_a_setting() -> None:
+    others = {"--config", "--help", "-h", "--address"}
+    for words, command in COMMANDS.items():
+        flags = {f for p in command.params if p.param_type_name == "option" for f in p.opts}
+        unknown = {flag for flag in flags - others if flag.removeprefix("--") not in SETTINGS}
+        assert not unknown, f"{words}: {unknown} cannot be set by environment or file"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["serve", "--prot", "1"], 2, "No such option: --prot"),
+        (["nonsense"], 2, "No such command 'nonsense'"),
+        (["generate"], 2, "Missing argument 'PROMPT'"),
+        (["serve", "--port", "x"], 2, "--port must be a whole number from 0 to 65535, got 'x'"),
+        (
+            ["serve", "--kv-cache-memory", "lots"],
+            2,
+            "--kv-cache-memory must be a size such as 2GiB",
+        ),
+        (["serve", "a", "--model", "b"], 2, "give MODEL or --model, not both"),
+        (["serve", "--config", "gone.toml"], 2, "gone.toml: cannot read the settings"),
+        (["generate", "", "--max-tokens", "4"], 2, "PROMPT is empty"),
+        (["generate", "x", "--min-tokens", "9", "--max-tokens", "4"], 1, "min_tokens (9) must not"),
+        (["pull", "no-such-model"], 1, "model 'no-such-model': tried it as a path"),
+        (["serve", "./nowhere"], 1, "model './nowhere': tried it as a path"),
+        (["chat", "--url", "http://127.0.0.1:9/v1"], 1, "cannot reach http://127.0.0.1:9/v1"),
+        (["chat", "--url", "nonsense"], 1, "cannot reach nonsense"),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got_status, sentence = failed(capsys, *arguments)
+    assert got_status == status
+    assert sentence.startswith(message)
+
+
+def test_unexpected_errors_have_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down(name: str) -> Path:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(local, "fetch", break_down)
+    assert failed(capsys, "generate", "x") == (
+        1,
+        "RuntimeError: boom (TOKENMILL_TRACEBACK=1 shows where)",
+    )
+    monkeypatch.setenv("TOKENMILL_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="boom"):
+        run(["generate", "x"])
+
+
+def test_file_and_environment_reach_a_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr(local, "load_llm", lambda settings: seen.append(settings) or sys.exit(7))
+    (tmp_path / "tokenmill.toml").write_text("max-tokens = 3\ntemperature = 0.1\nport = 1")
+    monkeypatch.setenv("TOKENMILL_TEMPERATURE", "0.2")
+    for extra, expected in (([], 3), (["--max-tokens", "5"], 5)):
+        with pytest.raises(SystemExit):
+            run(["generate", "x", *extra])
+        assert seen[-1].get("max-tokens") == expected
+        assert seen[-1].get("temperature") == 0.2
+        assert "port" not in seen[-1]
+
+
+def test_unknown_key_names_key_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokenmill.toml").write_text("max-token = 3")
+    status, sentence = failed(capsys, "generate", "x")
+    assert status == 2
+    assert sentence == "tokenmill.toml: unknown key 'max-token'; did you mean 'max-tokens'?"
+
+
+def test_worker_gets_the_engine_settings_only() -> None:
+    settings = Settings({"api-key": ("secret",), "port": 1, "dtype": "fp32", "prefix-cache": False})
+    line = serve.worker_command(settings, Path("/models/m.gguf"))
+    assert line[1:5] == ["-P", "-m", "tokenmill", "worker"]
+    assert line[5:] == ["--model=/models/m.gguf", "--dtype=fp32", "--no-prefix-cache"]
+
+
+def test_model_names(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"")
+    assert serve.model_name(str(tmp_path / "tiny.gguf")) == "tiny"
+    assert serve.model_name(".") == tmp_path.name
+    assert serve.model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_defaults_in_the_words_of_a_flag() -> None:
+    assert shown_default(SETTINGS["max-body-size"], {}) == "16MiB"
+    assert shown_default(SETTINGS["prefix-cache"], {}) == "on"
+    assert shown_default(SETTINGS["temperature"], {"temperature": 0.7}) == "0.7"
+    assert shown_default(SETTINGS["api-key"], {}) == ""
+
+
+def test_scheduler_benchmark_ends_in_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "scheduler", "--num-running", "8", "--num-steps", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(lines[-1])
+    assert report["num_running"] == 8 and report["num_steps"] == 5
+    assert "of a limit of 1000 us" in lines[0]
+
+
+def test_closed_stdout_and_module_entry(tmp_path: Path) -> None:
+    """As in `tokenmill pull | head -0`: no traceback, whatever the status."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tokenmill", "pull"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert "Traceback" not in result.stderr
