@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "layers": {"core", "parallel", "kernels"},
     "models": {"core", "parallel", "kernels", "layers"},
-    "engine": {"core", "sched", "parallel", "models"},
+    "engine": ENGINE_PATH - {"engine"},
     "serve": {"core", "sched"},
     "bench": {"core"},
     "plan": {"core", "sched"},

@@ -343,8 +343,8 @@ def test_continuing_a_message(client: OpenAI) -> None:
 def test_structured_output(client: OpenAI, field: str, value: Any, said: str) -> None:
     answer = ask(client, f"say: {said}", extra_body={field: value})
     assert answer.choices[0].message.content == said
-    with pytest.raises(openai.InternalServerError):  # the scripted text breaks the grammar
-        ask(client, "say: ***", extra_body={field: value})
+    forced = ask(client, "say: *", max_tokens=40, extra_body={field: value}).choices[0].message
+    assert "*" not in forced.content.strip('"{}')[:1]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A server without a model: the real scheduler, a runner that follows a script in the prompt.
 
 `say: TEXT` in the last message is answered with TEXT, `count: N` with N tokens, anything else with
-a fixed text; then comes the end-of-sequence token. `crash:` makes the step raise, `exit:` ends the
-worker process after a token. Run as a script it is the worker, or the server around it.
+a fixed text; then comes the end-of-sequence token. A grammar wins over the script. `crash:` makes
+the step raise, `exit:` ends the worker process. Run as a script it is the worker, or the server.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tokenmill.core.config import SchedulerConfig, ServerConfig
 from tokenmill.core.types import Request
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
+from tokenmill.engine.sampling import state_of
 from tokenmill.plan.simulator import SimRunner
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
@@ -96,7 +97,11 @@ class ScriptRunner(SimRunner):
         if script is None:
             script = self._scripts[sequence.request_id] = self._script(sequence.request)
         position = sequence.num_output_tokens
-        return [script[position] if position < len(script) else self._tokenizer.eos_token_ids[0]]
+        eos = self._tokenizer.eos_token_ids[0]
+        token = script[position] if position < len(script) else eos
+        mask = state_of(sequence).mask
+        candidates = [token, eos, *range(self._tokenizer.vocab_size)]
+        return [next(t for t in candidates if mask is None or mask[t // 32] >> t % 32 & 1)]
 
     def _script(self, request: Request) -> list[int]:
         prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)

@@ -26,7 +26,8 @@ class Schema(msgspec.Struct, forbid_unknown_fields=True):
     """Base of every struct a client fills: unknown fields are refused."""
 
 
-class TextPart(Schema, kw_only=True, tag_field="type", tag="text"):
+class TextPart(Schema, kw_only=True):
+    type: Literal["text"]
     text: str
 
 
