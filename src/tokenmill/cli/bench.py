@@ -56,8 +56,6 @@ def throughput(settings: Settings) -> None:
     _check_context(cells, built.max_model_len)
     lineup = _start_peers(config, built, num_threads)
     try:
-        console.note("Measuring the machine")
-        machine = measure_machine(built.spec, num_threads)
         contestants: list[Any] = [bench.OurEngine(built.engine)]
         contestants += lineup.running if lineup else []
         with console.progress("Benchmark runs") as update:
@@ -65,7 +63,11 @@ def throughput(settings: Settings) -> None:
     finally:
         if lineup:
             lineup.close()
+    peak_rss_mib = bench.peak_rss_mib()  # before the buffers of the next measurement
+    console.note("Measuring the machine")
+    machine = measure_machine(built.spec, num_threads)
     report = throughput_report(cells, measured, machine, built, lineup)
+    report["peak_rss_mib"] = peak_rss_mib
     if not settings.get("json-only"):
         print_throughput(cells, report)
     console.print_json(report)
@@ -135,7 +137,7 @@ def _build(settings: Settings, cells: list[Cell]) -> BuiltEngine:
     if "kv-cache-memory" not in settings and "kv-cache-share" not in settings:
         cache = settings.build(CacheConfig, num_blocks=_num_blocks(cells, cache.block_size))
     limits = settings.build(SchedulerConfig, max_waiting=max(c.num_prompts for c in cells))
-    with console.progress("Loading weights") as update:
+    with console.progress("Loading weights", size_in_bytes=True) as update:
         from tokenmill.engine.build import build_engine
 
         model = Settings(settings.values | {"model": str(path)}).build(ModelConfig)

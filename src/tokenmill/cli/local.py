@@ -57,7 +57,7 @@ def load_llm(settings: Settings) -> LLM:
     """Download and load the model that the settings name, with progress on stderr."""
     config = settings.build(ModelConfig)
     path = fetch(config.model)
-    with console.progress("Loading weights") as update:
+    with console.progress("Loading weights", size_in_bytes=True) as update:
         from tokenmill.llm import LLM
 
         return LLM(

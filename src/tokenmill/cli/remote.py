@@ -69,12 +69,16 @@ class Server:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in response:
-        data = line.decode().strip().removeprefix("data: ")
-        if data == "[DONE]":
-            return
-        if data.startswith("{"):
-            yield json.loads(data)
+    try:
+        for line in response:
+            data = line.decode().strip().removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            if data.startswith("{"):
+                yield json.loads(data)
+    except (OSError, http.client.HTTPException) as error:
+        raise RemoteError(f"the server broke the answer off: {error}") from None
+    raise RemoteError("the server broke the answer off")
 
 
 def _take(event: dict[str, Any], answer: Answer) -> Iterator[str]:

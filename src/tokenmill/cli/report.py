@@ -35,7 +35,6 @@ def throughput_report(
         "model": built.description,
         "dtype": built.dtype,
         "num_threads": machine.num_threads,
-        "peak_rss_mib": bench.peak_rss_mib(),
         "weight_mib": round(built.weight_bytes / 2**20, 1),
         "machine": {
             **{f"{name}_gemm_gflops": round(f / 1e9, 1) for name, f in machine.gemm_flops.items()},

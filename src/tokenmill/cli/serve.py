@@ -107,7 +107,7 @@ def _build(settings: Settings) -> BuiltEngine:
 
     vocab = load_tokenizer(config.model).grammar_vocab()
     cache, limits = settings.build(CacheConfig), settings.build(SchedulerConfig)
-    with console.progress("Loading weights") as update:
+    with console.progress("Loading weights", size_in_bytes=True) as update:
         return build_engine(config, cache, limits, vocab, update)
 
 

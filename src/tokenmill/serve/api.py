@@ -76,7 +76,9 @@ def create_app(
 
 def _exception_handlers() -> dict[Any, Handler]:
     async def api_error(_request: Request, error: Exception) -> Response:
-        return _error_response(_as_api_error(error))
+        answer = _as_api_error(error)
+        headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
+        return Response(answer.body(), answer.status, headers, "application/json")
 
     return {
         ApiError: api_error,
@@ -98,10 +100,6 @@ def _as_api_error(error: Exception) -> ApiError:
             return ApiError(status, str(detail))
         case _:
             return ApiError(500, "internal error", code="internal_error")
-
-
-def _error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers(), "application/json")
 
 
 def _json(answer: msgspec.Struct) -> Response:

@@ -85,7 +85,8 @@ class GenerationResponse(Response):
         generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
-            await self._answer(generation, stream, send)
+            # A task of its own: each wake-up would otherwise pass through all of the app's layers.
+            await asyncio.create_task(self._answer(generation, stream, send))
         except StreamClosedError:  # the client is gone
             pass
         except ApiError as error:
@@ -151,7 +152,7 @@ class GenerationResponse(Response):
 
 async def send_error(send: Send, error: ApiError) -> None:
     """An error as the whole answer."""
-    extra = [(k.encode(), v.encode()) for k, v in error.headers().items()]
+    extra = [(k.encode(), v.encode()) for k, v in error.answer_headers().items()]
     await send_json(send, error.status, error.body(), extra)
 
 

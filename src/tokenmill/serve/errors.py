@@ -51,7 +51,7 @@ class ApiError(Exception):
         encoded: bytes = json_encode(ErrorAnswer(error=error))
         return encoded
 
-    def headers(self) -> dict[str, str]:
+    def answer_headers(self) -> dict[str, str]:
         """Retry-After where trying again makes sense, the scheme where a key is missing."""
         if self.status in (429, 503):
             return {"retry-after": str(RETRY_AFTER_S)}

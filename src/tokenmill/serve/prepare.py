@@ -28,6 +28,7 @@ from tokenmill.serve.wire import ModelFacts
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
+MAX_CHOICES = 2048  # of one call
 _RESERVED_KWARGS = {
     "self",
     "messages",
@@ -113,7 +114,13 @@ class Preparer:
         if call.max_tokens == 0 and not call.echo:
             raise InvalidRequestError("max_tokens must be at least 1 without echo", "max_tokens")
         special = call.add_special_tokens is not False
-        prompts = [await self._prompt(p, special) for p in _split_prompts(call.prompt)]
+        given = _split_prompts(call.prompt)
+        if len(given) * (call.n or 1) > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"prompts times n must be at most {MAX_CHOICES}, got {len(given) * (call.n or 1)}",
+                "prompt",
+            )
+        prompts = [await self._prompt(prompt, special) for prompt in given]
         default = self._config.default_max_tokens or COMPLETION_MAX_TOKENS
         # An echo without new tokens still runs one step for the prompt's logprobs.
         wanted = max(call.max_tokens, 1) if call.max_tokens is not None else None

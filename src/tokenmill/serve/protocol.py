@@ -15,6 +15,7 @@ from tokenmill.core.types import MAX_TOP_LOGPROBS
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+MAX_STOPS = 64
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
@@ -154,7 +155,7 @@ class GenerationRequest(Schema, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     # Accepted because they change nothing in the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None

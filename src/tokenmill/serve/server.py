@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import signal
 import socket
@@ -67,6 +68,7 @@ async def _run(
         if facts is None:
             return
         app = create_app(client, tokenizer, config, model)
+        gc.freeze()  # vocabulary and app live as long as the process: do not scan them
         server = _Uvicorn(_uvicorn_config(app))
         serving = asyncio.create_task(server.serve([listener]))
         while not server.started and not serving.done():
@@ -140,6 +142,7 @@ def _uvicorn_config(app: Any) -> uvicorn.Config:
         access_log=False,
         backlog=BACKLOG,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ from tokenmill.core.types import (
     RequestOutput,
     TokenmillError,
 )
+
+_log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
 EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
@@ -404,6 +407,7 @@ class EngineClient:
             started_s = loop.time()
             link = self._link
             await link.dead.wait()
+            _log.error("the engine stopped: %s", link.reason)
             self.fail_open(f"the engine stopped: {link.reason}", "worker_died")
             await link.close(grace_s=self._backoff_s)
             attempts = 0 if loop.time() - started_s > self._stable_s else attempts
@@ -414,10 +418,14 @@ class EngineClient:
         while attempts < self._max_restarts:
             await asyncio.sleep(self._backoff_s * 2**attempts)
             attempts += 1
-            with contextlib.suppress(WorkerStartError):
+            try:
                 await self._launch()
-                self.num_restarts += 1
-                return attempts
+            except WorkerStartError as error:
+                _log.error("restart %d of the engine failed: %s", attempts, error)
+                continue
+            _log.warning("the engine was restarted")
+            self.num_restarts += 1
+            return attempts
         self._link = None
         self.gave_up.set()
         return attempts
