@@ -31,8 +31,9 @@ _MASKED = np.float32(-1e30)
 
 
 @compiled
-def _fill(line: Any, low: int, high: int, value: Any) -> None:
-    """Overwrite what lies outside [low, high) of a span."""
+def _fill(at: int, low: int, high: int, value: Any) -> None:
+    """Overwrite what lies outside [low, high) of the span at an address."""
+    line = carray(f32_at(at), (64,))
     for j in range(low):
         line[j] = value
     for j in range(high, 64):
@@ -40,28 +41,29 @@ def _fill(line: Any, low: int, high: int, value: Any) -> None:
 
 
 @compiled
-def _softmax_span(
-    scores: Any, scores_at: int, acc: Any, peaks: Any, sums: Any, low: int, high: int, r: int
-) -> None:
-    """One online-softmax step of row r: scores become weights, what was summed before shrinks."""
-    line, at, dim = scores[r * 64 : r * 64 + 64], scores_at + r * 256, len(acc) // len(sums)
+def _softmax_span(at: int, acc: Any, peaks: Any, sums: Any, low: int, high: int, r: int) -> None:
+    """One online-softmax step of row r: its scores become weights, what was summed shrinks."""
     if low >= high:
-        _fill(line, 64, 64, np.float32(0.0))
+        _fill(at, 64, 64, np.float32(0.0))
         return
     partial = low > 0 or high < 64
     if partial:
-        _fill(line, low, high, _MASKED)
+        _fill(at, low, high, _MASKED)
     before = peaks[r]
     top = max(before, span_max(at))
     span_exp(at, top)
     if partial:
-        _fill(line, low, high, np.float32(0.0))
+        _fill(at, low, high, np.float32(0.0))
+    total = span_sum(at)
+    if top == before:
+        sums[r] += total
+        return
     shrink = exp32(before - top)
     peaks[r] = top
-    sums[r] = sums[r] * shrink + span_sum(at)
-    if shrink != np.float32(1.0):
-        for i in range(r * dim, r * dim + dim):
-            acc[i] *= shrink
+    sums[r] = sums[r] * shrink + total
+    dim = len(acc) // len(sums)
+    for i in range(r * dim, r * dim + dim):
+        acc[i] *= shrink
 
 
 @compiled
@@ -84,7 +86,7 @@ def _attend(
     rows = (last - first + 1) * group
     dim = len(queries) // rows
     scratch = np.empty(rows * 66, np.float32)
-    scores, peaks, sums = scratch[: rows * 64], scratch[rows * 64 : rows * 65], scratch[rows * 65 :]
+    peaks, sums = scratch[rows * 64 : rows * 65], scratch[rows * 65 :]
     scores_at = scratch.ctypes.data
     peaks[:] = _MASKED
     sums[:] = np.float32(0.0)
@@ -100,7 +102,7 @@ def _attend(
             position = first + r // group
             low = 0 if window == 0 else max(0, position - window + 1 - span)
             high = min(64, position - span + 1)
-            _softmax_span(scores, scores_at, acc, peaks, sums, low, high, r)
+            _softmax_span(scores_at + 256 * r, acc, peaks, sums, low, high, r)
         for j in range(slices):
             block, offset = divmod(span + 16 * j, block_size)
             at, weights = values + table[block] * page + offset * dim * 4, scores_at + 64 * j
