@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_events_are_counted_wherever_the_bytes_are_cut(size: int) -> None:
         ends = []
         first = len(b"HTTP/1.1 200 ")
         cuts = [0, *range(first, len(ANSWER), size), len(ANSWER)]
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             theirs.sendall(ANSWER[start:end])
             ends.append(stream.receive())
     assert ends == [False] * (len(ends) - 1) + [True]

@@ -182,6 +182,37 @@ def test_a_killed_worker_is_replaced() -> None:
     asyncio.run(main())
 
 
+def test_a_request_sent_to_a_worker_that_just_died_ends_in_error() -> None:
+    async def main() -> None:
+        spawner = Spawner()
+        async with running(spawner) as client:
+            pid = spawner.processes[0].pid
+            os.kill(pid, signal.SIGKILL)
+            while _alive(pid):
+                pass
+            assert client.ready  # this loop has not run since
+            (output,) = await collect(client.submit([request("late", 5)]))
+            assert output.finish_reason is FinishReason.ERROR
+
+    asyncio.run(main())
+
+
+def test_a_start_can_be_cancelled() -> None:
+    async def main() -> None:
+        spawner = Spawner("--start-s", "3600")
+        client = EngineClient(spawner)
+        start = asyncio.create_task(client.start())
+        while not spawner.processes:
+            await asyncio.sleep(0.01)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        await client.close()
+        assert spawner.processes[0].returncode is not None
+
+    asyncio.run(main())
+
+
 def test_group_signals_are_left_to_the_parent() -> None:
     async def main() -> None:
         spawner = Spawner()

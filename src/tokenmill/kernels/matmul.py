@@ -15,6 +15,7 @@ import torch
 from tokenmill.kernels import compiled, cpu_kernels
 
 INT32_MAX = 2**31 - 1
+TILE_COLUMNS = 16  # outputs whose weights lie side by side; the last tile may be narrower
 
 
 class QuantizedRows(NamedTuple):
@@ -129,16 +130,11 @@ def matmul_reference(
     return out if add_to is None else add_to.add_(out)
 
 
-def _columns(weight: torch.Tensor) -> int:
-    return 24 if weight.dtype == torch.int8 else 16
-
-
 def _tile(weight: torch.Tensor) -> torch.Tensor:
     """[n, k] -> tiles [k, columns], int8 as [k/2, columns, 2]; the last tile may be narrower."""
     n, k = weight.shape
-    columns = _columns(weight)
-    full = n - n % columns
-    parts = [weight[:full].view(-1, columns, k)]
+    full = n - n % TILE_COLUMNS
+    parts = [weight[:full].view(-1, TILE_COLUMNS, k)]
     if full < n:
         parts.append(weight[full:].unsqueeze(0))
     if weight.dtype == torch.int8:
@@ -158,10 +154,8 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
 def _gather_tiled(weight: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
     """Rows of W out of its tiles: the offset of (row, k) is linear in both inside a tile."""
     k, padded = weight.k, weight.n + -weight.n % 8
-    columns = _columns(weight.data)
-    tile = ids // columns
-    start = tile * columns
-    width = torch.clamp(padded - start, max=columns)
+    start = ids // TILE_COLUMNS * TILE_COLUMNS
+    width = torch.clamp(padded - start, max=TILE_COLUMNS)
     lane = ids - start
     steps = torch.arange(k)
     if weight.scales is None:

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.generation import Generation, TextDelta
+from tokenmill.serve.generation import Generation, TextDelta, join_deltas
 from tokenmill.serve.metrics import ServerMetrics
 from tokenmill.serve.prepare import Job
 from tokenmill.serve.responses import Usage
@@ -124,19 +124,16 @@ class GenerationResponse(Response):
     async def _send_whole(
         self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
     ) -> None:
-        wholes: dict[int, TextDelta] = {}
+        by_choice: list[list[TextDelta]] = [[] for _ in generation.choices]
         while True:
             self._abort_stopped(generation)
             for delta in deltas:
-                if delta.index in wholes:
-                    wholes[delta.index].extend(delta)
-                else:
-                    wholes[delta.index] = delta
+                by_choice[delta.index].append(delta)
             if not generation.num_open:
                 break
             deltas = generation.advance(await stream.get())
-        ordered = [wholes[index] for index in range(len(wholes))]
-        await send_json(send, 200, self._form.answer(ordered, generation.usage()))
+        wholes = [join_deltas(each) for each in by_choice]
+        await send_json(send, 200, self._form.answer(wholes, generation.usage()))
 
     def _abort_stopped(self, generation: Generation) -> None:
         if generation.stopped:

@@ -32,14 +32,20 @@ class TextDelta:
     finish_reason: FinishText | None
     stop_reason: int | str | None
 
-    def extend(self, later: TextDelta) -> None:
-        """Append a later delta of the same choice."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+def join_deltas(deltas: list[TextDelta]) -> TextDelta:
+    """The deltas of one choice, in order, as one."""
+    last = deltas[-1]
+    logprobs = [p for d in deltas if d.logprobs is not None for p in d.logprobs]
+    return TextDelta(
+        index=last.index,
+        text="".join([d.text for d in deltas]),
+        token_ids=[t for d in deltas for t in d.token_ids],
+        logprobs=None if last.logprobs is None else logprobs,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
 
 
 class Choice:

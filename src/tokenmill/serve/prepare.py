@@ -98,7 +98,9 @@ class Preparer:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         sampling = self._sampling(
             call,
-            max_tokens=self._max_tokens(len(token_ids), wanted, self._config.default_max_tokens),
+            max_tokens=self._max_tokens(
+                len(token_ids), wanted, self._config.default_max_tokens, "messages"
+            ),
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
             structured=structured,
         )
@@ -128,7 +130,7 @@ class Preparer:
         samplings = [
             self._sampling(
                 call,
-                max_tokens=self._max_tokens(len(prompt.token_ids), wanted, default),
+                max_tokens=self._max_tokens(len(prompt.token_ids), wanted, default, "prompt"),
                 logprobs=call.logprobs,
                 prompt_logprobs=call.logprobs if call.echo else None,
                 structured=structured,
@@ -189,17 +191,19 @@ class Preparer:
         known = [t for t in prompt if t < self._tokenizer.vocab_size]
         return Prompt(self._tokenizer.decode(known, skip_special_tokens=False), prompt)
 
-    def _max_tokens(self, num_prompt: int, wanted: int | None, default: int | None) -> int:
+    def _max_tokens(
+        self, num_prompt: int, wanted: int | None, default: int | None, param: str
+    ) -> int:
         """What is asked for or what is left of the context; refuses what does not fit."""
         limit = self._facts.max_model_len
         left = limit - num_prompt
         if num_prompt == 0:
-            raise InvalidRequestError("the prompt has no tokens", "prompt")
+            raise InvalidRequestError("the prompt has no tokens", param)
         if left < 1:
             raise context_exceeded(
                 f"this model's context is {limit} tokens; the prompt has {num_prompt} and leaves "
                 "no room for an answer",
-                "messages",
+                param,
             )
         if wanted is not None and wanted > left:
             raise context_exceeded(

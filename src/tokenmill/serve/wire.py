@@ -156,8 +156,10 @@ class OutputStream:
 def _merge(into: RequestOutput, output: RequestOutput) -> None:
     """Append a later output of the same request."""
     into.token_ids.extend(output.token_ids)
-    if output.logprobs is not None:
-        into.logprobs = (into.logprobs or []) + output.logprobs
+    if into.logprobs is None:
+        into.logprobs = output.logprobs
+    else:
+        into.logprobs.extend(output.logprobs or [])
     into.prompt_logprobs = into.prompt_logprobs or output.prompt_logprobs
     into.finish_reason = output.finish_reason
     into.stop_reason = output.stop_reason
@@ -200,9 +202,10 @@ class WorkerLink:
         return await self.ready
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message; never blocks."""
+        """Queue a message; never blocks. It is lost when the worker has gone, which `dead` tells."""
         if not self.dead.is_set():
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(encode(message), zmq.NOBLOCK)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
             self._schedule_receive()
 

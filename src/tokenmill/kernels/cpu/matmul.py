@@ -14,11 +14,10 @@ from tokenmill.kernels.cpu.tiles import (
     make_int_tile,
 )
 
-F32_COLUMNS, INT_COLUMNS = 16, 24  # of a full tile; what is left is a last, narrower tile
+COLUMNS = 16  # of a full tile; what is left is a last, narrower tile
 _ROW_BLOCK = 128  # rows of A that stay in L2 while a tile of weights passes over them
 
-_i4x3, _i2x3, _i1x3 = make_int_tile(4, 3), make_int_tile(2, 3), make_int_tile(1, 3)
-_i4x2, _i1x2 = make_int_tile(4, 2), make_int_tile(1, 2)
+_i6x2, _i3x2, _i1x2 = make_int_tile(6, 2), make_int_tile(3, 2), make_int_tile(1, 2)
 _i4x1, _i1x1 = make_int_tile(4, 1), make_int_tile(1, 1)
 _f4x1, _f1x1 = make_f32_tile(4, 1), make_f32_tile(1, 1)
 
@@ -50,33 +49,22 @@ def _f32_body(args: Any, task: int) -> None:
 
 
 @compiled
-def _int_column(
+def _int_rows(
     a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
 ) -> None:
-    while m >= 4:
-        _i4x3(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + 4 * lda, c + 4 * ldc, s + 16, m - 4
-    if m >= 2:
-        _i2x3(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + 2 * lda, c + 2 * ldc, s + 8, m - 2
-    if m >= 1:
-        _i1x3(a, lda, w, k, s, ws, b, c, ldc, keep)
-
-
-@compiled
-def _int_tail2(
-    a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
-) -> None:
-    while m >= 4:
-        _i4x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + 4 * lda, c + 4 * ldc, s + 16, m - 4
+    while m >= 6:
+        _i6x2(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + 6 * lda, c + 6 * ldc, s + 24, m - 6
+    while m >= 3:
+        _i3x2(a, lda, w, k, s, ws, b, c, ldc, keep)
+        a, c, s, m = a + 3 * lda, c + 3 * ldc, s + 12, m - 3
     while m >= 1:
         _i1x2(a, lda, w, k, s, ws, b, c, ldc, keep)
         a, c, s, m = a + lda, c + ldc, s + 4, m - 1
 
 
 @compiled
-def _int_tail1(
+def _int_tail(
     a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
 ) -> None:
     while m >= 4:
@@ -91,34 +79,32 @@ def _int_body(args: Any, task: int) -> None:
     a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
     a_scale, w_scale, bias, ldc, keep = args[6], args[7], args[8], args[9], args[10]
     lda = 2 * k
-    columns = (n + 23) // 24
-    row, column = (task // columns) * 128, (task % columns) * 24
+    columns = (n + 15) // 16
+    row, column = (task // columns) * 128, (task % columns) * 16
     rows = min(m - row, 128)
     a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k
     a_scale, w_scale = a_scale + row * 4, w_scale + column * 4
     if bias != 0:
         bias += column * 4
-    if n - column >= 24:
-        _int_column(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
-    elif n - column == 16:
-        _int_tail2(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+    if n - column >= 16:
+        _int_rows(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
     else:
-        _int_tail1(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+        _int_tail(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
 
 
 _f32_kernel = task_kernel(_f32_body)
 _int_kernel = task_kernel(_int_body)
 
 
-def _num_tasks(m: int, n: int, columns: int) -> int:
-    return -(-m // _ROW_BLOCK) * -(-n // columns)
+def _num_tasks(m: int, n: int) -> int:
+    return -(-m // _ROW_BLOCK) * -(-n // COLUMNS)
 
 
 def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: bool) -> None:
-    """out[m, n] (+)= x[m, k] @ W.T with W packed in tiles of F32_COLUMNS columns."""
+    """out[m, n] (+)= x[m, k] @ W.T with W packed in tiles of COLUMNS columns."""
     (m, k), n = x.shape, out.shape[1]
     assert x.stride(1) == out.stride(1) == 1 and n % 8 == 0
-    tasks = _num_tasks(m, n, F32_COLUMNS)
+    tasks = _num_tasks(m, n)
     launch(
         _f32_kernel,
         tasks,
@@ -148,7 +134,7 @@ def matmul_int8(
     assert values.is_contiguous() and out.stride(1) == 1 and n % 8 == 0 and k % 4 == 0
     launch(
         _int_kernel,
-        _num_tasks(m, n, INT_COLUMNS),
+        _num_tasks(m, n),
         values.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
