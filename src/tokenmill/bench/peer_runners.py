@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Prompts = list[list[int]]
+SLOT_TOKENS = 256  # llama.cpp rounds its slots up to this; wider ones than needed slow it down
 
 
 class Runner(Protocol):
@@ -105,8 +106,8 @@ class LlamaCppRunner:
         return self._servers[key]
 
     def generate(self, prompts: Prompts, output_len: int) -> tuple[float, list[int]]:
-        needed = len(prompts[0]) + max(output_len, 256)  # warm-up and measured runs share a server
-        server = self._server(len(prompts), max(-(-needed // 256) * 256, 512))
+        needed = len(prompts[0]) + output_len + 1
+        server = self._server(len(prompts), -(-needed // SLOT_TOKENS) * SLOT_TOKENS)
 
         def complete(prompt: list[int]) -> int:
             answer = server.handle_completions(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokenmill.kernels.cpu.build import compiled
-from tokenmill.kernels.cpu.pool import launch, task_kernel
+from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     f32_rows,
     make_f32_tile,
@@ -15,6 +15,7 @@ from tokenmill.kernels.cpu.tiles import (
 )
 
 COLUMNS = 16  # of a full tile; what is left is a last, narrower tile
+_TASK_MACS = 500_000  # at least, where there is enough work to go round
 _ROW_BLOCK = 128  # rows of A that stay in L2 while a tile of weights passes over them
 
 _i6x2, _i3x2, _i1x2 = make_int_tile(6, 2), make_int_tile(3, 2), make_int_tile(1, 2)
@@ -32,11 +33,12 @@ def _f32_tail(a: Any, lda: Any, w: Any, k: Any, m: Any, c: Any, ldc: Any, keep: 
         a, c, m = a + lda, c + ldc, m - 1
 
 
-def _f32_body(args: Any, task: int) -> None:
+@compiled
+def _f32_tile(args: Any, tile: int) -> None:
     a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
     lda, ldc, keep = args[6], args[7], args[8]
     columns = (n + 15) // 16
-    row, column = (task // columns) * 128, (task % columns) * 16
+    row, column = (tile // columns) * 128, (tile % columns) * 16
     rows = min(m - row, 128)
     a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k * 4
     for start in range(0, k, 256):
@@ -46,6 +48,11 @@ def _f32_body(args: Any, task: int) -> None:
         else:
             _f32_tail(a, lda, w + 32 * start, depth, rows, c, ldc, keep)
         a, keep = a + 4 * depth, 1  # partial sums of 256 keep fp32 rounding down
+
+
+def _f32_body(args: Any, task: int) -> None:
+    for tile in range(task * args[9], min(args[10], task * args[9] + args[9])):
+        _f32_tile(args, tile)
 
 
 @compiled
@@ -75,12 +82,13 @@ def _int_tail(
         a, c, s, m = a + lda, c + ldc, s + 4, m - 1
 
 
-def _int_body(args: Any, task: int) -> None:
+@compiled
+def _int_tile(args: Any, tile: int) -> None:
     a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
     a_scale, w_scale, bias, ldc, keep = args[6], args[7], args[8], args[9], args[10]
     lda = 2 * k
     columns = (n + 15) // 16
-    row, column = (task // columns) * 128, (task % columns) * 16
+    row, column = (tile // columns) * 128, (tile % columns) * 16
     rows = min(m - row, 128)
     a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k
     a_scale, w_scale = a_scale + row * 4, w_scale + column * 4
@@ -92,19 +100,28 @@ def _int_body(args: Any, task: int) -> None:
         _int_tail(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
 
 
+def _int_body(args: Any, task: int) -> None:
+    for tile in range(task * args[11], min(args[12], task * args[11] + args[11])):
+        _int_tile(args, tile)
+
+
 _f32_kernel = task_kernel(_f32_body)
 _int_kernel = task_kernel(_int_body)
 
 
-def _num_tasks(m: int, n: int) -> int:
-    return -(-m // _ROW_BLOCK) * -(-n // COLUMNS)
+def _split(m: int, n: int, k: int) -> tuple[int, int, int]:
+    """(tasks, tiles a task, tiles): a task outweighs the atomic that hands it out."""
+    tiles = -(-m // _ROW_BLOCK) * -(-n // COLUMNS)
+    enough = _TASK_MACS // (min(m, _ROW_BLOCK) * COLUMNS * k) + 1
+    span = min(enough, -(-tiles // (4 * get_num_threads())))
+    return -(-tiles // span), span, tiles
 
 
 def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: bool) -> None:
     """out[m, n] (+)= x[m, k] @ W.T with W packed in tiles of COLUMNS columns."""
     (m, k), n = x.shape, out.shape[1]
     assert x.stride(1) == out.stride(1) == 1 and n % 8 == 0
-    tasks = _num_tasks(m, n)
+    tasks, span, tiles = _split(m, n, k)
     launch(
         _f32_kernel,
         tasks,
@@ -117,6 +134,8 @@ def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: b
         4 * x.stride(0),
         4 * out.stride(0),
         keep,
+        span,
+        tiles,
     )
 
 
@@ -132,9 +151,10 @@ def matmul_int8(
     """out[m, n] (+)= (values[m, k] @ W.T) * scales[m] * weight_scales[n] (+ bias[n])."""
     (m, k), n = values.shape, out.shape[1]
     assert values.is_contiguous() and out.stride(1) == 1 and n % 8 == 0 and k % 4 == 0
+    tasks, span, tiles = _split(m, n, k)
     launch(
         _int_kernel,
-        _num_tasks(m, n),
+        tasks,
         values.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
@@ -146,4 +166,6 @@ def matmul_int8(
         0 if bias is None else bias.data_ptr(),
         4 * out.stride(0),
         keep,
+        span,
+        tiles,
     )

@@ -9,7 +9,6 @@ helpers must agree on lies in one atomic word, the ticket: generation, number of
 from __future__ import annotations
 
 import functools
-import os
 import struct
 import threading
 from array import array
@@ -23,9 +22,10 @@ from numba.extending import intrinsic
 
 from tokenmill.kernels.cpu.build import cached, compiled
 
-_TICKET, _DONE, _KERNEL, _ARGS = 0, 8, 16, 24  # byte offsets in the control block
-_COUNT_BITS = 24  # of a ticket: generation | number of tasks | next task
-_SPINS = 20_000  # idle polls, each yielding the core, before a helper goes to sleep
+# The control block: ticket at 0, tasks done at 64, kernel and args at 128; a cache line each,
+# so that taking a task, finishing one and reading what to run do not disturb each other.
+_POLLS_PER_YIELD = 64  # a yield is a system call; in between a helper sees a launch at once
+_SPINS = 200_000  # idle polls before a helper goes to sleep: a few milliseconds
 _I64 = ir.IntType(64)
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -57,6 +57,18 @@ def _load(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def _pause(typing_context: Any) -> Any:
+    """Tell the core that this is a spin loop."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def _call(typing_context: Any, kernel: Any, args_at: Any, task: Any) -> Any:
     """Call the kernel at an address: void(int64 args, int64 task)."""
 
@@ -82,8 +94,8 @@ def _work(control: int) -> int:
         # A task taken keeps its launch, and so kernel and args, alive until it is counted done.
         if task >= (ticket >> 24) & mask:
             return done
-        _call(_load(control + 16), _load(control + 24), task)
-        _fetch_add(control + 8, 1)
+        _call(_load(control + 128), _load(control + 136), task)
+        _fetch_add(control + 64, 1)
         done += 1
 
 
@@ -91,12 +103,12 @@ def _work(control: int) -> int:
 def _run(control: int, kernel: int, args: int, num_tasks: int) -> None:
     """Publish a launch, work on it, and wait for the tasks that helpers took."""
     generation = (_load(control) >> 48) + 1
-    _exchange(control + 8, 0)
-    _exchange(control + 16, kernel)
-    _exchange(control + 24, args)
+    _exchange(control + 64, 0)
+    _exchange(control + 128, kernel)
+    _exchange(control + 136, args)
     _exchange(control, (generation << 48) | (num_tasks << 24))
     _work(control)
-    while _load(control + 8) < num_tasks:
+    while _load(control + 64) < num_tasks:
         pass
 
 
@@ -107,21 +119,23 @@ def _help(control: int, spins: int) -> None:
     while idle < spins:
         if _work(control) > 0:
             idle = 0
-        else:
-            idle += 1
+            continue
+        idle += 1
+        if idle % _POLLS_PER_YIELD == 0:
             _sched_yield()
+        else:
+            _pause()
 
 
 class ThreadPool:
     """The launching thread and num_threads - 1 helpers around one control block."""
 
     def __init__(self) -> None:
-        self._memory = np.zeros(16, np.int64)
-        self._control = self._memory.ctypes.data
+        self._memory = np.zeros(32, np.int64)
+        self._control = -(-self._memory.ctypes.data // 64) * 64
         self._lock = threading.Lock()
         self._wake: list[threading.Event] = []
         self._asleep: list[bool] = []
-        self._process = os.getpid()
 
     @property
     def num_threads(self) -> int:
