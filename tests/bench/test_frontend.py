@@ -58,7 +58,7 @@ def test_a_small_run_against_the_server() -> None:
         assert report["tok_s"] > 0 and report["tokens_per_chunk"] >= 1.0
         assert report["ttft_ms"]["p99"] >= report["ttft_ms"]["p50"] > 0
         assert {"client_cpu", "server_cpu", "worker_cpu"} <= set(report)
-        with pytest.raises(FrontendBenchError, match="model_not_found"):
+        with pytest.raises(FrontendBenchError, match="404 Not Found"):
             measure_frontend(server.url, "other", 2, 5)
     with pytest.raises(FrontendBenchError, match="expected http"):
         measure_frontend("localhost", MODEL)

@@ -344,7 +344,7 @@ def test_structured_output(client: OpenAI, field: str, value: Any, said: str) ->
     answer = ask(client, f"say: {said}", extra_body={field: value})
     assert answer.choices[0].message.content == said
     forced = ask(client, "say: *", max_tokens=40, extra_body={field: value}).choices[0].message
-    assert "*" not in forced.content.strip('"{}')[:1]
+    assert not forced.content.startswith("*")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -286,8 +287,8 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("load", ["idle", "busy"])
 def test_the_worker_goes_when_the_api_process_is_gone(load: str) -> None:
-    async def main() -> None:
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    async def main(folder: str) -> None:
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": folder}
         parent = await asyncio.create_subprocess_exec(
             sys.executable, "-c", PARENT, load, stdout=asyncio.subprocess.PIPE, env=env
         )
@@ -300,7 +301,8 @@ def test_the_worker_goes_when_the_api_process_is_gone(load: str) -> None:
             assert time.monotonic() < deadline, "the worker outlived its parent"
             await asyncio.sleep(0.02)
 
-    asyncio.run(main())
+    with tempfile.TemporaryDirectory() as folder:  # a killed parent leaves its socket behind
+        asyncio.run(main(folder))
 
 
 def _alive(pid: int) -> bool:

@@ -25,7 +25,7 @@ _TYPES = {
 _UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"^Object missing required field `(.*?)`", re.DOTALL)
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
-# Why the engine refused or ended a request -> status; None is any other reason.
+# Why the engine refused a request -> status; any other reason is a 400.
 _REJECT_STATUS = {"queue_full": 429, "draining": 503}
 
 

@@ -131,8 +131,7 @@ def _operation(
 ) -> Json:
     content: Json = {"application/json": {"schema": _ref(answer)}}
     if events is not None:
-        text = f"One {events} per event, then [DONE]."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+        content["text/event-stream"] = {"schema": _event(events)}
     answers: Json = {"200": {"description": "OK", "content": content}}
     for status in errors:
         answers[str(status)] = _error(status)
@@ -143,6 +142,17 @@ def _operation(
             "content": {"application/json": {"schema": _ref(body)}},
         }
     return operation
+
+
+def _event(name: str) -> Json:
+    """A server-sent event; the last one's data is [DONE], an error's an ErrorAnswer."""
+    payload = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(name), _ref("ErrorAnswer")]},
+    }
+    data = {"anyOf": [{"type": "string", "const": "[DONE]"}, payload]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _error(status: int) -> Json:
@@ -232,6 +242,12 @@ def _type(schema: Json) -> str:
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
         return " or ".join(_type(each) for each in schema["anyOf"])
+    if "contentSchema" in schema:
+        return _type(schema["contentSchema"])
+    if "data" in schema.get("properties", {}):
+        return _type(schema["properties"]["data"])
+    if "const" in schema:
+        return escape(str(schema["const"]))
     if "enum" in schema:
         return " or ".join(escape(repr(value)) for value in schema["enum"])
     if schema.get("type") == "array":

@@ -202,7 +202,7 @@ class WorkerLink:
         return await self.ready
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message; never blocks. It is lost when the worker has gone, which `dead` tells."""
+        """Queue a message; never blocks. It is lost when the worker is gone, which `dead` tells."""
         if not self.dead.is_set():
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(message), zmq.NOBLOCK)
@@ -214,7 +214,8 @@ class WorkerLink:
         if self._process is not None:
             self.send(Shutdown())
             try:
-                await asyncio.wait_for(self._process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
@@ -283,12 +284,13 @@ class WorkerLink:
             self.ready.set_exception(WorkerStartError(self.reason))
 
     def _free(self) -> None:
+        if self._socket.closed:
+            return
         self.dead.set()
         self.ready.cancel()
         loop = asyncio.get_running_loop()
         for socket in (self._socket, self._monitor):
-            if not socket.closed:
-                loop.remove_reader(socket.fileno())
+            loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
@@ -364,7 +366,8 @@ class EngineClient:
             self._stats_waiters.append(waiter)
             self._link.send(GetStats())
             with contextlib.suppress(TimeoutError):
-                self._stats = await asyncio.wait_for(waiter, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    self._stats = await waiter
         return self._stats
 
     def drain(self) -> None:
