@@ -57,6 +57,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "typer": ("cli/", "__main__"),
     "rich": ("cli/", "demo"),
     "openai": ("demo",),
+    "tqdm": ("llm",),
     **dict.fromkeys(PEERS, ("bench/peer_runners",)),
 }
 

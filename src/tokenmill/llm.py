@@ -6,7 +6,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import (
@@ -25,6 +27,7 @@ from tokenmill.serve.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt_token_ids": [...]}
 Message = Mapping[str, Any]
+C = TypeVar("C", CacheConfig, SchedulerConfig)
 
 
 @dataclass(slots=True)
@@ -82,10 +85,15 @@ class LLM:
         random_weights: bool = False,
         num_threads: int | None = None,
         chat_template: str | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        """Load a model; what is named here wins over the same field of `cache` and `scheduler`."""
         config = ModelConfig(
             model=str(resolve(model)),
             dtype=_compute_type(dtype),
@@ -94,11 +102,18 @@ class LLM:
             num_threads=num_threads,
         )
         self.tokenizer: Tokenizer = load_tokenizer(config.model, chat_template)
-        scheduler = scheduler or SchedulerConfig(max_waiting=2**31)  # offline: everything may queue
         self.built = build_engine(
             config,
-            cache or CacheConfig(),
-            scheduler,
+            _override(
+                cache or CacheConfig(),
+                memory_bytes=kv_cache_memory_bytes,
+                prefix_cache=enable_prefix_caching,
+            ),
+            _override(
+                scheduler or SchedulerConfig(max_waiting=2**31),  # offline everything may queue
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+            ),
             self.tokenizer.grammar_vocab(),
             progress,
         )
@@ -111,24 +126,33 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> list[GenerationOutput]:
         """Complete every prompt; outputs come in the order of the prompts.
 
-        `progress(done, total)` is called as prompts finish.
+        `use_tqdm` draws a progress bar on a terminal.
         """
-        batch = _as_batch(prompts)
+        return self._generate(_as_batch(prompts), sampling_params, use_tqdm, priority, True)
+
+    def _generate(
+        self,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        continues: bool,
+    ) -> list[GenerationOutput]:
         params = _per_prompt(sampling_params, len(batch))
         priorities = priority if priority is not None else [0] * len(batch)
         tokenized = [self._tokenize(prompt) for prompt in batch]
         for (_, token_ids), sampling in zip(tokenized, params, strict=True):
             self._check_fits(token_ids, sampling)
         owners = [
-            self._submit(text, token_ids, sampling, rank)
+            self._submit(text, token_ids, sampling, rank, continues)
             for (text, token_ids), sampling, rank in zip(tokenized, params, priorities, strict=True)
         ]
-        self._drive(owners, progress)
+        self._drive(owners, use_tqdm)
         return owners
 
     def chat(
@@ -136,24 +160,30 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         tools: list[dict[str, Any]] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation, or a list of them, through the model's chat template."""
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
-        prompts = [
-            self.tokenizer.encode_chat([dict(m) for m in conversation], tools=tools)
+        extra = dict(chat_template_kwargs or {})
+        prompts: list[Prompt] = [
+            self.tokenizer.encode_chat([dict(m) for m in conversation], tools=tools, **extra)
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self._generate(prompts, sampling_params, use_tqdm, None, False)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.tokenizer
 
     def stream(
         self, token_ids: Sequence[int], sampling: SamplingParams
     ) -> Iterable[tuple[str, GenerationOutput]]:
         """Complete one prompt, yielding (new text, output so far) after every step."""
         self._check_fits(list(token_ids), sampling)
-        owner = self._submit(None, list(token_ids), replace(sampling, n=1), 0)
+        owner = self._submit(None, list(token_ids), replace(sampling, n=1), 0, False)
         completion = owner.outputs[0]
         shown = 0
         try:
@@ -182,7 +212,12 @@ class LLM:
             )
 
     def _submit(
-        self, text: str | None, token_ids: list[int], sampling: SamplingParams, priority: int
+        self,
+        text: str | None,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        continues: bool,
     ) -> GenerationOutput:
         """Queue a prompt's n sequences; with a seed, each sibling gets its own."""
         number = next(self._ids)
@@ -197,6 +232,7 @@ class LLM:
                 stop=single.stop,
                 include_stop_str=single.include_stop_str_in_output,
                 min_tokens=single.min_tokens,
+                continues=continues,
             )
             request_id = f"{number}-{index}"
             owner.outputs.append(completion)
@@ -205,15 +241,15 @@ class LLM:
             self.engine.submit(Request(request_id, token_ids, single, priority, now))
         return owner
 
-    def _drive(
-        self, owners: list[GenerationOutput], progress: Callable[[int, int], None] | None
-    ) -> None:
+    def _drive(self, owners: list[GenerationOutput], use_tqdm: bool) -> None:
         """Step until all are finished; on an exception or Ctrl-C what is left is aborted."""
+        hidden = None if use_tqdm else True  # None: drawn on a terminal only
         try:
-            while not all(owner.finished for owner in owners):
-                self._step()
-                if progress is not None:
-                    progress(sum(owner.finished for owner in owners), len(owners))
+            with tqdm(total=len(owners), desc="Prompts", disable=hidden) as bar:
+                while (done := sum(owner.finished for owner in owners)) < len(owners):
+                    bar.update(done - bar.n)
+                    self._step()
+                bar.update(len(owners) - bar.n)
         except BaseException:
             for owner in owners:
                 self._abort(owner)
@@ -258,6 +294,11 @@ class LLM:
         for request_id in [key for key, s in self._streams.items() if s.owner is owner]:
             self.engine.abort(request_id)
             del self._streams[request_id]
+
+
+def _override(config: C, **named: Any) -> C:
+    """The config with every field that was named, None meaning not."""
+    return replace(config, **{key: value for key, value in named.items() if value is not None})
 
 
 def _compute_type(dtype: str) -> Any:
