@@ -81,6 +81,7 @@ class LLM:
         model: str = "smollm2",
         *,
         dtype: str = "auto",
+        device: str = "auto",
         max_model_len: int | None = None,
         random_weights: bool = False,
         num_threads: int | None = None,
@@ -97,6 +98,7 @@ class LLM:
         config = ModelConfig(
             model=str(resolve(model)),
             dtype=_compute_type(dtype),
+            device=_device(device),
             random_weights=random_weights,
             max_model_len=max_model_len,
             num_threads=num_threads,
@@ -302,9 +304,21 @@ def _override(config: C, **named: Any) -> C:
 
 
 def _compute_type(dtype: str) -> Any:
-    if dtype not in ("auto", "fp32", "int8"):
-        raise InvalidRequestError(f"dtype must be auto, fp32 or int8, got {dtype!r}", "dtype")
+    known = ("auto", "fp32", "int8", "bf16")
+    if dtype not in known:
+        raise InvalidRequestError(
+            f"dtype must be one of {', '.join(known)}, got {dtype!r}", "dtype"
+        )
     return dtype
+
+
+def _device(device: str) -> Any:
+    known = ("auto", "cpu", "cuda")
+    if device not in known:
+        raise InvalidRequestError(
+            f"device must be one of {', '.join(known)}, got {device!r}", "device"
+        )
+    return device
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

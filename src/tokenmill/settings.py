@@ -172,10 +172,10 @@ MODEL = (
     _of(
         ModelConfig,
         "dtype",
-        _one_of("auto", "fp32", "int8"),
+        _one_of("auto", "fp32", "int8", "bf16"),
         "Compute type of the weights; auto takes the fastest that keeps the accuracy bar.",
     ),
-    _of(ModelConfig, "device", _one_of("auto", "cpu"), "Where the engine runs."),
+    _of(ModelConfig, "device", _one_of("auto", "cpu", "cuda"), "Where the engine runs."),
     _of(ModelConfig, "random-weights", SWITCH, "Random weights: only config.json is read."),
     _of(ModelConfig, "weights-seed", _count(0), "Seed of the random weights.", field="seed"),
     _of(ModelConfig, "max-model-len", _count(1), "Longest prompt plus answer, in tokens."),

@@ -1,5 +1,7 @@
 """RoPE with KV write and paged attention: the compiled kernels against their torch references."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,16 +23,13 @@ def make_batch(
     pieces = [torch.arange(c, c + q) for c, q in zip(contexts, query_lens, strict=True)]
     positions = torch.cat(pieces)
     slots = tables[owners, positions // block_size].long() * block_size + positions % block_size
-    seqs, firsts, tokens = query_tiles(lens, group)
     return AttentionBatch(
         positions=positions,
         slots=slots,
         query_starts=torch.from_numpy(starts.astype(np.int32)),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=tables,
-        tile_seqs=torch.from_numpy(seqs),
-        tile_starts=torch.from_numpy(firsts),
-        tile_tokens=tokens,
+        tiles=query_tiles(lens, group),
     )
 
 
@@ -104,16 +103,7 @@ def test_chunks_and_neighbours_do_not_change_a_bit() -> None:
     for size in (1, 40, 64, 2, 43):
         part = make_batch([size], [done], 16, heads // kv_heads)
         tables = whole.block_tables[:1, : part.block_tables.shape[1]].contiguous()
-        chunk = AttentionBatch(
-            part.positions,
-            part.slots,
-            part.query_starts,
-            part.context_lens,
-            tables,
-            part.tile_seqs,
-            part.tile_starts,
-            part.tile_tokens,
-        )
+        chunk = replace(part, block_tables=tables)
         found = attention.paged_attention(q[done : done + size], k_cache, v_cache, chunk, heads)
         assert torch.equal(found, expected[done : done + size])
         done += size

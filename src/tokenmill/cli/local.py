@@ -20,8 +20,7 @@ from tokenmill.settings import CACHE, MODEL, SCHEDULER, SETTINGS, Settings
 if TYPE_CHECKING:
     from tokenmill.llm import LLM
 
-# What LLM() takes: it always runs on the one device there is, and seeds no weights.
-LOCAL_MODEL = tuple(s for s in MODEL if s.key not in ("device", "weights-seed"))
+LOCAL_MODEL = tuple(s for s in MODEL if s.key != "weights-seed")  # LLM() seeds no weights
 PANELS = {
     "Model": (*LOCAL_MODEL, SETTINGS["chat-template"]),
     "KV cache": CACHE,
@@ -63,6 +62,7 @@ def load_llm(settings: Settings) -> LLM:
         return LLM(
             str(path),
             dtype=config.dtype,
+            device=config.device,
             max_model_len=config.max_model_len,
             random_weights=config.random_weights,
             num_threads=config.num_threads,

@@ -13,8 +13,8 @@ class ModelConfig:
     """Which weights, in which type, on which device."""
 
     model: str = "smollm2"  # a pull name, a folder, a .gguf file or a hub name
-    dtype: Literal["auto", "fp32", "int8"] = "auto"
-    device: Literal["auto", "cpu"] = "auto"
+    dtype: Literal["auto", "fp32", "int8", "bf16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     random_weights: bool = False  # shapes from config.json alone, for benchmarks
     seed: int = 0
     max_model_len: int | None = None  # None: what the checkpoint says

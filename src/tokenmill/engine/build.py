@@ -28,7 +28,7 @@ from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
-_KV_BYTES = 4  # the cache is fp32 on CPU
+_KV_BYTES = {"cpu": 4, "cuda": 2}  # the cache is fp32 or bf16
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process
 
 
@@ -59,11 +59,14 @@ def build_engine(
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
     spec = checkpoint.spec
     max_len = _context_limit(spec, model)
+    device = choose_device(model.device)
     set_num_threads(model.num_threads or os.cpu_count() or 1)
-    dtype = choose_dtype(spec) if model.dtype == "auto" else model.dtype
-    network = _load(checkpoint, dtype, max_len, progress)
-    num_blocks = _num_blocks(spec, cache)
-    kv_cache = allocate_kv_cache(spec, num_blocks, cache.block_size)
+    dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
+    _check_compute(dtype, device)
+    network = _load(checkpoint, dtype, max_len, device, progress)
+    num_blocks = _num_blocks(spec, cache, device)
+    spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
+    kv_cache = allocate_kv_cache(spec, num_blocks + spare, cache.block_size, device)
     eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
     if grammar_vocab is not None:
         eos |= frozenset(grammar_vocab.stop_token_ids)  # the tokenizer knows turn ends too
@@ -71,6 +74,8 @@ def build_engine(
     limits = replace(scheduler, max_model_len=max_len)
     runner = ModelRunner(network, kv_cache, cache.block_size, Sampler())
     runner.warm_up()
+    if device == "cuda":
+        runner.capture(max_len, scheduler.max_num_seqs)
     engine = LanguageEngine(
         Scheduler(limits, pool, eos),
         runner,
@@ -101,8 +106,26 @@ def set_num_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def choose_dtype(spec: ModelSpec) -> ComputeType:
-    """The faster of fp32 and int8 on this machine, timed on one of the model's own shapes."""
+def choose_device(asked: str) -> str:
+    """What was asked for, or a GPU where there is one."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("device is cuda, but torch sees no GPU here")
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def _check_compute(dtype: str, device: str) -> None:
+    if (dtype == "bf16") != (device == "cuda"):
+        raise ModelLoadError(
+            f"dtype {dtype} does not run on {device}: use bf16 on cuda, else fp32 or int8"
+        )
+
+
+def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
+    """bf16 on a GPU; else the faster of fp32 and int8, timed on one of the model's own shapes."""
+    if device == "cuda":
+        return "bf16"
     if not cpu_kernels():
         return "fp32"  # without compiled kernels int8 is emulated
     n, k = min(spec.intermediate_size, 4096), spec.hidden_size
@@ -134,20 +157,25 @@ def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
 
 
 def _load(
-    checkpoint: Checkpoint, dtype: ComputeType, max_len: int, progress: Progress | None
+    checkpoint: Checkpoint,
+    dtype: ComputeType,
+    max_len: int,
+    device: str,
+    progress: Progress | None,
 ) -> Model:
     module, _, name = MODELS[checkpoint.spec.family].partition(":")
     family = getattr(import_module(module), name)
-    network: Model = family(checkpoint.spec, checkpoint.tensors(progress), dtype, max_len)
+    tensors = checkpoint.tensors(progress)
+    network: Model = family(checkpoint.spec, tensors, dtype, max_len, device)
     return network
 
 
-def _num_blocks(spec: ModelSpec, cache: CacheConfig) -> int:
+def _num_blocks(spec: ModelSpec, cache: CacheConfig, device: str) -> int:
     """Blocks that fit in the memory given, or in a share of what is free now."""
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = spec.kv_bytes_per_token(_KV_BYTES) * cache.block_size
-    free = available_bytes()
+    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[device]) * cache.block_size
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     budget = cache.memory_bytes
     if budget is None:
         budget = int(max(0, free - _RESERVE_BYTES) * cache.memory_share)

@@ -9,6 +9,7 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
+from tokenmill.engine.graphs import DecodeGraphs
 from tokenmill.engine.sampling import Sampler, grammar_masks
 from tokenmill.kernels.attention import AttentionBatch, query_tiles
 from tokenmill.sched.sequence import Batch, Sequence
@@ -30,16 +31,21 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-def allocate_kv_cache(spec: ModelSpec, num_blocks: int, block_size: int) -> KVCache:
+def allocate_kv_cache(
+    spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+) -> KVCache:
     """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
 
-    numpy asks the system for zeroed pages, which take no memory before their first use.
+    On CPU numpy asks the system for zeroed pages, which take no memory before their first use.
     """
-    keys = (num_blocks, spec.num_kv_heads, spec.head_dim, block_size)
     values = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    on_cpu = torch.device(device).type == "cpu"
+    keys = (*values[:2], spec.head_dim, block_size) if on_cpu else values
 
     def zeros(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(shape, np.float32))
+        if on_cpu:
+            return torch.from_numpy(np.zeros(shape, np.float32))
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     return [(zeros(keys), zeros(values)) for _ in range(spec.num_layers)]
 
@@ -48,10 +54,12 @@ class ModelRunner:
     """Runs batches of one model over its paged KV cache."""
 
     def __init__(self, model: Model, kv_cache: KVCache, block_size: int, sampler: Sampler) -> None:
+        self.graphs: DecodeGraphs | None = None
         self.model = model
         self.kv_cache = kv_cache
         self.block_size = block_size
         self.sampler = sampler
+        self.device = kv_cache[0][0].device
         self.group = model.spec.num_heads // model.spec.num_kv_heads
 
     def warm_up(self) -> None:
@@ -67,8 +75,34 @@ class ModelRunner:
             seq.num_computed_tokens += num_new
 
     @torch.inference_mode()
+    def capture(self, max_model_len: int, max_size: int) -> None:
+        """Capture decode graphs up to max_size sequences; the cache's last block is padding."""
+        width = -(-max_model_len // self.block_size)
+        self.graphs = DecodeGraphs(
+            self.model, self.kv_cache, self.block_size, self.group, width, max_size
+        )
+
+    def _replay(self, batch: Batch) -> StepResult | None:
+        """A step of single tokens through a captured graph, or None."""
+        if self.graphs is None or any(n != 1 for _, n in batch.items):
+            return None
+        seqs = [seq for seq, _ in batch.items]
+        if any(s.num_computed_tokens + 1 != s.num_tokens or s.prompt_logprobs for s in seqs):
+            return None
+        contexts = np.array([seq.num_computed_tokens for seq in seqs], np.int64)
+        logits = self.graphs.run([s.token_ids[-1] for s in seqs], contexts, _block_tables(seqs))
+        if logits is None:
+            return None
+        result = StepResult([[] for _ in seqs])
+        self._choose(batch, list(range(len(seqs))), logits, result)
+        return result
+
+    @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """Compute every item's new tokens; sample those whose last known token was computed."""
+        replayed = self._replay(batch)
+        if replayed is not None:
+            return replayed
         token_ids, attention = self._prepare(batch)
         hidden = self.model.forward(token_ids, self.kv_cache, attention)
         ends = attention.query_starts[1:].long() - 1
@@ -88,18 +122,18 @@ class ModelRunner:
         token_ids: list[int] = []
         for seq, n in items:
             token_ids += seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n]
-        tile_seqs, tile_starts, tile_tokens = query_tiles(lens, self.group)
         attention = AttentionBatch(
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            query_starts=torch.from_numpy(starts.astype(np.int32)),
-            context_lens=torch.from_numpy(contexts.astype(np.int32)),
-            block_tables=torch.from_numpy(tables),
-            tile_seqs=torch.from_numpy(tile_seqs),
-            tile_starts=torch.from_numpy(tile_starts),
-            tile_tokens=tile_tokens,
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            query_starts=self._tensor(starts.astype(np.int32)),
+            context_lens=self._tensor(contexts.astype(np.int32)),
+            block_tables=self._tensor(tables),
+            tiles=query_tiles(lens, self.group, self.device, split=self.device.type != "cpu"),
         )
-        return torch.tensor(token_ids), attention
+        return self._tensor(np.array(token_ids)), attention
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _sample(self, batch: Batch, hidden: torch.Tensor, ends: torch.Tensor) -> StepResult:
         """Sample the items that reached their last token, and score prompts that ask for it."""
@@ -112,7 +146,13 @@ class ModelRunner:
                 result.prompt_logprobs[i] = self._prompt_logprobs(seq, n, hidden, int(ends[i]))
         if not ready:
             return result
-        logits = self.model.logits(hidden[ends[ready]])
+        self._choose(batch, ready, self.model.logits(hidden[ends[ready]]), result)
+        return result
+
+    def _choose(
+        self, batch: Batch, ready: list[int], logits: torch.Tensor, result: StepResult
+    ) -> None:
+        """Sample the ready items from their logits into the result."""
         rows = [batch.items[i][0] for i in ready]
         tokens, logprobs = self.sampler(logits, rows, grammar_masks(rows))
         for i, token in zip(ready, tokens, strict=True):
@@ -121,7 +161,6 @@ class ModelRunner:
             result.logprobs = [None] * len(batch.items)
             for i, entry in zip(ready, logprobs, strict=True):
                 result.logprobs[i] = None if entry is None else [entry]
-        return result
 
     def _prompt_logprobs(
         self, seq: Sequence, num_new: int, hidden: torch.Tensor, end: int

@@ -1,4 +1,4 @@
-"""Kernels: each file holds a torch reference and the dispatch; `cpu/` the compiled twins."""
+"""Kernels: each file holds a torch reference and the dispatch; `cpu/` and `gpu/` the twins."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def cpu_kernels() -> bool:
 def compiled(name: str) -> Any:
     """The module kernels/cpu/<name>.py, imported on first use."""
     return importlib.import_module(f"tokenmill.kernels.cpu.{name}")
+
+
+@functools.cache
+def triton_kernels(name: str) -> Any:
+    """The module kernels/gpu/<name>.py, imported on first use."""
+    return importlib.import_module(f"tokenmill.kernels.gpu.{name}")

@@ -1,7 +1,7 @@
 """Paged attention over one KV cache layout, and RoPE with the KV write.
 
-k_cache is [blocks, kv_heads, head_dim, block_size] (keys of a block lie side by side per channel),
-v_cache is [blocks, kv_heads, block_size, head_dim].
+v_cache is [blocks, kv_heads, block_size, head_dim], and on a GPU k_cache too. On CPU k_cache is
+[blocks, kv_heads, head_dim, block_size]: keys of a block lie side by side per channel.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels
+from tokenmill.kernels import compiled, cpu_kernels, triton_kernels
 
-TILE_ROWS = 24  # query rows that share one pass over the keys: four register tiles
+TILE_ROWS = 24  # query rows that share one pass over the keys on CPU: four register tiles
+GPU_TILE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """Work items of the attention kernels: tiles of at most `tokens` queries of one sequence."""
+
+    seqs: torch.Tensor  # int32 [tiles]
+    starts: torch.Tensor  # int32 [tiles]: first query token of the tile within its sequence
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +35,46 @@ class AttentionBatch:
     query_starts: torch.Tensor  # int32 [seqs + 1]
     context_lens: torch.Tensor  # int32 [seqs]: tokens in the cache before this step
     block_tables: torch.Tensor  # int32 [seqs, max blocks]
-    tile_seqs: torch.Tensor  # int32 [tiles]: work items of the compiled kernel
-    tile_starts: torch.Tensor  # int32 [tiles]: first query token of the tile within its sequence
-    tile_tokens: int
+    tiles: tuple[QueryTiles, ...]  # one launch each
 
 
-def query_tiles(query_lens: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Cut each sequence's queries into tiles: sequence and first token of each, tokens a tile."""
-    tokens = max(1, TILE_ROWS // group)
+def query_tiles(
+    query_lens: np.ndarray, group: int, device: torch.device | str = "cpu", split: bool = False
+) -> tuple[QueryTiles, ...]:
+    """Cut each sequence's queries into tiles.
+
+    With `split` single queries, which come first, get narrow tiles and a launch of their own.
+    """
+    if not split:
+        return (_cut(query_lens, 0, max(1, TILE_ROWS // group), device),)
+    num_single = int((query_lens > 1).argmax()) if query_lens.max() > 1 else len(query_lens)
+    parts = []
+    if num_single:
+        parts.append(_cut(query_lens[:num_single], 0, 1, device))
+    if num_single < len(query_lens):
+        tokens = max(1, GPU_TILE_ROWS // group)
+        parts.append(_cut(query_lens[num_single:], num_single, tokens, device))
+    return tuple(parts)
+
+
+def _cut(
+    query_lens: np.ndarray, first_seq: int, tokens: int, device: torch.device | str
+) -> QueryTiles:
     counts = -(-query_lens // tokens)
-    seqs = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
+    numbers = np.arange(first_seq, first_seq + len(query_lens), dtype=np.int32)
+    seqs = np.repeat(numbers, counts)
     ends = np.cumsum(counts)
     index = np.arange(len(seqs)) - np.repeat(ends - counts, counts)
-    return seqs, (index * tokens).astype(np.int32), tokens
+    starts = (index * tokens).astype(np.int32)
+    return QueryTiles(
+        torch.from_numpy(seqs).to(device), torch.from_numpy(starts).to(device), tokens
+    )
 
 
-def _compiled(k_cache: torch.Tensor) -> bool:
+def _compiled(v_cache: torch.Tensor) -> bool:
     if not cpu_kernels():
         return False
-    supports: bool = compiled("attention").supports(k_cache.shape[2], k_cache.shape[3])
+    supports: bool = compiled("attention").supports(v_cache.shape[3], v_cache.shape[2])
     return supports
 
 
@@ -63,9 +94,10 @@ def rope_and_cache(
     `norms` are per-head RMSNorm weights for q and k (Qwen3), applied before the rotation.
     cos_sin is [positions, dim]: cosines in the first half, sines in the second.
     """
-    dim = k_cache.shape[2]
-    if _compiled(k_cache):
-        compiled("attention").rope_and_cache(
+    dim = v_cache.shape[3]
+    if qkv.is_cuda or _compiled(v_cache):
+        kernels = triton_kernels if qkv.is_cuda else compiled
+        kernels("attention").rope_and_cache(
             qkv,
             k_cache,
             v_cache,
@@ -127,21 +159,25 @@ def paged_attention(
 
     With window > 0 a query sees itself and the window - 1 keys before it.
     """
-    if not _compiled(k_cache):
+    if not (q.is_cuda or _compiled(v_cache)):
         return paged_attention_reference(q, k_cache, v_cache, batch, num_heads, window)
-    out: torch.Tensor = compiled("attention").paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        batch.tile_seqs,
-        batch.tile_starts,
-        batch.query_starts,
-        batch.context_lens,
-        batch.block_tables,
-        num_heads,
-        batch.tile_tokens,
-        window,
-    )
+    kernels = triton_kernels if q.is_cuda else compiled
+    out = torch.empty(q.shape[0], num_heads * v_cache.shape[3], dtype=q.dtype, device=q.device)
+    for tiles in batch.tiles:
+        kernels("attention").paged_attention(
+            q,
+            out,
+            k_cache,
+            v_cache,
+            tiles.seqs,
+            tiles.starts,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            num_heads,
+            tiles.tokens,
+            window,
+        )
     return out
 
 

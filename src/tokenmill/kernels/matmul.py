@@ -66,9 +66,11 @@ def quantize_rows_reference(x: torch.Tensor, limit: int) -> QuantizedRows:
     return QuantizedRows((x / scales[:, None]).round().to(torch.int16), scales)
 
 
-def pack(weight: torch.Tensor, dtype: str) -> PackedWeight:
-    """Pack W[n, k] for dtype "fp32" or "int8"; n is padded with zero rows to a multiple of 8."""
+def pack(weight: torch.Tensor, dtype: str, device: torch.device | str = "cpu") -> PackedWeight:
+    """Pack W[n, k] for "fp32", "int8" or "bf16"; CPU tiles pad n to a multiple of 8."""
     n, k = weight.shape
+    if dtype == "bf16":
+        return PackedWeight(weight.to(device, torch.bfloat16), None, n, k, tiled=False)
     weight = weight.float()
     scales = None
     if dtype == "int8":
@@ -89,7 +91,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x[m, k] @ W.T (+ bias) -> fp32 [m, n]; with `add_to`, added to it in place."""
+    """x[m, k] @ W.T (+ bias) -> [m, n]; with `add_to`, added to it in place."""
     if not weight.tiled:
         return matmul_reference(x, weight, bias, add_to)
     kernels = compiled("matmul")
@@ -123,6 +125,8 @@ def matmul_reference(
         assert weight.scales is not None
         exact = x.values.double() @ dense.double().T
         out = (exact * x.scales[:, None]).float() * weight.scales[: weight.n]
+    elif add_to is not None and bias is None:
+        return add_to.addmm_(x, dense.T)
     else:
         out = x @ dense.T
     if bias is not None:

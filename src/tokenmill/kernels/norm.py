@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels
+from tokenmill.kernels import compiled, cpu_kernels, triton_kernels
 from tokenmill.kernels.matmul import QuantizedRows, quantize_rows_reference
 
 
@@ -12,6 +12,9 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, limit: int = 0
 ) -> torch.Tensor | QuantizedRows:
     """RMSNorm of x[m, k]; with limit > 0 the rows come back as int16 in [-limit, limit]."""
+    if x.is_cuda:
+        normed: torch.Tensor = triton_kernels("rows").rms_norm(x, weight, eps)
+        return normed
     if not cpu_kernels():
         return rms_norm_reference(x, weight, eps, limit)
     values, scales = compiled("rows").rms_norm(x, weight, eps, limit)
@@ -27,6 +30,9 @@ def rms_norm_reference(
 
 def silu_mul(gate_up: torch.Tensor, limit: int = 0) -> torch.Tensor | QuantizedRows:
     """silu(gate) * up of gate_up[m, 2k] -> [m, k]; limit as in rms_norm."""
+    if gate_up.is_cuda:
+        product: torch.Tensor = triton_kernels("rows").silu_mul(gate_up)
+        return product
     if not cpu_kernels():
         return silu_mul_reference(gate_up, limit)
     values, scales = compiled("rows").silu_mul(gate_up, limit)

@@ -15,24 +15,34 @@ from tokenmill.kernels.matmul import (
     quantize_rows,
 )
 
-ComputeType = Literal["fp32", "int8"]
+ComputeType = Literal["fp32", "int8", "bf16"]
+Device = torch.device | str
+
+
+def activation_dtype(dtype: ComputeType) -> torch.dtype:
+    """What the residual stream holds."""
+    return torch.bfloat16 if dtype == "bf16" else torch.float32
 
 
 class Linear:
     """y = x W^T (+ b); several weights are stacked, so that q, k and v are one product."""
 
     def __init__(
-        self, weights: list[torch.Tensor], biases: list[torch.Tensor], dtype: ComputeType
+        self,
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor],
+        dtype: ComputeType,
+        device: Device = "cpu",
     ) -> None:
-        self.weight: PackedWeight = pack(torch.cat(weights), dtype)
-        self.bias = torch.cat(biases).float() if biases else None
+        self.weight: PackedWeight = pack(torch.cat(weights), dtype, device)
+        self.bias = torch.cat(biases).to(device, activation_dtype(dtype)) if biases else None
         # What the producer of the input rounds to: 0 asks for fp32, else int16 in [-limit, limit].
         self.limit = activation_limit(self.weight.k) if dtype == "int8" else 0
 
     def __call__(
         self, x: torch.Tensor | QuantizedRows, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[m, k] -> fp32 [m, n], or added to `add_to` in place."""
+        """[m, k] -> [m, n], or added to `add_to` in place."""
         if self.limit and isinstance(x, torch.Tensor):
             x = quantize_rows(x, self.limit)
         return matmul(x, self.weight, self.bias, add_to)
@@ -45,14 +55,15 @@ class Linear:
 class Embedding:
     """Rows of a table by token id; a tied table is the head's own packed weight."""
 
-    def __init__(self, table: torch.Tensor | PackedWeight) -> None:
+    def __init__(self, table: torch.Tensor | PackedWeight, dtype: ComputeType) -> None:
         self.table = table
+        self.dtype = activation_dtype(dtype)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [m] -> fp32 [m, hidden]."""
+        """int64 [m] -> [m, hidden]."""
         if isinstance(self.table, PackedWeight):
             return self.table.rows(token_ids)
-        return self.table[token_ids].float()
+        return self.table[token_ids].to(self.dtype)
 
     @property
     def num_bytes(self) -> int:

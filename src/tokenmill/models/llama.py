@@ -9,7 +9,7 @@ import torch
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch, paged_attention, rope_and_cache
 from tokenmill.kernels.norm import rms_norm, silu_mul
-from tokenmill.layers.linear import ComputeType, Embedding, Linear
+from tokenmill.layers.linear import ComputeType, Device, Embedding, Linear
 from tokenmill.layers.rotary import rotary_table
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # (k_cache, v_cache) per layer
@@ -19,19 +19,31 @@ Tensors = dict[str, torch.Tensor]
 class DecoderLayer:
     """Attention and MLP around one residual stream, which both update in place."""
 
-    def __init__(self, spec: ModelSpec, index: int, tensors: Tensors, dtype: ComputeType) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, tensors: Tensors, dtype: ComputeType, device: Device
+    ) -> None:
         self.spec = spec
         self.window = spec.layer_windows[index] or 0
-        self.attention_norm = tensors["input_layernorm.weight"].float()
-        self.mlp_norm = tensors["post_attention_layernorm.weight"].float()
-        self.qkv = _linear(tensors, "self_attn", ("q_proj", "k_proj", "v_proj"), dtype)
-        self.out = _linear(tensors, "self_attn", ("o_proj",), dtype)
-        self.gate_up = _linear(tensors, "mlp", ("gate_proj", "up_proj"), dtype)
-        self.down = _linear(tensors, "mlp", ("down_proj",), dtype)
+
+        def norm(name: str) -> torch.Tensor:
+            return tensors[f"{name}.weight"].to(device, torch.float32)
+
+        def linear(*names: str) -> Linear:
+            weights = [tensors[f"{name}.weight"] for name in names]
+            biases = [tensors[key] for name in names if (key := f"{name}.bias") in tensors]
+            return Linear(weights, biases, dtype, device)
+
+        self.attention_norm, self.mlp_norm = (
+            norm("input_layernorm"),
+            norm("post_attention_layernorm"),
+        )
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.out = linear("self_attn.o_proj")
+        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
+        self.down = linear("mlp.down_proj")
         self.qk_norms = None
         if spec.qk_norm:
-            q, k = tensors["self_attn.q_norm.weight"], tensors["self_attn.k_norm.weight"]
-            self.qk_norms = (q.float(), k.float())
+            self.qk_norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
     def __call__(
         self,
@@ -62,15 +74,18 @@ class Llama:
         tensors: Iterable[tuple[str, torch.Tensor]],
         dtype: ComputeType,
         max_model_len: int,
+        device: Device = "cpu",
     ) -> None:
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.device = spec, dtype, device
         self.layers: list[DecoderLayer] = []
-        self.cos_sin = rotary_table(spec.rope, spec.head_dim, max_model_len)
+        self.cos_sin = rotary_table(spec.rope, spec.head_dim, max_model_len).to(device)
         outer = self._load_layers(tensors)
         table = outer["model.embed_tokens.weight"]
-        self.norm = outer["model.norm.weight"].float()
-        self.head = Linear([table if spec.tie_embeddings else outer["lm_head.weight"]], [], dtype)
-        self.embedding = Embedding(self.head.weight if spec.tie_embeddings else table)
+        self.norm = outer["model.norm.weight"].to(device, torch.float32)
+        head = table if spec.tie_embeddings else outer["lm_head.weight"]
+        self.head = Linear([head], [], dtype, device)
+        rows = self.head.weight if spec.tie_embeddings else table.to(device)
+        self.embedding = Embedding(rows, dtype)
 
     def _load_layers(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
         """Pack each layer as soon as it is complete; returns what belongs to no layer."""
@@ -88,7 +103,8 @@ class Llama:
             part[short] = tensor
             if len(part) == expected:
                 index = int(number)
-                done[index] = DecoderLayer(self.spec, index, parts.pop(index), self.dtype)
+                part = parts.pop(index)
+                done[index] = DecoderLayer(self.spec, index, part, self.dtype, self.device)
         self.layers = [done[i] for i in range(self.spec.num_layers)]
         return outer
 
@@ -103,16 +119,10 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> fp32 [rows, vocab]."""
-        return self.head(rms_norm(hidden, self.norm, self.spec.rms_eps, self.head.limit))
+        return self.head(rms_norm(hidden, self.norm, self.spec.rms_eps, self.head.limit)).float()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights as they lie in memory."""
         linears = [linear for layer in self.layers for linear in layer.linears]
         return self.embedding.num_bytes + sum(x.num_bytes for x in [self.head, *linears])
-
-
-def _linear(tensors: Tensors, block: str, names: tuple[str, ...], dtype: ComputeType) -> Linear:
-    weights = [tensors[f"{block}.{name}.weight"] for name in names]
-    biases = [tensors[key] for name in names if (key := f"{block}.{name}.bias") in tensors]
-    return Linear([w.float() for w in weights], biases, dtype)

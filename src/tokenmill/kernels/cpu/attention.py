@@ -249,6 +249,7 @@ def rope_and_cache(
 
 def paged_attention(
     q: torch.Tensor,
+    out: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tile_seqs: torch.Tensor,
@@ -259,11 +260,10 @@ def paged_attention(
     num_heads: int,
     tile_tokens: int,
     window: int,
-) -> torch.Tensor:
-    """Attention of pre-scaled q[t, heads * dim] over the cache -> [t, heads * dim]."""
+) -> None:
+    """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
     _, kv_heads, dim, block_size = k_cache.shape
-    out = torch.empty(q.shape[0], num_heads * dim)
-    assert q.stride(1) == 1 and block_tables.is_contiguous()
+    assert q.stride(1) == 1 and out.is_contiguous() and block_tables.is_contiguous()
     launch(
         _attention_kernel,
         tile_seqs.shape[0] * kv_heads,
@@ -285,4 +285,3 @@ def paged_attention(
         tile_tokens,
         block_tables.shape[1],
     )
-    return out

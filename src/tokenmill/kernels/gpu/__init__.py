@@ -1,0 +1,1 @@
+"""Triton kernels. Each matches the torch reference of the same name one level up."""

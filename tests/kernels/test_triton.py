@@ -1,0 +1,20 @@
+"""The Triton kernels against the torch references: interpreted on CPU, compiled where a GPU is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("triton_parity.py")
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "silu_mul", "rope_and_cache", "paged_attention"])
+def test_triton_matches_reference(kernel: str) -> None:
+    """In a process of its own: the interpreter is chosen when triton is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(SCRIPT), kernel]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{kernel}: ok")
