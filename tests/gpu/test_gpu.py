@@ -1,4 +1,4 @@
-"""The engine on a GPU: kernels against torch, tokens against the CPU in fp32, graphs against eager."""
+"""The engine on a GPU: kernels against torch, tokens against the CPU, graphs against eager."""
 
 import json
 import random
@@ -9,8 +9,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_parity
-from driver import Answer, complete
 
+from driver import Answer, complete
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine

@@ -208,7 +208,7 @@ def _run_once(
 
 def ceiling(cell: Cell, spec: ModelSpec, dtype: str, machine: Machine) -> Ceiling:
     """The time of a cell if nothing but linear layers and the reading of memory took any."""
-    width = {"fp32": 4, "int8": 1}[dtype]
+    width, kv_width = {"fp32": (4, 4), "int8": (1, 4), "bf16": (2, 2)}[dtype]
     gemm = machine.gemm_flops[dtype]
     head = 2 * spec.vocab_size * spec.hidden_size
     token = spec.flops_per_token(0)
@@ -217,7 +217,7 @@ def ceiling(cell: Cell, spec: ModelSpec, dtype: str, machine: Machine) -> Ceilin
     step_flops = cell.num_prompts * token
     mean_context = cell.input_len + cell.output_len / 2
     step_bytes = token / 2 * width
-    step_bytes += cell.num_prompts * mean_context * spec.kv_bytes_per_token(4)
+    step_bytes += cell.num_prompts * mean_context * spec.kv_bytes_per_token(kv_width)
     step_seconds = max(step_flops / gemm, step_bytes / machine.read_bytes_per_s)
     return Ceiling(
         seconds=prefill_flops / gemm + num_steps * step_seconds,

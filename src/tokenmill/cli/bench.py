@@ -65,7 +65,7 @@ def throughput(settings: Settings) -> None:
             lineup.close()
     peak_rss_mib = bench.peak_rss_mib()  # before the buffers of the next measurement
     console.note("Measuring the machine")
-    machine = measure_machine(built.spec, num_threads)
+    machine = measure_machine(built.spec, num_threads, built.device)
     report = throughput_report(cells, measured, machine, built, lineup)
     report["peak_rss_mib"] = peak_rss_mib
     if not settings.get("json-only"):

@@ -17,8 +17,34 @@ READ_BYTES = 2**29
 BUDGET_S = 0.5  # of each measurement; the best repeat counts
 
 
-def measure_machine(spec: ModelSpec, num_threads: int) -> Machine:
-    """Measure with as many threads as the engine uses; torch's thread count is put back."""
+def measure_machine(spec: ModelSpec, num_threads: int, device: str) -> Machine:
+    """The CPU with as many threads as the engine uses, or the GPU."""
+    return _measure_gpu(num_threads) if device == "cuda" else _measure_cpu(spec, num_threads)
+
+
+def _measure_gpu(num_threads: int) -> Machine:
+    """bf16 products of 8,192 squared, and copies, which read and write."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    source = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+
+    def product() -> None:
+        _ = a @ a
+        torch.cuda.synchronize()
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return Machine(
+        gemm_flops={"bf16": 2.0 * 8192**3 / _best_seconds([product])},
+        read_bytes_per_s=2 * source.nbytes / _best_seconds([copy]),
+        num_threads=num_threads,
+    )
+
+
+def _measure_cpu(spec: ModelSpec, num_threads: int) -> Machine:
+    """torch's thread count is put back afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -34,6 +34,7 @@ def throughput_report(
         "benchmark": "throughput",
         "model": built.description,
         "dtype": built.dtype,
+        "device": built.device,
         "num_threads": machine.num_threads,
         "weight_mib": round(built.weight_bytes / 2**20, 1),
         "machine": {
@@ -54,11 +55,13 @@ def print_throughput(cells: list[bench.Cell], report: Report) -> None:
     """Cell by cell: every engine's rate, ours beside its ceiling."""
     machine = report["machine"]
     out.print(f"{report['model']}, computed in {report['dtype']}", markup=False)
-    out.print(
-        f"machine ({report['num_threads']} threads): fp32 GEMM {machine['fp32_gemm_gflops']:.0f} "
-        f"GFLOP/s, int8 GEMM {machine['int8_gemm_gflops']:.0f} GOP/s, memory read "
-        f"{machine['read_gb_s']:.1f} GB/s"
-    )
+    rates = [
+        f"{key.removesuffix('_gemm_gflops')} GEMM {rate:.0f} GFLOP/s"
+        for key, rate in machine.items()
+        if key.endswith("_gemm_gflops")
+    ]
+    where = "GPU" if report["device"] == "cuda" else f"{report['num_threads']} threads"
+    out.print(f"machine ({where}): {', '.join(rates)}, memory {machine['read_gb_s']:.1f} GB/s")
     out.print(
         f"peak memory {report['peak_rss_mib']:.0f} MiB, weights {report['weight_mib']:.0f} MiB"
     )

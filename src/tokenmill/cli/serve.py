@@ -120,4 +120,5 @@ def _facts(built: BuiltEngine) -> ModelFacts:
         num_kv_blocks=built.num_blocks,
         block_size=built.block_size,
         dtype=built.dtype,
+        device=built.device,
     )

@@ -40,6 +40,7 @@ class BuiltEngine:
     spec: ModelSpec
     path: Path
     dtype: ComputeType
+    device: str
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -87,6 +88,7 @@ def build_engine(
         spec=spec,
         path=path,
         dtype=dtype,
+        device=device,
         max_model_len=max_len,
         num_blocks=num_blocks,
         block_size=cache.block_size,
