@@ -60,10 +60,10 @@ def build_engine(
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
     spec = checkpoint.spec
     max_len = _context_limit(spec, model)
-    device = choose_device(model.device)
+    device = choose_device(model)
     set_num_threads(model.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
-    _check_compute(dtype, device)
+    _check_compute(spec, dtype, device)
     network = _load(checkpoint, dtype, max_len, device, progress)
     num_blocks = _num_blocks(spec, cache, device)
     spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
@@ -108,16 +108,20 @@ def set_num_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def choose_device(asked: str) -> str:
-    """What was asked for, or a GPU where there is one."""
-    if asked == "cuda" and not torch.cuda.is_available():
+def choose_device(model: ModelConfig) -> str:
+    """What was asked for, or a GPU where there is one and the compute type runs on it."""
+    if model.device == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError("device is cuda, but torch sees no GPU here")
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
+    if model.device != "auto":
+        return model.device
+    return "cuda" if torch.cuda.is_available() and model.dtype in ("auto", "bf16") else "cpu"
 
 
-def _check_compute(dtype: str, device: str) -> None:
+def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
+    if device == "cuda" and spec.head_dim & (spec.head_dim - 1):
+        raise ModelLoadError(
+            f"head_dim is {spec.head_dim}: cuda takes powers of two, use --device cpu"
+        )
     if (dtype == "bf16") != (device == "cuda"):
         raise ModelLoadError(
             f"dtype {dtype} does not run on {device}: use bf16 on cuda, else fp32 or int8"

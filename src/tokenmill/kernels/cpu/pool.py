@@ -142,7 +142,7 @@ class ThreadPool:
         return 1 + len(self._wake)
 
     def resize(self, num_threads: int) -> None:
-        """Grow to num_threads; helpers beyond it are left asleep."""
+        """Grow to num_threads; the pool never shrinks."""
         for index in range(len(self._wake), num_threads - 1):
             self._wake.append(threading.Event())
             self._asleep.append(False)
