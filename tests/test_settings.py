@@ -93,8 +93,8 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_bad_values_name_their_source() -> None:
-    with pytest.raises(SettingsError, match=r"--dtype must be one of auto, fp32, .*, got 'fp8'"):
-        load_with(dtype="fp8")
+    with pytest.raises(SettingsError, match=r"--dtype must be one of auto, fp32, .*, got 'fp9'"):
+        load_with(dtype="fp9")
     with pytest.raises(
         SettingsError, match="TOKENMILL_TOP_P must be a number from 0 to 1, got '2'"
     ):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import (
     FinishReason,
     InvalidRequestError,
@@ -92,6 +92,7 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        execution: ExecutionConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load a model; what is named here wins over the same field of `cache` and `scheduler`."""
@@ -116,6 +117,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
             ),
+            execution or ExecutionConfig(),
             self.tokenizer.grammar_vocab(),
             progress,
         )
@@ -304,7 +306,7 @@ def _override(config: C, **named: Any) -> C:
 
 
 def _compute_type(dtype: str) -> Any:
-    known = ("auto", "fp32", "int8", "bf16")
+    known = ("auto", "fp32", "int8", "bf16", "fp8")
     if dtype not in known:
         raise InvalidRequestError(
             f"dtype must be one of {', '.join(known)}, got {dtype!r}", "dtype"

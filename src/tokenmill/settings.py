@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from tokenmill.core.config import (
     BenchConfig,
     CacheConfig,
+    ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -172,8 +173,8 @@ MODEL = (
     _of(
         ModelConfig,
         "dtype",
-        _one_of("auto", "fp32", "int8", "bf16"),
-        "Compute type of the weights; auto takes the fastest that keeps the accuracy bar.",
+        _one_of("auto", "fp32", "int8", "bf16", "fp8"),
+        "Compute type of the weights; auto: bf16 on a GPU, else the faster of fp32 and int8.",
     ),
     _of(ModelConfig, "device", _one_of("auto", "cpu", "cuda"), "Where the engine runs."),
     _of(ModelConfig, "random-weights", SWITCH, "Random weights: only config.json is read."),
@@ -196,12 +197,29 @@ CACHE = (
         "Share of the memory that is free after loading.",
         field="memory_share",
     ),
-    _of(CacheConfig, "block-size", _count(1, 1024), "Tokens in one block of the KV cache."),
+    _of(
+        CacheConfig,
+        "block-size",
+        _count(1, 1024),
+        "Tokens in one block of the KV cache; 16 on CPU, 64 on a GPU.",
+    ),
+    _of(
+        CacheConfig,
+        "kv-cache-dtype",
+        _one_of("auto", "fp32", "bf16", "fp8"),
+        "Type of the cached keys and values; auto: fp32 on CPU, bf16 on a GPU.",
+        field="dtype",
+    ),
     _of(CacheConfig, "prefix-cache", SWITCH, "Reuse the blocks of prompts that begin alike."),
 )
 SCHEDULER = (
     _of(SchedulerConfig, "max-num-seqs", _count(1), "Most requests that run at once."),
-    _of(SchedulerConfig, "max-num-batched-tokens", _count(1), "Most tokens in one step."),
+    _of(
+        SchedulerConfig,
+        "max-num-batched-tokens",
+        _count(1),
+        "Most tokens in one step; 512 on CPU, 4096 on a GPU.",
+    ),
     _of(
         SchedulerConfig,
         "max-queue",
@@ -211,6 +229,34 @@ SCHEDULER = (
     ),
     _of(SchedulerConfig, "chunked-prefill", SWITCH, "Split long prompts over several steps."),
     _of(SchedulerConfig, "policy", _one_of("fcfs", "priority"), "Whose turn it is."),
+)
+EXECUTION = (
+    _of(
+        ExecutionConfig,
+        "fused-kernels",
+        SWITCH,
+        "Compiled kernels; off: torch operations one by one, the readable reference.",
+    ),
+    _of(ExecutionConfig, "cuda-graphs", SWITCH, "Replay decode steps as CUDA graphs."),
+    _of(
+        ExecutionConfig,
+        "overlap",
+        SWITCH,
+        "Prepare a step while the one before it runs; on by default on a GPU.",
+    ),
+    _of(
+        ExecutionConfig,
+        "batch-invariant",
+        SWITCH,
+        "Bitwise the same answer whatever a request is batched with; slower on a GPU.",
+    ),
+    _of(
+        ExecutionConfig,
+        "graph-memory",
+        SIZE,
+        "Most GPU memory that captured graphs may take.",
+        field="graph_memory_bytes",
+    ),
 )
 SERVER = (
     _of(ServerConfig, "host", TEXT, "Address to listen on."),
@@ -312,7 +358,8 @@ COMMANDS = (
     Setting("step-ms", "Time of a step of the simulated engine.", _number(0, 1000), default=4.0),
 )
 SETTINGS: dict[str, Setting] = {
-    s.key: s for s in (*MODEL, *CACHE, *SCHEDULER, *SERVER, *SAMPLING, *BENCH, *COMMANDS)
+    s.key: s
+    for s in (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *SERVER, *SAMPLING, *BENCH, *COMMANDS)
 }
 
 

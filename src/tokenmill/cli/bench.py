@@ -10,8 +10,15 @@ import typer
 from tokenmill.cli import console, simulate
 from tokenmill.cli.options import command
 from tokenmill.cli.pull import fetch
-from tokenmill.core.config import BenchConfig, CacheConfig, ModelConfig, SchedulerConfig
-from tokenmill.settings import BENCH, CACHE, MODEL, SCHEDULER, SETTINGS, Settings
+from tokenmill.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    BenchConfig,
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from tokenmill.settings import BENCH, CACHE, EXECUTION, MODEL, SCHEDULER, SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenmill.bench.peers import Lineup
@@ -24,7 +31,12 @@ JSON_ONLY = SETTINGS["json-only"]
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-    engine = {"Model": MODEL, "KV cache": CACHE, "Scheduler": SCHEDULER}
+    engine = {
+        "Model": MODEL,
+        "KV cache": CACHE,
+        "Scheduler": SCHEDULER,
+        "Execution": EXECUTION,
+    }
     command(group, "throughput", {"Benchmark": (*BENCH, JSON_ONLY), **engine})(throughput)
     steps = (SETTINGS["num-running"], SETTINGS["num-steps"], JSON_ONLY)
     command(group, "scheduler", {"Benchmark": steps})(scheduler)
@@ -92,7 +104,7 @@ def scheduler(settings: Settings) -> None:
         max_model_len=longest,
     )
     requests = steps.decode_requests(num_running)
-    block_size = CacheConfig().block_size
+    block_size = DEFAULT_BLOCK_SIZE
     pool = BlockPool(num_running * (longest // block_size + 1), block_size)
     report = steps.measure_steps(Scheduler(limits, pool, frozenset()), requests, num_steps)
     if not settings.get("json-only"):
@@ -135,13 +147,13 @@ def _build(settings: Settings, cells: list[Cell]) -> BuiltEngine:
     path = fetch(config.model)
     cache = settings.build(CacheConfig)
     if "kv-cache-memory" not in settings and "kv-cache-share" not in settings:
-        cache = settings.build(CacheConfig, num_blocks=_num_blocks(cells, cache.block_size))
+        cache = settings.build(CacheConfig, num_blocks=_num_blocks(cells, cache.block_size or 64))
     limits = settings.build(SchedulerConfig, max_waiting=max(c.num_prompts for c in cells))
     with console.progress("Loading weights", size_in_bytes=True) as update:
         from tokenmill.engine.build import build_engine
 
         model = Settings(settings.values | {"model": str(path)}).build(ModelConfig)
-        return build_engine(model, cache, limits, progress=update)
+        return build_engine(model, cache, limits, settings.build(ExecutionConfig), progress=update)
 
 
 def _num_blocks(cells: list[Cell], block_size: int) -> int:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from tokenmill.cli import console
 from tokenmill.cli.pull import fetch
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import CACHE, MODEL, SCHEDULER, SETTINGS, Settings
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenmill.llm import LLM
@@ -25,6 +25,7 @@ PANELS = {
     "Model": (*LOCAL_MODEL, SETTINGS["chat-template"]),
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
+    "Execution": EXECUTION,
 }
 
 
@@ -69,6 +70,7 @@ def load_llm(settings: Settings) -> LLM:
             chat_template=settings.get("chat-template"),
             cache=settings.build(CacheConfig),
             scheduler=settings.build(SchedulerConfig),
+            execution=settings.build(ExecutionConfig),
             progress=update,
         )
 

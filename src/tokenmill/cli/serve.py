@@ -13,15 +13,26 @@ import typer
 from tokenmill.cli import console
 from tokenmill.cli.options import command
 from tokenmill.cli.pull import fetch
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
-from tokenmill.settings import CACHE, MODEL, SCHEDULER, SERVER, SETTINGS, Settings
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, SERVER, SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
     from tokenmill.serve.wire import ModelFacts
 
-ENGINE_PANELS = {"Model": MODEL, "KV cache": CACHE, "Scheduler": SCHEDULER}
-WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, SETTINGS["log-level"])
+ENGINE_PANELS = {
+    "Model": MODEL,
+    "KV cache": CACHE,
+    "Scheduler": SCHEDULER,
+    "Execution": EXECUTION,
+}
+WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, SETTINGS["log-level"])
 
 
 def register(app: typer.Typer) -> None:
@@ -108,7 +119,8 @@ def _build(settings: Settings) -> BuiltEngine:
     vocab = load_tokenizer(config.model).grammar_vocab()
     cache, limits = settings.build(CacheConfig), settings.build(SchedulerConfig)
     with console.progress("Loading weights", size_in_bytes=True) as update:
-        return build_engine(config, cache, limits, vocab, update)
+        execution = settings.build(ExecutionConfig)
+        return build_engine(config, cache, limits, execution, vocab, update)
 
 
 def _facts(built: BuiltEngine) -> ModelFacts:

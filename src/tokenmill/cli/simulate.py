@@ -12,7 +12,7 @@ import typer
 
 from tokenmill.cli.options import command
 from tokenmill.cli.pull import fetch
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.config import DEFAULT_BLOCK_SIZE, ModelConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SETTINGS, Settings
 
@@ -80,7 +80,7 @@ def run_worker(settings: Settings, address: Annotated[str, typer.Option("--addre
     tokenizer = load_tokenizer(settings.build(ModelConfig).model)
     num_streams, step_s = settings.get("num-streams"), settings.get("step-ms") / 1e3
     longest = PROMPT_TOKENS + settings.get("stream-tokens")
-    block_size = CacheConfig().block_size
+    block_size = DEFAULT_BLOCK_SIZE
     num_blocks = num_streams * (longest // block_size + 1)
     limits = SchedulerConfig(max_num_seqs=num_streams, max_model_len=longest)
     scheduler = Scheduler(limits, BlockPool(num_blocks, block_size), frozenset())

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 GIB = 2**30
+DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
+DEFAULT_BUDGET, GPU_BUDGET = 512, 4096  # tokens of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +15,7 @@ class ModelConfig:
     """Which weights, in which type, on which device."""
 
     model: str = "smollm2"  # a pull name, a folder, a .gguf file or a hub name
-    dtype: Literal["auto", "fp32", "int8", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "int8", "bf16", "fp8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     random_weights: bool = False  # shapes from config.json alone, for benchmarks
     seed: int = 0
@@ -25,7 +27,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = 16
+    block_size: int | None = None  # None: 16 on CPU, 64 on a GPU
+    dtype: Literal["auto", "fp32", "bf16", "fp8"] = "auto"  # auto: fp32 on CPU, bf16 on a GPU
     memory_bytes: int | None = None  # None: memory_share of what is free after loading
     memory_share: float = 0.5
     num_blocks: int | None = None  # exact size, for tests and simulations
@@ -36,12 +39,23 @@ class CacheConfig:
 class SchedulerConfig:
     """One token budget per step and the limits around it."""
 
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None  # None: 512 on CPU, 4096 on a GPU
     max_num_seqs: int = 256
     max_waiting: int = 1024  # a longer queue answers REJECT
     max_model_len: int = 8192
     chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionConfig:
+    """How a step is executed; the first three are rungs of `bench ladder`."""
+
+    fused_kernels: bool = True  # off: torch operations one by one, the readable reference
+    cuda_graphs: bool = True
+    overlap: bool | None = None  # prepare a step while the last one runs; None: on a GPU
+    batch_invariant: bool = False  # bitwise the same answer whatever a request is batched with
+    graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_BUDGET,
+    GPU_BLOCK_SIZE,
+    GPU_BUDGET,
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.engine import LanguageEngine
@@ -52,10 +61,12 @@ def build_engine(
     model: ModelConfig,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
+    execution: ExecutionConfig | None = None,
     grammar_vocab: GrammarVocab | None = None,
     progress: Progress | None = None,
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it."""
+    execution = execution or ExecutionConfig()
     path = resolve(model.model)
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
     spec = checkpoint.spec
@@ -64,16 +75,19 @@ def build_engine(
     set_num_threads(model.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
     _check_compute(spec, dtype, device)
+    cache, scheduler = _for_device(cache, scheduler, device)
     network = _load(checkpoint, dtype, max_len, device, progress)
-    num_blocks = _num_blocks(spec, cache, device)
+    block_size = cache.block_size
+    assert block_size is not None
+    num_blocks = _num_blocks(spec, cache, block_size, device)
     spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
-    kv_cache = allocate_kv_cache(spec, num_blocks + spare, cache.block_size, device)
+    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device)
     eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
     if grammar_vocab is not None:
         eos |= frozenset(grammar_vocab.stop_token_ids)  # the tokenizer knows turn ends too
-    pool = BlockPool(num_blocks, cache.block_size, cache.prefix_cache)
+    pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
     limits = replace(scheduler, max_model_len=max_len)
-    runner = ModelRunner(network, kv_cache, cache.block_size, Sampler())
+    runner = ModelRunner(network, kv_cache, block_size, Sampler())
     runner.warm_up()
     if device == "cuda":
         runner.capture(max_len, scheduler.max_num_seqs)
@@ -91,9 +105,22 @@ def build_engine(
         device=device,
         max_model_len=max_len,
         num_blocks=num_blocks,
-        block_size=cache.block_size,
+        block_size=block_size,
         weight_bytes=network.num_bytes,
         description=checkpoint.describe(),
+    )
+
+
+def _for_device(
+    cache: CacheConfig, scheduler: SchedulerConfig, device: str
+) -> tuple[CacheConfig, SchedulerConfig]:
+    """Fill what was left to the device."""
+    on_gpu = device == "cuda"
+    block_size = GPU_BLOCK_SIZE if on_gpu else DEFAULT_BLOCK_SIZE
+    budget = GPU_BUDGET if on_gpu else DEFAULT_BUDGET
+    return (
+        replace(cache, block_size=cache.block_size or block_size),
+        replace(scheduler, max_num_batched_tokens=scheduler.max_num_batched_tokens or budget),
     )
 
 
@@ -176,11 +203,11 @@ def _load(
     return network
 
 
-def _num_blocks(spec: ModelSpec, cache: CacheConfig, device: str) -> int:
+def _num_blocks(spec: ModelSpec, cache: CacheConfig, block_size: int, device: str) -> int:
     """Blocks that fit in the memory given, or in a share of what is free now."""
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[device]) * cache.block_size
+    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[device]) * block_size
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     budget = cache.memory_bytes
     if budget is None:
@@ -192,7 +219,7 @@ def _num_blocks(spec: ModelSpec, cache: CacheConfig, device: str) -> int:
         )
     if budget < block_bytes:
         raise ModelLoadError(
-            f"the KV cache gets {budget} bytes, but one block of {cache.block_size} tokens "
+            f"the KV cache gets {budget} bytes, but one block of {block_size} tokens "
             f"takes {block_bytes}: give it more with kv_cache_memory"
         )
     return budget // block_bytes

@@ -15,13 +15,13 @@ from tokenmill.kernels.matmul import (
     quantize_rows,
 )
 
-ComputeType = Literal["fp32", "int8", "bf16"]
+ComputeType = Literal["fp32", "int8", "bf16", "fp8"]
 Device = torch.device | str
 
 
 def activation_dtype(dtype: ComputeType) -> torch.dtype:
     """What the residual stream holds."""
-    return torch.bfloat16 if dtype == "bf16" else torch.float32
+    return torch.bfloat16 if dtype in ("bf16", "fp8") else torch.float32
 
 
 class Linear:

@@ -6,7 +6,7 @@ import heapq
 from bisect import insort
 from operator import attrgetter
 
-from tokenmill.core.config import SchedulerConfig
+from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -33,9 +33,13 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, eos_token_ids: frozenset[int]
     ) -> None:
+        self._budget = DEFAULT_BUDGET
+        if config.max_num_batched_tokens is not None:
+            self._budget = config.max_num_batched_tokens
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+            value = getattr(config, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self.config = config
         self.pool = pool
         self._eos = eos_token_ids
@@ -206,7 +210,7 @@ class Scheduler:
         The list shrinks from its tail while it is walked: whoever is preempted has had no turn.
         """
         running, size = self._running, self.pool.block_size
-        budget = self.config.max_num_batched_tokens
+        budget = self._budget
         filled: list[Item] = []
         for index, seq in enumerate(running):
             end = num_tokens = len(seq.token_ids)
@@ -255,7 +259,7 @@ class Scheduler:
         if seq is None or len(self._running) >= self.config.max_num_seqs:
             return False
         num_new = seq.num_tokens - len(self._match(seq)) * self.pool.block_size
-        if num_new <= self.config.max_num_batched_tokens - len(self._running):
+        if num_new <= self._budget - len(self._running):
             return False
         return self._start(seq, num_new, chunks, chunks) > 0
 
