@@ -5,7 +5,26 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Mode:
+    """Switches of the whole process, set once by engine/build.py."""
+
+    fused: bool = True  # off: the torch references run everywhere
+    batch_invariant: bool = False  # a row's result may not depend on the other rows of a batch
+
+
+MODE = Mode()
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """True where the Triton twin of a kernel takes x."""
+    return x.is_cuda and MODE.fused
 
 
 @functools.cache
