@@ -7,6 +7,7 @@ from typing import Literal
 
 GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
+MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
 DEFAULT_BUDGET, GPU_BUDGET = 512, 4096  # tokens of a step
 
 
@@ -30,7 +31,7 @@ class CacheConfig:
     block_size: int | None = None  # None: 16 on CPU, 64 on a GPU
     dtype: Literal["auto", "fp32", "bf16", "fp8"] = "auto"  # auto: fp32 on CPU, bf16 on a GPU
     memory_bytes: int | None = None  # None: memory_share of what is free after loading
-    memory_share: float = 0.5
+    memory_share: float | None = None  # None: 0.5 on CPU, 0.95 on a GPU
     num_blocks: int | None = None  # exact size, for tests and simulations
     prefix_cache: bool = True
 

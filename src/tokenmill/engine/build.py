@@ -16,6 +16,8 @@ from tokenmill.core.config import (
     DEFAULT_BUDGET,
     GPU_BLOCK_SIZE,
     GPU_BUDGET,
+    GPU_MEMORY_SHARE,
+    MEMORY_SHARE,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
@@ -26,8 +28,7 @@ from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
-from tokenmill.engine.sampling import Sampler
-from tokenmill.kernels import cpu_kernels
+from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
@@ -37,8 +38,9 @@ from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
-_KV_BYTES = {"cpu": 4, "cuda": 2}  # the cache is fp32 or bf16
-_RESERVE_BYTES = 2**29  # left to activations and the rest of the process
+_KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+_RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
+_MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class BuiltEngine:
     spec: ModelSpec
     path: Path
     dtype: ComputeType
+    kv_dtype: str
     device: str
     max_model_len: int
     num_blocks: int
@@ -64,6 +67,7 @@ def build_engine(
     execution: ExecutionConfig | None = None,
     grammar_vocab: GrammarVocab | None = None,
     progress: Progress | None = None,
+    capture_progress: Progress | None = None,
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it."""
     execution = execution or ExecutionConfig()
@@ -73,35 +77,46 @@ def build_engine(
     max_len = _context_limit(spec, model)
     device = choose_device(model)
     set_num_threads(model.num_threads or os.cpu_count() or 1)
+    MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
+    kv_dtype = _kv_dtype(cache, device)
     _check_compute(spec, dtype, device)
+    _check_memory(spec, dtype, device)
     cache, scheduler = _for_device(cache, scheduler, device)
     network = _load(checkpoint, dtype, max_len, device, progress)
     block_size = cache.block_size
     assert block_size is not None
-    num_blocks = _num_blocks(spec, cache, block_size, device)
+    reserve = _RESERVE_BYTES
+    if device == "cuda":
+        reserve = _gpu_reserve(spec, scheduler) + execution.graph_memory_bytes
+    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
+    num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
     spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
-    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device)
+    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype)
     eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
     if grammar_vocab is not None:
         eos |= frozenset(grammar_vocab.stop_token_ids)  # the tokenizer knows turn ends too
     pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
     limits = replace(scheduler, max_model_len=max_len)
-    runner = ModelRunner(network, kv_cache, block_size, Sampler())
+    # Requests that ended in a step under way keep their slots until it is over.
+    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
     runner.warm_up()
-    if device == "cuda":
-        runner.capture(max_len, scheduler.max_num_seqs)
+    if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
+        runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
+    overlap = device == "cuda" if execution.overlap is None else execution.overlap
     engine = LanguageEngine(
         Scheduler(limits, pool, eos),
         runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
+        launcher=runner if overlap else None,
     )
     return BuiltEngine(
         engine=engine,
         spec=spec,
         path=path,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         max_model_len=max_len,
         num_blocks=num_blocks,
@@ -136,23 +151,59 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def choose_device(model: ModelConfig) -> str:
-    """What was asked for, or a GPU where there is one and the compute type runs on it."""
+    """What was asked for, or a GPU where there is one that runs the compute type."""
     if model.device == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError("device is cuda, but torch sees no GPU here")
     if model.device != "auto":
         return model.device
-    return "cuda" if torch.cuda.is_available() and model.dtype in ("auto", "bf16") else "cpu"
+    needed = _MIN_CAPABILITY.get("bf16" if model.dtype == "auto" else model.dtype)
+    suits = needed is not None and torch.cuda.is_available()
+    return "cuda" if suits and torch.cuda.get_device_capability() >= needed else "cpu"
 
 
 def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
-    if device == "cuda" and spec.head_dim & (spec.head_dim - 1):
+    """The compute type must run on the device, and the device must have what it takes."""
+    needed = _MIN_CAPABILITY.get(dtype)
+    if (needed is not None) != (device == "cuda"):
+        raise ModelLoadError(
+            f"dtype {dtype} does not run on {device}: use bf16 or fp8 on cuda, else fp32 or int8"
+        )
+    if needed is None:
+        return
+    if spec.head_dim & (spec.head_dim - 1):
         raise ModelLoadError(
             f"head_dim is {spec.head_dim}: cuda takes powers of two, use --device cpu"
         )
-    if (dtype == "bf16") != (device == "cuda"):
+    found = torch.cuda.get_device_capability()
+    if found < needed:
         raise ModelLoadError(
-            f"dtype {dtype} does not run on {device}: use bf16 on cuda, else fp32 or int8"
+            f"dtype {dtype} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, "
+            f"but {torch.cuda.get_device_name()} has {found[0]}.{found[1]}"
         )
+
+
+def _check_memory(spec: ModelSpec, dtype: str, device: str) -> None:
+    """On a GPU, say before loading that the weights will not fit."""
+    if device != "cuda":
+        return
+    free = torch.cuda.mem_get_info()[0]
+    needed = spec.weight_bytes(1 if dtype == "fp8" else 2)
+    if needed > free:
+        raise ModelLoadError(
+            f"the weights take {needed / 2**30:.1f} GiB in {dtype}, but "
+            f"{torch.cuda.get_device_name()} has {free / 2**30:.1f} GiB free"
+        )
+
+
+def _kv_dtype(cache: CacheConfig, device: str) -> str:
+    known = ("bf16", "fp8") if device == "cuda" else ("fp32",)
+    if cache.dtype == "auto":
+        return known[0]
+    if cache.dtype not in known:
+        raise ModelLoadError(
+            f"kv_cache_dtype {cache.dtype} does not run on {device}: use {' or '.join(known)}"
+        )
+    return cache.dtype
 
 
 def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
@@ -203,15 +254,25 @@ def _load(
     return network
 
 
-def _num_blocks(spec: ModelSpec, cache: CacheConfig, block_size: int, device: str) -> int:
+def _gpu_reserve(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
+    """Bytes of the largest step's activations and logits, with room for the allocator."""
+    widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 8 * spec.hidden_size
+    activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
+    logits = scheduler.max_num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
+    return 2**30 + 2 * activations + logits
+
+
+def _num_blocks(
+    cache: CacheConfig, block_size: int, block_bytes: int, device: str, reserve: int
+) -> int:
     """Blocks that fit in the memory given, or in a share of what is free now."""
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[device]) * block_size
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     budget = cache.memory_bytes
     if budget is None:
-        budget = int(max(0, free - _RESERVE_BYTES) * cache.memory_share)
+        share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
+        budget = int(max(0, free - reserve) * share)
     elif budget > free:
         raise ModelLoadError(
             f"kv_cache_memory asks for {budget / 2**30:.1f} GiB, "

@@ -28,10 +28,26 @@ _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
 _log = logging.getLogger(__name__)
 
 
+class OutOfMemory(Exception):
+    """A step needs more device memory than there is; nothing of it was computed."""
+
+
 class Runner(Protocol):
     """Computes a batch; engine/runner.py does it with a model."""
 
     def run(self, batch: Batch) -> StepResult: ...
+
+
+class Launched(Protocol):
+    """A batch under way."""
+
+    def wait(self) -> StepResult: ...
+
+
+class Launcher(Runner, Protocol):
+    """A runner that can start a batch and be asked for its result later."""
+
+    def launch(self, batch: Batch) -> Launched: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +60,12 @@ class _Compiling:
 
 
 class LanguageEngine:
-    """An Engine over a scheduler and a runner; one thread calls it."""
+    """An Engine over a scheduler and a runner; one thread calls it.
+
+    With a `launcher`, steps overlap: the next batch is chosen and launched before the tokens of the
+    last one are known. While a request needs the host between two of its tokens (a grammar, prompt
+    log-probabilities), all run in the plain loop.
+    """
 
     def __init__(
         self,
@@ -53,9 +74,13 @@ class LanguageEngine:
         grammar: GrammarBackend | None = None,
         vocab_size: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        launcher: Launcher | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._launcher = launcher
+        self._flying: tuple[Batch, Launched] | None = None  # launched, its tokens not known yet
+        self._host_bound: set[str] = set()  # live requests that need the plain loop
         self._grammar = grammar
         self._vocab_size = vocab_size
         self._clock = clock
@@ -72,7 +97,7 @@ class LanguageEngine:
         if refusal is not None:
             self._end(request.request_id, FinishReason.REJECT, *refusal)
         elif structured is None or self._grammar is None:
-            self._scheduler.add(request)
+            self._add(request)
         else:
             grammar = self._grammar.compile_async(structured)
             give_up_ns = self._clock() + COMPILE_TIMEOUT_NS
@@ -82,11 +107,15 @@ class LanguageEngine:
         """Run one batch and return what it produced; [] when there is nothing to do."""
         now_ns = self._clock()
         self._admit(now_ns)
+        overlap = self._launcher is not None and not self._host_bound
+        outputs = [] if overlap else self._land()
         batch = self._scheduler.schedule(now_ns)
-        outputs = self._take_finished()
-        if batch.items:
+        outputs += self._take_finished()
+        if self._launcher is not None and overlap:
+            outputs += self._fly(batch, self._launcher)
+        elif batch.items:
             outputs += self._execute(batch)
-        elif not outputs:
+        if not outputs and not batch.items:
             self._await_grammar()
         return outputs
 
@@ -99,7 +128,8 @@ class LanguageEngine:
 
     def has_work(self) -> bool:
         """True while a step() would do something."""
-        return bool(self._finished or self._compiling) or self._scheduler.has_work()
+        waiting = bool(self._finished or self._compiling or self._flying)
+        return waiting or self._scheduler.has_work()
 
     def drain(self) -> None:
         """Refuse new requests from now on; those already here run to their end."""
@@ -179,10 +209,18 @@ class LanguageEngine:
 
     def _forget(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Drop the grammars of requests that the scheduler ended before they had a matcher."""
-        for output in outputs if self._compiled else ():
+        for output in outputs if self._host_bound else ():
             if output.finish_reason is not None:
                 self._compiled.pop(output.request_id, None)
+                self._host_bound.discard(output.request_id)
         return outputs
+
+    def _add(self, request: Request) -> None:
+        """Hand a request to the scheduler."""
+        sampling = request.sampling
+        if sampling.structured is not None or sampling.prompt_logprobs is not None:
+            self._host_bound.add(request.request_id)
+        self._scheduler.add(request)
 
     # A step, phase by phase.
 
@@ -206,7 +244,7 @@ class LanguageEngine:
         error = grammar.exception()
         if error is None:
             self._compiled[request.request_id] = grammar.result()
-            self._scheduler.add(request)
+            self._add(request)
         elif isinstance(error, InvalidRequestError):
             self._end(request.request_id, FinishReason.REJECT, "invalid_grammar", str(error))
         else:
@@ -227,17 +265,61 @@ class LanguageEngine:
             self._advance(batch, result, lost)
             outputs = self._scheduler.update(batch, result)
         except Exception as error:
-            _log.exception("a step over %d requests failed", len(batch.items))
-            message = f"the step failed: {_sentence(error)}"
-            return self._forget(self._scheduler.fail(batch, message))
+            return self._failed(batch, error)
         except BaseException:
-            failed = self._scheduler.fail(batch, "the step was interrupted")
-            self._finished += self._forget(failed)
+            self._interrupted(batch)
             raise
         for output in outputs:
             if output.request_id in lost:
                 output.stop_reason, output.error = "grammar", lost[output.request_id]
         return self._forget(outputs)
+
+    def _fly(self, batch: Batch, launcher: Launcher) -> list[RequestOutput]:
+        """Launch the batch, then collect the one before it, which ran meanwhile."""
+        launched, problem = None, None
+        try:
+            launched = launcher.launch(batch) if batch.items else None
+        except Exception as error:
+            problem = error
+        except BaseException:
+            self._finished += self._land()
+            self._interrupted(batch)
+            raise
+        outputs = self._land()
+        if problem is not None:
+            return outputs + self._failed(batch, problem)
+        if launched is not None:
+            self._scheduler.advance(batch)
+            self._flying = batch, launched
+        return outputs
+
+    def _land(self) -> list[RequestOutput]:
+        """Wait for the batch under way and account for it."""
+        if self._flying is None:
+            return []
+        (batch, launched), self._flying = self._flying, None
+        try:
+            outputs = self._scheduler.update(batch, launched.wait())
+        except Exception as error:
+            return self._failed(batch, error)
+        except BaseException:
+            self._interrupted(batch)
+            raise
+        return self._forget(outputs)
+
+    def _failed(self, batch: Batch, error: Exception) -> list[RequestOutput]:
+        """What a failed step means for its requests."""
+        message = f"the step failed: {_sentence(error)}"
+        if isinstance(error, OutOfMemory):
+            _log.warning("%s; it runs again in smaller steps", message)
+            return self._forget(self._scheduler.preempt(batch, message))
+        _log.error("a step over %d requests failed", len(batch.items), exc_info=error)
+        return self._forget(self._scheduler.fail(batch, message))
+
+    def _interrupted(self, batch: Batch) -> None:
+        """Ctrl-C inside a step: its requests end, and the next step() says so."""
+        if batch.items:
+            self._finished += self._forget(self._scheduler.fail(batch, "the step was interrupted"))
 
     def _constrain(self, batch: Batch) -> dict[str, str]:
         """Set the masks of the structured items that sample; returns those whose grammar is lost.

@@ -1,110 +1,139 @@
-"""CUDA graphs of the decode step: one per batch size of a ladder, replayed over static buffers."""
+"""CUDA graphs of the decode step: one launch instead of hundreds."""
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from tokenmill.kernels.attention import AttentionBatch, query_tiles
+from tokenmill.engine.inputs import InputBuilder, newest_token
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, place_tokens, plan_tiles
+from tokenmill.kernels.sampling import argmax
+from tokenmill.sched.sequence import Sequence
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner import KVCache, Model
+
+Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
 
 
 def ladder(max_size: int) -> list[int]:
     """Batch sizes that get a graph: dense, since a batch is padded up to the next one."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_size + 16, 16)]
-    return [size for size in sizes if size <= max_size] or [1]
+    return [size for size in sizes if size < max_size] + [max_size]
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    """A graph and the tensors that its kernels hold addresses of."""
+class Decoded:
+    """The tensors of a decode step; a graph writes the same ones every time."""
 
-    graph: torch.cuda.CUDAGraph
-    buffer: torch.Tensor
-    batch: AttentionBatch
-    logits: torch.Tensor
+    token_ids: torch.Tensor  # int32 [size], the input
+    logits: torch.Tensor  # [size, vocab]
+    best: torch.Tensor  # int32 [size]: the largest logit's token
+    slots: torch.Tensor  # int32 [size]
 
 
 class DecodeGraphs:
     """Forward passes of one token per sequence, captured once and replayed.
 
-    All inputs lie in one int32 buffer, so that a step is one copy to the GPU and one launch. Rows
-    beyond the batch write to `pad_block`, which no sequence owns.
+    All graphs read one input buffer: ids, contexts and slots, so that a step is one small copy and
+    one launch. A graph ends by noting the greedy tokens as the newest ones of their sequences. Rows
+    beyond the batch use the block tables' last row, which no sequence owns.
     """
 
     def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        block_size: int,
-        group: int,
-        max_blocks: int,
-        max_size: int,
+        self, model: Model, kv_cache: KVCache, builder: InputBuilder, max_size: int
     ) -> None:
-        self.model, self.kv_cache = model, kv_cache
-        self.block_size, self.group, self.width = block_size, group, max_blocks
-        self.pad_block = kv_cache[0][0].shape[0] - 1
+        self.model, self.kv_cache, self.builder = model, kv_cache, builder
         self.sizes = ladder(max_size)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, _Captured] = {}
-        for size in reversed(self.sizes):  # the largest first: the others fit in its memory
-            self._graphs[size] = self._capture(size)
+        self.stride = max_size + -max_size % 4
+        self.inputs = torch.zeros(3, self.stride, dtype=torch.int32, device=builder.device)
+        self.inputs[2] = builder.tables.pad_row
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
 
-    def _layout(self, buffer: torch.Tensor, size: int) -> tuple[torch.Tensor, AttentionBatch]:
-        """Views of the buffer: token ids, and where they stand."""
-        sizes = [size, size, size, size, size + 1, size * self.width]
-        ids, positions, slots, contexts, starts, tables = buffer.split(sizes)
-        tiles = query_tiles(np.ones(size, np.int64), self.group, buffer.device, split=True)
-        tables = tables.view(size, self.width)
-        return ids, AttentionBatch(positions, slots, starts, contexts, tables, tiles)
+    def capture(self, budget_bytes: int, progress: Progress | None = None) -> None:
+        """Capture every size, the largest first: the others fit in its memory."""
+        pool, before = torch.cuda.graph_pool_handle(), torch.cuda.memory_reserved()
+        for index, size in enumerate(reversed(self.sizes)):
+            self._graphs[size] = self._capture(size, pool)
+            if progress is not None:
+                progress(index + 1, len(self.sizes))
+            taken = torch.cuda.memory_reserved() - before
+            if taken > budget_bytes and index + 1 < len(self.sizes):
+                _log.warning(
+                    "CUDA graphs take %.1f GiB of %.1f: batches below %d are padded to it",
+                    taken / 2**30, budget_bytes / 2**30, size,
+                )  # fmt: skip
+                break
+        self.sizes = sorted(self._graphs)
 
-    def _stage(
-        self, size: int, token_ids: list[int], contexts: np.ndarray, tables: np.ndarray
-    ) -> np.ndarray:
-        """The int32 image of a batch, padded to `size`."""
-        count = len(token_ids)
-        image = np.zeros(5 * size + 1 + size * self.width, np.int32)
-        ids, positions, slots, lens = image[: 4 * size].reshape(4, size)
-        ids[:count] = token_ids
-        positions[:count] = lens[:count] = contexts
-        blocks = tables[np.arange(count), contexts // self.block_size]
-        slots[:] = self.pad_block * self.block_size
-        slots[:count] = blocks * self.block_size + contexts % self.block_size
-        image[4 * size : 5 * size + 1] = np.arange(size + 1)
-        rows = image[5 * size + 1 :].reshape(size, self.width)
-        rows[count:, 0] = self.pad_block
-        rows[:count, : tables.shape[1]] = tables
-        return image
-
-    def _capture(self, size: int) -> _Captured:
-        image = self._stage(size, [], np.zeros(0, np.int64), np.zeros((0, 1), np.int32))
-        buffer = torch.from_numpy(image).cuda()
-        ids, batch = self._layout(buffer, size)
-
-        def step() -> torch.Tensor:
-            return self.model.logits(self.model.forward(ids, self.kv_cache, batch))
-
-        step()  # compiles kernels and picks algorithms, which capture must not do
+    def _capture(self, size: int, pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Decoded]:
+        batch = self._attention(size)
+        self._decode(size, batch)  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = step()
-        return _Captured(graph, buffer, batch, logits)
+        with torch.cuda.graph(graph, pool=pool):
+            decoded = self._decode(size, batch)
+        return graph, decoded
 
-    def run(
-        self, token_ids: list[int], contexts: np.ndarray, tables: np.ndarray
-    ) -> torch.Tensor | None:
-        """Logits [sequences, vocab], valid until the next run; None when no graph fits."""
-        count = len(token_ids)
-        if count > self.sizes[-1] or tables.shape[1] > self.width:
+    def _attention(self, size: int) -> AttentionBatch:
+        """Views of the input buffer; the tiles of single queries are the same in every step."""
+        builder, device = self.builder, self.inputs.device
+        (plan,) = plan_tiles(np.ones(size, np.int64), builder.group, builder.kv_heads, on_gpu=True)
+        tiles = QueryTiles(
+            torch.from_numpy(plan.seqs).to(device),
+            torch.from_numpy(plan.starts).to(device),
+            plan.tokens,
+            plan.splits,
+        )
+        return AttentionBatch(
+            positions=self.inputs[1, :size],
+            slots=self.inputs[1, :size],  # replaced in the step
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            context_lens=self.inputs[1, :size],
+            block_tables=builder.tables.tensor,
+            table_rows=self.inputs[2, :size],
+            tiles=(tiles,),
+        )
+
+    def _decode(self, size: int, batch: AttentionBatch) -> Decoded:
+        staged, contexts, slots = self.inputs[:, :size]
+        last_tokens = self.builder.last_tokens
+        ids, cache_slots = place_tokens(
+            staged, contexts, slots, batch.block_tables, last_tokens, self.builder.block_size
+        )
+        placed = AttentionBatch(
+            batch.positions, cache_slots, batch.query_starts, batch.context_lens,
+            batch.block_tables, batch.table_rows, batch.tiles,
+        )  # fmt: skip
+        logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
+        best = argmax(logits)
+        last_tokens.index_copy_(0, slots.long(), best)
+        return Decoded(ids, logits, best, slots)
+
+    def run(self, seqs: list[Sequence]) -> Decoded | None:
+        """The step's tensors, valid until the next run; None when no graph is large enough."""
+        count = len(seqs)
+        if count > self.sizes[-1]:
             return None
-        size = next(s for s in self.sizes if s >= count)
-        captured = self._graphs[size]
-        captured.buffer.copy_(torch.from_numpy(self._stage(size, token_ids, contexts, tables)))
-        captured.graph.replay()
-        return captured.logits[:count]
+        size = self.sizes[bisect_left(self.sizes, count)]
+        host = self.builder.staging.buffer(3 * self.stride)
+        image = host.numpy().reshape(3, self.stride)
+        image[0, :count] = [newest_token(seq) for seq in seqs]
+        image[1, :count] = [seq.num_computed_tokens for seq in seqs]
+        image[2, :count] = [seq.slot for seq in seqs]
+        image[:2, count:size] = 0
+        image[2, count:size] = self.builder.tables.pad_row
+        self.inputs.view(-1).copy_(host, non_blocking=True)
+        graph, decoded = self._graphs[size]
+        graph.replay()
+        return Decoded(
+            decoded.token_ids[:count], decoded.logits[:count], decoded.best[:count],
+            decoded.slots[:count],
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -9,12 +10,16 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
-from tokenmill.engine.graphs import DecodeGraphs
+from tokenmill.engine.device_sampling import DeviceSampler, Sampled, is_greedy
+from tokenmill.engine.engine import OutOfMemory
+from tokenmill.engine.graphs import DecodeGraphs, Progress
+from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.sampling import Sampler, grammar_masks
-from tokenmill.kernels.attention import AttentionBatch, query_tiles
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.sched.sequence import Batch, Sequence
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
 
 
@@ -32,7 +37,7 @@ class Model(Protocol):
 
 
 def allocate_kv_cache(
-    spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    spec: ModelSpec, num_blocks: int, block_size: int, device: str = "cpu", dtype: str = "fp32"
 ) -> KVCache:
     """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
 
@@ -45,22 +50,74 @@ def allocate_kv_cache(
     def zeros(shape: tuple[int, ...]) -> torch.Tensor:
         if on_cpu:
             return torch.from_numpy(np.zeros(shape, np.float32))
-        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
 
     return [(zeros(keys), zeros(values)) for _ in range(spec.num_layers)]
 
 
-class ModelRunner:
-    """Runs batches of one model over its paged KV cache."""
+@dataclass(slots=True)
+class Launched:
+    """A step under way; wait() gives its result."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, block_size: int, sampler: Sampler) -> None:
-        self.graphs: DecodeGraphs | None = None
-        self.model = model
-        self.kv_cache = kv_cache
-        self.block_size = block_size
-        self.sampler = sampler
+    result: StepResult
+    ready: list[int] = field(default_factory=list)
+    tokens: torch.Tensor | None = None  # on the host once `done` has happened
+    done: torch.cuda.Event | None = None
+    sampled: Sampled | None = None  # what else the sampler computed
+
+    def wait(self) -> StepResult:
+        """The tokens of the items that sampled, and their log-probabilities."""
+        if self.tokens is not None:
+            if self.done is not None:
+                self.done.synchronize()
+            tokens = self.tokens.tolist()
+            if min(tokens) < 0:
+                raise FloatingPointError("the largest logit of a row is not finite")
+            logprobs = self.sampled.finish(tokens) if self.sampled is not None else None
+            _fill(self.result, self.ready, tokens, logprobs)
+        return self.result
+
+
+def _fill(
+    result: StepResult,
+    ready: list[int],
+    tokens: list[int],
+    logprobs: list[TokenLogprobs | None] | None,
+) -> None:
+    """Put the tokens of the ready items into the result."""
+    for i, token in zip(ready, tokens, strict=True):
+        result.token_ids[i] = [token]
+    if logprobs is not None and any(entry is not None for entry in logprobs):
+        result.logprobs = [None] * len(result.token_ids)
+        for i, entry in zip(ready, logprobs, strict=True):
+            result.logprobs[i] = None if entry is None else [entry]
+
+
+class ModelRunner:
+    """Runs batches of one model over its paged KV cache, in the order they are launched."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        block_size: int,
+        num_slots: int = 512,
+        max_model_len: int | None = None,
+    ) -> None:
+        spec = model.spec
+        self.model, self.kv_cache, self.block_size = model, kv_cache, block_size
         self.device = kv_cache[0][0].device
-        self.group = model.spec.num_heads // model.spec.num_kv_heads
+        self.on_gpu = self.device.type == "cuda"
+        self.sampler, self.device_sampler = Sampler(), DeviceSampler()
+        self.builder = InputBuilder(
+            block_size,
+            (spec.num_heads, spec.num_kv_heads),
+            num_slots,
+            -(-(max_model_len or spec.max_position) // block_size),
+            kv_cache[0][0].shape[0] - 1,
+            self.device,
+        )
+        self.graphs: DecodeGraphs | None = None
 
     def warm_up(self) -> None:
         """Compile and load every kernel before the first request waits for them.
@@ -69,98 +126,102 @@ class ModelRunner:
         """
         request = Request("warm-up", [0, 0, 0], SamplingParams(temperature=0.0))
         seq = Sequence(request, (0, 0, 0), self.block_size, frozenset())
-        seq.block_ids = [0]
+        seq.block_ids, seq.slot = [0], 0
         for num_new in (2, 1):
-            self.run(Batch([(seq, num_new)], num_new))
+            self.run(Batch([(seq, num_new)], num_new, [(seq, 0)]))
             seq.num_computed_tokens += num_new
 
     @torch.inference_mode()
-    def capture(self, max_model_len: int, max_size: int) -> None:
+    def capture(self, max_size: int, budget_bytes: int, progress: Progress | None = None) -> None:
         """Capture decode graphs up to max_size sequences; the cache's last block is padding."""
-        width = -(-max_model_len // self.block_size)
-        self.graphs = DecodeGraphs(
-            self.model, self.kv_cache, self.block_size, self.group, width, max_size
-        )
+        self.graphs = DecodeGraphs(self.model, self.kv_cache, self.builder, max_size)
+        self.graphs.capture(budget_bytes, progress)
 
-    def _replay(self, batch: Batch) -> StepResult | None:
+    def run(self, batch: Batch) -> StepResult:
+        """Compute every item's new tokens; sample those whose last known token was computed."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Launched:
+        """Start a step; on a GPU this returns while it runs."""
+        try:
+            self.builder.tables.update(batch.grown, self.builder.staging)
+            return self._replay(batch) or self._compute(batch)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise OutOfMemory(str(error).split(". ")[0]) from error
+
+    def _replay(self, batch: Batch) -> Launched | None:
         """A step of single tokens through a captured graph, or None."""
-        if self.graphs is None or any(n != 1 for _, n in batch.items):
+        if self.graphs is None or batch.num_tokens != len(batch.items):
             return None
         seqs = [seq for seq, _ in batch.items]
         if any(s.num_computed_tokens + 1 != s.num_tokens or s.prompt_logprobs for s in seqs):
             return None
-        contexts = np.array([seq.num_computed_tokens for seq in seqs], np.int64)
-        logits = self.graphs.run([s.token_ids[-1] for s in seqs], contexts, _block_tables(seqs))
-        if logits is None:
+        decoded = self.graphs.run(seqs)
+        if decoded is None:
             return None
-        result = StepResult([[] for _ in seqs])
-        self._choose(batch, list(range(len(seqs))), logits, result)
-        return result
+        result, ready = StepResult([[] for _ in seqs]), list(range(len(seqs)))
+        if is_greedy(seqs):
+            return self._collect(result, ready, decoded.best)
+        return self._choose(result, ready, seqs, decoded.logits, decoded.token_ids, decoded.slots)
 
-    @torch.inference_mode()
-    def run(self, batch: Batch) -> StepResult:
-        """Compute every item's new tokens; sample those whose last known token was computed."""
-        replayed = self._replay(batch)
-        if replayed is not None:
-            return replayed
-        token_ids, attention = self._prepare(batch)
-        hidden = self.model.forward(token_ids, self.kv_cache, attention)
-        ends = attention.query_starts[1:].long() - 1
-        return self._sample(batch, hidden, ends)
-
-    def _prepare(self, batch: Batch) -> tuple[torch.Tensor, AttentionBatch]:
-        """Flatten the items' new tokens and say where each stands in the cache."""
-        items = batch.items
-        lens = np.array([n for _, n in items], np.int64)
-        contexts = np.array([seq.num_computed_tokens for seq, _ in items], np.int64)
-        starts = np.concatenate([[0], np.cumsum(lens)])
-        owners = np.repeat(np.arange(len(items)), lens)
-        positions = np.arange(starts[-1]) - starts[owners] + contexts[owners]
-        tables = _block_tables([seq for seq, _ in items])
-        slots = tables[owners, positions // self.block_size].astype(np.int64)
-        slots = slots * self.block_size + positions % self.block_size
-        token_ids: list[int] = []
-        for seq, n in items:
-            token_ids += seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n]
-        attention = AttentionBatch(
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            query_starts=self._tensor(starts.astype(np.int32)),
-            context_lens=self._tensor(contexts.astype(np.int32)),
-            block_tables=self._tensor(tables),
-            tiles=query_tiles(lens, self.group, self.device, split=self.device.type != "cpu"),
-        )
-        return self._tensor(np.array(token_ids)), attention
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _sample(self, batch: Batch, hidden: torch.Tensor, ends: torch.Tensor) -> StepResult:
-        """Sample the items that reached their last token, and score prompts that ask for it."""
+    def _compute(self, batch: Batch) -> Launched:
+        """A step of any shape."""
+        inputs = self.builder.build(batch)
+        hidden = self.model.forward(inputs.token_ids, self.kv_cache, inputs.attention)
         result = StepResult([[] for _ in batch.items])
-        ready = [
-            i for i, (s, n) in enumerate(batch.items) if s.num_computed_tokens + n == s.num_tokens
-        ]
-        for i, (seq, n) in enumerate(batch.items):
-            if seq.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
-                result.prompt_logprobs[i] = self._prompt_logprobs(seq, n, hidden, int(ends[i]))
-        if not ready:
-            return result
-        self._choose(batch, ready, self.model.logits(hidden[ends[ready]]), result)
-        return result
+        self._score_prompts(batch, hidden, result)
+        if not inputs.ready:
+            return Launched(result)
+        seqs = [batch.items[i][0] for i in inputs.ready]
+        logits = self.model.logits(hidden.index_select(0, inputs.ends))
+        newest = inputs.token_ids.index_select(0, inputs.ends)
+        return self._choose(result, inputs.ready, seqs, logits, newest, inputs.slots)
 
     def _choose(
-        self, batch: Batch, ready: list[int], logits: torch.Tensor, result: StepResult
-    ) -> None:
-        """Sample the ready items from their logits into the result."""
-        rows = [batch.items[i][0] for i in ready]
-        tokens, logprobs = self.sampler(logits, rows, grammar_masks(rows))
-        for i, token in zip(ready, tokens, strict=True):
-            result.token_ids[i] = [token]
-        if any(entry is not None for entry in logprobs):
-            result.logprobs = [None] * len(batch.items)
-            for i, entry in zip(ready, logprobs, strict=True):
-                result.logprobs[i] = None if entry is None else [entry]
+        self,
+        result: StepResult,
+        ready: list[int],
+        seqs: list[Sequence],
+        logits: torch.Tensor,
+        newest: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> Launched:
+        """Sample the ready items, on the device unless a grammar has to be asked."""
+        masks = grammar_masks(seqs)
+        if self.on_gpu and not any(mask is not None for mask in masks):
+            sampled = self.device_sampler.launch(logits, seqs, newest)
+            self.builder.last_tokens.index_copy_(0, slots.long(), sampled.token_ids)
+            return self._collect(result, ready, sampled.token_ids, sampled)
+        tokens, logprobs = self.sampler(logits.float(), seqs, masks)
+        _fill(result, ready, tokens, logprobs)
+        newest_tokens = torch.tensor(tokens, dtype=torch.int32).to(self.device)
+        self.builder.last_tokens.index_copy_(0, slots.long(), newest_tokens)
+        return Launched(result)
+
+    def _collect(
+        self,
+        result: StepResult,
+        ready: list[int],
+        tokens: torch.Tensor,
+        sampled: Sampled | None = None,
+    ) -> Launched:
+        """Send the tokens to the host without waiting for them."""
+        host = self.builder.staging.buffer(len(ready))
+        host.copy_(tokens, non_blocking=True)
+        done = None
+        if self.on_gpu:
+            done = torch.cuda.Event()
+            done.record()
+        return Launched(result, ready, host, done, sampled)
+
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor, result: StepResult) -> None:
+        end = 0
+        for i, (seq, num_new) in enumerate(batch.items):
+            end += num_new
+            if seq.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
+                result.prompt_logprobs[i] = self._prompt_logprobs(seq, num_new, hidden, end)
 
     def _prompt_logprobs(
         self, seq: Sequence, num_new: int, hidden: torch.Tensor, end: int
@@ -168,18 +229,10 @@ class ModelRunner:
         """Log-probabilities of the prompt tokens after each of this chunk's, as far as they go."""
         first = seq.num_computed_tokens
         targets = seq.token_ids[first + 1 : min(first + num_new + 1, seq.num_prompt_tokens)]
-        rows = hidden[end + 1 - num_new : end + 1 - num_new + len(targets)]
+        rows = hidden[end - num_new : end - num_new + len(targets)]
         k = seq.request.sampling.prompt_logprobs or 0
         entries: list[TokenLogprobs] = []
         for start in range(0, len(targets), _LOGIT_ROWS):
-            logits = self.model.logits(rows[start : start + _LOGIT_ROWS].contiguous())
+            logits = self.model.logits(rows[start : start + _LOGIT_ROWS].contiguous()).float()
             entries += self.sampler.prompt_logprobs(logits, targets[start : start + _LOGIT_ROWS], k)
         return entries
-
-
-def _block_tables(seqs: list[Sequence]) -> np.ndarray:
-    """int32 [seqs, most blocks of any], padded with block 0."""
-    tables = np.zeros((len(seqs), max(len(seq.block_ids) for seq in seqs)), np.int32)
-    for row, seq in zip(tables, seqs, strict=True):
-        row[: len(seq.block_ids)] = seq.block_ids
-    return tables

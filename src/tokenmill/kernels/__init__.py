@@ -27,9 +27,14 @@ def use_triton(x: torch.Tensor) -> bool:
     return x.is_cuda and MODE.fused
 
 
-@functools.cache
 def cpu_kernels() -> bool:
-    """True when the compiled CPU kernels can run here: numba is installed and the CPU has AVX2."""
+    """True when the compiled CPU kernels are to run: they are switched on and can run here."""
+    return MODE.fused and _cpu_kernels_run()
+
+
+@functools.cache
+def _cpu_kernels_run() -> bool:
+    """numba is installed and the CPU has AVX2."""
     if os.environ.get("TOKENMILL_CPU_KERNELS", "1") == "0":
         return False
     if importlib.util.find_spec("numba") is None:

@@ -7,14 +7,17 @@ v_cache is [blocks, kv_heads, block_size, head_dim], and on a GPU k_cache too. O
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels, triton_kernels
+from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
 
 TILE_ROWS = 24  # query rows that share one pass over the keys on CPU: four register tiles
-GPU_TILE_ROWS = 64
+GPU_TILE_ROWS = 128
+GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles split their keys
+MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,55 +27,104 @@ class QueryTiles:
     seqs: torch.Tensor  # int32 [tiles]
     starts: torch.Tensor  # int32 [tiles]: first query token of the tile within its sequence
     tokens: int
+    splits: int = 1  # programs that share the keys of a tile
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where a step's tokens stand. Sequence i owns rows [query_starts[i], query_starts[i + 1])."""
 
-    positions: torch.Tensor  # int64 [tokens]
-    slots: torch.Tensor  # int64 [tokens]: block * block_size + offset
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [tokens]: block * block_size + offset
     query_starts: torch.Tensor  # int32 [seqs + 1]
     context_lens: torch.Tensor  # int32 [seqs]: tokens in the cache before this step
-    block_tables: torch.Tensor  # int32 [seqs, max blocks]
+    block_tables: torch.Tensor  # int32 [rows, max blocks]
+    table_rows: torch.Tensor  # int32 [seqs]: the sequence's row of block_tables
     tiles: tuple[QueryTiles, ...]  # one launch each
 
 
-def query_tiles(
-    query_lens: np.ndarray, group: int, device: torch.device | str = "cpu", split: bool = False
-) -> tuple[QueryTiles, ...]:
+class TilePlan(NamedTuple):
+    """QueryTiles on the host."""
+
+    seqs: np.ndarray
+    starts: np.ndarray
+    tokens: int
+    splits: int
+
+
+def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) -> list[TilePlan]:
     """Cut each sequence's queries into tiles.
 
-    With `split` single queries, which come first, get narrow tiles and a launch of their own.
+    On a GPU single queries, which come first, get narrow tiles and a launch of their own; unless a
+    result may not depend on the batch: then all tiles are alike.
     """
-    if not split:
-        return (_cut(query_lens, 0, max(1, TILE_ROWS // group), device),)
+    if not on_gpu:
+        return [_cut(query_lens, 0, max(1, TILE_ROWS // group))]
+    tokens = max(1, GPU_TILE_ROWS // group)
+    if MODE.batch_invariant:
+        return [_cut(query_lens, 0, tokens)]
     num_single = int((query_lens > 1).argmax()) if query_lens.max() > 1 else len(query_lens)
-    parts = []
+    plans = []
     if num_single:
-        parts.append(_cut(query_lens[:num_single], 0, 1, device))
+        plans.append(_cut(query_lens[:num_single], 0, 1, num_splits(num_single * kv_heads)))
     if num_single < len(query_lens):
-        tokens = max(1, GPU_TILE_ROWS // group)
-        parts.append(_cut(query_lens[num_single:], num_single, tokens, device))
-    return tuple(parts)
+        plans.append(_cut(query_lens[num_single:], num_single, tokens))
+    return plans
 
 
-def _cut(
-    query_lens: np.ndarray, first_seq: int, tokens: int, device: torch.device | str
-) -> QueryTiles:
+def num_splits(num_programs: int) -> int:
+    """Programs per tile, a power of two, so that all together fill a GPU."""
+    wanted = min(MAX_SPLITS, GPU_PROGRAMS // num_programs)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _cut(query_lens: np.ndarray, first_seq: int, tokens: int, splits: int = 1) -> TilePlan:
     counts = -(-query_lens // tokens)
     numbers = np.arange(first_seq, first_seq + len(query_lens), dtype=np.int32)
     seqs = np.repeat(numbers, counts)
     ends = np.cumsum(counts)
     index = np.arange(len(seqs)) - np.repeat(ends - counts, counts)
-    starts = (index * tokens).astype(np.int32)
-    return QueryTiles(
-        torch.from_numpy(seqs).to(device), torch.from_numpy(starts).to(device), tokens
+    return TilePlan(seqs, (index * tokens).astype(np.int32), tokens, splits)
+
+
+def place_tokens(
+    staged: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor,
+    tables: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and cache slots of a step, int32 [tokens] each.
+
+    staged holds ids the host knows; -1 - r stands for last_tokens[r], sampled by the step before.
+    """
+    if use_triton(staged):
+        placed: tuple[torch.Tensor, torch.Tensor] = triton_kernels("attention").place_tokens(
+            staged, positions, token_rows, tables, last_tokens, block_size
+        )
+        return placed
+    return place_tokens_reference(
+        staged, positions, token_rows, tables, last_tokens, block_size
     )
 
 
+def place_tokens_reference(
+    staged: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor,
+    tables: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    known = last_tokens[(-1 - staged).clamp(min=0)]
+    ids = torch.where(staged < 0, known, staged)
+    blocks = tables[token_rows, positions // block_size]
+    return ids, blocks * block_size + positions % block_size
+
+
 def _compiled(v_cache: torch.Tensor) -> bool:
-    if not cpu_kernels():
+    if v_cache.is_cuda or not cpu_kernels():
         return False
     supports: bool = compiled("attention").supports(v_cache.shape[3], v_cache.shape[2])
     return supports
@@ -95,7 +147,7 @@ def rope_and_cache(
     cos_sin is [positions, dim]: cosines in the first half, sines in the second.
     """
     dim = v_cache.shape[3]
-    if qkv.is_cuda or _compiled(v_cache):
+    if use_triton(qkv) or _compiled(v_cache):
         kernels = triton_kernels if qkv.is_cuda else compiled
         kernels("attention").rope_and_cache(
             qkv,
@@ -126,16 +178,21 @@ def rope_and_cache_reference(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    _, kv_heads, dim, block_size = k_cache.shape
+    _, kv_heads, block_size, dim = v_cache.shape
     q, k, v = qkv.unflatten(1, (-1, dim)).split([num_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         q, k = (_head_norm(x, w, eps) for x, w in zip((q, k), norms, strict=True))
     cos, sin = cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
     q, k = _rotate(q, cos, sin) * scale, _rotate(k, cos, sin)
     blocks, offsets = batch.slots // block_size, batch.slots % block_size
-    k_cache[blocks, :, :, offsets] = k
-    v_cache[blocks, :, offsets] = v
-    return q.flatten(1)
+    _by_token(k_cache)[blocks, :, offsets] = k.to(k_cache.dtype)
+    v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+    return q.flatten(1).to(qkv.dtype)
+
+
+def _by_token(k_cache: torch.Tensor) -> torch.Tensor:
+    """The keys as [blocks, kv_heads, block_size, head_dim], which they are on a GPU."""
+    return k_cache if k_cache.is_cuda else k_cache.mT
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -159,24 +216,13 @@ def paged_attention(
 
     With window > 0 a query sees itself and the window - 1 keys before it.
     """
-    if not (q.is_cuda or _compiled(v_cache)):
+    if not (use_triton(q) or _compiled(v_cache)):
         return paged_attention_reference(q, k_cache, v_cache, batch, num_heads, window)
     kernels = triton_kernels if q.is_cuda else compiled
     out = torch.empty(q.shape[0], num_heads * v_cache.shape[3], dtype=q.dtype, device=q.device)
     for tiles in batch.tiles:
         kernels("attention").paged_attention(
-            q,
-            out,
-            k_cache,
-            v_cache,
-            tiles.seqs,
-            tiles.starts,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_tables,
-            num_heads,
-            tiles.tokens,
-            window,
+            q, out, k_cache, v_cache, tiles, batch, num_heads, window
         )
     return out
 
@@ -189,17 +235,18 @@ def paged_attention_reference(
     num_heads: int,
     window: int = 0,
 ) -> torch.Tensor:
-    _, kv_heads, dim, block_size = k_cache.shape
-    out = torch.empty(q.shape[0], num_heads * dim)
-    starts = batch.query_starts.tolist()
+    _, kv_heads, block_size, dim = v_cache.shape
+    out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
+    starts, table_rows = batch.query_starts.tolist(), batch.table_rows.tolist()
     for i, context in enumerate(batch.context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         length = context + starts[i + 1] - starts[i]
-        blocks = batch.block_tables[i, : -(-length // block_size)].long()
-        k = k_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
-        v = v_cache[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, :length]
+        blocks = batch.block_tables[table_rows[i], : -(-length // block_size)].long()
+        k = _by_token(k_cache[blocks]).transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
+        v = v_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
         queries = q[rows].unflatten(1, (num_heads, dim)).transpose(0, 1)
-        distance = torch.arange(context, length)[:, None] - torch.arange(length)
+        keys = torch.arange(length, device=q.device)
+        distance = keys[context:, None] - keys
         seen = distance >= 0 if not window else (distance >= 0) & (distance < window)
         attended = torch.nn.functional.scaled_dot_product_attention(
             queries[None],

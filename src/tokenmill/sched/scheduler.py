@@ -15,7 +15,7 @@ from tokenmill.core.types import (
     StepResult,
 )
 from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
-from tokenmill.sched.sequence import Batch, Item, Key, Sequence
+from tokenmill.sched.sequence import PENDING, Batch, Item, Key, Sequence
 
 __all__ = ["Batch", "Scheduler", "Sequence"]
 
@@ -28,6 +28,11 @@ class Scheduler:
 
     Blocks are hashed when their last token is scheduled: a layer writes the keys and values of the
     whole batch before it attends, so that a request admitted in the same step may read them.
+
+    The plain loop is schedule(), run, update(). A caller that overlaps schedules the next batch while
+    one runs: schedule(n + 1), launch, update(n), advance(n + 1). Sampled tokens that are not known
+    yet are PENDING then; blocks that end with one are hashed when update() knows it. Blocks given
+    back by update(n) may still be read by batch n + 1: a runner must execute batches in order.
     """
 
     def __init__(
@@ -51,7 +56,12 @@ class Scheduler:
         self._deadlines: list[tuple[int, int, Sequence]] = []  # a heap; finished ones are skipped
         self._order = 0
         self._now_ns = 0
-        self._in_flight = False  # between schedule() and update() blocks are read and written
+        self._num_in_flight = 0  # batches between schedule() and update()
+        self._num_advanced = 0  # of these, batches that advance() has counted as computed
+        self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
+        self._grown: list[Item] = []  # of the batch being chosen
+        self._free_slots: list[int] = []
+        self._num_slots = 0
         self._deferred: list[Sequence] = []  # ended in flight; blocks come back with the step
         self._finished: list[RequestOutput] = []
         self._draining = False
@@ -178,14 +188,17 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> Batch:
         """Choose the next batch: running requests first, then waiting ones in order."""
-        if self._in_flight:
-            raise RuntimeError("schedule() was called before update() or fail() of the last batch")
+        if self._num_in_flight > self._num_advanced:
+            raise RuntimeError(
+                "schedule() was called before update(), fail() or advance() of the last batch"
+            )
         self._now_ns = now_ns
         self._expire()
         if self._num_finished_running:
             self._running = [seq for seq in self._running if not seq.finished]
             self._num_finished_running = 0
         self._reserved = 0
+        self._grown = []
         singles: list[Item] = []
         chunks: list[Item] = []
         if not self._admit_alone(chunks):
@@ -194,9 +207,10 @@ class Scheduler:
             if preemptions == self._counters.num_preemptions:
                 self._admit(budget, singles, chunks)
         if singles or chunks:
-            self._in_flight = True
+            self._num_in_flight += 1
             self._counters.num_steps += 1
-        return Batch(singles + chunks, len(singles) + sum(num_new for _, num_new in chunks))
+        num_tokens = len(singles) + sum(num_new for _, num_new in chunks)
+        return Batch(singles + chunks, num_tokens, self._grown)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._now_ns:
@@ -214,6 +228,8 @@ class Scheduler:
         filled: list[Item] = []
         for index, seq in enumerate(running):
             end = num_tokens = len(seq.token_ids)
+            if end >= seq.max_len:  # it ends when its PENDING token is known
+                continue
             num_new = end - seq.num_computed_tokens
             if num_new == 1 and end < seq.capacity:  # most of them, in most steps
                 singles.append((seq, 1))
@@ -229,7 +245,8 @@ class Scheduler:
                 if end > seq.capacity and not self._grow(seq, end):
                     break
                 if end // size > seq.num_inserted_blocks:
-                    filled.append((seq, end))
+                    late = seq.token_ids[end - 1] == PENDING
+                    (self._late if late else filled).append((seq, end))
             (singles if num_new == 1 else chunks).append((seq, num_new))
             budget -= num_new
             if budget == 0:
@@ -243,15 +260,20 @@ class Scheduler:
         needed = -(-end // self.pool.block_size) - len(seq.block_ids)
         while self.pool.num_free < needed:
             victim = self._running.pop()
-            self._release(victim)
-            victim.num_computed_tokens = 0
-            self._enqueue(victim)
-            self._counters.num_preemptions += 1
+            self._requeue(victim)
             if victim is seq:
                 return False
+        self._grown.append((seq, len(seq.block_ids)))
         seq.block_ids += self.pool.allocate(needed)
         seq.capacity = len(seq.block_ids) * self.pool.block_size
         return True
+
+    def _requeue(self, seq: Sequence) -> None:
+        """A preempted sequence waits again; its tokens are kept, its blocks are not."""
+        self._release(seq)
+        seq.num_computed_tokens = 0
+        self._enqueue(seq)
+        self._counters.num_preemptions += 1
 
     def _admit_alone(self, chunks: list[Item]) -> bool:
         """Without chunking, give a step to a prompt that does not fit beside the running ones."""
@@ -300,6 +322,7 @@ class Scheduler:
             return 0
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
+        self._take_slot(seq)
         pool.acquire(matched)
         seq.block_ids = matched + pool.allocate(-(-end // size) - num_matched)
         seq.capacity = len(seq.block_ids) * size
@@ -314,6 +337,13 @@ class Scheduler:
         insort(self._running, seq, key=_by_key)
         (singles if num_new == 1 else chunks).append((seq, num_new))
         return num_new
+
+    def _take_slot(self, seq: Sequence) -> None:
+        if not self._free_slots:
+            self._free_slots.append(self._num_slots)
+            self._num_slots += 1
+        seq.slot = self._free_slots.pop()
+        self._grown.append((seq, 0))
 
     def _match(self, seq: Sequence) -> list[int]:
         """The cached blocks a waiting sequence can start from; one token is left to compute."""
@@ -357,6 +387,20 @@ class Scheduler:
 
     # A step is accounted for.
 
+    def advance(self, batch: Batch) -> None:
+        """Count a launched batch as computed; what it samples is PENDING until its update()."""
+        self._num_advanced += 1
+        batch.samples = []
+        for seq, num_new in batch.items:
+            if seq.finished:
+                batch.samples.append(False)
+                continue
+            seq.num_computed_tokens += num_new
+            samples = seq.num_computed_tokens == len(seq.token_ids)
+            if samples:
+                seq.token_ids.append(PENDING)
+            batch.samples.append(samples)
+
     def update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
         """Advance every item, append its tokens and end what has to end; what is new comes out."""
         all_logprobs = result.logprobs or [None] * len(batch.items)
@@ -365,22 +409,27 @@ class Scheduler:
                 f"the batch has {len(batch.items)} items, the result {len(result.token_ids)} "
                 f"token_ids and {len(all_logprobs)} logprobs"
             )
-        self._land()
+        self._land(batch)
         for index, entries in result.prompt_logprobs.items():
             batch.items[index][0].extend_prompt_logprobs(entries)
         outputs: list[RequestOutput] = []
         num_kept = 0
-        for (seq, num_new), tokens, logprobs in zip(
-            batch.items, result.token_ids, all_logprobs, strict=True
+        samples = batch.samples or [None] * len(batch.items)
+        for (seq, num_new), tokens, logprobs, sampled in zip(
+            batch.items, result.token_ids, all_logprobs, samples, strict=True
         ):
             if seq.finished:
                 continue
-            seq.num_computed_tokens = computed = seq.num_computed_tokens + num_new
             token_ids = seq.token_ids
+            if sampled is None:
+                seq.num_computed_tokens += num_new
+                sampled = seq.num_computed_tokens == len(token_ids)
+            elif sampled:
+                token_ids.pop()  # the PENDING one
             num_tokens = len(token_ids)
-            if computed < num_tokens and not tokens:
+            if not sampled and not tokens:
                 continue
-            if computed < num_tokens or not tokens:
+            if not sampled or not tokens:
                 outputs.append(self._end(seq, FinishReason.ERROR, error=_MISCOUNT))
                 continue
             output = RequestOutput(
@@ -403,22 +452,48 @@ class Scheduler:
                 self._append(seq, output)
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
+        self._hash_late()
         return outputs
+
+    def _hash_late(self) -> None:
+        """Cache the blocks whose last token has become known; the next batch computes it."""
+        late, self._late = self._late, []
+        if self.pool.prefix_cache:
+            self._insert([(seq, end) for seq, end in late if not seq.finished])
+
+    def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
+        """The step did not fit into memory: run its requests again, in steps half as large.
+
+        What cannot be made smaller ends in ERROR.
+        """
+        if batch.num_tokens <= 1:
+            return self.fail(batch, message)
+        self._land(batch)
+        self._budget = min(self._budget, batch.num_tokens) // 2
+        self._running = [seq for seq in self._running if not seq.finished]
+        self._num_finished_running = 0
+        for seq, _ in batch.items:
+            if not seq.finished:
+                self.pool.forget(seq.block_ids)
+                self._running.remove(seq)
+                self._requeue(seq)
+        return []
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
         """The step raised: every item ends in ERROR, and nothing it touched stays cached."""
         for seq, _ in batch.items:
             self.pool.forget(seq.block_ids)
-        self._land()
+        self._land(batch)
         outputs = []
         for seq, _ in batch.items:
             if not seq.finished:
                 outputs.append(self._end(seq, FinishReason.ERROR, error=message))
         return outputs
 
-    def _land(self) -> None:
-        """The batch is no longer in flight: blocks of requests that ended meanwhile come back."""
-        self._in_flight = False
+    def _land(self, batch: Batch) -> None:
+        """A batch is no longer in flight: blocks of requests that ended meanwhile come back."""
+        self._num_in_flight -= bool(batch.items)
+        self._num_advanced -= batch.samples is not None
         for seq in self._deferred:
             self._retire(seq)
         self._deferred.clear()
@@ -477,7 +552,7 @@ class Scheduler:
             self._num_finished_running += 1
         else:
             self._num_waiting -= 1
-        if seq.block_ids and self._in_flight:
+        if seq.block_ids and self._num_in_flight:
             self._deferred.append(seq)
         else:
             self._retire(seq)
@@ -490,6 +565,9 @@ class Scheduler:
         self.pool.release(seq.block_ids)
         seq.block_ids = []
         seq.capacity = 0
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot = -1
 
     def _count_start(self, seq: Sequence) -> None:
         seq.started = True
@@ -515,7 +593,7 @@ class Scheduler:
         assert {seq.request_id for seq in running + waiting} == set(self._live)
         assert len(running) + len(waiting) == len(self._live), "a sequence is queued twice"
         assert not any(seq.block_ids or seq.num_computed_tokens for seq in waiting)
-        assert self._in_flight or not self._deferred
+        assert self._num_in_flight or not self._deferred
         size = self.pool.block_size
         for seq in running:
             assert seq.block_ids, f"running {seq.request_id!r} holds no blocks"
@@ -525,4 +603,7 @@ class Scheduler:
             if self.pool.prefix_cache:
                 inserted = seq.num_inserted_blocks
                 assert seq.num_computed_tokens // size <= inserted <= len(seq.block_ids)
+        holders = [seq for seq in running + self._deferred if seq.block_ids]
+        slots = [seq.slot for seq in holders] + self._free_slots
+        assert sorted(slots) == list(range(self._num_slots)), "a slot is lost or held twice"
         self.pool.check_integrity([seq.block_ids for seq in running + self._deferred])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tokenmill.core.types import Request, TokenLogprobs
 from tokenmill.sched.blocks import chain_seed
 
+PENDING = -1  # a token that is sampled but not known yet: its step still runs
 Key = tuple[int, int, int]  # (priority, arrival_ns, order of add): the best runs first
 Item = tuple["Sequence", int]  # and its num_new_tokens
 
@@ -30,6 +31,7 @@ class Sequence:
         "request",
         "request_id",
         "scheduled_ns",
+        "slot",
         "started",
         "state",
         "stop_ids",
@@ -53,6 +55,7 @@ class Sequence:
         self.started = False  # was admitted once
         self.scheduled_ns = 0  # when that was
         self.finished = False  # its terminal output exists
+        self.slot = -1  # its row in tables that a runner keeps; its own while it holds blocks
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that block_ids can hold
         # chain[0] is the salt's seed, chain[j + 1] the hash of block j.
@@ -86,3 +89,5 @@ class Batch:
 
     items: list[Item] = field(default_factory=list)
     num_tokens: int = 0
+    grown: list[Item] = field(default_factory=list)  # (sequence, index of its first new block)
+    samples: list[bool] | None = None  # by item, once Scheduler.advance() has counted the step

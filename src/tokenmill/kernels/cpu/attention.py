@@ -7,7 +7,7 @@ depend on how its prompt was chunked or what it was batched with.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from tokenmill.kernels.cpu.tiles import (
     span_max,
     span_sum,
 )
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 _MASKED = np.float32(-1e30)
 
@@ -252,36 +255,36 @@ def paged_attention(
     out: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    tile_seqs: torch.Tensor,
-    tile_starts: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    batch: AttentionBatch,
     num_heads: int,
-    tile_tokens: int,
     window: int,
 ) -> None:
-    """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
+    """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles.
+
+    Row i of the block tables must be sequence i's.
+    """
     _, kv_heads, dim, block_size = k_cache.shape
-    assert q.stride(1) == 1 and out.is_contiguous() and block_tables.is_contiguous()
+    tables = batch.block_tables
+    assert q.stride(1) == 1 and out.is_contiguous() and tables.is_contiguous()
     launch(
         _attention_kernel,
-        tile_seqs.shape[0] * kv_heads,
+        tiles.seqs.shape[0] * kv_heads,
         q.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         out.data_ptr(),
-        tile_seqs.data_ptr(),
-        tile_starts.data_ptr(),
-        query_starts.data_ptr(),
-        context_lens.data_ptr(),
-        block_tables.data_ptr(),
+        tiles.seqs.data_ptr(),
+        tiles.starts.data_ptr(),
+        batch.query_starts.data_ptr(),
+        batch.context_lens.data_ptr(),
+        tables.data_ptr(),
         q.stride(0),
         num_heads,
         kv_heads,
         dim,
         block_size,
         window,
-        tile_tokens,
-        block_tables.shape[1],
+        tiles.tokens,
+        tables.shape[1],
     )

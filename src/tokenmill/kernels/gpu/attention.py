@@ -1,103 +1,141 @@
 """Paged attention for prefill and decode alike, and RoPE with the KV write in front of it.
 
 A program takes one tile of a sequence's query tokens and one KV head; its rows are the tokens times
-the query heads that share the KV head, so that every key is read once for all of them.
+the query heads that share the KV head, so that every key is read once for all of them. Few
+sequences do not fill the chip: then the keys of a tile are split over several programs, and a second
+kernel joins their partial sums.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
-@triton.jit
-def _head_norm(a, b, weight, HALF: tl.constexpr, eps):
-    channels = tl.arange(0, HALF)
-    total = tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)
-    inverse = tl.rsqrt(total / (2 * HALF) + eps)
-    a = a * inverse * tl.load(weight + channels).to(tl.float32)
-    b = b * inverse * tl.load(weight + HALF + channels).to(tl.float32)
-    return a, b
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# Arguments that change from step to step are not specialised: each new kind would be compiled.
+@triton.jit(do_not_specialize=["count", "stride"])
+def _place_kernel(
+    staged, positions, token_rows, tables, stride, last_tokens, ids, slots, count, block_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    token = tl.load(staged + index, mask=inside, other=0)
+    known = tl.load(last_tokens + tl.where(token < 0, -1 - token, 0), mask=inside, other=0)
+    tl.store(ids + index, tl.where(token < 0, known, token), mask=inside)
+    position = tl.load(positions + index, mask=inside, other=0)
+    row = tl.load(token_rows + index, mask=inside, other=0).to(tl.int64)
+    block = tl.load(tables + row * stride + position // block_size, mask=inside, other=0)
+    tl.store(slots + index, block * block_size + position % block_size, mask=inside)
 
 
 @triton.jit
 def _rope_kernel(
-    qkv,
-    k_cache,
-    v_cache,
-    cos_sin,
-    positions,
-    slots,
-    q_norm,
-    k_norm,
-    stride,
-    heads,
-    kv_heads,
-    block_size,
-    scale,
-    eps,
-    HAS_NORM: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, stride, heads, kv_heads,
+    block_size, scale, eps,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channels = tl.arange(0, HALF)
-    base = qkv + token * stride + head * (2 * HALF)
-    a = tl.load(base + channels).to(tl.float32)
-    b = tl.load(base + HALF + channels).to(tl.float32)
+    inside = head < heads + 2 * kv_heads
+    is_q, is_k = head < heads, (head >= heads) & (head < heads + kv_heads)
+    base = qkv + token * stride + head[:, None] * (2 * HALF) + channels[None, :]
+    a = tl.load(base, mask=inside[:, None], other=0.0).to(tl.float32)
+    b = tl.load(base + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
     slot = tl.load(slots + token).to(tl.int64)
     block, offset = slot // block_size, slot % block_size
-    if head >= heads + kv_heads:
-        page = (block * kv_heads + head - heads - kv_heads) * block_size + offset
-        tl.store(v_cache + page * (2 * HALF) + channels, a)
-        tl.store(v_cache + page * (2 * HALF) + HALF + channels, b)
-    else:
-        if HAS_NORM:
-            if head < heads:
-                a, b = _head_norm(a, b, q_norm, HALF, eps)
-            else:
-                a, b = _head_norm(a, b, k_norm, HALF, eps)
-        table = cos_sin + tl.load(positions + token) * (2 * HALF)
-        cos, sin = tl.load(table + channels), tl.load(table + HALF + channels)
-        low, high = a * cos - b * sin, b * cos + a * sin
-        if head < heads:
-            tl.store(base + channels, low * scale)
-            tl.store(base + HALF + channels, high * scale)
-        else:
-            page = (block * kv_heads + head - heads) * block_size + offset
-            tl.store(k_cache + page * (2 * HALF) + channels, low)
-            tl.store(k_cache + page * (2 * HALF) + HALF + channels, high)
+    page = ((block * kv_heads + (head - heads) % kv_heads) * block_size + offset) * (2 * HALF)
+    line = page[:, None] + channels[None, :]
+    is_v = (inside & (head >= heads + kv_heads))[:, None]
+    tl.store(v_cache + line, a.to(v_cache.dtype.element_ty), mask=is_v)
+    tl.store(v_cache + line + HALF, b.to(v_cache.dtype.element_ty), mask=is_v)
+    if HAS_NORM:
+        total = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        inverse = tl.rsqrt(total / (2 * HALF) + eps)[:, None]
+        q_low = tl.load(q_norm + channels).to(tl.float32)[None, :]
+        k_low = tl.load(k_norm + channels).to(tl.float32)[None, :]
+        q_high = tl.load(q_norm + HALF + channels).to(tl.float32)[None, :]
+        k_high = tl.load(k_norm + HALF + channels).to(tl.float32)[None, :]
+        a = a * inverse * tl.where(is_q[:, None], q_low, k_low)
+        b = b * inverse * tl.where(is_q[:, None], q_high, k_high)
+    table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + channels
+    cos, sin = tl.load(table)[None, :], tl.load(table + HALF)[None, :]
+    low, high = a * cos - b * sin, b * cos + a * sin
+    tl.store(base, low * scale, mask=is_q[:, None])
+    tl.store(base + HALF, high * scale, mask=is_q[:, None])
+    tl.store(k_cache + line, low.to(k_cache.dtype.element_ty), mask=is_k[:, None])
+    tl.store(k_cache + line + HALF, high.to(k_cache.dtype.element_ty), mask=is_k[:, None])
 
 
 @triton.jit
-def _attention_kernel(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    tile_seqs,
-    tile_starts,
-    query_starts,
-    context_lens,
-    tables,
-    table_stride,
-    q_stride,
-    out_stride,
-    kv_heads,
-    block_size,
-    window,
-    tile_tokens,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+def _lines(
+    table, span, head, kv_heads, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
+    """Offsets [KEYS, DIM] of the keys from `span` on; one block holds all of them, or several."""
+    keys, channels = tl.arange(0, KEYS), tl.arange(0, DIM)
+    if BLOCK >= KEYS:
+        block = tl.load(table + span // BLOCK).to(tl.int64)
+        page = ((block * kv_heads + head) * BLOCK + span % BLOCK) * DIM
+        return page + keys[:, None] * DIM + channels[None, :]
+    else:
+        blocks = tl.load(table + (span + keys) // BLOCK).to(tl.int64)
+        page = ((blocks * kv_heads + head) * BLOCK + (span + keys) % BLOCK) * DIM
+        return page[:, None] + channels[None, :]
+
+
+@triton.jit
+def _attend(
+    queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, end, position,
+    window,
+    MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys [begin, end); masked ones are those a query may not see."""
+    for span in tl.range(begin, end, KEYS, num_stages=STAGES):
+        lines = _lines(table, span, head, kv_heads, DIM, KEYS, BLOCK)
+        keys = tl.load(k_cache + lines).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys))
+        if MASKED:
+            key = span + tl.arange(0, KEYS)
+            seen = key[None, :] <= position[:, None]
+            if window > 0:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, -1e30)
+        top = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores * LOG2E - (top * LOG2E)[:, None])
+        shrink = tl.exp2((peak - top) * LOG2E)
+        total = total * shrink + tl.sum(weights, axis=1)
+        values = tl.load(v_cache + lines).to(queries.dtype)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
+        peak = top
+    return peak, total, acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
+def _attention_kernel(
+    q, k_cache, v_cache, out, partial, stats, tile_seqs, tile_starts, query_starts, context_lens,
+    table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads, window,
+    tile_tokens,
+    GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, HALF_PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
     first = tl.load(tile_starts + tile)
     start = tl.load(query_starts + seq)
     length = tl.load(query_starts + seq + 1) - start
     context = tl.load(context_lens + seq)
+    table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     rows, channels = tl.arange(0, ROWS), tl.arange(0, DIM)
     token = first + rows // GROUP
     valid = (rows < tile_tokens * GROUP) & (token < length)
@@ -108,39 +146,79 @@ def _attention_kernel(
         mask=valid[:, None],
         other=0.0,
     )
+    if HALF_PRECISION:  # an fp8 cache converts to fp16 in one instruction, to bf16 in several
+        queries = queries.to(tl.float16)
     position = context + token
     end = context + tl.minimum(first + tile_tokens, length)
     begin = 0
     if window > 0:
         begin = tl.maximum(0, context + first - window + 1) // KEYS * KEYS
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS
+        begin += split * share
+        end = tl.minimum(end, begin + share)
+    clear = (context + first + 1) // KEYS * KEYS  # keys before it are seen by every row
+    if window > 0:
+        clear = begin
+    clear = tl.maximum(begin, tl.minimum(clear, end // KEYS * KEYS))
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    for span in range(begin, end, KEYS):
-        key = span + tl.arange(0, KEYS)
-        inside = key < end
-        block = tl.load(tables + seq * table_stride + key // block_size, mask=inside, other=0)
-        page = (block.to(tl.int64) * kv_heads + head) * (DIM * block_size)
-        offset = key % block_size
-        line = page[:, None] + offset[:, None] * DIM + channels[None, :]
-        keys = tl.load(k_cache + line, mask=inside[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys))
-        seen = key[None, :] <= position[:, None]
-        if window > 0:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen & inside[None, :], scores, -1e30)
-        top = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp(scores - top[:, None])
-        shrink = tl.exp(peak - top)
-        total = total * shrink + tl.sum(weights, axis=1)
-        values = tl.load(v_cache + line, mask=inside[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-        peak = top
-    tl.store(
-        out + row[:, None] * out_stride + columns[:, None] + channels[None, :],
-        acc / total[:, None],
-        mask=valid[:, None],
-    )
+    peak, total, acc = _attend(
+        queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, clear, position,
+        window, False, DIM, KEYS, BLOCK, STAGES,
+    )  # fmt: skip
+    peak, total, acc = _attend(
+        queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, clear, end, position,
+        window, True, DIM, KEYS, BLOCK, STAGES,
+    )  # fmt: skip
+    if SPLITS > 1:
+        line = (split * num_tokens + row) * (kv_heads * GROUP) + head * GROUP + rows % GROUP
+        tl.store(
+            partial + line[:, None] * DIM + channels[None, :], acc, mask=valid[:, None]
+        )
+        tl.store(stats + 2 * line, peak, mask=valid)
+        tl.store(stats + 2 * line + 1, total, mask=valid)
+    else:
+        tl.store(
+            out + row[:, None] * out_stride + columns[:, None] + channels[None, :],
+            (acc / total[:, None]).to(out.dtype.element_ty),
+            mask=valid[:, None],
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _join_kernel(
+    partial, stats, out, out_stride, num_tokens, heads,
+    DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits, channels = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    line = (splits * num_tokens + token) * heads + head
+    peaks, totals = tl.load(stats + 2 * line), tl.load(stats + 2 * line + 1)
+    weights = tl.exp2((peaks - tl.max(peaks, axis=0)) * LOG2E)
+    parts = tl.load(partial + line[:, None] * DIM + channels[None, :])
+    joined = tl.sum(parts * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
+    tl.store(out + token * out_stride + head * DIM + channels, joined.to(out.dtype.element_ty))
+
+
+def place_tokens(
+    staged: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor,
+    tables: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and cache slots, int32 [tokens] each."""
+    ids, slots = torch.empty_like(staged), torch.empty_like(staged)
+    count = staged.shape[0]
+    assert staged.dtype == positions.dtype == tables.dtype == last_tokens.dtype == torch.int32
+    _place_kernel[(triton.cdiv(count, 256),)](
+        staged, positions, token_rows, tables, tables.stride(0), last_tokens, ids, slots, count,
+        block_size, BLOCK=256,
+    )  # fmt: skip
+    return ids, slots
 
 
 def rope_and_cache(
@@ -159,24 +237,13 @@ def rope_and_cache(
     _, kv_heads, block_size, dim = v_cache.shape
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     q_norm, k_norm = norms if norms is not None else (cos_sin, cos_sin)
-    _rope_kernel[(qkv.shape[0], num_heads + 2 * kv_heads)](
-        qkv,
-        k_cache,
-        v_cache,
-        cos_sin,
-        positions,
-        slots,
-        q_norm,
-        k_norm,
-        qkv.stride(0),
-        num_heads,
-        kv_heads,
-        block_size,
-        scale,
-        eps,
-        HAS_NORM=norms is not None,
-        HALF=dim // 2,
-    )
+    total = num_heads + 2 * kv_heads
+    heads = min(16, triton.next_power_of_2(total))
+    _rope_kernel[(qkv.shape[0], triton.cdiv(total, heads))](
+        qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
+        kv_heads, block_size, scale, eps,
+        HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, num_warps=4,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -184,41 +251,40 @@ def paged_attention(
     out: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    tile_seqs: torch.Tensor,
-    tile_starts: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    batch: AttentionBatch,
     num_heads: int,
-    tile_tokens: int,
     window: int,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
     _, kv_heads, block_size, dim = v_cache.shape
     group = num_heads // kv_heads
-    rows = max(16, triton.next_power_of_2(tile_tokens * group))
-    assert q.stride(1) == 1 and block_tables.is_contiguous() and dim & (dim - 1) == 0
-    _attention_kernel[(tile_seqs.shape[0], kv_heads)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        tile_seqs,
-        tile_starts,
-        query_starts,
-        context_lens,
-        block_tables,
-        block_tables.stride(0),
-        q.stride(0),
-        out.stride(0),
-        kv_heads,
-        block_size,
-        window,
-        tile_tokens,
-        GROUP=group,
-        DIM=dim,
-        ROWS=rows,
-        KEYS=32,
-        num_warps=1 if rows == 16 else 4,
-        num_stages=2,
-    )
+    rows = max(16, triton.next_power_of_2(tiles.tokens * group))
+    splits, tables = tiles.splits, batch.block_tables
+    keys, warps, stages = launch_shape(rows)
+    assert q.stride(1) == 1 and tables.stride(1) == 1 and dim & (dim - 1) == 0
+    assert block_size % keys == 0 or keys % block_size == 0
+    partial = stats = out
+    if splits > 1:
+        shape = (splits, q.shape[0], num_heads)
+        partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+    _attention_kernel[(kv_heads, tiles.seqs.shape[0], splits)](
+        q, k_cache, v_cache, out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts,
+        batch.context_lens, batch.table_rows, tables, tables.stride(0), q.stride(0), out.stride(0),
+        q.shape[0], kv_heads, window, tiles.tokens,
+        GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
+        HALF_PRECISION=k_cache.dtype == torch.float8_e4m3fn, STAGES=stages,
+        num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        # Single queries come first, so that a tile's index is its token's.
+        _join_kernel[(tiles.seqs.shape[0], num_heads)](
+            partial, stats, out, out.stride(0), q.shape[0], num_heads, DIM=dim, SPLITS=splits,
+            num_warps=1,
+        )  # fmt: skip
+
+
+def launch_shape(rows: int) -> tuple[int, int, int]:
+    """Keys per turn, warps and pipeline stages of a tile of so many rows."""
+    return (32, 1, 2) if rows == 16 else (64, 4 if rows <= 64 else 8, 2)

@@ -1,0 +1,169 @@
+"""A batch as tensors: what the host knows of a step, sent to the device in one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenmill.kernels.attention import (
+    AttentionBatch,
+    QueryTiles,
+    place_tokens,
+    plan_tiles,
+)
+from tokenmill.sched.sequence import Batch, Item, Sequence
+
+_NUM_BUFFERS = 16  # a step takes at most six, and two steps are under way: none is filled too early
+_ALIGN = 4  # int32 per 16 bytes: a pointer's alignment is part of what a Triton kernel is built for
+
+
+class Staging:
+    """Host buffers in turn, pinned for a GPU, so that a copy runs while the next one is filled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers = [self._allocate(4096) for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """The next host buffer, int32 [size]."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        if self._buffers[self._turn].numel() < size:
+            self._buffers[self._turn] = self._allocate(2 * size)
+        return self._buffers[self._turn][:size]
+
+    def send(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
+        """The parts as int32 tensors on the device, by one copy that does not wait."""
+        sizes = [len(part) + -len(part) % _ALIGN for part in parts]
+        host = self.buffer(sum(sizes))
+        array, starts = host.numpy(), np.cumsum([0, *sizes])
+        for part, start in zip(parts, starts, strict=False):
+            array[start : start + len(part)] = part
+        sent = host.to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return [sent[i : i + len(part)] for part, i in zip(parts, starts, strict=False)]
+
+
+class BlockTables:
+    """Block ids of running sequences on the device; row `slot` is a sequence's own.
+
+    The last row belongs to nobody: rows that pad a CUDA graph use it and the cache's last block.
+    """
+
+    def __init__(self, num_rows: int, width: int, pad_block: int, device: torch.device) -> None:
+        self.device = device
+        self.tensor = torch.zeros(num_rows + 1, width, dtype=torch.int32, device=device)
+        self.tensor[num_rows] = pad_block
+        self.pad_row = num_rows
+
+    def update(self, grown: list[Item], staging: Staging) -> None:
+        """Write the blocks that a step has given to sequences."""
+        width = self.tensor.shape[1]
+        where: list[int] = []
+        blocks: list[int] = []
+        for seq, first in grown:
+            if seq.block_ids:  # else it was preempted again
+                start = seq.slot * width
+                where += range(start + first, start + len(seq.block_ids))
+                blocks += seq.block_ids[first:]
+        if blocks:
+            index, values = staging.send([np.array(where), np.array(blocks)])
+            self.tensor.view(-1).index_copy_(0, index.long(), values)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One step's tensors; the last three are about the items that sample."""
+
+    token_ids: torch.Tensor  # [tokens]
+    attention: AttentionBatch
+    ready: list[int]  # their indices in the batch
+    ends: torch.Tensor  # [ready]: their last rows
+    slots: torch.Tensor  # [ready]
+
+
+class InputBuilder:
+    """Makes Inputs; the block tables and the newest token of every sequence stay on the device."""
+
+    def __init__(
+        self,
+        block_size: int,
+        heads: tuple[int, int],
+        num_slots: int,
+        max_blocks: int,
+        pad_block: int,
+        device: torch.device,
+    ) -> None:
+        num_heads, self.kv_heads = heads
+        self.block_size, self.group = block_size, num_heads // self.kv_heads
+        self.device = device
+        self.staging = Staging(device)
+        self.tables = BlockTables(num_slots, max_blocks, pad_block, device)
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+
+    def build(self, batch: Batch) -> Inputs:
+        """Flatten the items' new tokens and say where each stands in the cache."""
+        items = batch.items
+        lens = np.array([n for _, n in items], np.int64)
+        contexts = np.array([seq.num_computed_tokens for seq, _ in items], np.int64)
+        rows = np.array([seq.slot for seq, _ in items], np.int64)
+        starts = np.concatenate([[0], np.cumsum(lens)])
+        owners = np.repeat(np.arange(len(items)), lens)
+        positions = np.arange(starts[-1]) - starts[owners] + contexts[owners]
+        ready = [i for i, (s, n) in enumerate(items) if s.num_computed_tokens + n == s.num_tokens]
+        plans = plan_tiles(lens, self.group, self.kv_heads, self.device.type == "cuda")
+        tiles = [array for plan in plans for array in (plan.seqs, plan.starts)]
+        sent = self.staging.send(
+            [
+                _token_ids(items),
+                positions,
+                rows[owners],
+                starts,
+                contexts,
+                rows,
+                starts[1:][ready] - 1,
+                rows[ready],
+                *tiles,
+            ]
+        )
+        staged, places, token_rows, query_starts, context_lens, table_rows, ends, slots = sent[:8]
+        ids, cache_slots = place_tokens(
+            staged, places, token_rows, self.tables.tensor, self.last_tokens, self.block_size
+        )
+        tables = self.tables.tensor
+        if self.device.type == "cpu":  # the compiled kernels read row i for sequence i, and int64
+            tables, table_rows = tables[table_rows], torch.arange(len(items), dtype=torch.int32)
+            ids, places, cache_slots = ids.long(), places.long(), cache_slots.long()
+        attention = AttentionBatch(
+            positions=places,
+            slots=cache_slots,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=tables,
+            table_rows=table_rows,
+            tiles=tuple(
+                QueryTiles(seqs, first, plan.tokens, plan.splits)
+                for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
+            ),
+        )
+        return Inputs(ids, attention, ready, ends, slots)
+
+
+def newest_token(seq: Sequence) -> int:
+    """The id of the last token, or -1 - slot while only the device knows it."""
+    token = seq.token_ids[-1]
+    return token if token >= 0 else -1 - seq.slot
+
+
+def _token_ids(items: list[Item]) -> np.ndarray:
+    ids: list[int] = []
+    for seq, n in items:
+        if n == 1 and seq.num_computed_tokens + 1 == len(seq.token_ids):
+            ids.append(newest_token(seq))
+        else:
+            ids += seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n]
+    return np.array(ids)
