@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ def test_one_error_lists_every_wrong_tensor(tmp_path: Path) -> None:
         "  1 mis-shaped: model.layers.1.self_attn.k_proj.weight expected [16, 32], "
         "found [8, 32] in model.safetensors",
         "  1 of an unsupported type: model.layers.1.mlp.up_proj.weight is I8 in model.safetensors",
-        "  supported types: F32, BF16, F16, GGUF Q8_0, GGUF Q4_0, GGUF Q4_1, GGUF Q4_K, GGUF Q6_K",
+        "  supported types: F32, BF16, F16, GGUF Q8_0, GGUF Q4_0, GGUF Q4_1, GGUF Q4_K, GGUF Q6_K, "
+        "F8_E4M3 in linear layers that a quantization_config covers",
     ]
 
 
@@ -207,3 +209,29 @@ def test_random_weights_need_a_config_only(tmp_path: Path) -> None:
     embedding = first["model.embed_tokens.weight"]
     assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
     assert not torch.equal(*(first[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1)))
+
+
+def test_random_values_follow_seed_and_name_alone() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    digest = blake2b(f"3:{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    expected = torch.empty(48, 32).normal_(0.0, 0.02, generator=generator)
+    assert torch.equal(weights.RandomTensor(name, (48, 32), 3).read(), expected)
+
+
+def test_random_weights_are_bf16_on_a_gpu(tmp_path: Path) -> None:
+    make_model("llama").config.save_pretrained(tmp_path)
+    checkpoint = weights.open_checkpoint(tmp_path, random_weights=True)
+    made: list[str] = []
+
+    def record(tensor: weights.RandomTensor) -> torch.Tensor:
+        made.append(tensor.device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights.RandomTensor, "read", record)
+        seen: list[tuple[int, int]] = []
+        found = dict(checkpoint.tensors(lambda *both: seen.append(both), "cuda"))
+    assert set(made) == {"cuda"}
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert seen[-1] == (checkpoint.spec.weight_bytes(2), checkpoint.spec.weight_bytes(2))

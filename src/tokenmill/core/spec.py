@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from tokenmill.core.quantization import QuantizationSpec, read_quantization
 from tokenmill.core.types import ModelLoadError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
@@ -129,6 +130,7 @@ class ModelSpec:
     bos_token_id: int | None
     hidden_act: str
     dtype: str
+    quantization: QuantizationSpec | None = None  # of the weights as stored
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:
@@ -164,6 +166,7 @@ class ModelSpec:
             bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
             hidden_act=settings["hidden_act"],
             dtype=_dtype(settings),
+            quantization=read_quantization(config),
         )
 
     @property
@@ -223,13 +226,6 @@ def _architecture(config: Settings) -> str:
 
 
 def _check_supported(architecture: str, config: Settings, settings: Settings) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
-        raise ModelLoadError(
-            f"quantization_config: quant_method {method!r} is not supported; "
-            "use float32, bfloat16 or float16 safetensors, or a GGUF file"
-        )
     if settings["hidden_act"] != "silu":
         raise ModelLoadError(
             f"hidden_act: only 'silu' is supported, got {settings['hidden_act']!r}"

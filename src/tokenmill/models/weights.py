@@ -33,7 +33,15 @@ IGNORABLE = (
     r"model\.rotary_emb\.inv_freq",
 )
 IGNORABLE_WHEN_TIED = (r"lm_head\.weight",)
-_SAFETENSORS_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+# Read past on purpose: activations are scaled per row as they come, the KV cache by no file.
+STATIC_SCALES = (
+    r".+\.(input|activation)_scale",
+    r"model\.layers\.\d+\.self_attn\.[kv]_scale",
+)
+EMBEDDING = "model.embed_tokens.weight"
+_FP8 = "F8_E4M3"
+_PLAIN_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_SAFETENSORS_BYTES = _PLAIN_BYTES | {_FP8: 1}
 _MAX_LISTED = 8
 _RANDOM_STD = 0.02
 
@@ -74,7 +82,7 @@ class SafetensorsTensor:
 
     @property
     def supported(self) -> bool:
-        return self.type_name in _SAFETENSORS_BYTES
+        return self.type_name in _PLAIN_BYTES
 
     def read(self) -> torch.Tensor:
         # A mapping of its own per tensor: its pages leave memory when the tensor does.
@@ -84,23 +92,60 @@ class SafetensorsTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class FP8Tensor:
+    """A matrix of fp8 codes with its scales; it reads as fp32, code times scale.
+
+    Rounded to fp8 again with amax / 448 per row, a matrix that was scaled so gets its own codes
+    back; one scaled per block or per tensor is rounded a second time.
+    """
+
+    codes: SafetensorsTensor
+    scales: SafetensorsTensor
+    block: tuple[int, int] | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.num_bytes + self.scales.num_bytes
+
+    @property
+    def type_name(self) -> str:
+        return self.codes.type_name
+
+    def read(self) -> torch.Tensor:
+        weight, scales = self.codes.read().float(), self.scales.read().float()
+        if self.block is None:
+            return weight.mul_(scales.reshape(-1, 1))
+        rows, columns = self.block
+        scales = scales.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        for part, scale in zip(weight.split(rows), scales, strict=True):
+            part.mul_(scale)
+        return weight
+
+
+@dataclass(frozen=True, slots=True)
 class RandomTensor:
-    """A tensor drawn from N(0, 0.02), or ones for a norm; it depends on seed and name alone."""
+    """A tensor drawn from N(0, 0.02), or ones for a norm, by seed, name and kind of device."""
 
     name: str
     shape: Shape
     seed: int
+    device: str = "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * 4
+        return prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.name.endswith("norm.weight"):
-            return torch.ones(self.shape)
+            return tensor.fill_(1.0)
         digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest))
-        return torch.empty(self.shape).normal_(0.0, _RANDOM_STD, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest))
+        return tensor.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +158,18 @@ class Checkpoint:
     file_type: str  # Q4_1, BF16, ...; "random" without a file
     num_bytes: int  # of the tensors as stored
     readable: Mapping[str, ReadableTensor] = field(repr=False)
+    num_static_scales: int = 0  # in the file, and not used
 
-    def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the model once, reading one at a time."""
-        return _read_all(self.readable, self.spec, progress)
+    def tensors(
+        self, progress: Progress | None = None, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor once; random ones lie on `device`, those of a file in CPU memory."""
+        place = str(device)
+        readable = {
+            name: replace(tensor, device=place) if isinstance(tensor, RandomTensor) else tensor
+            for name, tensor in self.readable.items()
+        }
+        return _read_all(readable, self.spec, progress)
 
     def describe(self) -> str:
         """One line for people."""
@@ -124,9 +177,16 @@ class Checkpoint:
         size = f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.1f}M"
         return (
             f"{self.path.name}: {self.spec.architecture}, {size} parameters, "
-            f"{self.spec.num_layers} layers, {self.kind} {self.file_type}, "
+            f"{self.spec.num_layers} layers, {self.kind} {self._stored_as()}, "
             f"{self.num_bytes / 1e6:,.1f} MB"
         )
+
+    def _stored_as(self) -> str:
+        if self.kind != "safetensors" or self.spec.quantization is None:
+            return self.file_type
+        unused = f"; {self.num_static_scales} static activation and KV scales are not used"
+        about = self.spec.quantization.describe() + unused * bool(self.num_static_scales)
+        return f"{self.file_type} ({about})"
 
 
 def open_checkpoint(path: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint:
@@ -138,26 +198,20 @@ def open_checkpoint(path: str | Path, *, random_weights: bool = False, seed: int
         spec = read_spec(path)
         random = _random(spec, seed)
         return Checkpoint(path, "config", spec, "random", spec.weight_bytes(4), random)
-    if path.is_file():
-        return _open_gguf(path)
-    spec = read_spec(path)
-    stored = _safetensors(path)
-    check_tensors(stored, spec, path)
-    types: Counter[str] = Counter()
-    for name in expected_tensors(spec):
-        types[stored[name].type_name] += stored[name].num_bytes
-    (file_type, _), *_ = types.most_common(1)
-    return Checkpoint(path, "safetensors", spec, file_type, types.total(), stored)
+    return _open_gguf(path) if path.is_file() else _open_safetensors(path)
 
 
 def iter_tensors(
     path: Path, spec: ModelSpec, progress: Progress | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of `spec` from a folder or .gguf file, after checking the headers."""
-    stored: Mapping[str, StoredTensor]
-    stored = gguf.open_gguf(path).tensors if path.is_file() else _safetensors(path)
+    if path.is_file():
+        tensors = gguf.open_gguf(path).tensors
+        check_tensors(tensors, spec, path)
+        return _read_all(tensors, spec, progress)
+    stored = _safetensors(path)
     check_tensors(stored, spec, path)
-    return _read_all(stored, spec, progress)
+    return _read_all(_with_scales(stored, spec), spec, progress)
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -193,7 +247,7 @@ def _naming(file: Path) -> Iterator[None]:
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Canonical name -> shape of every tensor that the model needs."""
     layer = _expected_in_layer(spec)
-    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
+    tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
     for index in range(spec.num_layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors["model.norm.weight"] = (spec.hidden_size,)
@@ -236,31 +290,68 @@ def _random(spec: ModelSpec, seed: int) -> dict[str, RandomTensor]:
 
 def check_tensors(stored: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors."""
-    expected = expected_tensors(spec)
-    ignorable = re.compile("|".join(IGNORABLE + IGNORABLE_WHEN_TIED * spec.tie_embeddings))
-    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in stored]
+    scales = scale_names(stored, spec)
+    expected = _allowed_shapes(scales, spec)
+    ignorable = _ignorable(spec)
+    missing = [f"{name} {_or(shapes)}" for name, shapes in expected.items() if name not in stored]
     unexpected, misshaped, unreadable = [], [], []
     for name, tensor in stored.items():
         where = f"in {tensor.file.name}"
         if name not in expected:
             if not ignorable.fullmatch(name):
                 unexpected.append(f"{name} {list(tensor.shape)} {where}")
-        elif tensor.shape != expected[name]:
-            found = f"expected {list(expected[name])}, found {list(tensor.shape)}"
+        elif tensor.shape not in expected[name]:
+            found = f"expected {_or(expected[name])}, found {list(tensor.shape)}"
             misshaped.append(f"{name} {found} {where}")
-        elif not tensor.supported:
+        elif not tensor.supported and name not in scales:
             unreadable.append(f"{name} is {tensor.type_name} {where}")
     problems = _listed("missing", missing) + _listed("unexpected", unexpected)
     problems += _listed("mis-shaped", misshaped) + _listed("of an unsupported type", unreadable)
     if unreadable:
-        problems.append(f"  supported types: {', '.join((*_SAFETENSORS_BYTES, *_gguf_types()))}")
+        problems.append(f"  supported types: {', '.join((*_PLAIN_BYTES, *_gguf_types()))}")
+        problems[-1] += f", {_FP8} in linear layers that a quantization_config covers"
     if problems:
         head = f"{path}: the tensors do not fit the {spec.architecture} that its config describes"
         raise ModelLoadError("\n".join([head, *problems]))
 
 
+def scale_names(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, str]:
+    """Weight -> its scales, for every linear weight that is stored as fp8 and may be."""
+    if spec.quantization is None:
+        return {}
+    modules = [
+        name.removesuffix(".weight")
+        for name, shape in expected_tensors(spec).items()
+        if len(shape) == 2 and name != EMBEDDING
+        if name in stored and stored[name].type_name == _FP8
+    ]
+    names = {}
+    for module in spec.quantization.covers(modules):
+        known = [f"{module}.{scale}" for scale in spec.quantization.scale_names]
+        names[f"{module}.weight"] = next((name for name in known if name in stored), known[0])
+    return names
+
+
+def _allowed_shapes(scales: Mapping[str, str], spec: ModelSpec) -> dict[str, tuple[Shape, ...]]:
+    expected = expected_tensors(spec)
+    allowed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in expected.items()}
+    for weight, scale in scales.items():
+        assert spec.quantization is not None
+        allowed[scale] = spec.quantization.scale_shapes(*expected[weight])
+    return allowed
+
+
+def _ignorable(spec: ModelSpec) -> re.Pattern[str]:
+    static = STATIC_SCALES if spec.quantization else ()
+    return re.compile("|".join(IGNORABLE + IGNORABLE_WHEN_TIED * spec.tie_embeddings + static))
+
+
+def _or(shapes: Iterable[Shape]) -> str:
+    return " or ".join(str(list(shape)) for shape in shapes)
+
+
 def _gguf_types() -> Iterable[str]:
-    return (f"GGUF {name}" for name in gguf.SUPPORTED_TYPES if name not in _SAFETENSORS_BYTES)
+    return (f"GGUF {name}" for name in gguf.SUPPORTED_TYPES if name not in _PLAIN_BYTES)
 
 
 def _listed(title: str, items: list[str]) -> list[str]:
@@ -292,6 +383,35 @@ def _open_gguf(path: Path) -> Checkpoint:
     check_tensors(file.tensors, file.spec, path)
     num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
     return Checkpoint(path, "gguf", file.spec, file.file_type, num_bytes, file.tensors)
+
+
+def _open_safetensors(path: Path) -> Checkpoint:
+    spec = read_spec(path)
+    stored = _safetensors(path)
+    check_tensors(stored, spec, path)
+    tensors = _with_scales(stored, spec)
+    types: Counter[str] = Counter()
+    for tensor in tensors.values():
+        types[tensor.type_name] += tensor.num_bytes
+    (file_type, _), *_ = types.most_common(1)
+    static = re.compile("|".join(STATIC_SCALES))
+    unused = sum(static.fullmatch(name) is not None for name in stored)
+    return Checkpoint(path, "safetensors", spec, file_type, types.total(), tensors, unused)
+
+
+def _with_scales(
+    stored: Mapping[str, SafetensorsTensor], spec: ModelSpec
+) -> dict[str, SafetensorsTensor | FP8Tensor]:
+    """The model's tensors in the file's order, fp8 codes joined with their scales."""
+    scales = scale_names(stored, spec)
+    tensors: dict[str, SafetensorsTensor | FP8Tensor] = {}
+    expected = expected_tensors(spec)
+    block = spec.quantization.block if spec.quantization else None
+    for name in (name for name in stored if name in expected):
+        tensors[name] = stored[name]
+        if name in scales:
+            tensors[name] = FP8Tensor(stored[name], stored[scales[name]], block)
+    return tensors
 
 
 def _safetensors(folder: Path) -> dict[str, SafetensorsTensor]:
