@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokenmill.kernels import attention
-from tokenmill.kernels.attention import AttentionBatch, query_tiles
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 
 NUM_BLOCKS = 200
 
@@ -29,7 +29,8 @@ def make_batch(
         query_starts=torch.from_numpy(starts.astype(np.int32)),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=tables,
-        tiles=query_tiles(lens, group),
+        table_rows=torch.arange(len(lens), dtype=torch.int32),
+        tiles=tuple(QueryTiles.of(plan) for plan in plan_tiles(lens, group, 1, on_gpu=False)),
     )
 
 

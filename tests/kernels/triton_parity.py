@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokenmill.kernels import attention, norm
-from tokenmill.kernels.attention import AttentionBatch, query_tiles
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
 from tokenmill.kernels.gpu import rows as gpu_rows
 
@@ -17,7 +17,7 @@ BLOCKS = 64
 
 
 def make_batch(
-    query_lens: list[int], contexts: list[int], block_size: int, group: int, device: str
+    query_lens: list[int], contexts: list[int], block_size: int, heads: tuple[int, int], device: str
 ) -> AttentionBatch:
     lens, starts = np.array(query_lens), np.concatenate([[0], np.cumsum(query_lens)])
     width = max(-(-(c + q) // block_size) for c, q in zip(contexts, query_lens, strict=True))
@@ -26,14 +26,31 @@ def make_batch(
     pieces = [torch.arange(c, c + q) for c, q in zip(contexts, query_lens, strict=True)]
     positions = torch.cat(pieces)
     slots = tables[owners, positions // block_size].long() * block_size + positions % block_size
+    table_rows = torch.randperm(len(lens))
+    tables[table_rows] = tables.clone()
+    plans = plan_tiles(lens, heads[0] // heads[1], heads[1], on_gpu=True)
     return AttentionBatch(
-        positions.to(device),
-        slots.to(device),
+        positions.int().to(device),
+        slots.int().to(device),
         torch.from_numpy(starts.astype(np.int32)).to(device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         tables.to(device),
-        query_tiles(lens, group, device, split=True),
+        table_rows.int().to(device),
+        tuple(QueryTiles.of(plan, device) for plan in plans),
     )
+
+
+def check_place_tokens(device: str) -> None:
+    tables = torch.randint(0, BLOCKS, (7, 9), dtype=torch.int32, device=device)
+    for count in (1, 300):
+        staged = torch.randint(-7, 1000, (count,), dtype=torch.int32, device=device)
+        positions = torch.randint(0, 9 * 16, (count,), dtype=torch.int32, device=device)
+        rows = torch.randint(0, 7, (count,), dtype=torch.int32, device=device)
+        last = torch.randint(0, 1000, (7,), dtype=torch.int32, device=device)
+        arguments = (staged, positions, rows, tables, last, 16)
+        expected = attention.place_tokens_reference(*arguments)
+        for ours, theirs in zip(gpu_attention.place_tokens(*arguments), expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def check_rms_norm(device: str) -> None:
@@ -54,7 +71,7 @@ SHAPES = ((6, 2, 32, 16, 0, False), (4, 4, 16, 32, 0, True), (8, 2, 64, 16, 20, 
 
 def _inputs(shape: tuple[int, int, int, int, int, bool], device: str) -> tuple:
     heads, kv_heads, dim, block_size, _, normed = shape
-    batch = make_batch([1, 1, 5, 40, 33], [0, 37, 11, 50, 0], block_size, heads // kv_heads, device)
+    batch = make_batch([1, 1, 5, 40, 33], [0, 37, 11, 50, 0], block_size, (heads, kv_heads), device)
     k_cache = torch.randn(BLOCKS, kv_heads, block_size, dim, device=device)
     v_cache = torch.randn(BLOCKS, kv_heads, block_size, dim, device=device)
     qkv = torch.randn(len(batch.positions), (heads + 2 * kv_heads) * dim, device=device)
@@ -67,10 +84,14 @@ def check_rope_and_cache(device: str) -> None:
     for shape in SHAPES:
         heads, _, dim = shape[:3]
         batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device)
-        k_expected, v_expected, own = k_cache.mT.contiguous(), v_cache.clone(), qkv.clone()
+        k_expected, v_expected, own = k_cache.clone(), v_cache.clone(), qkv.clone()
+        by_channel = k_expected.mT.contiguous()  # the layout of a CPU
         expected = attention.rope_and_cache_reference(
-            qkv, k_expected, v_expected, cos_sin, batch, heads, dim**-0.5, norms, 1e-6
-        )
+            qkv, by_channel if device == "cpu" else k_expected, v_expected, cos_sin, batch, heads,
+            dim**-0.5, norms, 1e-6,
+        )  # fmt: skip
+        if device == "cpu":
+            k_expected = by_channel.mT
         gpu_attention.rope_and_cache(
             own,
             k_cache,
@@ -84,7 +105,7 @@ def check_rope_and_cache(device: str) -> None:
             1e-6,
         )
         torch.testing.assert_close(own[:, : heads * dim], expected)
-        torch.testing.assert_close(k_cache, k_expected.mT)
+        torch.testing.assert_close(k_cache, k_expected)
         assert torch.equal(v_cache, v_expected)
 
 
@@ -99,10 +120,7 @@ def check_paged_attention(device: str) -> None:
         )
         out = torch.empty_like(expected, device=device)
         for tiles in batch.tiles:
-            gpu_attention.paged_attention(
-                q, out, k_cache, v_cache, tiles.seqs, tiles.starts, batch.query_starts,
-                batch.context_lens, batch.block_tables, heads, tiles.tokens, window,
-            )  # fmt: skip
+            gpu_attention.paged_attention(q, out, k_cache, v_cache, tiles, batch, heads, window)
         torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -113,6 +131,7 @@ def _cpu_batch(batch: AttentionBatch) -> AttentionBatch:
         batch.query_starts.cpu(),
         batch.context_lens.cpu(),
         batch.block_tables.cpu(),
+        batch.table_rows.cpu(),
         (),
     )
 
@@ -120,6 +139,7 @@ def _cpu_batch(batch: AttentionBatch) -> AttentionBatch:
 CHECKS = {
     "rms_norm": check_rms_norm,
     "silu_mul": check_silu_mul,
+    "place_tokens": check_place_tokens,
     "rope_and_cache": check_rope_and_cache,
     "paged_attention": check_paged_attention,
 }

@@ -249,7 +249,7 @@ def _load(
 ) -> Model:
     module, _, name = MODELS[checkpoint.spec.family].partition(":")
     family = getattr(import_module(module), name)
-    tensors = checkpoint.tensors(progress)
+    tensors = checkpoint.tensors(progress, device)
     network: Model = family(checkpoint.spec, tensors, dtype, max_len, device)
     return network
 

@@ -86,12 +86,6 @@ class DecodeGraphs:
         """Views of the input buffer; the tiles of single queries are the same in every step."""
         builder, device = self.builder, self.inputs.device
         (plan,) = plan_tiles(np.ones(size, np.int64), builder.group, builder.kv_heads, on_gpu=True)
-        tiles = QueryTiles(
-            torch.from_numpy(plan.seqs).to(device),
-            torch.from_numpy(plan.starts).to(device),
-            plan.tokens,
-            plan.splits,
-        )
         return AttentionBatch(
             positions=self.inputs[1, :size],
             slots=self.inputs[1, :size],  # replaced in the step
@@ -99,7 +93,7 @@ class DecodeGraphs:
             context_lens=self.inputs[1, :size],
             block_tables=builder.tables.tensor,
             table_rows=self.inputs[2, :size],
-            tiles=(tiles,),
+            tiles=(QueryTiles.of(plan, device),),
         )
 
     def _decode(self, size: int, batch: AttentionBatch) -> Decoded:

@@ -20,6 +20,15 @@ GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles spl
 MAX_SPLITS = 32
 
 
+class TilePlan(NamedTuple):
+    """QueryTiles on the host."""
+
+    seqs: np.ndarray
+    starts: np.ndarray
+    tokens: int
+    splits: int
+
+
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
     """Work items of the attention kernels: tiles of at most `tokens` queries of one sequence."""
@@ -28,6 +37,12 @@ class QueryTiles:
     starts: torch.Tensor  # int32 [tiles]: first query token of the tile within its sequence
     tokens: int
     splits: int = 1  # programs that share the keys of a tile
+
+    @classmethod
+    def of(cls, plan: TilePlan, device: torch.device | str = "cpu") -> QueryTiles:
+        """A plan's tiles on a device."""
+        seqs, starts = (torch.from_numpy(a).to(device) for a in (plan.seqs, plan.starts))
+        return cls(seqs, starts, plan.tokens, plan.splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +56,6 @@ class AttentionBatch:
     block_tables: torch.Tensor  # int32 [rows, max blocks]
     table_rows: torch.Tensor  # int32 [seqs]: the sequence's row of block_tables
     tiles: tuple[QueryTiles, ...]  # one launch each
-
-
-class TilePlan(NamedTuple):
-    """QueryTiles on the host."""
-
-    seqs: np.ndarray
-    starts: np.ndarray
-    tokens: int
-    splits: int
 
 
 def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) -> list[TilePlan]:
@@ -104,9 +110,7 @@ def place_tokens(
             staged, positions, token_rows, tables, last_tokens, block_size
         )
         return placed
-    return place_tokens_reference(
-        staged, positions, token_rows, tables, last_tokens, block_size
-    )
+    return place_tokens_reference(staged, positions, token_rows, tables, last_tokens, block_size)
 
 
 def place_tokens_reference(

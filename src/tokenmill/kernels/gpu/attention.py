@@ -78,17 +78,21 @@ def _rope_kernel(
 
 @triton.jit
 def _lines(
-    table, span, head, kv_heads, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
+    table, span, end, head, kv_heads, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Offsets [KEYS, DIM] of the keys from `span` on; one block holds all of them, or several."""
+    """Offsets [KEYS, DIM] of the keys from `span` on; one block holds all of them, or several.
+
+    Keys at or after `end` may be any others: they are masked.
+    """
     keys, channels = tl.arange(0, KEYS), tl.arange(0, DIM)
     if BLOCK >= KEYS:
         block = tl.load(table + span // BLOCK).to(tl.int64)
         page = ((block * kv_heads + head) * BLOCK + span % BLOCK) * DIM
         return page + keys[:, None] * DIM + channels[None, :]
     else:
-        blocks = tl.load(table + (span + keys) // BLOCK).to(tl.int64)
-        page = ((blocks * kv_heads + head) * BLOCK + (span + keys) % BLOCK) * DIM
+        place = tl.minimum(span + keys, end - 1)
+        blocks = tl.load(table + place // BLOCK).to(tl.int64)
+        page = ((blocks * kv_heads + head) * BLOCK + place % BLOCK) * DIM
         return page[:, None] + channels[None, :]
 
 
@@ -101,7 +105,7 @@ def _attend(
 ):  # fmt: skip
     """Online softmax over the keys [begin, end); masked ones are those a query may not see."""
     for span in tl.range(begin, end, KEYS, num_stages=STAGES):
-        lines = _lines(table, span, head, kv_heads, DIM, KEYS, BLOCK)
+        lines = _lines(table, span, end, head, kv_heads, DIM, KEYS, BLOCK)
         keys = tl.load(k_cache + lines).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys))
         if MASKED:
@@ -174,9 +178,7 @@ def _attention_kernel(
     )  # fmt: skip
     if SPLITS > 1:
         line = (split * num_tokens + row) * (kv_heads * GROUP) + head * GROUP + rows % GROUP
-        tl.store(
-            partial + line[:, None] * DIM + channels[None, :], acc, mask=valid[:, None]
-        )
+        tl.store(partial + line[:, None] * DIM + channels[None, :], acc, mask=valid[:, None])
         tl.store(stats + 2 * line, peak, mask=valid)
         tl.store(stats + 2 * line + 1, total, mask=valid)
     else:
