@@ -1,27 +1,38 @@
 """Where a model runs, and what is refused before anything is loaded."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tokenmill.core.config import ModelConfig
+from tiny_models import make_model, save
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import ModelLoadError
-from tokenmill.engine.build import choose_device
+from tokenmill.engine.build import build_engine, choose_device
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dtype", "device", "expected"),
+    ("capability", "dtype", "device", "expected"),
     [
-        (False, "auto", "auto", "cpu"),
-        (True, "auto", "auto", "cuda"),
-        (True, "bf16", "auto", "cuda"),
-        (True, "int8", "auto", "cpu"),  # a CPU type keeps the model on the CPU
-        (True, "auto", "cpu", "cpu"),
+        (None, "auto", "auto", "cpu"),
+        ((9, 0), "auto", "auto", "cuda"),
+        ((9, 0), "bf16", "auto", "cuda"),
+        ((9, 0), "fp8", "auto", "cuda"),
+        ((8, 0), "fp8", "auto", "cpu"),  # a GPU that lacks the type is left alone
+        ((7, 5), "auto", "auto", "cpu"),
+        ((9, 0), "int8", "auto", "cpu"),  # a CPU type keeps the model on the CPU
+        ((9, 0), "auto", "cpu", "cpu"),
     ],
 )
 def test_auto_follows_the_machine_and_the_compute_type(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, dtype: str, device: str, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    device: str,
+    expected: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = ModelConfig(dtype=dtype, device=device)  # type: ignore[arg-type]
     assert choose_device(config) == expected
 
@@ -30,3 +41,43 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelLoadError, match="torch sees no GPU"):
         choose_device(ModelConfig(device="cuda"))
+
+
+def _fake_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], free: int = 2**40
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "free", "message"),
+    [
+        ("fp8", (8, 0), 2**40, "dtype fp8 needs a GPU of compute capability 8.9 or more, "
+         "but Example GPU has 8.0"),
+        ("bf16", (7, 5), 2**40, "dtype bf16 needs a GPU of compute capability 8.0"),
+        ("int8", (9, 0), 2**40, "dtype int8 does not run on cuda"),
+        ("bf16", (9, 0), 1000, "the weights take .* in bf16, but Example GPU has 0.0 GiB free"),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_lacks_is_said_before_loading(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    dtype: str,
+    capability: tuple[int, int],
+    free: int,
+    message: str,
+) -> None:
+    _fake_gpu(monkeypatch, capability, free)
+    folder = save(make_model("llama"), tmp_path)
+    config = ModelConfig(str(folder), dtype=dtype, device="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ModelLoadError, match=message):
+        build_engine(config, CacheConfig(), SchedulerConfig())
+
+
+def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:
+    folder = save(make_model("llama"), tmp_path)
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype fp8 does not run on cpu: use fp32"):
+        build_engine(ModelConfig(str(folder)), CacheConfig(dtype="fp8"), SchedulerConfig())

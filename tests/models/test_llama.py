@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from tiny_models import make_model, save
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
-from tokenmill.engine.sampling import Sampler
 from tokenmill.models.llama import Llama
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
@@ -64,17 +63,20 @@ class Harness:
         checkpoint = open_checkpoint(folder)
         self.model = Llama(checkpoint.spec, checkpoint.tensors(), dtype, 256)
         cache = allocate_kv_cache(checkpoint.spec, 16, BLOCK_SIZE)
-        self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, Sampler())
+        self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, max_model_len=256)
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
         """Logits after every token, computed chunk by chunk over scattered blocks."""
         seq = Sequence(Request("r", token_ids, SamplingParams()), (0, 0, 0), 256, frozenset())
         seq.block_ids = [11, 3, 7, 0, 15, 8, 2]
+        seq.slot = 3
+        builder = self.runner.builder
+        builder.tables.update([(seq, 0)], builder.staging)
         rows = []
         for size in chunks:
-            ids, attention = self.runner._prepare(Batch([(seq, size)], size))
-            hidden = self.model.forward(ids, self.runner.kv_cache, attention)
+            inputs = builder.build(Batch([(seq, size)], size))
+            hidden = self.model.forward(inputs.token_ids, self.runner.kv_cache, inputs.attention)
             rows.append(self.model.logits(hidden))
             seq.num_computed_tokens += size
         return torch.cat(rows)

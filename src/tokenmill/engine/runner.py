@@ -10,7 +10,7 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
-from tokenmill.engine.device_sampling import DeviceSampler, Sampled, is_greedy
+from tokenmill.engine.device_sampling import DeviceSampler, Sampled
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder
@@ -162,7 +162,7 @@ class ModelRunner:
         if decoded is None:
             return None
         result, ready = StepResult([[] for _ in seqs]), list(range(len(seqs)))
-        if is_greedy(seqs):
+        if self.device_sampler.wants_best(seqs):
             return self._collect(result, ready, decoded.best)
         return self._choose(result, ready, seqs, decoded.logits, decoded.token_ids, decoded.slots)
 
