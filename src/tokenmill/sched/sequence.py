@@ -9,6 +9,7 @@ from tokenmill.sched.blocks import chain_seed
 
 Key = tuple[int, int, int]  # (priority, arrival_ns, order of add): the best runs first
 Item = tuple["Sequence", int]  # and its num_new_tokens
+PENDING = -1  # the last of token_ids while the device alone knows it
 
 
 class Sequence:
