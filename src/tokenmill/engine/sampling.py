@@ -18,18 +18,19 @@ import math
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.core.types import SamplingParams, TokenLogprobs
+from tokenmill.sched.sequence import PENDING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenmill.engine.grammar import Matcher
-    from tokenmill.sched.scheduler import Sequence
+    from tokenmill.sched.sequence import Sequence
 
 Row = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.intp]
@@ -39,6 +40,8 @@ MIN_TEMPERATURE = 1e-5  # below it the row is greedy, as in vLLM
 REACH = 12.0  # tokens this far below the best, in units of the temperature, are looked at last
 _BLOCK = 256  # probabilities summed at once while the drawn token is searched
 _MASK64 = 2**64 - 1
+
+U64 = TypeVar("U64", int, NDArray[Any])  # an array must be of uint64
 
 
 class TokenCounts:
@@ -53,9 +56,13 @@ class TokenCounts:
         self._num_outputs = np.zeros(64, np.float32)
 
     def update(self, seq: Sequence) -> tuple[Ids, Row]:
-        """Count the tokens that are new; returns distinct ids, and outputs of each (0: prompt)."""
+        """Count the tokens that are new; returns distinct ids, and outputs of each (0: prompt).
+
+        A pending token is counted once it is known.
+        """
         slots = self._slots
-        for position in range(self._num_seen, seq.num_tokens):
+        num_known = seq.num_tokens - (seq.token_ids[-1] == PENDING)
+        for position in range(self._num_seen, num_known):
             token = seq.token_ids[position]
             slot = slots.setdefault(token, len(slots))
             if slot == self._ids.size:
@@ -65,7 +72,7 @@ class TokenCounts:
                 )
             self._ids[slot] = token
             self._num_outputs[slot] += position >= seq.num_prompt_tokens
-        self._num_seen = seq.num_tokens
+        self._num_seen = num_known
         return self._ids[: len(slots)], self._num_outputs[: len(slots)]
 
 
@@ -93,12 +100,26 @@ def grammar_masks(rows: list[Sequence]) -> list[Bitmask | None]:
     return [state_of(seq).mask for seq in rows]
 
 
+def token_counts(seq: Sequence) -> tuple[Ids, Row]:
+    """Distinct tokens of the sequence, and how often each was generated."""
+    state = state_of(seq)
+    if state.counts is None:
+        state.counts = TokenCounts()
+    return state.counts.update(seq)
+
+
 def uniform(seed: int, position: int) -> float:
     """The number in [0, 1) that decides a token: 48 bits of a hash of seed and position."""
     return (splitmix64(splitmix64(seed) + position) >> 16) * 2.0**-48
 
 
-def splitmix64(value: int) -> int:
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The uniform number of each seed and position."""
+    hashes = splitmix64(splitmix64(seeds) + positions)
+    return (hashes >> 16).astype(np.float64) * 2.0**-48
+
+
+def splitmix64(value: U64) -> U64:
     """The first output of the splitmix64 generator seeded with `value`."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
@@ -118,7 +139,7 @@ class Sampler:
         values = _values(logits)
         if all(map(_is_plain, rows, masks)):
             token_ids: list[int] = values.argmax(-1).tolist()
-            _check_finite(float(values[np.arange(len(rows)), token_ids].sum()))
+            check_finite(float(values[np.arange(len(rows)), token_ids].sum()))
         else:
             token_ids = [
                 _sample(row, seq, mask) for row, seq, mask in zip(values, rows, masks, strict=True)
@@ -142,16 +163,16 @@ def _values(logits: Tensor) -> NDArray[np.float32]:
     return values
 
 
-def _check_finite(best: float) -> None:
+def check_finite(best: float) -> None:
     if not math.isfinite(best):
         raise FloatingPointError("the largest logit of a row is not finite")
 
 
-def _is_greedy(params: SamplingParams) -> bool:
+def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < MIN_TEMPERATURE
 
 
-def _is_penalised(params: SamplingParams) -> bool:
+def is_penalised(params: SamplingParams) -> bool:
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -159,18 +180,27 @@ def _is_penalised(params: SamplingParams) -> bool:
     )
 
 
-def _is_adjusted(seq: Sequence) -> bool:
+def biases(seq: Sequence, vocab_size: int) -> dict[int, float]:
+    """logit_bias, and -inf for the stop ids as long as min_tokens are not reached."""
+    params = seq.request.sampling
+    if seq.num_output_tokens >= params.min_tokens:
+        return params.logit_bias or {}
+    masked = (token for token in seq.stop_ids if token < vocab_size)
+    return {**(params.logit_bias or {}), **dict.fromkeys(masked, -math.inf)}
+
+
+def is_adjusted(seq: Sequence) -> bool:
     params = seq.request.sampling
     return (
         bool(params.logit_bias)
         or seq.num_output_tokens < params.min_tokens
-        or _is_penalised(params)
+        or is_penalised(params)
     )
 
 
 def _is_plain(seq: Sequence, mask: Bitmask | None) -> bool:
     """Nothing but the largest logit decides."""
-    return mask is None and _is_greedy(seq.request.sampling) and not _is_adjusted(seq)
+    return mask is None and is_greedy(seq.request.sampling) and not is_adjusted(seq)
 
 
 def _is_argmax(seq: Sequence, mask: Bitmask | None) -> bool:
@@ -180,14 +210,14 @@ def _is_argmax(seq: Sequence, mask: Bitmask | None) -> bool:
 
 def _sample(row: Row, seq: Sequence, mask: Bitmask | None) -> int:
     params = seq.request.sampling
-    if _is_adjusted(seq):
+    if is_adjusted(seq):
         row = adjusted(row, seq)
     allowed = None if mask is None else allowed_ids(mask, row.size)
     if allowed is not None:
         row = row[allowed]
-    if _is_greedy(params):
+    if is_greedy(params):
         index = int(row.argmax())
-        _check_finite(float(row[index]))
+        check_finite(float(row[index]))
     else:
         ids, probs = filtered_probs(row, params)
         index = int(ids[draw(probs, uniform(state_of(seq).seed, seq.num_output_tokens))])
@@ -196,22 +226,19 @@ def _sample(row: Row, seq: Sequence, mask: Bitmask | None) -> int:
 
 def adjusted(row: Row, seq: Sequence) -> Row:
     """A copy of the logits after penalties, logit_bias and min_tokens."""
-    row, params = row.copy(), seq.request.sampling
-    if _is_penalised(params):
+    row = row.copy()
+    if is_penalised(seq.request.sampling):
         _penalise(row, seq)
-    if params.logit_bias:
-        row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-    if seq.num_output_tokens < params.min_tokens:
-        row[[token for token in seq.stop_ids if token < row.size]] = -np.inf
+    bias = biases(seq, row.size)
+    if bias:
+        row[list(bias)] += np.array(list(bias.values()), np.float32)
     return row
 
 
 def _penalise(row: Row, seq: Sequence) -> None:
     """Repetition counts prompt and output; frequency and presence count the output alone."""
-    params, state = seq.request.sampling, state_of(seq)
-    if state.counts is None:
-        state.counts = TokenCounts()
-    ids, num_outputs = state.counts.update(seq)
+    params = seq.request.sampling
+    ids, num_outputs = token_counts(seq)
     logits, penalty = row[ids], params.repetition_penalty
     logits = np.where(logits > 0, logits / penalty, logits * penalty)
     logits -= params.frequency_penalty * num_outputs
@@ -230,7 +257,7 @@ def allowed_ids(mask: Bitmask, vocab_size: int) -> Ids:
 def filtered_probs(logits: Row, params: SamplingParams) -> tuple[Ids, NDArray[np.float32]]:
     """The token ids, ascending, that survive min_p, top_k and top_p, and their probabilities."""
     best = float(logits.max())
-    _check_finite(best)
+    check_finite(best)
     scale, size = params.temperature, logits.size
     floor = float(np.finfo(np.float32).min)
     if params.min_p > 0.0:
@@ -314,7 +341,7 @@ def draw(probs: NDArray[np.float32], number: float) -> int:
 def token_logprobs(row: Row, token: int, k: int) -> TokenLogprobs:
     """Log-probability of a token and of the k best, and the token's rank, from raw logits."""
     best = float(row.max())
-    _check_finite(best)
+    check_finite(best)
     log_total = best + math.log(_weights(row, best, 1.0).sum(dtype=np.float64))
     ids = [token]
     if k > 0:

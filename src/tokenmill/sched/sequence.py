@@ -10,6 +10,7 @@ from tokenmill.sched.blocks import chain_seed
 PENDING = -1  # a token that is sampled but not known yet: its step still runs
 Key = tuple[int, int, int]  # (priority, arrival_ns, order of add): the best runs first
 Item = tuple["Sequence", int]  # and its num_new_tokens
+PENDING = -1  # the last of token_ids while the device alone knows it
 
 
 class Sequence:
