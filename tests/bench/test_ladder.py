@@ -65,6 +65,7 @@ def test_a_rung_keeps_what_the_ones_before_it_changed() -> None:
         "fused-kernels": False,
         "cuda-graphs": False,
         "overlap": False,
+        "kv-cache-dtype": "auto",
     }
     last = settings_of(BY_KEY["fp8-kv"], "cuda", GPU)
     assert last == {

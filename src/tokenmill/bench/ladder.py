@@ -27,7 +27,12 @@ class Rung:
     needs: str = ""  # a feature of the device, one of NEEDS
 
 
-EAGER: Values = {"fused-kernels": False, "cuda-graphs": False, "overlap": False}
+EAGER: Values = {
+    "fused-kernels": False,
+    "cuda-graphs": False,
+    "overlap": False,
+    "kv-cache-dtype": "auto",
+}
 BASE: dict[str, Values] = {"cuda": {"dtype": "bf16"}, "cpu": {"dtype": "fp32"}}
 RUNGS = (
     Rung("eager", "eager torch", EAGER),

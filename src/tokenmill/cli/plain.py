@@ -33,13 +33,14 @@ class Parser(argparse.ArgumentParser):
 
 def run_plain(arguments: Sequence[str]) -> int:
     """Run `bench COMMAND ...`; the exit status."""
-    top = Parser(prog="tokenmill", description=MISSING, allow_abbrev=False)
-    bench = top.add_subparsers(metavar="bench", required=True).add_parser("bench", help=MISSING)
-    commands = bench.add_subparsers(metavar="COMMAND", required=True)
+    if not arguments or arguments[0] != "bench":
+        raise SettingsError(MISSING)
+    parser = Parser(prog="tokenmill bench", description=MISSING)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, panels) in COMMANDS.items():
         _add(commands, name, function, panels)
     try:
-        given = vars(top.parse_args(arguments))
+        given = vars(parser.parse_args(arguments[1:]))
     except SystemExit as end:  # after --help
         return int(end.code or 0)
     function, config = given.pop("function"), given.pop("config")
