@@ -13,9 +13,10 @@ import pytest
 import typer
 
 from tokenmill import __version__
-from tokenmill.__main__ import app, run
+from tokenmill.__main__ import run
 from tokenmill.cli import local, serve
-from tokenmill.cli.options import shown_default
+from tokenmill.cli.app import app
+from tokenmill.cli.helptext import shown_default
 from tokenmill.settings import SETTINGS, Settings
 
 

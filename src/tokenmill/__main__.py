@@ -5,60 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from importlib import import_module
 
-import typer
-
-from tokenmill import __version__
-from tokenmill.cli import bench, chat, generate, pull, serve
 from tokenmill.cli.console import fail
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SettingsError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-
-app = typer.Typer(
-    name="tokenmill",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"tokenmill {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
-    """Run language models: an engine, an OpenAI-compatible server and the scales beside them.
-
-    [bold]First steps[/bold]
-
-    tokenmill chat                          talk to a model in the terminal
-    tokenmill generate "Once upon a time"   continue a text
-    tokenmill serve                         OpenAI-compatible, 127.0.0.1:8000
-    tokenmill bench throughput              tokens per second
-
-    The first of them downloads SmolLM2-135M-Instruct (93 MB).
-    Each command has its own --help.
-    """
-
-
-for _module in (serve, chat, generate, pull, bench):
-    _module.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit status of a command line."""
     try:
-        return app(arguments, prog_name="tokenmill", standalone_mode=False) or 0
+        return _dispatch(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has gone, as in `| head`
@@ -82,6 +36,26 @@ def run(arguments: Sequence[str] | None = None) -> int:
             fail(message)
         usage = isinstance(error, SettingsError)
         return USAGE_ERROR if usage else getattr(error, "exit_code", 1)
+
+
+def _dispatch(arguments: Sequence[str] | None) -> int:
+    """typer's app; where it or rich is missing, the benchmarks by argparse."""
+    if not _installed("typer", "rich"):
+        from tokenmill.cli.plain import run_plain
+
+        return run_plain(sys.argv[1:] if arguments is None else arguments)
+    from tokenmill.cli.app import app
+
+    return app(arguments, prog_name="tokenmill", standalone_mode=False) or 0
+
+
+def _installed(*names: str) -> bool:
+    try:
+        for name in names:
+            import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def describe(error: Exception) -> str:

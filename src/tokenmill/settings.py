@@ -322,10 +322,32 @@ SAMPLING = (
     _of(SamplingParams, "ignore-eos", SWITCH, "Go on after the end-of-text token."),
 )
 BENCH = (
-    _of(BenchConfig, "num-prompts", _count(1), "Requests of the batch cell."),
-    _of(BenchConfig, "input-len", _count(1), "Prompt tokens of the batch cell."),
-    _of(BenchConfig, "output-len", _count(1), "Output tokens of the batch cell."),
-    _of(BenchConfig, "rounds", _count(1, 100), "Measured runs of a cell; the median counts."),
+    _of(
+        BenchConfig,
+        "lengths",
+        TEXT,
+        "One workload instead of the cells: a CSV file of input_length,output_length, one of "
+        "llama3.1-8b, gpt-oss-120b, deepseek-r1, llama2-70b, or uniform:100-1024.",
+    ),
+    _of(
+        BenchConfig,
+        "num-prompts",
+        _count(1),
+        "Requests of the batch cell (32), or rows drawn from --lengths (all; uniform: 256).",
+    ),
+    _of(BenchConfig, "input-len", _count(1), "Prompt tokens of the batch cell (128)."),
+    _of(
+        BenchConfig,
+        "output-len",
+        _count(1),
+        "Output tokens of the batch cell (64), or of every request of --lengths.",
+    ),
+    _of(
+        BenchConfig,
+        "rounds",
+        _count(1, 100),
+        "Measured runs of a cell (3, with --lengths 1); the median counts.",
+    ),
     _of(
         BenchConfig,
         "cell",
@@ -334,7 +356,7 @@ BENCH = (
         field="cells",
         repeated=True,
     ),
-    _of(BenchConfig, "bench-seed", _count(0), "Seed of the prompts.", field="seed"),
+    _of(BenchConfig, "bench-seed", _count(0), "Seed of the cells' prompts.", field="seed"),
     _of(BenchConfig, "peers", SWITCH, "Run the same cells in every peer that is installed."),
     _of(
         BenchConfig,
@@ -344,6 +366,16 @@ BENCH = (
         field="skip_peers",
         repeated=True,
     ),
+)
+LADDER = (
+    Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
+    Setting(
+        "gpu-price",
+        "Dollars per hour of the machine: a placeholder, put in what you pay.",
+        _number(0, math.inf, "USD"),
+        default=3.0,
+    ),
+    Setting("plot", "Write the bars to this .svg or .html file.", TEXT),
 )
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
@@ -359,7 +391,8 @@ COMMANDS = (
 )
 SETTINGS: dict[str, Setting] = {
     s.key: s
-    for s in (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *SERVER, *SAMPLING, *BENCH, *COMMANDS)
+    for group in (MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING, BENCH, LADDER, COMMANDS)
+    for s in group
 }
 
 

@@ -1,4 +1,4 @@
-"""The offline benchmark: cells, turns, counts, and ceilings computed by hand."""
+"""The offline benchmark: contestants, turns, counts and the report of a cell."""
 
 from __future__ import annotations
 
@@ -8,40 +8,22 @@ from pathlib import Path
 import pytest
 
 from tokenmill.bench import peers
+from tokenmill.bench.roofline import Machine, Roofline
 from tokenmill.bench.throughput import (
-    BenchError,
-    Cell,
     CellRun,
-    Machine,
     OurEngine,
-    ceiling,
     cell_report,
-    make_cells,
-    make_prompts,
     measure,
     ratios,
     with_ceiling,
 )
+from tokenmill.bench.workload import BenchError, Cell, make_cells, make_prompts
 from tokenmill.core.config import BenchConfig, SchedulerConfig
 from tokenmill.core.metrics import RequestTimes
-from tokenmill.core.spec import ModelSpec
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.plan.simulator import SimRunner
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
-
-SPEC = ModelSpec.from_config(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 100,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-)
-MACHINE = Machine({"fp32": 1e6, "int8": 2e6}, read_bytes_per_s=1e6, num_threads=2)
 
 
 def engine(eos: frozenset[int] = frozenset()) -> LanguageEngine:
@@ -58,40 +40,29 @@ class Fixed:
         self._fails_at = fails_at
 
     def run(self, cell: Cell, prompts: list[list[int]]) -> CellRun:
-        self._turns.append(f"{self.name} {cell.name} {cell.output_len} {prompts[0][0]}")
+        self._turns.append(f"{self.name} {cell.name} {cell.output_lens[0]} {prompts[0][0]}")
         if cell.name == self._fails_at:
             raise BenchError("too few tokens")
         return CellRun(float(len(self._turns)))
 
 
-def test_cells_of_the_config() -> None:
-    shapes = [(c.num_prompts, c.input_len, c.output_len) for c in make_cells(BenchConfig())]
-    assert shapes == [(32, 128, 64), (1, 128, 128), (1, 2048, 1)]
-    config = BenchConfig(num_prompts=2, input_len=3, output_len=4, cells=("batch",))
-    assert make_cells(config) == [Cell("batch", 2, 3, 4)]
-
-
-def test_prompts_are_distinct_and_the_same_for_all() -> None:
-    cell = Cell("batch", 8, 16, 4)
-    first, again = make_prompts(cell, 0, 1, 49_152), make_prompts(cell, 0, 1, 49_152)
-    assert first == again
-    others = make_prompts(cell, 1, 1, 49_152) + make_prompts(cell, 0, 2, 49_152)
-    assert len({tuple(p) for p in first + others}) == 24
-    assert {len(p) for p in first} == {16}
-    assert all(1536 <= token < 43_008 for p in first for token in p)
-
-
 def test_our_engine_generates_every_token_despite_eos() -> None:
     ours = OurEngine(engine(eos=frozenset({5, 6})))
-    cell = Cell("batch", 4, 40, 7)
+    cell = Cell.equal("batch", 4, 40, 7)
     run = ours.run(cell, make_prompts(cell, 0, 0, 1000))
     assert [t.num_tokens for t in run.times] == [7] * 4
     assert all(0 < (t.ttft_ms or 0) <= run.seconds * 1e3 for t in run.times)
 
 
+def test_our_engine_gives_each_request_its_own_length() -> None:
+    cell = Cell("mixed", ((40, 3), (5, 9), (17, 1)))
+    run = OurEngine(engine()).run(cell, make_prompts(cell, 0, 0, 1000))
+    assert [t.num_tokens for t in run.times] == [3, 9, 1]
+
+
 def test_our_engine_must_not_answer_from_its_cache() -> None:
     ours = OurEngine(engine())
-    cell = Cell("batch", 1, 64, 2)
+    cell = Cell.equal("batch", 1, 64, 2)
     prompts = make_prompts(cell, 0, 0, 1000)
     ours.run(cell, prompts)
     with pytest.raises(BenchError, match="answered from the prefix cache"):
@@ -99,7 +70,7 @@ def test_our_engine_must_not_answer_from_its_cache() -> None:
 
 
 def test_a_request_that_cannot_run_is_an_error() -> None:
-    cell = Cell("single", 1, 5000, 1)
+    cell = Cell.equal("single", 1, 5000, 1)
     with pytest.raises(BenchError, match="single-1-0 did not run: "):
         OurEngine(engine()).run(cell, make_prompts(cell, 0, 0, 1000))
 
@@ -129,28 +100,9 @@ def test_our_own_failure_is_not_swallowed() -> None:
         measure([Fixed("tokenmill", [], "single")], make_cells(config), config, 1000)
 
 
-def test_ceiling_by_hand() -> None:
-    # A layer has 8*8*2 + 8*4*2 + 3*8*16 = 576 weights; two of them 1,152, the head 800.
-    body, head = 2 * 1152, 2 * 800
-    assert SPEC.flops_per_token(0) == body + head
-    prefill = ceiling(Cell("prefill", 1, 10, 1), SPEC, "fp32", MACHINE)
-    assert prefill.flops == 10 * body + head
-    assert prefill.seconds == pytest.approx((10 * body + head) / 1e6)
-    assert prefill.bytes_read == 0
-    # int8 decode of one stream: 1,952 weights of a byte and 12 tokens of KV, 64 bytes each, a step.
-    single = ceiling(Cell("single", 1, 10, 4), SPEC, "int8", MACHINE)
-    step_bytes = 1952 + 12 * SPEC.kv_bytes_per_token(4)
-    assert SPEC.kv_bytes_per_token(4) == 64
-    assert single.bytes_read == 3 * step_bytes
-    assert single.seconds == pytest.approx((10 * body + head) / 2e6 + 3 * step_bytes / 1e6)
-    # With many streams the arithmetic is the longer part of a step.
-    batch = ceiling(Cell("batch", 1000, 10, 4), SPEC, "fp32", Machine({"fp32": 1e6}, 1e12, 2))
-    assert batch.seconds == pytest.approx(1000 * (10 * body + 4 * head + 3 * body) / 1e6)
-
-
 def test_report_of_a_cell() -> None:
     times = RequestTimes(0, first_ns=10**9, last_ns=4 * 10**9, num_first_tokens=1, num_tokens=4)
-    cell = Cell("single", 1, 10, 4)
+    cell = Cell.equal("single", 1, 10, 4)
     report = cell_report(
         cell, [CellRun(4.0, [times]), CellRun(2.0, [times]), CellRun(8.0, [times])]
     )
@@ -158,10 +110,12 @@ def test_report_of_a_cell() -> None:
     assert report["tok_s_runs"] == [1.0, 2.0, 0.5]
     assert report["total_tok_s"] == 3.5
     assert report["ttft_ms"]["p50"] == 1000.0 and report["tpot_ms"]["p99"] == 1000.0
-    prefill = cell_report(Cell("prefill", 1, 2048, 1), [CellRun(2.0)])
+    prefill = cell_report(Cell.equal("prefill", 1, 2048, 1), [CellRun(2.0)])
     assert prefill["tok_s"] == 1024.0 and "ttft_ms" not in prefill
-    full = with_ceiling(report, cell, SPEC, "int8", MACHINE)
-    assert full["share_of_ceiling"] <= 1.0 and full["ceiling_tok_s"] > full["tok_s"]
+    roof = Roofline(flops=8.0, bytes_read=30.0, num_steps=3, serial_s=2.0, overlap_s=1.0)
+    full = with_ceiling(report, cell, roof, Machine({"int8": 10.0}, 100.0, 1), "int8")
+    assert full["ceiling_tok_s"] == 2.0 and full["overlap_ceiling_tok_s"] == 4.0
+    assert (full["share_of_ceiling"], full["mfu"], full["mbu"]) == (0.5, 0.2, 0.075)
 
 
 def test_ratios_are_ours_over_the_best_peer() -> None:
@@ -209,10 +163,10 @@ def test_a_peer_process_is_held_to_its_tokens(
     monkeypatch.setattr(peers.sys, "executable", str(script))
     process = peers.PeerProcess("fake", tmp_path, 1)
     try:
-        assert process.run(Cell("single", 1, 1, 4), [[1]]).seconds == 2.0
+        assert process.run(Cell.equal("single", 1, 1, 4), [[1]]).seconds == 2.0
         with pytest.raises(BenchError, match=r"batch: generated \[3, 3\] tokens"):
-            process.run(Cell("batch", 2, 1, 4), [[1], [2]])
+            process.run(Cell.equal("batch", 2, 1, 4), [[1], [2]])
         with pytest.raises(BenchError, match="exit status 1: out of paper"):
-            process.run(Cell("batch", 3, 1, 4), [[1], [2], [3]])
+            process.run(Cell.equal("batch", 3, 1, 4), [[1], [2], [3]])
     finally:
         process.close()

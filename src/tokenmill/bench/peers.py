@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.throughput import BenchError, Cell, CellRun, Prompts
+from tokenmill.bench.throughput import CellRun
+from tokenmill.bench.workload import BenchError, Cell, Prompts
 
 LOAD_TIMEOUT_S = 600
 RUN_TIMEOUT_S = 900
@@ -66,14 +67,15 @@ class PeerProcess:
     def run(self, cell: Cell, prompts: Prompts) -> CellRun:
         """Have the peer generate; its own clock counts, and so does every token."""
         assert self._process.stdin is not None
+        (output_len,) = set(cell.output_lens)  # the peers are asked for equal lengths only
         try:
-            task = {"prompts": prompts, "output_len": cell.output_len}
+            task = {"prompts": prompts, "output_len": output_len}
             self._process.stdin.write(json.dumps(task) + "\n")
             self._process.stdin.flush()
         except OSError:
             raise BenchError(self._last_words()) from None
         answer = self._receive(RUN_TIMEOUT_S)
-        if answer["num_tokens"] != [cell.output_len] * cell.num_prompts:
+        if answer["num_tokens"] != cell.output_lens:
             raise BenchError(f"{cell.name}: generated {answer['num_tokens']} tokens")
         self.peak_rss_mib = answer["peak_rss_mib"]
         return CellRun(answer["seconds"])

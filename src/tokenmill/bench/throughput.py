@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import resource
 import statistics
 import sys
@@ -11,44 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tokenmill.bench.roofline import Machine, Roofline
+from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
 from tokenmill.core.config import BenchConfig
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.spec import ModelSpec
-from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams, TokenmillError
+from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
 
 WARMUP_ROUND = -1
-WARMUP_OUTPUT_LEN = 8
 OURS = "tokenmill"
 
-Prompts = list[list[int]]
 Update = Callable[[int, int], None]
-
-
-class BenchError(TokenmillError):
-    """A contestant did not do what the cell asks for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """So many requests at once, each with so many tokens in and out."""
-
-    name: str
-    num_prompts: int
-    input_len: int
-    output_len: int
-
-    @property
-    def counts_prompt(self) -> bool:
-        """True where the prompt tokens are the figure, not the output tokens."""
-        return self.output_len == 1
-
-    @property
-    def num_counted_tokens(self) -> int:
-        return self.num_prompts * (self.input_len if self.counts_prompt else self.output_len)
-
-    @property
-    def shape(self) -> str:
-        return f"{self.num_prompts} x ({self.input_len} in, {self.output_len} out)"
 
 
 @dataclass(slots=True)
@@ -66,47 +37,7 @@ class Contestant(Protocol):
     def name(self) -> str: ...
 
     def run(self, cell: Cell, prompts: Prompts) -> CellRun:
-        """Generate exactly `cell.output_len` tokens for each prompt; raise BenchError if not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What this machine does at best, measured in the same run."""
-
-    gemm_flops: dict[str, float]  # FLOP/s by compute type
-    read_bytes_per_s: float
-    num_threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """The least a cell can cost: linear layers at GEMM rate, decode weights and KV at read rate."""
-
-    seconds: float
-    flops: float
-    bytes_read: float
-
-
-def make_cells(config: BenchConfig) -> list[Cell]:
-    """The cells that a config asks for."""
-    cells = (
-        Cell("batch", config.num_prompts, config.input_len, config.output_len),
-        Cell("single", 1, 128, 128),
-        Cell("prefill", 1, 2048, 1),
-    )
-    return [cell for cell in cells if cell.name in config.cells]
-
-
-def make_prompts(cell: Cell, round_index: int, seed: int, vocab_size: int) -> Prompts:
-    """Random tokens, different in every request and round: no prefix cache can help.
-
-    The ends of a vocabulary hold the special tokens; they are left out.
-    """
-    rng = random.Random(f"{seed}/{cell.name}/{round_index}")
-    low, high = vocab_size // 32, vocab_size - vocab_size // 8
-    return [
-        [rng.randrange(low, high) for _ in range(cell.input_len)] for _ in range(cell.num_prompts)
-    ]
+        """Generate exactly the cell's output tokens for each prompt; raise BenchError if not."""
 
 
 class OurEngine:
@@ -121,13 +52,16 @@ class OurEngine:
     def run(self, cell: Cell, prompts: Prompts) -> CellRun:
         """Submit all prompts at once and step until every one has its tokens."""
         self._num_runs += 1
-        sampling = SamplingParams(temperature=0.0, max_tokens=cell.output_len, ignore_eos=True)
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            for length in cell.output_lens
+        ]
         begin = time.monotonic_ns()
         times: dict[str, RequestTimes] = {}
         for index, prompt in enumerate(prompts):
             request_id = f"{cell.name}-{self._num_runs}-{index}"
             times[request_id] = RequestTimes(begin)
-            self._engine.submit(Request(request_id, prompt, sampling, arrival_ns=begin))
+            self._engine.submit(Request(request_id, prompt, sampling[index], arrival_ns=begin))
         self._step_until_done(set(times), times)
         seconds = (time.monotonic_ns() - begin) / 1e9
         _check_counts(cell, [t.num_tokens for t in times.values()])
@@ -149,10 +83,11 @@ class OurEngine:
 
 
 def _check_counts(cell: Cell, counts: Sequence[int]) -> None:
-    if list(counts) != [cell.output_len] * cell.num_prompts:
+    if list(counts) != cell.output_lens:
+        wrong = [pair for pair in zip(cell.output_lens, counts, strict=True) if pair[0] != pair[1]]
         raise BenchError(
-            f"{cell.name}: expected {cell.output_len} tokens for each of {cell.num_prompts} "
-            f"prompts, got {sorted(set(counts))} for {len(counts)}"
+            f"{cell.name}: {len(wrong)} of {cell.num_prompts} requests have other lengths than "
+            f"asked for, the first {wrong[0][1]} tokens for {wrong[0][0]}"
         )
 
 
@@ -171,73 +106,60 @@ def measure(
     vocab_size: int,
     progress: Update = lambda done, total: None,
 ) -> Measured:
-    """Warm up, then `config.rounds` rounds of every cell; in a round each contestant runs once.
+    """Warm up, then `config.num_rounds` rounds of every cell; in a round each contestant runs once.
 
     Drift of a shared machine so hits all alike. Only our own failure is an error.
     """
     measured = Measured({cell.name: {} for cell in cells}, {})
-    total = len(cells) * (config.rounds + 1) * len(contestants)
+    total = len(cells) * (config.num_rounds + 1) * len(contestants)
     done = 0
     for cell in cells:
-        for round_index in range(WARMUP_ROUND, config.rounds):
-            prompts = make_prompts(cell, round_index, config.seed, vocab_size)
+        for round_index in range(WARMUP_ROUND, config.num_rounds):
+            runs = None if round_index == WARMUP_ROUND else measured.runs[cell.name]
+            this = cell.warmup() if runs is None else cell
+            prompts = make_prompts(this, round_index, config.seed, vocab_size)
             for contestant in contestants:
                 if contestant.name not in measured.failures:
-                    _run_once(contestant, cell, prompts, round_index, measured)
+                    _run_once(contestant, this, prompts, runs, measured.failures)
                 done += 1
                 progress(done, total)
     return measured
 
 
 def _run_once(
-    contestant: Contestant, cell: Cell, prompts: Prompts, round_index: int, measured: Measured
+    contestant: Contestant,
+    cell: Cell,
+    prompts: Prompts,
+    runs: dict[str, list[CellRun]] | None,
+    failures: dict[str, str],
 ) -> None:
-    if round_index == WARMUP_ROUND:
-        output_len = min(cell.output_len, WARMUP_OUTPUT_LEN)
-        cell = Cell(cell.name, cell.num_prompts, cell.input_len, output_len)
+    """Add a run to `runs`, unless it is the warm-up's, or the reason why there is none."""
     try:
         run = contestant.run(cell, prompts)
     except BenchError as error:
         if contestant.name == OURS:
             raise
-        measured.failures[contestant.name] = str(error)
+        failures[contestant.name] = str(error)
         return
-    if round_index != WARMUP_ROUND:
-        measured.runs[cell.name].setdefault(contestant.name, []).append(run)
-
-
-def ceiling(cell: Cell, spec: ModelSpec, dtype: str, machine: Machine) -> Ceiling:
-    """The time of a cell if nothing but linear layers and the reading of memory took any."""
-    width, kv_width = {"fp32": (4, 4), "int8": (1, 4), "bf16": (2, 2)}[dtype]
-    gemm = machine.gemm_flops[dtype]
-    head = 2 * spec.vocab_size * spec.hidden_size
-    token = spec.flops_per_token(0)
-    prefill_flops = cell.num_prompts * (cell.input_len * (token - head) + head)
-    num_steps = cell.output_len - 1
-    step_flops = cell.num_prompts * token
-    mean_context = cell.input_len + cell.output_len / 2
-    step_bytes = token / 2 * width
-    step_bytes += cell.num_prompts * mean_context * spec.kv_bytes_per_token(kv_width)
-    step_seconds = max(step_flops / gemm, step_bytes / machine.read_bytes_per_s)
-    return Ceiling(
-        seconds=prefill_flops / gemm + num_steps * step_seconds,
-        flops=prefill_flops + num_steps * step_flops,
-        bytes_read=num_steps * step_bytes,
-    )
+    if runs is not None:
+        runs.setdefault(contestant.name, []).append(run)
 
 
 def cell_report(cell: Cell, runs: Sequence[CellRun]) -> dict[str, Any]:
     """Figures of one contestant in one cell; the median run counts."""
     seconds = statistics.median(run.seconds for run in runs)
     times = [t for run in runs for t in run.times]
-    num_tokens = cell.num_prompts * (cell.input_len + cell.output_len)
+    num_tokens = cell.num_input_tokens + cell.num_output_tokens
     rates = [round(cell.num_counted_tokens / run.seconds, 2) for run in runs]
     report: dict[str, Any] = {
         "tok_s": round(cell.num_counted_tokens / seconds, 2),
         "tok_s_runs": rates,
-        "output_tok_s": round(cell.num_prompts * cell.output_len / seconds, 2),
+        "output_tok_s": round(cell.num_output_tokens / seconds, 2),
         "total_tok_s": round(num_tokens / seconds, 2),
         "seconds": round(seconds, 4),
+        "num_prompts": cell.num_prompts,
+        "num_input_tokens": cell.num_input_tokens,
+        "num_output_tokens": cell.num_output_tokens,
     }
     if times:
         report["ttft_ms"] = _rounded(summarize(t.ttft_ms for t in times))
@@ -246,15 +168,15 @@ def cell_report(cell: Cell, runs: Sequence[CellRun]) -> dict[str, Any]:
 
 
 def with_ceiling(
-    report: dict[str, Any], cell: Cell, spec: ModelSpec, dtype: str, machine: Machine
+    report: dict[str, Any], cell: Cell, roof: Roofline, machine: Machine, dtype: str
 ) -> dict[str, Any]:
-    """Add the ceiling of the cell, and how near to it the report is."""
-    roof = ceiling(cell, spec, dtype, machine)
+    """Add both bounds of the cell, and how near to the serial one the report is."""
     seconds = report["seconds"]
     return report | {
-        "ceiling_tok_s": round(cell.num_counted_tokens / roof.seconds, 2),
-        "share_of_ceiling": round(roof.seconds / seconds, 3),
-        "mfu": round(roof.flops / seconds / machine.gemm_flops[dtype], 3),
+        "ceiling_tok_s": round(cell.num_counted_tokens / roof.serial_s, 2),
+        "overlap_ceiling_tok_s": round(cell.num_counted_tokens / roof.overlap_s, 2),
+        "share_of_ceiling": round(roof.serial_s / seconds, 3),
+        "mfu": round(roof.flops / seconds / machine.flops_per_s(dtype), 3),
         "mbu": round(roof.bytes_read / seconds / machine.read_bytes_per_s, 3),
     }
 

@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from tokenmill.bench.throughput import Machine
+from tokenmill.bench.roofline import Machine
 from tokenmill.core.spec import ModelSpec
+from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
 
 ROWS = 512
 READ_BYTES = 2**29
+LAUNCHES = 8  # of a GPU operation in one timed run
+FP8_CAPABILITY = (8, 9)
 BUDGET_S = 0.5  # of each measurement; the best repeat counts
 
 
@@ -22,25 +25,69 @@ def measure_machine(spec: ModelSpec, num_threads: int, device: str) -> Machine:
     return _measure_gpu(num_threads) if device == "cuda" else _measure_cpu(spec, num_threads)
 
 
+def peak_memory_mib(device: str) -> dict[str, float]:
+    """What torch took of the GPU at most; nothing on CPU, whose memory is the process's own."""
+    if device != "cuda":
+        return {}
+    peaks = {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+    return {name: round(peak / 2**20, 1) for name, peak in peaks.items()}
+
+
+def device_features(device: str) -> frozenset[str]:
+    """What the rungs of the ladder ask for; see bench/ladder.py."""
+    if device != "cuda":
+        return frozenset({"cpu"} | ({"compiled"} if cpu_kernels() else set()))
+    fp8 = torch.cuda.get_device_capability() >= FP8_CAPABILITY
+    return frozenset({"cuda", "compiled"} | ({"fp8"} if fp8 else set()))
+
+
 def _measure_gpu(num_threads: int) -> Machine:
-    """bf16 products of 8,192 squared, and copies, which read and write."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    source = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    """Products of 8,192 squared in bf16 and fp8, and copies, which read and write."""
+    side = 8192
+    a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
+    products = {"bf16": lambda: a @ a} | _fp8_product(a)
+    source = torch.empty(2**29, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-
-    def product() -> None:
-        _ = a @ a
-        torch.cuda.synchronize()
-
-    def copy() -> None:
-        target.copy_(source)
-        torch.cuda.synchronize()
-
+    copy_s = _best_seconds([_launched(lambda: target.copy_(source))]) / LAUNCHES
     return Machine(
-        gemm_flops={"bf16": 2.0 * 8192**3 / _best_seconds([product])},
-        read_bytes_per_s=2 * source.nbytes / _best_seconds([copy]),
+        gemm_flops={
+            name: 2.0 * side**3 * LAUNCHES / _best_seconds([_launched(product)])
+            for name, product in products.items()
+        },
+        read_bytes_per_s=2 * source.nbytes / copy_s,
         num_threads=num_threads,
     )
+
+
+def _fp8_product(a: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """One scale per row and column, the second matrix column by column; {} where it cannot run."""
+    x = a.to(torch.float8_e4m3fn)
+    ones = torch.ones(len(a), 1, device=a.device)
+
+    def product() -> object:
+        return torch._scaled_mm(
+            x, x.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    try:
+        product()
+    except (RuntimeError, AttributeError):  # an older GPU, or a torch without it
+        return {}
+    return {"fp8": product}
+
+
+def _launched(run: Callable[[], object]) -> Callable[[], object]:
+    """Several launches before one wait: the time of a launch stays hidden."""
+
+    def several() -> None:
+        for _ in range(LAUNCHES):
+            run()
+        torch.cuda.synchronize()
+
+    return several
 
 
 def _measure_cpu(spec: ModelSpec, num_threads: int) -> Machine:

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
 Update = Callable[[int, int], None]  # how much is done, and of how much
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+_MARKUP = re.compile(r"\[/?(?:bold|dim)\]")
+
+
+class PlainConsole:
+    """What this package uses of rich's Console, where rich is not installed."""
+
+    is_terminal = False  # no colours and no bars
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        self._stderr = stderr
+
+    def print(self, text: str = "", *, markup: bool = True, style: str = "") -> None:
+        """One line; `style` is a terminal's matter."""
+        stream = sys.stderr if self._stderr else sys.stdout
+        stream.write((without_markup(text) if markup else text) + "\n")
+        stream.flush()
+
+
+def without_markup(text: str) -> str:
+    """The text without [bold] and [dim]."""
+    return _MARKUP.sub("", text)
+
+
+def _console(stderr: bool) -> Any:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return PlainConsole(stderr=stderr)
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
 
 
 def fail(message: str) -> None:
@@ -30,6 +60,15 @@ def print_json(report: dict[str, Any]) -> None:
     """One line of JSON on stdout."""
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns on stdout: the first one to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        out.print("  ".join(cells).rstrip(), markup=False)
 
 
 @contextmanager

@@ -9,13 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.settings import SETTINGS, SIZE, Setting, SettingsError, load
-
-EPILOG = (
-    "Every flag can also be set in the environment (--max-num-seqs is TOKENMILL_MAX_NUM_SEQS) or "
-    "in a TOML file (max-num-seqs = 64): --config FILE, TOKENMILL_CONFIG, or ./tokenmill.toml. "
-    "A flag wins over the environment, and the environment over the file."
-)
+from tokenmill.cli.helptext import EPILOG, help_of
+from tokenmill.settings import SETTINGS, Setting, SettingsError, load
 
 Command = Callable[..., None]
 
@@ -80,7 +75,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _argument(setting: Setting) -> inspect.Parameter:
-    info = typer.Argument(metavar=setting.key.upper(), help=_help(setting, {}))
+    info = typer.Argument(metavar=setting.key.upper(), help=help_of(setting, {}))
     return _parameter(setting.key, Annotated[str | None, info])
 
 
@@ -90,7 +85,7 @@ def _option(
     name = "--" + setting.key
     info = typer.Option(
         f"{name}/--no-{setting.key}" if setting.is_switch else name,
-        help=_help(setting, defaults),
+        help=help_of(setting, defaults),
         metavar=setting.kind.metavar,
         rich_help_panel=panel,
         hidden=hidden,
@@ -106,27 +101,3 @@ def _option(
 def _config_option() -> inspect.Parameter:
     info = typer.Option("--config", metavar="FILE", help="TOML file with settings.")
     return _parameter("config", Annotated[Path | None, info])
-
-
-def _help(setting: Setting, defaults: Mapping[str, Any]) -> str:
-    """The setting's help with its choices and its default."""
-    notes = []
-    if setting.kind.choices:
-        notes.append(" | ".join(setting.kind.choices))
-    if default := shown_default(setting, defaults):
-        notes.append(f"default: {default}")
-    return setting.help + "".join(f" [dim]({note})[/dim]" for note in notes)
-
-
-def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str:
-    """The default in the words of a flag; empty where there is none to show."""
-    value = defaults.get(setting.key, setting.shown_default)
-    if value is None or value == ():
-        return ""
-    if setting.is_switch:
-        return "on" if value else "off"
-    if setting.kind is SIZE:
-        return f"{value // 2**20}MiB"
-    if isinstance(value, tuple):
-        return ", ".join(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from tokenmill.bench import throughput as bench
-from tokenmill.cli.console import out
+from tokenmill.bench.roofline import Machine, Setup, roofline
+from tokenmill.bench.workload import Cell
+from tokenmill.cli.console import out, print_table
 
 if TYPE_CHECKING:
     from tokenmill.bench.peers import Lineup
@@ -17,10 +17,11 @@ Report = dict[str, Any]
 
 
 def throughput_report(
-    cells: list[bench.Cell],
+    cells: list[Cell],
     measured: bench.Measured,
-    machine: bench.Machine,
+    machine: Machine,
     built: BuiltEngine,
+    setup: Setup,
     lineup: Lineup | None,
 ) -> Report:
     """All figures of a run; `ratios` is there when peers were asked for."""
@@ -28,14 +29,18 @@ def throughput_report(
     for cell in cells:
         runs = measured.runs[cell.name]
         figures = {who: bench.cell_report(cell, r) for who, r in runs.items()}
-        ours = bench.with_ceiling(figures[bench.OURS], cell, built.spec, built.dtype, machine)
+        roof = roofline(cell, built.spec, setup, machine)
+        ours = bench.with_ceiling(figures[bench.OURS], cell, roof, machine, setup.dtype)
         reports[cell.name] = figures | {bench.OURS: ours}
     report = {
         "benchmark": "throughput",
         "model": built.description,
-        "dtype": built.dtype,
+        "dtype": setup.dtype,
+        "kv_dtype": setup.kv_dtype,
         "device": built.device,
         "num_threads": machine.num_threads,
+        "max_num_seqs": setup.max_num_seqs,
+        "kv_tokens": setup.kv_tokens,
         "weight_mib": round(built.weight_bytes / 2**20, 1),
         "machine": {
             **{f"{name}_gemm_gflops": round(f / 1e9, 1) for name, f in machine.gemm_flops.items()},
@@ -51,20 +56,21 @@ def throughput_report(
     return report
 
 
-def print_throughput(cells: list[bench.Cell], report: Report) -> None:
+def print_throughput(cells: list[Cell], report: Report) -> None:
     """Cell by cell: every engine's rate, ours beside its ceiling."""
     machine = report["machine"]
-    out.print(f"{report['model']}, computed in {report['dtype']}", markup=False)
+    types = f"computed in {report['dtype']}, KV cache in {report['kv_dtype']}"
+    out.print(f"{report['model']}, {types}", markup=False)
     rates = [
-        f"{key.removesuffix('_gemm_gflops')} GEMM {rate:.0f} GFLOP/s"
+        f"{key.removesuffix('_gemm_gflops')} GEMM {rate:,.0f} GFLOP/s"
         for key, rate in machine.items()
         if key.endswith("_gemm_gflops")
     ]
     where = "GPU" if report["device"] == "cuda" else f"{report['num_threads']} threads"
-    out.print(f"machine ({where}): {', '.join(rates)}, memory {machine['read_gb_s']:.1f} GB/s")
-    out.print(
-        f"peak memory {report['peak_rss_mib']:.0f} MiB, weights {report['weight_mib']:.0f} MiB"
-    )
+    out.print(f"machine ({where}): {', '.join(rates)}, memory {machine['read_gb_s']:,.1f} GB/s")
+    peaks = [f"{name} {mib:,.0f} MiB of the GPU" for name, mib in report["peak_gpu_mib"].items()]
+    peaks.append(f"{report['peak_rss_mib']:,.0f} MiB of the host")
+    out.print(f"peak memory {', '.join(peaks)}; weights {report['weight_mib']:,.0f} MiB")
     for cell in cells:
         _print_cell(cell, report["cells"][cell.name])
     for name, reason in report.get("peers", {}).get("absent", {}).items():
@@ -73,24 +79,27 @@ def print_throughput(cells: list[bench.Cell], report: Report) -> None:
         out.print(f"{name}: " + (f"{ratio:.2f}x the best peer" if ratio else "no peer ran"))
 
 
-def _print_cell(cell: bench.Cell, figures: dict[str, Report]) -> None:
+def _print_cell(cell: Cell, figures: dict[str, Report]) -> None:
     unit = "prompt" if cell.counts_prompt else "output"
     ours = figures[bench.OURS]
     out.print(
-        f"\n[bold]{cell.name}[/bold] {cell.shape}: {ours['tok_s']:.1f} {unit} tok/s of a ceiling "
-        f"of ~{ours['ceiling_tok_s']:.0f} from linear layers at the measured GEMM rate and memory "
-        f"at the read rate ({ours['share_of_ceiling']:.0%})"
+        f"\n[bold]{cell.name}[/bold] {cell.shape}: {ours['tok_s']:,.1f} {unit} tok/s of a ceiling "
+        f"of ~{ours['ceiling_tok_s']:,.0f} ({ours['share_of_ceiling']:.0%})"
     )
     out.print(
-        f"  total {ours['total_tok_s']:.1f} tok/s, MFU {ours['mfu']:.0%} of the "
+        "  ceiling: prefill, decode's linear layers and decode's attention one after another at "
+        f"the measured rates; all of it overlapped: ~{ours['overlap_ceiling_tok_s']:,.0f}"
+    )
+    out.print(
+        f"  total {ours['total_tok_s']:,.1f} tok/s, MFU {ours['mfu']:.0%} of the "
         f"GEMM rate, MBU {ours['mbu']:.0%} of the read rate"
     )
     for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
         if summary := ours[key]:
             parts = ", ".join(f"{p} {summary[p]:.1f}" for p in ("p50", "p90", "p99"))
             out.print(f"  {label} ms: {parts}")
-    table = Table("engine", f"{unit} tok/s", "runs", box=None, pad_edge=False)
+    rows = [["engine", f"{unit} tok/s", "runs"]]
     for who, row in sorted(figures.items(), key=lambda item: -item[1]["tok_s"]):
-        table.add_row(who, f"{row['tok_s']:.1f}", " ".join(f"{r:.1f}" for r in row["tok_s_runs"]))
+        rows.append([who, f"{row['tok_s']:.1f}", " ".join(f"{r:.1f}" for r in row["tok_s_runs"])])
     if len(figures) > 1:
-        out.print(table)
+        print_table(rows)

@@ -80,13 +80,18 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """The cells of the offline benchmark; the first three fields shape the batch cell."""
+    """What the offline benchmark runs: three cells, or one workload of many lengths."""
 
-    num_prompts: int = 32
-    input_len: int = 128
-    output_len: int = 64
-    rounds: int = 3  # measured runs of a cell; the median counts
+    lengths: str | None = None  # a CSV file, a shipped name or uniform:LOW-HIGH
+    num_prompts: int | None = None  # None: 32, or all rows of lengths
+    input_len: int | None = None  # None: 128
+    output_len: int | None = None  # None: 64, or what lengths say
+    rounds: int | None = None  # measured runs of a cell, the median counts; None: 3, lengths 1
     cells: tuple[str, ...] = ("batch", "single", "prefill")
     seed: int = 0
     peers: bool = False
     skip_peers: tuple[str, ...] = ()
+
+    @property
+    def num_rounds(self) -> int:
+        return self.rounds or (3 if self.lengths is None else 1)

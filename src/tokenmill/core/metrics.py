@@ -78,3 +78,8 @@ def summarize(values: Iterable[float | None]) -> dict[str, float]:
         "p99": percentile(present, 99),
         "max": max(present),
     }
+
+
+def usd_per_million_tokens(usd_per_hour: float, tok_s: float) -> float:
+    """What a million tokens cost at a price per hour and a rate per second."""
+    return usd_per_hour / (tok_s * 3600) * 1e6

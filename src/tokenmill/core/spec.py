@@ -202,6 +202,14 @@ class ModelSpec:
         seen = sum(min(context_len, window or context_len) for window in self.layer_windows)
         return 2 * matmul + 4 * self.q_size * seen
 
+    def attended_positions(self, num_tokens: int) -> int:
+        """Positions that the first `num_tokens` tokens of a sequence attend to, over all layers."""
+        total = 0
+        for window in self.layer_windows:
+            ramp = min(num_tokens, window or num_tokens)  # each of these sees one more position
+            total += ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
+        return total
+
     def _layer_matmul_params(self) -> int:
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         return attention + 3 * self.hidden_size * self.intermediate_size

@@ -60,9 +60,9 @@ CATALOG: dict[str, CatalogEntry] = {
 
 
 def resolve(name: str, progress: Progress | None = None) -> Path:
-    """The folder or .gguf file behind a path, a catalog name or a hub name, fetched if needed."""
+    """The folder, .gguf or config.json behind a path, a catalog or hub name, fetched if needed."""
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".json")):
         return path
     if _entry(name):
         return pull(name, progress)

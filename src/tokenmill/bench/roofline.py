@@ -1,0 +1,102 @@
+"""The least time that a cell can take on a machine, from what the machine was seen to do.
+
+Linear layers run at the GEMM rate of their type or read their weights once a step; attention runs
+at the rate of the KV cache's type or reads the cache. Norms, sampling and Python are free here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.bench.workload import Cell
+from tokenmill.core.spec import ModelSpec
+
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "fp8": 1}
+HEAD_DTYPE = {"fp8": "bf16"}  # the output head keeps this type; others are as the layers
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this machine does at best, measured in the same run."""
+
+    gemm_flops: dict[str, float]  # FLOP/s by compute type
+    read_bytes_per_s: float
+    num_threads: int
+
+    def flops_per_s(self, dtype: str) -> float:
+        """The rate of a type; the best of all for one that was not measured."""
+        return self.gemm_flops.get(dtype) or max(self.gemm_flops.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The types an engine computes in, and how much it can run at once."""
+
+    dtype: str
+    kv_dtype: str
+    max_num_seqs: int
+    kv_tokens: int  # that the KV cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a cell costs at least."""
+
+    flops: float
+    bytes_read: float  # weights once per decode step, and the KV cache
+    num_steps: float  # decode steps
+    serial_s: float  # one kind of operation after the other: prefill, linear layers, attention
+    overlap_s: float  # all arithmetic beside all reading
+
+
+def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roofline:
+    """Both bounds of a cell with its own lengths, each request's first token from its prefill."""
+    head = 2 * spec.vocab_size * spec.hidden_size
+    layers = spec.flops_per_token(0) - head
+    layer_rate = machine.flops_per_s(setup.dtype)
+    head_rate = machine.flops_per_s(HEAD_DTYPE.get(setup.dtype, setup.dtype))
+    attention_rate = machine.flops_per_s(setup.kv_dtype)
+
+    num_decoded = cell.num_output_tokens - cell.num_prompts
+    prefill_seen = sum(spec.attended_positions(i) for i, _ in cell.lengths)
+    decode_seen = sum(spec.attended_positions(i + o - 1) for i, o in cell.lengths) - prefill_seen
+    seen_flops, seen_bytes = 4 * spec.q_size, 2 * spec.kv_size * BYTES[setup.kv_dtype]
+    steps = min_decode_steps(cell, setup.max_num_seqs, setup.kv_tokens)
+    weights_s = steps * step_weight_bytes(spec, setup.dtype) / machine.read_bytes_per_s
+    cache_s = decode_seen * seen_bytes / machine.read_bytes_per_s
+
+    prefill_s = cell.num_input_tokens * layers / layer_rate + cell.num_prompts * head / head_rate
+    prefill_s += prefill_seen * seen_flops / attention_rate
+    linear_s = num_decoded * (layers / layer_rate + head / head_rate)
+    attention_s = decode_seen * seen_flops / attention_rate
+    return Roofline(
+        flops=cell.num_input_tokens * layers
+        + cell.num_output_tokens * head
+        + num_decoded * layers
+        + (prefill_seen + decode_seen) * seen_flops,
+        bytes_read=(weights_s + cache_s) * machine.read_bytes_per_s,
+        num_steps=steps,
+        serial_s=prefill_s + max(linear_s, weights_s) + max(attention_s, cache_s),
+        overlap_s=max(prefill_s + linear_s + attention_s, weights_s + cache_s),
+    )
+
+
+def min_decode_steps(cell: Cell, max_num_seqs: int, kv_tokens: int) -> float:
+    """Fewest decode steps: by sequences at once, by the longest output and by room in the cache.
+
+    A step holds the tokens of all its sequences, so the sum over steps is at most steps x room.
+    """
+    num_decoded = cell.num_output_tokens - cell.num_prompts
+    held = sum(_triangle(i + o - 1) - _triangle(i) for i, o in cell.lengths)
+    return max(num_decoded / max_num_seqs, max(cell.output_lens) - 1, held / kv_tokens)
+
+
+def step_weight_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of the weights that one step reads: all linear layers and the output head."""
+    head = spec.vocab_size * spec.hidden_size
+    layers = spec.flops_per_token(0) // 2 - head
+    return layers * BYTES[dtype] + head * BYTES[HEAD_DTYPE.get(dtype, dtype)]
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2

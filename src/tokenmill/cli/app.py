@@ -1,0 +1,52 @@
+"""The command line as a typer app: serve | chat | generate | pull | bench."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenmill import __version__
+from tokenmill.cli import bench, chat, generate, pull, serve
+
+app = typer.Typer(
+    name="tokenmill",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenmill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Run language models: an engine, an OpenAI-compatible server and the scales beside them.
+
+    [bold]First steps[/bold]
+
+    tokenmill chat                          talk to a model in the terminal
+    tokenmill generate "Once upon a time"   continue a text
+    tokenmill serve                         OpenAI-compatible, 127.0.0.1:8000
+    tokenmill bench throughput              tokens per second
+
+    The first of them downloads SmolLM2-135M-Instruct (93 MB).
+    Each command has its own --help.
+    """
+
+
+for _module in (serve, chat, generate, pull, bench):
+    _module.register(app)

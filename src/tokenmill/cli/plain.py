@@ -1,0 +1,75 @@
+"""The benchmarks' command line where typer or rich is missing: argparse over the same settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tokenmill.cli import ladder, steps, throughput
+from tokenmill.cli.console import without_markup
+from tokenmill.cli.helptext import EPILOG, help_of
+from tokenmill.settings import Setting, Settings, SettingsError, load
+
+Panels = Mapping[str, Iterable[Setting]]
+COMMANDS: dict[str, tuple[Callable[[Settings], None], Panels]] = {
+    "throughput": (throughput.throughput, throughput.PANELS),
+    "ladder": (ladder.ladder, ladder.PANELS),
+    "scheduler": (steps.scheduler, steps.PANELS),
+}
+MISSING = "typer and rich are not installed, so there is only tokenmill bench " + " | ".join(
+    COMMANDS
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as the rest of the package has them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def run_plain(arguments: Sequence[str]) -> int:
+    """Run `bench COMMAND ...`; the exit status."""
+    if not arguments or arguments[0] != "bench":
+        raise SettingsError(MISSING)
+    parser = Parser(prog="tokenmill bench", description=MISSING)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (function, panels) in COMMANDS.items():
+        _add(commands, name, function, panels)
+    try:
+        given = vars(parser.parse_args(arguments[1:]))
+    except SystemExit as end:  # after --help
+        return int(end.code or 0)
+    function, config = given.pop("function"), given.pop("config")
+    function(load(given, config=config))
+    return 0
+
+
+def _add(commands: Any, name: str, function: Callable[[Settings], None], panels: Panels) -> None:
+    about = without_markup(cleandoc(function.__doc__ or ""))
+    parser = commands.add_parser(
+        name,
+        help=about.splitlines()[0],
+        description=about,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(function=function)
+    for panel, settings in panels.items():
+        group = parser.add_argument_group(panel)
+        for setting in settings:
+            group.add_argument("--" + setting.key, dest=setting.key, **_option(setting))
+    parser.add_argument("--config", metavar="FILE", type=Path, help="TOML file with settings.")
+
+
+def _option(setting: Setting) -> dict[str, Any]:
+    """Values stay text: the settings read them, as they read a file's and the environment's."""
+    text = without_markup(help_of(setting, {})).replace("%", "%%")
+    if setting.is_switch:
+        return {"action": argparse.BooleanOptionalAction, "default": None, "help": text}
+    action = "append" if setting.repeated else "store"
+    return {"action": action, "metavar": setting.kind.metavar, "help": text}

@@ -1,0 +1,107 @@
+"""The bounds of a workload, computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tokenmill.bench
+from tokenmill.bench.roofline import (
+    Machine,
+    Setup,
+    min_decode_steps,
+    roofline,
+    step_weight_bytes,
+)
+from tokenmill.bench.workload import Cell
+from tokenmill.core.spec import ModelSpec
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SPEC = ModelSpec.from_config(CONFIG)
+# A layer has 8*8*2 + 8*4*2 + 3*8*16 = 576 weights; two of them 1,152, the head 800.
+LAYERS, HEAD = 2 * 1152, 2 * 800
+SEEN_FLOPS = 4 * 8  # per position and layer
+ROOMY = {"max_num_seqs": 1000, "kv_tokens": 10**9}
+
+
+def test_positions_that_are_attended_to() -> None:
+    assert SPEC.attended_positions(0) == 0
+    assert SPEC.attended_positions(10) == 2 * 55
+    mistral = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    windowed = ModelSpec.from_config(mistral)
+    assert windowed.attended_positions(3) == 2 * 6
+    assert windowed.attended_positions(10) == 2 * (1 + 2 + 3 + 7 * 4)
+
+
+def test_prefill_is_arithmetic_alone() -> None:
+    machine = Machine({"fp32": 1e6}, read_bytes_per_s=1e-3, num_threads=1)
+    roof = roofline(Cell.equal("p", 3, 10, 1), SPEC, Setup("fp32", "fp32", **ROOMY), machine)
+    assert roof.flops == 3 * (10 * LAYERS + HEAD + 2 * 55 * SEEN_FLOPS)
+    assert roof.serial_s == roof.overlap_s == pytest.approx(roof.flops / 1e6)
+    assert roof.bytes_read == roof.num_steps == 0
+
+
+def test_decode_of_one_stream_reads_weights_and_cache() -> None:
+    # Three steps: 1,952 weights of a byte each, and 11 + 12 + 13 positions of two layers in fp32.
+    machine = Machine({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)
+    roof = roofline(Cell.equal("s", 1, 10, 4), SPEC, Setup("int8", "fp32", **ROOMY), machine)
+    weights, cache = 3 * 1952, (11 + 12 + 13) * SPEC.kv_bytes_per_token(4)
+    assert SPEC.kv_bytes_per_token(4) == 64
+    assert roof.num_steps == 3 and roof.bytes_read == pytest.approx(weights + cache)
+    assert roof.serial_s == roof.overlap_s == pytest.approx((weights + cache) / 1e6)
+
+
+def test_serial_takes_the_longer_of_each_kind_and_overlap_of_the_sums() -> None:
+    cell = Cell("m", ((10, 4), (6, 2)))
+    machine = Machine({"bf16": 1e6, "fp8": 2e6}, read_bytes_per_s=1e6, num_threads=1)
+    roof = roofline(cell, SPEC, Setup("fp8", "bf16", **ROOMY), machine)
+    seen = 2 * (11 + 12 + 13 + 7)
+    prefill_s = 16 * LAYERS / 2e6 + 2 * HEAD / 1e6 + 2 * (55 + 21) * SEEN_FLOPS / 1e6
+    linear_s, weights_s = 4 * (LAYERS / 2e6 + HEAD / 1e6), 3 * (1152 + 800 * 2) / 1e6
+    attention_s, cache_s = seen * SEEN_FLOPS / 1e6, seen * 2 * 4 * 2 / 1e6
+    assert linear_s > weights_s and attention_s > cache_s
+    assert roof.serial_s == roof.overlap_s == pytest.approx(prefill_s + linear_s + attention_s)
+    slow = Machine(machine.gemm_flops, read_bytes_per_s=3e5, num_threads=1)
+    weights_s, cache_s = weights_s / 0.3, cache_s / 0.3
+    assert linear_s < weights_s and attention_s < cache_s
+    roof = roofline(cell, SPEC, Setup("fp8", "bf16", **ROOMY), slow)
+    assert roof.serial_s == pytest.approx(prefill_s + weights_s + cache_s)
+    assert roof.overlap_s == pytest.approx(
+        max(prefill_s + linear_s + attention_s, weights_s + cache_s)
+    )
+    assert roof.overlap_s < roof.serial_s
+
+
+def test_fewest_decode_steps() -> None:
+    cell = Cell("m", ((10, 4), (6, 2)))
+    assert min_decode_steps(cell, 1000, 10**9) == 3  # the longest output
+    assert min_decode_steps(cell, 1, 10**9) == 4  # one after the other
+    assert min_decode_steps(cell, 1000, 13) == pytest.approx(max(3, (11 + 12 + 13 + 7) / 13))
+
+
+def test_bytes_of_the_weights_by_type() -> None:
+    sizes = {dtype: step_weight_bytes(SPEC, dtype) for dtype in ("fp32", "bf16", "int8", "fp8")}
+    assert sizes == {"fp32": 4 * 1952, "bf16": 2 * 1952, "int8": 1952, "fp8": 1152 + 2 * 800}
+
+
+def test_a_rate_that_was_not_measured_is_the_best_of_the_others() -> None:
+    assert Machine({"bf16": 2.0}, 1.0, 1).flops_per_s("fp8") == 2.0
+    assert Machine({"bf16": 2.0, "fp8": 3.0}, 1.0, 1).flops_per_s("bf16") == 2.0
+
+
+def test_shipped_shapes_have_their_published_sizes() -> None:
+    folder = Path(tokenmill.bench.__file__).parent / "shapes"
+    specs = {f.stem: ModelSpec.from_config(json.loads(f.read_text())) for f in folder.iterdir()}
+    billions = {name: round(spec.num_params() / 1e9, 2) for name, spec in specs.items()}
+    assert billions == {"llama3.1-8b": 8.03, "qwen3-0.6b": 0.6, "qwen3-14b": 14.77}
+    assert specs["llama3.1-8b"].kv_bytes_per_token(2) == 128 * 1024

@@ -1,0 +1,193 @@
+"""The benchmarks on a tiny model, with all packages and with next to none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.__main__ import run
+from tokenmill.bench import ladder as rungs
+from tokenmill.bench.workload import Cell
+from tokenmill.cli import ladder
+from tokenmill.cli.plain import COMMANDS
+from tokenmill.cli.throughput import kv_dtype, num_blocks
+from tokenmill.core.config import CacheConfig
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 422,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LENGTHS = [(30, 5), (7, 2), (40, 9)]
+# All that a host with torch, triton, numpy and safetensors alone does not have.
+ABSENT = {
+    *("typer", "rich", "click", "tqdm", "gguf", "tokenizers", "huggingface_hub", "msgspec", "zmq"),
+    *("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "jinja2", "prometheus_client"),
+    *("xgrammar", "numba", "llvmlite", "openai", "transformers"),
+}
+HIDE = f"""
+import sys
+from importlib.machinery import PathFinder
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in {ABSENT!r} else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "config.json"
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    rows = [f"{i},{o}" for i, o in LENGTHS]
+    (tmp_path / "mine.csv").write_text("\n".join(["input_length,output_length", *rows]))
+    return tmp_path / "mine.csv"
+
+
+@pytest.fixture
+def flags(model: Path, workload: Path) -> list[str]:
+    line = ["--model", str(model), "--random-weights", "--lengths", str(workload)]
+    return [*line, "--num-threads", "1", "--device", "cpu"]
+
+
+def bare_python(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m tokenmill` that finds nothing of ABSENT, in its children as well."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    paths = [str(tmp_path), *(path for path in sys.path if path)]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "tokenmill", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=300, check=False
+    )
+
+
+def check_throughput(report: dict[str, Any]) -> None:
+    ours = report["cells"]["mine"]["tokenmill"]
+    assert (ours["num_prompts"], ours["num_input_tokens"]) == (3, 77)
+    assert ours["num_output_tokens"] == 16
+    assert 0 < ours["tok_s"] < ours["ceiling_tok_s"] <= ours["overlap_ceiling_tok_s"]
+    assert 0 < ours["mfu"] < 1 and 0 < ours["mbu"] < 1
+    assert report["device"] == "cpu" and report["kv_dtype"] == "fp32"
+    assert report["peak_rss_mib"] > 0 and report["peak_gpu_mib"] == {}
+
+
+def test_a_workload_is_one_cell(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "throughput", *flags, "--dtype", "fp32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    check_throughput(json.loads(lines[-1]))
+    assert any("mine 3 requests (77 in, 16 out)" in line for line in lines)
+    assert any("all of it overlapped" in line for line in lines)
+
+
+def test_throughput_needs_torch_numpy_and_safetensors_only(
+    flags: list[str], tmp_path: Path
+) -> None:
+    result = bare_python(tmp_path, "bench", "throughput", *flags)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    check_throughput(json.loads(lines[-1]))
+    assert any(line.startswith("mine 3 requests (77 in, 16 out)") for line in lines)
+    assert "Benchmark runs: 100%" in result.stderr
+
+
+def test_ladder_and_scheduler_need_no_more(flags: list[str], tmp_path: Path) -> None:
+    plot = tmp_path / "ladder.svg"
+    line = ["bench", "ladder", *flags, "--rungs", "eager,fused", "--gpu-price", "7.2"]
+    result = bare_python(tmp_path, *line, "--plot", str(plot))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    eager, fused = report["rungs"]
+    assert eager["usd_per_million"] == pytest.approx(7.2 / 3600 * 1e6 / eager["tok_s"], rel=1e-3)
+    assert fused["skipped"] == rungs.NEEDS["compiled"]  # numba is blocked
+    assert "eager torch" in plot.read_text()
+    result = bare_python(tmp_path, "bench", "scheduler", "--num-running", "4", "--num-steps", "3")
+    assert json.loads(result.stdout.splitlines()[-1])["num_running"] == 4
+
+
+def test_bare_command_line_has_the_same_flags_and_errors(tmp_path: Path) -> None:
+    for words, (_, panels) in COMMANDS.items():
+        result = bare_python(tmp_path, "bench", words, "--help")
+        assert result.returncode == 0, result.stderr
+        for setting in (s for group in panels.values() for s in group):
+            assert f"--{setting.key}" in result.stdout
+        assert "[bold]" not in result.stdout and "[dim]" not in result.stdout
+    for arguments, message in (
+        (["bench", "throughput", "--rounds", "x"], "--rounds must be a whole number from 1 to 100"),
+        (["bench", "throughput", "--round", "1"], "unrecognized arguments: --round 1"),
+        (["serve"], "typer and rich are not installed, so there is only tokenmill bench"),
+        ([], "typer and rich are not installed, so there is only tokenmill bench"),
+    ):
+        result = bare_python(tmp_path, *arguments)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+def test_a_ladder_goes_on_after_a_rung_that_fails(
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    broken = rungs.Rung("broken", "broken", {"max-model-len": 10**6})
+    mended = rungs.Rung("mended", "mended", {"max-model-len": 256})
+    for name in ("choose", "settings_of"):
+        monkeypatch.setattr(
+            getattr(rungs, name), "__defaults__", ((rungs.RUNGS[0], broken, mended),)
+        )
+    assert run(["bench", "ladder", *flags]) == 1
+    captured = capfd.readouterr()
+    report = json.loads(captured.out.splitlines()[-1])
+    assert [row["rung"] for row in report["rungs"]] == ["eager", "broken", "mended"]
+    assert "max_model_len is 1000000" in report["rungs"][1]["error"]
+    assert report["rungs"][2]["tok_s"] > 0
+    assert captured.err.splitlines()[-1] == "error: 1 of 3 rungs failed: broken"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "uniform:2-4", "--cell", "batch"], "--cell shapes the cells and does not"),
+        (["--lengths", "uniform:2-4", "--peers"], "--peers shapes the cells and does not go"),
+        (["--lengths", "nowhere.csv"], "--lengths nowhere.csv: no such file; known are"),
+        (["--model", "qwen3-0.6b"], "qwen3-0.6b is a shape without weights: add --random-weights"),
+        (["--model", "gpt-9", "--random-weights"], "model 'gpt-9': tried it as a path"),
+    ],
+)
+def test_errors_come_before_any_work(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "throughput", *arguments]) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"error: {message}")
+    if "gpt-9" in arguments:
+        assert captured.err.strip().endswith("llama3.1-8b, qwen3-0.6b, qwen3-14b")
+
+
+def test_the_ladder_offers_nothing_that_a_rung_sets() -> None:
+    offered = {setting.key for group in ladder.PANELS.values() for setting in group}
+    assert not offered & rungs.CHANGED
+    assert {"model", "lengths", "num-prompts", "gpu-price", "plot", "rungs"} <= offered
+
+
+def test_memory_of_the_cache() -> None:
+    assert kv_dtype(CacheConfig(), "cpu") == "fp32" and kv_dtype(CacheConfig(), "cuda") == "bf16"
+    assert kv_dtype(CacheConfig(dtype="fp8"), "cuda") == "fp8"
+    cell = Cell("m", ((30, 2), (5, 5), (100, 28)))
+    # 32, 10 and 128 tokens take 2, 0 and 8 full blocks of 16, and two more each.
+    assert num_blocks([cell], 16, max_num_seqs=9) == 2 * (4 + 2 + 10)
+    assert num_blocks([cell], 16, max_num_seqs=2) == 2 * (4 + 10)
