@@ -10,7 +10,21 @@ import pytest
 SCRIPT = Path(__file__).with_name("triton_parity.py")
 
 
-@pytest.mark.parametrize("kernel", ["rms_norm", "silu_mul", "rope_and_cache", "paged_attention"])
+KERNELS = (
+    "rms_norm",
+    "silu_mul",
+    "quantize_rows",
+    "matmul",
+    "batch_invariance",
+    "skinny_matmul",
+    "scale_product",
+    "layers",
+    "rope_and_cache",
+    "paged_attention",
+)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_triton_matches_reference(kernel: str) -> None:
     """In a process of its own: the interpreter is chosen when triton is imported."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
