@@ -16,8 +16,7 @@ from tokenmill.bench import ladder as rungs
 from tokenmill.bench.workload import Cell
 from tokenmill.cli import ladder
 from tokenmill.cli.plain import COMMANDS
-from tokenmill.cli.throughput import kv_dtype, num_blocks
-from tokenmill.core.config import CacheConfig
+from tokenmill.cli.throughput import num_blocks
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -185,8 +184,6 @@ def test_the_ladder_offers_nothing_that_a_rung_sets() -> None:
 
 
 def test_memory_of_the_cache() -> None:
-    assert kv_dtype(CacheConfig(), "cpu") == "fp32" and kv_dtype(CacheConfig(), "cuda") == "bf16"
-    assert kv_dtype(CacheConfig(dtype="fp8"), "cuda") == "fp8"
     cell = Cell("m", ((30, 2), (5, 5), (100, 28)))
     # 32, 10 and 128 tokens take 2, 0 and 8 full blocks of 16, and two more each.
     assert num_blocks([cell], 16, max_num_seqs=9) == 2 * (4 + 2 + 10)

@@ -45,7 +45,7 @@ def test_int8_is_the_exact_integer_product(n: int) -> None:
 
 def test_int8_never_overflows_at_the_limit() -> None:
     k = 576
-    limit = mm.activation_limit(k)
+    limit = mm.activation_limit(k).limit
     packed = mm.pack(torch.ones(8, k), "int8")
     rows = QuantizedRows(torch.full((1, k), limit, dtype=torch.int16), torch.ones(1))
     assert packed.scales is not None
@@ -90,3 +90,29 @@ def test_unpacked_reference_agrees(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     rows = mm.quantize_rows(x, mm.activation_limit(64)) if dtype == "int8" else x
     expected, found = mm.matmul(rows, plain, bias), mm.matmul(rows, compiled, bias)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_fp8_rows_keep_three_bits_of_mantissa() -> None:
+    x = torch.randn(50, 64) * torch.logspace(-12, 12, 50)[:, None]
+    x[7] = 0.0
+    rows = mm.quantize_rows(x, mm.FP8)
+    assert rows.values.dtype == torch.float8_e4m3fn
+    assert torch.equal(rows.values.float().abs().amax(1) == 448, x.abs().amax(1) > 0)
+    error = (rows.values.float() * rows.scales[:, None] - x).abs()
+    assert (error <= x.abs() / 16 + rows.scales[:, None] * 2**-10).all()  # or a subnormal's half
+
+
+@pytest.mark.parametrize("n", [16, 33])
+def test_fp8_product(n: int) -> None:
+    x, weight, bias = _operands(9, n, 64)
+    packed, rows = mm.pack(weight.bfloat16(), "fp8"), mm.quantize_rows(x, mm.FP8)
+    assert packed.scales is not None and packed.num_bytes == n * 64 + n * 4
+    dense = packed.data.double() * packed.scales.double()[:, None]
+    exact = (rows.values.double() * rows.scales.double()[:, None]) @ dense.T
+    found = mm.matmul(rows, packed, bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact + bias, atol=1e-2, rtol=1e-2)
+    assert (found - bias - x @ weight.T).norm() / (x @ weight.T).norm() < 0.06
+    start = torch.randn(9, n)
+    total = mm.matmul(rows, packed, None, add_to=start.clone())
+    torch.testing.assert_close(total.double(), start + exact, atol=1e-5, rtol=1e-5)

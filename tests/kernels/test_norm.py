@@ -4,31 +4,33 @@ import pytest
 import torch
 
 from tokenmill.kernels import norm
-from tokenmill.kernels.matmul import QuantizedRows
+from tokenmill.kernels.matmul import FP8, QuantizedRows, Rounding
+
+INT16 = Rounding(torch.int16, 11008)
 
 
 def _dense(y: torch.Tensor | QuantizedRows) -> torch.Tensor:
     return y if isinstance(y, torch.Tensor) else y.values.float() * y.scales[:, None]
 
 
-@pytest.mark.parametrize("limit", [0, 11008])
+@pytest.mark.parametrize("rounding", [None, INT16])
 @pytest.mark.parametrize("rows", [1, 2, 37])
 @pytest.mark.parametrize("width", [8, 100, 576])
-def test_rms_norm(rows: int, width: int, limit: int) -> None:
+def test_rms_norm(rows: int, width: int, rounding: Rounding | None) -> None:
     x, weight = 3 * torch.randn(rows, width), torch.rand(width)
-    found = _dense(norm.rms_norm(x, weight, 1e-5, limit))
+    found = _dense(norm.rms_norm(x, weight, 1e-5, rounding))
     expected = torch.nn.functional.rms_norm(x, (width,), weight, 1e-5)
-    torch.testing.assert_close(found, expected, atol=1e-3 if limit else 1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-3 if rounding else 1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("limit", [0, 11008])
+@pytest.mark.parametrize("rounding", [None, INT16])
 @pytest.mark.parametrize("rows", [1, 2, 37])
 @pytest.mark.parametrize("width", [8, 100, 576])
-def test_silu_mul(rows: int, width: int, limit: int) -> None:
+def test_silu_mul(rows: int, width: int, rounding: Rounding | None) -> None:
     gate_up = 4 * torch.randn(rows, 2 * width)
-    found = _dense(norm.silu_mul(gate_up, limit))
+    found = _dense(norm.silu_mul(gate_up, rounding))
     expected = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
-    torch.testing.assert_close(found, expected, atol=1e-2 if limit else 1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-2 if rounding else 1e-5, rtol=1e-5)
 
 
 def test_extreme_gates_do_not_overflow() -> None:
@@ -37,6 +39,17 @@ def test_extreme_gates_do_not_overflow() -> None:
     torch.testing.assert_close(_dense(norm.silu_mul(gate_up)), expected)
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
-    zeros = norm.rms_norm(torch.zeros(2, 16), torch.ones(16), 1e-5, limit=100)
+@pytest.mark.parametrize("rounding", [INT16, FP8])
+def test_a_row_of_zeros_stays_zero(rounding: Rounding) -> None:
+    zeros = norm.rms_norm(torch.zeros(2, 16), torch.ones(16), 1e-5, rounding)
     assert torch.equal(_dense(zeros), torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_joins_the_stream_before_the_norm(dtype: torch.dtype) -> None:
+    x, delta = torch.randn(2, 5, 64).to(dtype)
+    weight, total = torch.rand(64), x + delta
+    expected = torch.nn.functional.rms_norm(total.float(), (64,), weight, 1e-5)
+    found = norm.rms_norm(x, weight, 1e-5, FP8, delta)
+    assert torch.equal(x, total)
+    torch.testing.assert_close(_dense(found), expected, atol=0.01, rtol=0.07)

@@ -7,8 +7,22 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = ["rms_norm", "silu_mul", "place_tokens", "rope_and_cache", "paged_attention"]
 SCRIPT = Path(__file__).with_name("triton_parity.py")
+
+
+KERNELS = (
+    "rms_norm",
+    "silu_mul",
+    "quantize_rows",
+    "matmul",
+    "batch_invariance",
+    "skinny_matmul",
+    "scale_product",
+    "layers",
+    "place_tokens",
+    "rope_and_cache",
+    "paged_attention",
+)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,19 +1,46 @@
 """Compare one Triton kernel with its torch reference: `triton_parity.py KERNEL [cpu|cuda]`.
 
-fp32 throughout, since the interpreter's bf16 products are wrong; on a GPU tf32 is what dots use.
+fp32 and fp8 throughout, since the interpreter's bf16 products are wrong; on a GPU tf32 is what
+dots use.
 """
 
+import itertools
 import sys
+from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime import interpreter
 
-from tokenmill.kernels import attention, norm
+from tokenmill.kernels import MODE, attention, norm
+from tokenmill.kernels import matmul as mm
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
+from tokenmill.kernels.gpu import matmul as gpu_matmul
 from tokenmill.kernels.gpu import rows as gpu_rows
+from tokenmill.kernels.matmul import FP8, QuantizedRows
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.residual import Residual
 
 BLOCKS = 64
+DOT_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
+NARROW = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+
+
+def round_like_torch(convert: Any) -> Any:
+    """The interpreter drops a carry when it rounds to fp8, and cuts bf16 off: let torch round."""
+
+    def rounded(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        narrow = NARROW.get(target.name)
+        if narrow is None or source.name != "fp32":
+            return convert(data, source, target, mode)
+        bits = torch.uint8 if narrow.itemsize == 1 else torch.uint16
+        return torch.from_numpy(np.ascontiguousarray(data)).to(narrow).view(bits).numpy()
+
+    return rounded
+
+
+interpreter._convert_float = round_like_torch(interpreter._convert_float)
 
 
 def make_batch(
@@ -53,17 +80,146 @@ def check_place_tokens(device: str) -> None:
             assert torch.equal(ours, theirs)
 
 
+def assert_same_rows(found: tuple, expected: torch.Tensor | QuantizedRows) -> None:
+    """Equal rows; a few fp8 values may round to the neighbour."""
+    values, scales = found
+    if isinstance(expected, torch.Tensor):
+        assert scales is None
+        torch.testing.assert_close(values, expected)
+        return
+    torch.testing.assert_close(scales, expected.scales)
+    torch.testing.assert_close(values.float(), expected.values.float(), atol=0.002, rtol=0.13)
+    assert (values.float() != expected.values.float()).float().mean() < 0.01
+
+
 def check_rms_norm(device: str) -> None:
     for m, k in ((1, 16), (5, 100), (3, 576)):
-        x, weight = torch.randn(m, k, device=device), torch.rand(k, device=device)
-        expected = norm.rms_norm_reference(x, weight, 1e-5)
-        torch.testing.assert_close(gpu_rows.rms_norm(x, weight, 1e-5), expected)
+        for rounding in (None, FP8):
+            x, delta = torch.randn(2, m, k, device=device)
+            weight, own = torch.rand(k, device=device), x.clone()
+            expected = norm.rms_norm_reference(x, weight, 1e-5, rounding)
+            assert_same_rows(gpu_rows.rms_norm(own, weight, 1e-5, bool(rounding)), expected)
+            assert torch.equal(own, x)
+            expected = norm.rms_norm_reference(x, weight, 1e-5, rounding, delta)
+            assert_same_rows(gpu_rows.rms_norm(own, weight, 1e-5, bool(rounding), delta), expected)
+            assert torch.equal(own, x)
 
 
 def check_silu_mul(device: str) -> None:
     for m, k in ((1, 16), (5, 100), (3, 1500)):
         x = 3 * torch.randn(m, 2 * k, device=device)
-        torch.testing.assert_close(gpu_rows.silu_mul(x), norm.silu_mul_reference(x))
+        for rounding in (None, FP8):
+            found = gpu_rows.silu_mul(x, bool(rounding))
+            assert_same_rows(found, norm.silu_mul_reference(x, rounding))
+
+
+def check_quantize_rows(device: str) -> None:
+    for m, k in ((1, 16), (5, 100), (3, 1500)):
+        x = torch.randn(m, k + 4, device=device)[:, :k] * torch.logspace(-9, 9, m)[:, None].to(
+            device
+        )
+        x[-1] = 0.0
+        found = gpu_rows.quantize_rows(x)
+        assert_same_rows(found, mm.quantize_rows_reference(x, FP8))
+        assert torch.equal(found[0][-1].float(), torch.zeros(k, device=device))
+
+
+def _product(
+    m: int, n: int, k: int, dtype: str, device: str
+) -> tuple[torch.Tensor | QuantizedRows, mm.PackedWeight, torch.Tensor, torch.Tensor]:
+    """Rows, weight, bias and a residual of one product, fp32 or fp8."""
+    x, start = torch.randn(m, k, device=device), torch.randn(m, n, device=device)
+    dense, bias = torch.randn(n, k, device=device) / k**0.5, torch.randn(n, device=device)
+    if dtype == "fp8":
+        return mm.quantize_rows_reference(x, FP8), mm.pack(dense, "fp8", device), bias, start
+    return x, mm.PackedWeight(dense, None, n, k, tiled=False), bias, start
+
+
+def _check_product(product: Any, shapes: tuple, device: str) -> None:
+    for m, n, k in shapes:
+        for dtype in ("fp32", "fp8"):
+            x, weight, bias, start = _product(m, n, k, dtype, device)
+            expected = mm.matmul_reference(x, weight, bias)
+            tolerance = DOT_TOLERANCE[device] if dtype == "fp32" else 1e-2
+            close = {"atol": tolerance, "rtol": tolerance}
+            torch.testing.assert_close(product(x, weight, bias), expected, **close)
+            total, own = mm.matmul_reference(x, weight, None, start.clone()), start.clone()
+            assert product(x, weight, None, own) is own
+            torch.testing.assert_close(own, total, **close)
+
+
+def check_matmul(device: str) -> None:
+    _check_product(gpu_matmul.matmul, ((1, 48, 64), (150, 300, 200), (130, 128, 33)), device)
+
+
+def check_batch_invariance(device: str) -> None:
+    for dtype in ("fp32", "fp8"):
+        x, weight, bias, _ = _product(300, 200, 320, dtype, device)
+        together = gpu_matmul.matmul(x, weight, bias)
+        starts = (0,) if device == "cpu" else (0, 7, 100)  # BLAS rounds by the place in the tile
+        for rows in (slice(i, i + size) for i in starts for size in (1, 3, 130)):
+            part = QuantizedRows(*(t[rows] for t in x)) if dtype == "fp8" else x[rows]
+            assert torch.equal(gpu_matmul.matmul(part, weight, bias), together[rows])
+
+
+def check_skinny_matmul(device: str) -> None:
+    shapes = ((1, 8, 64), (2, 30, 576), (3, 7, 1100), (4, 16, 48))
+    _check_product(gpu_matmul.skinny_matmul, shapes, device)
+    for m, n, k in shapes:
+        x, weight, bias, _ = _product(m, 2 * n, k, "fp32", device)
+        gain = torch.rand(k, device=device)
+        dense = norm.rms_norm_reference(x, gain, 1e-5)
+        expected = mm.matmul_reference(dense, weight, bias)
+        found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gated=True)
+        torch.testing.assert_close(found, norm.silu_mul_reference(expected), atol=1e-4, rtol=1e-4)
+
+
+def check_scale_product(device: str) -> None:
+    for m, n in ((1, 16), (5, 1500)):
+        raw, start = torch.randn(2, m, n, device=device)
+        rows, columns, bias = (torch.rand(size, device=device) for size in (m, n, n))
+        expected = raw * rows[:, None] * columns
+        found = gpu_matmul.scale_product(raw.clone(), rows, columns, bias)
+        torch.testing.assert_close(found, expected + bias)
+        found = gpu_matmul.scale_product(raw.clone(), rows, columns, None, start.clone())
+        torch.testing.assert_close(found, start + expected)
+
+
+def _run_layers(dtype: str, x: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
+    """Everything of two decoder layers but attention, and the states after them."""
+    torch.manual_seed(1)
+    hidden, device = x.shape[1], x.device
+
+    def linear(n: int, k: int) -> Linear:
+        return Linear([torch.randn(n, k) / k**0.5], [torch.randn(n)], dtype, device)
+
+    stream, results = Residual(x.clone(), 1e-5), []
+    for _ in range(2):
+        norms = torch.rand(2, hidden, dtype=x.dtype).to(device)
+        results.append(stream.project(norms[0], linear(96, hidden)))
+        stream.add(linear(hidden, hidden), attended)
+        down = linear(hidden, 160)
+        stream.add(down, stream.gate(norms[1], linear(320, hidden), down.rounding))
+    return [*results, stream.complete()]
+
+
+def check_layers(device: str) -> None:
+    """Whatever kernels the number of rows leads to give what the references give."""
+    if device == "cpu":
+        mm.use_triton = norm.use_triton = lambda _: MODE.fused
+    for dtype, rows, invariant in itertools.product(("bf16", "fp8"), (1, 3, 9, 70), (False, True)):
+        if dtype == "bf16" and invariant and device == "cpu":
+            continue
+        x, attended = torch.randn(2, rows, 64, device=device).bfloat16()
+        MODE.fused = False
+        expected = _run_layers(dtype, x, attended)
+        MODE.fused, MODE.batch_invariant = True, invariant
+        for ours, theirs in zip(_run_layers(dtype, x, attended), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert (ours - theirs).norm() / theirs.norm() < (0.01 if dtype == "bf16" else 0.04)
+        MODE.batch_invariant = False
 
 
 SHAPES = ((6, 2, 32, 16, 0, False), (4, 4, 16, 32, 0, True), (8, 2, 64, 16, 20, True))
@@ -140,6 +296,12 @@ CHECKS = {
     "rms_norm": check_rms_norm,
     "silu_mul": check_silu_mul,
     "place_tokens": check_place_tokens,
+    "quantize_rows": check_quantize_rows,
+    "matmul": check_matmul,
+    "batch_invariance": check_batch_invariance,
+    "skinny_matmul": check_skinny_matmul,
+    "scale_product": check_scale_product,
+    "layers": check_layers,
     "rope_and_cache": check_rope_and_cache,
     "paged_attention": check_paged_attention,
 }

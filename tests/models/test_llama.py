@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from tiny_models import make_model, save
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.models import llama
 from tokenmill.models.llama import Llama
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
@@ -124,3 +125,21 @@ def test_int8_stays_close(tmp_path: Path) -> None:
         expected = reference(torch.tensor([ids])).logits[0]
     error = (harness.logits(ids, [60]) - expected).norm() / expected.norm()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("case", ["llama-bias", "qwen3"])
+def test_fp8_stays_close(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references of the GPU's arithmetic; attention on CPU takes fp32 alone."""
+    variant, changes = CASES[case]
+    reference = _tame(make_model(variant, **changes))
+    rope = llama.rope_and_cache
+    monkeypatch.setattr(llama, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
+    harness = Harness(save(reference, tmp_path), "fp8")
+    assert harness.model.layers[0].down.weight.data.dtype == torch.float8_e4m3fn
+    assert harness.model.head.weight.data.dtype == torch.bfloat16
+    ids = list(range(60))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    error = (harness.logits(ids, [60]) - expected).norm() / expected.norm()
+    # e4m3 is 2.6 % off (rms) on either side of a product, and there are eight products in a row.
+    assert 0.02 < error < 0.2

@@ -118,9 +118,12 @@ def _build(settings: Settings) -> BuiltEngine:
 
     vocab = load_tokenizer(config.model).grammar_vocab()
     cache, limits = settings.build(CacheConfig), settings.build(SchedulerConfig)
-    with console.progress("Loading weights", size_in_bytes=True) as update:
-        execution = settings.build(ExecutionConfig)
-        return build_engine(config, cache, limits, execution, vocab, update)
+    execution = settings.build(ExecutionConfig)
+    with (
+        console.progress("Loading weights", size_in_bytes=True) as loaded,
+        console.progress("Capturing CUDA graphs") as captured,
+    ):
+        return build_engine(config, cache, limits, execution, vocab, loaded, captured)
 
 
 def _facts(built: BuiltEngine) -> ModelFacts:

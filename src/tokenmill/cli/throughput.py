@@ -122,7 +122,10 @@ def model_path(config: ModelConfig) -> Path:
 
 def _build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[BuiltEngine, Setup]:
     path = model_path(settings.build(ModelConfig))
-    with console.progress("Loading weights", size_in_bytes=True) as update:
+    with (
+        console.progress("Loading weights", size_in_bytes=True) as loaded,
+        console.progress("Capturing CUDA graphs") as captured,
+    ):
         from tokenmill.engine.build import build_engine, choose_device
 
         model = replace(settings.build(ModelConfig), model=str(path))
@@ -130,18 +133,15 @@ def _build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[
         limits = _limits(settings, config, cells, device)
         cache = _cache(settings, config, cells, limits, device)
         execution = settings.build(ExecutionConfig)
-        built = build_engine(model, cache, limits, execution, progress=update)
+        built = build_engine(
+            model, cache, limits, execution, progress=loaded, capture_progress=captured
+        )
     return built, Setup(
         dtype=built.dtype,
-        kv_dtype=kv_dtype(cache, built.device),
+        kv_dtype=built.kv_dtype,
         max_num_seqs=limits.max_num_seqs,
         kv_tokens=built.num_blocks * built.block_size,
     )
-
-
-def kv_dtype(cache: CacheConfig, device: str) -> str:
-    """The type of the cached keys and values."""
-    return {"cpu": "fp32", "cuda": "bf16"}[device] if cache.dtype == "auto" else cache.dtype
 
 
 def _limits(

@@ -157,8 +157,9 @@ def choose_device(model: ModelConfig) -> str:
     if model.device != "auto":
         return model.device
     needed = _MIN_CAPABILITY.get("bf16" if model.dtype == "auto" else model.dtype)
-    suits = needed is not None and torch.cuda.is_available()
-    return "cuda" if suits and torch.cuda.get_device_capability() >= needed else "cpu"
+    if needed is None or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if torch.cuda.get_device_capability() >= needed else "cpu"
 
 
 def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:

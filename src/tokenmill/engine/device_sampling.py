@@ -85,9 +85,11 @@ class DeviceSampler:
     def __init__(self) -> None:
         self._plan: _Plan | None = None
 
-    def launch(
-        self, logits: torch.Tensor, rows: list[Sequence], last_ids: torch.Tensor
-    ) -> Sampled:
+    def wants_best(self, rows: list[Sequence]) -> bool:
+        """True when nothing but the largest logit of each row is asked for."""
+        return all(map(_takes_best, rows))
+
+    def launch(self, logits: torch.Tensor, rows: list[Sequence], last_ids: torch.Tensor) -> Sampled:
         """Queue the sampling of logits [rows, vocab], which stay as they are.
 
         last_ids, int32 [rows] on the device: the token that each row was just fed.
@@ -106,6 +108,12 @@ class DeviceSampler:
         return Sampled(
             token_ids, _logprobs(logits, token_ids, plan), plan.logprob_rows, plan.num_best
         )
+
+
+def _takes_best(seq: Sequence) -> bool:
+    params = seq.request.sampling
+    plain = is_greedy(params) and params.logprobs is None and params.structured is None
+    return plain and not (is_penalised(params) or params.logit_bias or params.min_tokens)
 
 
 def _make_plan(rows: list[Sequence], device: torch.device) -> _Plan:

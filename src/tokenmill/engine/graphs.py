@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class DecodeGraphs:
                 break
         self.sizes = sorted(self._graphs)
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Decoded]:
+    def _capture(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Decoded]:
         batch = self._attention(size)
         self._decode(size, batch)  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()

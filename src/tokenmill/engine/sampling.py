@@ -192,9 +192,7 @@ def biases(seq: Sequence, vocab_size: int) -> dict[int, float]:
 def is_adjusted(seq: Sequence) -> bool:
     params = seq.request.sampling
     return (
-        bool(params.logit_bias)
-        or seq.num_output_tokens < params.min_tokens
-        or is_penalised(params)
+        bool(params.logit_bias) or seq.num_output_tokens < params.min_tokens or is_penalised(params)
     )
 
 

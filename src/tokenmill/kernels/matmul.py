@@ -1,33 +1,49 @@
-"""Linear products y = x W^T over weights packed once at load: fp32, and int8 x int16.
+"""Linear products y = x W^T over weights packed once at load: fp32, int8 x int16, bf16, fp8.
 
 int8: weights are rounded per output channel to [-127, 127], activations per row to as many
 integers as keep the int32 sum exact whatever the values. Integer sums do not depend on the order
 of addition, so a row's result is bitwise the same in any batch.
+
+fp8 (e4m3): weights are rounded per output channel, activations per row; results are bf16.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels
+from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
 
 INT32_MAX = 2**31 - 1
 TILE_COLUMNS = 16  # outputs whose weights lie side by side; the last tile may be narrower
+SKINNY_ROWS = 4  # up to here a product only reads its weights, and norms and gates ride along
+SMALL_ROWS = 64  # up to here cuBLAS with one scale beats the kernel with row and column scales
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rows are rounded to: `dtype`, each row scaled so that its peak becomes `limit`."""
+
+    dtype: torch.dtype
+    limit: int
+
+
+FP8 = Rounding(torch.float8_e4m3fn, 448)
 
 
 class QuantizedRows(NamedTuple):
     """x[m, k] ~ values[m, k] * scales[m, None]."""
 
-    values: torch.Tensor  # int16
+    values: torch.Tensor  # int16 or fp8
     scales: torch.Tensor  # fp32
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """W[n, k] as the kernels read it. `scales` is None for fp32."""
+    """W[n, k] as the kernels read it. `scales` is None for fp32 and bf16."""
 
     data: torch.Tensor  # flat when tiled, else [n, k]
     scales: torch.Tensor | None
@@ -40,6 +56,13 @@ class PackedWeight:
         scales = 0 if self.scales is None else self.scales.nbytes
         return self.data.nbytes + scales
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """What the product wants its input rounded to."""
+        if self.scales is None:
+            return None
+        return FP8 if self.data.dtype == FP8.dtype else activation_limit(self.k)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """W[ids] in fp32, [len(ids), k]: the embedding lookup of a tied head."""
         if self.tiled:
@@ -49,29 +72,50 @@ class PackedWeight:
         return data if self.scales is None else data.float() * self.scales[ids, None]
 
 
-def activation_limit(k: int) -> int:
-    """Largest |activation| whose dot product with k weights of at most 127 fits an int32."""
-    return min(32767, INT32_MAX // (127 * k))
+def activation_limit(k: int) -> Rounding:
+    """The widest int16 rounding whose dot products with k weights of at most 127 fit an int32."""
+    return Rounding(torch.int16, min(32767, INT32_MAX // (127 * k)))
 
 
-def quantize_rows(x: torch.Tensor, limit: int) -> QuantizedRows:
-    """Round each row of x[m, k] to int16 in [-limit, limit]."""
-    if cpu_kernels():
-        return QuantizedRows(*compiled("rows").quantize_rows(x, limit))
-    return quantize_rows_reference(x, limit)
+def compiled_rows(x: torch.Tensor, rounding: Rounding | None) -> bool:
+    """True where the compiled CPU kernels round x so."""
+    return x.dtype == torch.float32 and not x.is_cuda and rounding != FP8 and cpu_kernels()
 
 
-def quantize_rows_reference(x: torch.Tensor, limit: int) -> QuantizedRows:
-    scales = x.abs().amax(1).clamp(min=1e-30) / limit
-    return QuantizedRows((x / scales[:, None]).round().to(torch.int16), scales)
+def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
+    """Round each row of x[m, k]."""
+    if use_triton(x):
+        return QuantizedRows(*triton_kernels("rows").quantize_rows(x))
+    if compiled_rows(x, rounding):
+        return QuantizedRows(*compiled("rows").quantize_rows(x, rounding.limit))
+    return quantize_rows_reference(x, rounding)
+
+
+def quantize_rows_reference(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
+    x = x.float()
+    peaks = x.abs().amax(1).clamp(min=1e-30)
+    scales = peaks / rounding.limit
+    if rounding == FP8:
+        scaled = (x * (rounding.limit / peaks)[:, None]).clamp(-rounding.limit, rounding.limit)
+    else:
+        scaled = (x / scales[:, None]).round()
+    return QuantizedRows(scaled.to(rounding.dtype), scales)
 
 
 def pack(weight: torch.Tensor, dtype: str, device: torch.device | str = "cpu") -> PackedWeight:
-    """Pack W[n, k] for "fp32", "int8" or "bf16"; CPU tiles pad n to a multiple of 8."""
+    """Pack W[n, k] for "fp32", "int8", "bf16" or "fp8"; CPU tiles pad n to a multiple of 8."""
     n, k = weight.shape
     if dtype == "bf16":
         return PackedWeight(weight.to(device, torch.bfloat16), None, n, k, tiled=False)
-    weight = weight.float()
+    if dtype == "fp8":
+        data, scales = quantize_rows_reference(weight.to(device), FP8)
+        _unit_scales(data.device)
+        return PackedWeight(data, scales, n, k, tiled=False)
+    return _pack_cpu(weight.float(), dtype)
+
+
+def _pack_cpu(weight: torch.Tensor, dtype: str) -> PackedWeight:
+    n, k = weight.shape
     scales = None
     if dtype == "int8":
         scales = weight.abs().amax(1).clamp(min=1e-30) / 127
@@ -92,14 +136,106 @@ def matmul(
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x[m, k] @ W.T (+ bias) -> [m, n]; with `add_to`, added to it in place."""
-    if not weight.tiled:
+    if weight.tiled:
+        return _matmul_tiled(x, weight, bias, add_to)
+    if not use_triton(weight.data):
         return matmul_reference(x, weight, bias, add_to)
+    return _matmul_gpu(x, weight, bias, add_to)
+
+
+def num_rows(x: torch.Tensor | QuantizedRows) -> int:
+    return x.values.shape[0] if isinstance(x, QuantizedRows) else x.shape[0]
+
+
+def adds_in_place(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:
+    """False where `add_to` costs an extra pass, which the norm after it can do for less."""
+    return not (use_triton(weight.data) and _row_scaled(num_rows(x), weight))
+
+
+def _row_scaled(m: int, weight: PackedWeight) -> bool:
+    """True where the product is one _scaled_mm with a scale per row and per column."""
+    return m > SMALL_ROWS and _suits_scaled_mm(weight) and not MODE.batch_invariant
+
+
+def _suits_scaled_mm(weight: PackedWeight) -> bool:
+    return weight.rounding == FP8 and weight.n % 16 == 0 and weight.k % 16 == 0
+
+
+def _matmul_gpu(
+    x: torch.Tensor | QuantizedRows,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    add_to: torch.Tensor | None,
+) -> torch.Tensor:
+    out: torch.Tensor
+    kernels = triton_kernels("matmul")
+    if MODE.batch_invariant:
+        out = kernels.matmul(x, weight, bias, add_to)
+    elif num_rows(x) <= SKINNY_ROWS:
+        out = kernels.skinny_matmul(x, weight, bias, add_to)
+    elif not isinstance(x, QuantizedRows):
+        out = _matmul_cublas(x, weight.data, bias, add_to)
+    elif not _suits_scaled_mm(weight):
+        out = kernels.matmul(x, weight, bias, add_to)
+    elif _row_scaled(num_rows(x), weight):
+        out = _matmul_row_scaled(x, weight, bias)
+        out = out if add_to is None else add_to.add_(out)
+    else:
+        raw = _scaled_mm(x.values, weight.data, *_unit_scales(weight.data.device))
+        out = kernels.scale_product(raw, x.scales, weight.scales, bias, add_to)
+    return out
+
+
+def _matmul_cublas(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    add_to: torch.Tensor | None,
+) -> torch.Tensor:
+    if add_to is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    out = add_to.addmm_(x, weight.T)
+    return out if bias is None else out.add_(bias)
+
+
+def _matmul_row_scaled(
+    x: QuantizedRows, weight: PackedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    assert weight.scales is not None
+    return _scaled_mm(x.values, weight.data, x.scales[:, None], weight.scales[None, :], bias)
+
+
+def _scaled_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fp8 x[m, k] @ weight[n, k].T -> bf16 [m, n]."""
+    return torch._scaled_mm(
+        x, weight.T, x_scales, weight_scales, bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+@functools.cache
+def _unit_scales(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of one. pack() makes them: inside a graph's capture they would be its memory."""
+    one = torch.ones((), device=device)
+    return one, one
+
+
+def _matmul_tiled(
+    x: torch.Tensor | QuantizedRows,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    add_to: torch.Tensor | None,
+) -> torch.Tensor:
     kernels = compiled("matmul")
-    rows = x.values.shape[0] if isinstance(x, QuantizedRows) else x.shape[0]
     padded = weight.n + -weight.n % 8
     if add_to is not None and padded != weight.n:
         return add_to.add_(matmul(x, weight, bias))
-    out = torch.empty(rows, padded) if add_to is None else add_to
+    out = torch.empty(num_rows(x), padded) if add_to is None else add_to
     keep = add_to is not None
     if isinstance(x, QuantizedRows):
         assert weight.scales is not None
@@ -123,15 +259,18 @@ def matmul_reference(
     dense = unpack(weight)
     if isinstance(x, QuantizedRows):
         assert weight.scales is not None
-        exact = x.values.double() @ dense.double().T
-        out = (exact * x.scales[:, None]).float() * weight.scales[: weight.n]
+        wide = torch.float32 if weight.rounding == FP8 else torch.float64
+        product = x.values.to(wide) @ dense.to(wide).T
+        out = (product * x.scales[:, None]).float() * weight.scales[: weight.n]
     elif add_to is not None and bias is None:
         return add_to.addmm_(x, dense.T)
     else:
         out = x @ dense.T
     if bias is not None:
         out = out + bias
-    return out if add_to is None else add_to.add_(out)
+    if add_to is not None:
+        return add_to.add_(out)
+    return out.bfloat16() if weight.rounding == FP8 else out
 
 
 def _tile(weight: torch.Tensor) -> torch.Tensor:

@@ -1,45 +1,113 @@
-"""RMSNorm and SiLU-mul, with the rounding of the next linear fused in when it is int8."""
+"""RMSNorm and SiLU-mul, with the rounding of the next linear fused in, and around a linear."""
 
 from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels, triton_kernels
-from tokenmill.kernels.matmul import QuantizedRows, quantize_rows_reference
+from tokenmill.kernels import MODE, compiled, triton_kernels, use_triton
+from tokenmill.kernels.matmul import (
+    SKINNY_ROWS,
+    PackedWeight,
+    QuantizedRows,
+    Rounding,
+    compiled_rows,
+    matmul,
+    quantize_rows_reference,
+)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, limit: int = 0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rounding: Rounding | None = None,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor | QuantizedRows:
-    """RMSNorm of x[m, k]; with limit > 0 the rows come back as int16 in [-limit, limit]."""
-    if x.is_cuda:
-        normed: torch.Tensor = triton_kernels("rows").rms_norm(x, weight, eps)
-        return normed
-    if not cpu_kernels():
-        return rms_norm_reference(x, weight, eps, limit)
-    values, scales = compiled("rows").rms_norm(x, weight, eps, limit)
-    return QuantizedRows(values, scales) if limit else values
+    """RMSNorm of x[m, k], rounded as asked; `delta`[m, k] is first added to x in place."""
+    if use_triton(x):
+        fp8 = rounding is not None
+        return _rows(triton_kernels("rows").rms_norm(x, weight, eps, fp8, delta), rounding)
+    if delta is None and compiled_rows(x, rounding):
+        limit = rounding.limit if rounding else 0
+        return _rows(compiled("rows").rms_norm(x, weight, eps, limit), rounding)
+    return rms_norm_reference(x, weight, eps, rounding, delta)
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, limit: int = 0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rounding: Rounding | None = None,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor | QuantizedRows:
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-    return quantize_rows_reference(y, limit) if limit else y
+    if delta is not None:
+        x.add_(delta)
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return quantize_rows_reference(y, rounding) if rounding else y.to(x.dtype)
 
 
-def silu_mul(gate_up: torch.Tensor, limit: int = 0) -> torch.Tensor | QuantizedRows:
-    """silu(gate) * up of gate_up[m, 2k] -> [m, k]; limit as in rms_norm."""
-    if gate_up.is_cuda:
-        product: torch.Tensor = triton_kernels("rows").silu_mul(gate_up)
-        return product
-    if not cpu_kernels():
-        return silu_mul_reference(gate_up, limit)
-    values, scales = compiled("rows").silu_mul(gate_up, limit)
-    return QuantizedRows(values, scales) if limit else values
+def silu_mul(
+    gate_up: torch.Tensor, rounding: Rounding | None = None
+) -> torch.Tensor | QuantizedRows:
+    """silu(gate) * up of gate_up[m, 2k] -> [m, k], rounded as asked."""
+    if use_triton(gate_up):
+        return _rows(triton_kernels("rows").silu_mul(gate_up, rounding is not None), rounding)
+    if compiled_rows(gate_up, rounding):
+        limit = rounding.limit if rounding else 0
+        return _rows(compiled("rows").silu_mul(gate_up, limit), rounding)
+    return silu_mul_reference(gate_up, rounding)
 
 
-def silu_mul_reference(gate_up: torch.Tensor, limit: int = 0) -> torch.Tensor | QuantizedRows:
-    gate, up = gate_up.chunk(2, dim=-1)
+def silu_mul_reference(
+    gate_up: torch.Tensor, rounding: Rounding | None = None
+) -> torch.Tensor | QuantizedRows:
+    gate, up = gate_up.float().chunk(2, dim=-1)
     y = torch.nn.functional.silu(gate) * up
-    return quantize_rows_reference(y, limit) if limit else y
+    return quantize_rows_reference(y, rounding) if rounding else y.to(gate_up.dtype)
+
+
+def _rows(
+    found: tuple[torch.Tensor, torch.Tensor], rounding: Rounding | None
+) -> torch.Tensor | QuantizedRows:
+    """What a kernel returned: values with their scales, or values alone."""
+    return QuantizedRows(*found) if rounding else found[0]
+
+
+def norm_matmul(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product with W of x's RMSNorm, [m, k] -> [m, n]; `delta` as in rms_norm."""
+    if _one_kernel(x, weight, delta):
+        skinny = triton_kernels("matmul").skinny_matmul
+        out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps))
+        return out
+    return matmul(rms_norm(x, norm, eps, weight.rounding, delta), weight, bias)
+
+
+def norm_matmul_gated(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    rounding: Rounding | None = None,
+) -> torch.Tensor | QuantizedRows:
+    """SiLU-mul of the same product with gate and up stacked in W, [m, k] -> [m, n / 2]."""
+    if rounding is None and _one_kernel(x, weight, delta):
+        skinny = triton_kernels("matmul").skinny_matmul
+        out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps), gated=True)
+        return out
+    return silu_mul(norm_matmul(x, norm, eps, weight, bias, delta), rounding)
+
+
+def _one_kernel(x: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None) -> bool:
+    """True where the norm is part of the product: a few rows, which need no rounding."""
+    few = x.shape[0] <= SKINNY_ROWS and not MODE.batch_invariant
+    return few and delta is None and weight.rounding is None and use_triton(x)

@@ -9,7 +9,8 @@ import torch
 from tokenmill.kernels.matmul import (
     PackedWeight,
     QuantizedRows,
-    activation_limit,
+    Rounding,
+    adds_in_place,
     matmul,
     pack,
     quantize_rows,
@@ -34,18 +35,26 @@ class Linear:
         dtype: ComputeType,
         device: Device = "cpu",
     ) -> None:
-        self.weight: PackedWeight = pack(torch.cat(weights), dtype, device)
+        stacked = torch.cat([weight.to(device) for weight in weights])
+        self.weight: PackedWeight = pack(stacked, dtype, device)
         self.bias = torch.cat(biases).to(device, activation_dtype(dtype)) if biases else None
-        # What the producer of the input rounds to: 0 asks for fp32, else int16 in [-limit, limit].
-        self.limit = activation_limit(self.weight.k) if dtype == "int8" else 0
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """What the producer of the input rounds it to."""
+        return self.weight.rounding
 
     def __call__(
         self, x: torch.Tensor | QuantizedRows, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[m, k] -> [m, n], or added to `add_to` in place."""
-        if self.limit and isinstance(x, torch.Tensor):
-            x = quantize_rows(x, self.limit)
+        if self.rounding and isinstance(x, torch.Tensor):
+            x = quantize_rows(x, self.rounding)
         return matmul(x, self.weight, self.bias, add_to)
+
+    def adds_in_place(self, x: torch.Tensor | QuantizedRows) -> bool:
+        """False where `add_to` costs a pass of its own."""
+        return adds_in_place(x, self.weight)
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +71,7 @@ class Embedding:
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [m] -> [m, hidden]."""
         if isinstance(self.table, PackedWeight):
-            return self.table.rows(token_ids)
+            return self.table.rows(token_ids).to(self.dtype)
         return self.table[token_ids].to(self.dtype)
 
     @property

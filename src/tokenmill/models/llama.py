@@ -8,8 +8,8 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch, paged_attention, rope_and_cache
-from tokenmill.kernels.norm import rms_norm, silu_mul
-from tokenmill.layers.linear import ComputeType, Device, Embedding, Linear
+from tokenmill.layers.linear import ComputeType, Device, Embedding, Linear, activation_dtype
+from tokenmill.layers.residual import Residual
 from tokenmill.layers.rotary import rotary_table
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # (k_cache, v_cache) per layer
@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class DecoderLayer:
-    """Attention and MLP around one residual stream, which both update in place."""
+    """Attention and MLP, which both add to the residual stream."""
 
     def __init__(
         self, spec: ModelSpec, index: int, tensors: Tensors, dtype: ComputeType, device: Device
@@ -25,18 +25,16 @@ class DecoderLayer:
         self.spec = spec
         self.window = spec.layer_windows[index] or 0
 
-        def norm(name: str) -> torch.Tensor:
-            return tensors[f"{name}.weight"].to(device, torch.float32)
+        def norm(name: str, norm_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return tensors[f"{name}.weight"].to(device, norm_dtype)
 
         def linear(*names: str) -> Linear:
             weights = [tensors[f"{name}.weight"] for name in names]
             biases = [tensors[key] for name in names if (key := f"{name}.bias") in tensors]
             return Linear(weights, biases, dtype, device)
 
-        self.attention_norm, self.mlp_norm = (
-            norm("input_layernorm"),
-            norm("post_attention_layernorm"),
-        )
+        self.attention_norm = norm("input_layernorm", activation_dtype(dtype))
+        self.mlp_norm = norm("post_attention_layernorm", activation_dtype(dtype))
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.out = linear("self_attn.o_proj")
         self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
@@ -47,18 +45,17 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        stream: Residual,
         cache: tuple[torch.Tensor, torch.Tensor],
         cos_sin: torch.Tensor,
         batch: AttentionBatch,
     ) -> None:
-        """Add this layer's attention and MLP to x[tokens, hidden]."""
+        """Add this layer's attention and MLP to the stream."""
         heads, scale, eps = self.spec.num_heads, self.spec.head_dim**-0.5, self.spec.rms_eps
-        qkv = self.qkv(rms_norm(x, self.attention_norm, eps, self.qkv.limit))
+        qkv = stream.project(self.attention_norm, self.qkv)
         q = rope_and_cache(qkv, *cache, cos_sin, batch, heads, scale, self.qk_norms, eps)
-        self.out(paged_attention(q, *cache, batch, heads, self.window), add_to=x)
-        gate_up = self.gate_up(rms_norm(x, self.mlp_norm, eps, self.gate_up.limit))
-        self.down(silu_mul(gate_up, self.down.limit), add_to=x)
+        stream.add(self.out, paged_attention(q, *cache, batch, heads, self.window))
+        stream.add(self.down, stream.gate(self.mlp_norm, self.gate_up, self.down.rounding))
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -81,9 +78,9 @@ class Llama:
         self.cos_sin = rotary_table(spec.rope, spec.head_dim, max_model_len).to(device)
         outer = self._load_layers(tensors)
         table = outer["model.embed_tokens.weight"]
-        self.norm = outer["model.norm.weight"].to(device, torch.float32)
+        self.norm = outer["model.norm.weight"].to(device, activation_dtype(dtype))
         head = table if spec.tie_embeddings else outer["lm_head.weight"]
-        self.head = Linear([head], [], dtype, device)
+        self.head = Linear([head], [], "bf16" if dtype == "fp8" else dtype, device)
         rows = self.head.weight if spec.tie_embeddings else table.to(device)
         self.embedding = Embedding(rows, dtype)
 
@@ -112,14 +109,14 @@ class Llama:
         self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor:
         """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
-        x = self.embedding(token_ids)
+        stream = Residual(self.embedding(token_ids), self.spec.rms_eps)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            layer(x, cache, self.cos_sin, batch)
-        return x
+            layer(stream, cache, self.cos_sin, batch)
+        return stream.complete()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> fp32 [rows, vocab]."""
-        return self.head(rms_norm(hidden, self.norm, self.spec.rms_eps, self.head.limit)).float()
+        """[rows, hidden] -> [rows, vocab], in the stream's type."""
+        return Residual(hidden, self.spec.rms_eps).project(self.norm, self.head)
 
     @property
     def num_bytes(self) -> int:

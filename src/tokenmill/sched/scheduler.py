@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Iterable
 from operator import attrgetter
 
 from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
@@ -29,7 +30,7 @@ class Scheduler:
     Blocks are hashed when their last token is scheduled: a layer writes the keys and values of the
     whole batch before it attends, so that a request admitted in the same step may read them.
 
-    The plain loop is schedule(), run, update(). A caller that overlaps schedules the next batch while
+    The plain loop is schedule(), run, update(). A caller that overlaps chooses the next batch while
     one runs: schedule(n + 1), launch, update(n), advance(n + 1). Sampled tokens that are not known
     yet are PENDING then; blocks that end with one are hashed when update() knows it. Blocks given
     back by update(n) may still be read by batch n + 1: a runner must execute batches in order.
@@ -414,7 +415,7 @@ class Scheduler:
             batch.items[index][0].extend_prompt_logprobs(entries)
         outputs: list[RequestOutput] = []
         num_kept = 0
-        samples = batch.samples or [None] * len(batch.items)
+        samples: Iterable[bool | None] = batch.samples or [None] * len(batch.items)
         for (seq, num_new), tokens, logprobs, sampled in zip(
             batch.items, result.token_ids, all_logprobs, samples, strict=True
         ):

@@ -1,8 +1,8 @@
 """Paged attention for prefill and decode alike, and RoPE with the KV write in front of it.
 
 A program takes one tile of a sequence's query tokens and one KV head; its rows are the tokens times
-the query heads that share the KV head, so that every key is read once for all of them. Few
-sequences do not fill the chip: then the keys of a tile are split over several programs, and a second
+the query heads that share the KV head, so that every key is read once for all of them. Where few
+sequences do not fill the chip, the keys of a tile are split over several programs, and a second
 kernel joins their partial sums.
 """
 

@@ -1,4 +1,8 @@
-"""Row-wise kernels: RMSNorm and SiLU-mul, fp32 inside whatever the tensors hold."""
+"""Row-wise kernels: RMSNorm, SiLU-mul and rounding, fp32 inside whatever the tensors hold.
+
+A program takes a whole row, which it reads once: the norm and the scale of an fp8 row need all of
+it. Rows come back as (values, scales), scales being None unless the values are fp8.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,101 @@ import torch
 import triton
 import triton.language as tl
 
+FP8_LIMIT = tl.constexpr(448.0)
+ELEMENTS_PER_WARP = 512  # two 16-byte accesses in flight per thread and tensor
+MAX_WARPS = 16
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, k, eps, BLOCK: tl.constexpr):
+def _store_row(y, out, scales, row, k, columns, FP8: tl.constexpr):
+    if FP8:
+        peak = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-30)
+        tl.store(scales + row, peak / FP8_LIMIT)
+        y = y * (FP8_LIMIT / peak)
+    tl.store(out + row * k + columns, y.to(out.dtype.element_ty), mask=columns < k)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, delta, weight, out, scales, k, eps, ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < k
     values = tl.load(x + row * k + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(delta + row * k + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + row * k + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / k + eps)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * k + columns, values * inverse * scale, mask=inside)
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    _store_row(values * inverse * gain, out, scales, row, k, columns, FP8)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, k, stride, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, scales, k, stride, FP8: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     inside = columns < k
     gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + k + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * k + columns, gate * tl.sigmoid(gate) * up, mask=inside)
+    _store_row(gate * tl.sigmoid(gate) * up, out, scales, row, k, columns, FP8)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of x[m, k], in x's type."""
+@triton.jit
+def _quantize_kernel(x, out, scales, k, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    values = tl.load(x + row * stride + columns, mask=columns < k, other=0.0).to(tl.float32)
+    _store_row(values, out, scales, row, k, columns, True)
+
+
+def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
+    """Outputs of like.shape[0] rows of k."""
+    dtype = torch.float8_e4m3fn if fp8 else like.dtype
+    values = torch.empty(like.shape[0], k, dtype=dtype, device=like.device)
+    scales = torch.empty(like.shape[0], device=like.device) if fp8 else None
+    return values, scales
+
+
+def _launch(k: int) -> dict[str, int]:
+    block = triton.next_power_of_2(k)
+    return {"BLOCK": block, "num_warps": max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP))}
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
+    delta: torch.Tensor | None = None,
+) -> Rows:
+    """RMSNorm of x[m, k] in x's type or fp8; `delta` is added to x in place first."""
     m, k = x.shape
-    out = torch.empty_like(x)
     assert x.is_contiguous() and weight.is_contiguous()
-    _rms_norm_kernel[(m,)](x, weight, out, k, eps, BLOCK=triton.next_power_of_2(k))
-    return out
+    assert delta is None or (delta.is_contiguous() and delta.shape == x.shape)
+    out, scales = _empty_rows(x, k, fp8)
+    add = delta is not None
+    _rms_norm_kernel[(m,)](x, delta, weight, out, scales, k, eps, ADD=add, FP8=fp8, **_launch(k))
+    return out, scales
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of gate_up[m, 2k] -> [m, k]."""
+def silu_mul(gate_up: torch.Tensor, fp8: bool = False) -> Rows:
+    """silu(gate) * up of gate_up[m, 2k] -> [m, k] in its type or fp8."""
     m, k = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(m, k, dtype=gate_up.dtype, device=gate_up.device)
     assert gate_up.stride(1) == 1
-    block = min(1024, triton.next_power_of_2(k))
-    _silu_mul_kernel[(m, triton.cdiv(k, block))](gate_up, out, k, gate_up.stride(0), BLOCK=block)
-    return out
+    out, scales = _empty_rows(gate_up, k, fp8)
+    _silu_mul_kernel[(m,)](gate_up, out, scales, k, gate_up.stride(0), FP8=fp8, **_launch(k))
+    return out, scales
+
+
+def quantize_rows(x: torch.Tensor) -> Rows:
+    """x[m, k] in fp8."""
+    m, k = x.shape
+    assert x.stride(1) == 1
+    out, scales = _empty_rows(x, k, fp8=True)
+    _quantize_kernel[(m,)](x, out, scales, k, x.stride(0), **_launch(k))
+    return out, scales

@@ -1,0 +1,51 @@
+"""The residual stream of a decoder: what layers read through a norm and add their results to."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.kernels.matmul import QuantizedRows, Rounding
+from tokenmill.kernels.norm import norm_matmul, norm_matmul_gated
+from tokenmill.layers.linear import Linear
+
+
+class Residual:
+    """x[tokens, hidden], updated in place.
+
+    A product that cannot add to its output leaves it as `delta`, which the next norm adds to x in
+    the same pass.
+    """
+
+    __slots__ = ("delta", "eps", "x")
+
+    def __init__(self, x: torch.Tensor, eps: float) -> None:
+        self.x, self.eps = x, eps
+        self.delta: torch.Tensor | None = None
+
+    def project(self, norm: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """linear(RMSNorm(x)), [tokens, n]."""
+        return norm_matmul(self.x, norm, self.eps, linear.weight, linear.bias, self._take())
+
+    def gate(
+        self, norm: torch.Tensor, gate_up: Linear, rounding: Rounding | None
+    ) -> torch.Tensor | QuantizedRows:
+        """silu(gate) * up of gate_up(RMSNorm(x)), [tokens, n / 2], rounded as asked."""
+        weight, bias = gate_up.weight, gate_up.bias
+        return norm_matmul_gated(self.x, norm, self.eps, weight, bias, self._take(), rounding)
+
+    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows) -> None:
+        """x += linear(rows)."""
+        assert self.delta is None
+        if linear.adds_in_place(rows):
+            linear(rows, add_to=self.x)
+        else:
+            self.delta = linear(rows)
+
+    def complete(self) -> torch.Tensor:
+        """x with everything added, [tokens, hidden]."""
+        delta = self._take()
+        return self.x if delta is None else self.x.add_(delta)
+
+    def _take(self) -> torch.Tensor | None:
+        delta, self.delta = self.delta, None
+        return delta
