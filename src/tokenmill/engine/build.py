@@ -99,11 +99,12 @@ def build_engine(
     pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
     limits = replace(scheduler, max_model_len=max_len)
     # Requests that ended in a step under way keep their slots until it is over.
-    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
+    num_slots = 2 * scheduler.max_num_seqs
+    overlap = device == "cuda" if execution.overlap is None else execution.overlap
+    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len, on_device=overlap)
     runner.warm_up()
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
-    overlap = device == "cuda" if execution.overlap is None else execution.overlap
     engine = LanguageEngine(
         Scheduler(limits, pool, eos),
         runner,

@@ -103,11 +103,14 @@ class ModelRunner:
         block_size: int,
         num_slots: int = 512,
         max_model_len: int | None = None,
+        on_device: bool = False,
     ) -> None:
+        """With `on_device` sampling needs no token that only the device knows yet."""
         spec = model.spec
         self.model, self.kv_cache, self.block_size = model, kv_cache, block_size
         self.device = kv_cache[0][0].device
         self.on_gpu = self.device.type == "cuda"
+        self.on_device = on_device or self.on_gpu
         self.sampler, self.device_sampler = Sampler(), DeviceSampler()
         self.builder = InputBuilder(
             block_size,
@@ -190,7 +193,7 @@ class ModelRunner:
     ) -> Launched:
         """Sample the ready items, on the device unless a grammar has to be asked."""
         masks = grammar_masks(seqs)
-        if self.on_gpu and not any(mask is not None for mask in masks):
+        if self.on_device and not any(mask is not None for mask in masks):
             sampled = self.device_sampler.launch(logits, seqs, newest)
             self.builder.last_tokens.index_copy_(0, slots.long(), sampled.token_ids)
             return self._collect(result, ready, sampled.token_ids, sampled)
