@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from random_model import sequence
-from tokenmill.engine.device_sampling import DeviceSampler, upload
+from tokenmill.engine.device_sampling import DeviceSampler
 from tokenmill.engine.sampling import Sampler, TokenCounts, uniform, uniforms
 from tokenmill.sched.sequence import PENDING, Sequence
 
@@ -87,14 +87,11 @@ def test_a_pending_token_counts_as_if_it_were_known(seed: int) -> None:
     source = random.Random(seed)
     known = random_rows(30, source)
     newest = [source.choice([source.choice(s.token_ids), source.randrange(VOCAB)]) for s in known]
-    options = [seq.request.sampling for seq in known]
     logits = logits_of(len(known), seed)
     pending = []
-    for seq, params in zip(known, options, strict=True):
-        twin = sequence(seq.token_ids[: seq.num_prompt_tokens], None, seq.stop_ids)
-        twin.request = seq.request
+    for seq in known:
+        twin = Sequence(seq.request, (0, 0, 0), 10**6, seq.stop_ids)
         twin.token_ids = [*seq.token_ids, PENDING]
-        assert twin.request.sampling is params
         pending.append(twin)
     for seq, token in zip(known, newest, strict=True):
         seq.token_ids.append(token)
@@ -210,6 +207,14 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_warm_up_leaves_nothing_behind() -> None:
+    sampler, rows = DeviceSampler(), random_rows(8, random.Random(2))
+    logits = logits_of(8, 2)
+    sampler.warm_up(logits)
+    last_ids = torch.zeros(8, dtype=torch.int32)
+    assert sampler.launch(logits, rows, last_ids).token_ids.tolist() == on_host(logits, rows)[0]
+
+
 def test_a_launch_reads_nothing_back() -> None:
     rows = random_rows(40, random.Random(1))
     logits, last_ids = logits_of(40, 1), torch.zeros(40, dtype=torch.int32)
@@ -219,8 +224,3 @@ def test_a_launch_reads_nothing_back() -> None:
         DeviceSampler().launch(logits, greedy, last_ids)
         with pytest.raises(AssertionError, match="waits"):
             logits.argmax().item()
-
-
-def test_upload_keeps_type_and_values() -> None:
-    array = np.array([1.5, -2.0])
-    assert upload(array, torch.device("cpu")).tolist() == [1.5, -2.0]

@@ -1,19 +1,22 @@
-"""The engine on a GPU: kernels against torch, tokens against the CPU, graphs against eager."""
+"""The engine on a GPU: kernels against torch, tokens against the CPU, every switch against none."""
 
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_parity
 
 from driver import Answer, complete
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.models.weights import random_tensors, read_spec
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -28,6 +31,7 @@ CONFIG = {
     "rope_theta": 1e6,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+PLAIN = ExecutionConfig(cuda_graphs=False, overlap=False)
 
 
 @pytest.mark.parametrize("kernel", triton_parity.CHECKS)
@@ -35,10 +39,21 @@ def test_kernels(kernel: str) -> None:
     triton_parity.CHECKS[kernel]("cuda")
 
 
-def build(folder: Path, device: str, dtype: str) -> BuiltEngine:
+def build(
+    folder: Path,
+    device: str,
+    dtype: str,
+    execution: ExecutionConfig | None = None,
+    num_blocks: int = 200,
+    kv_dtype: str = "auto",
+) -> BuiltEngine:
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    model = ModelConfig(str(folder), dtype, device, random_weights=True)  # type: ignore[arg-type]
-    return build_engine(model, CacheConfig(num_blocks=400), SchedulerConfig(max_num_seqs=16))
+    weights = dict(random_tensors(read_spec(folder)))
+    save_file(weights, folder / "model.safetensors")  # random ones would differ by device
+    model = ModelConfig(str(folder), dtype, device)  # type: ignore[arg-type]
+    limits = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256)
+    cache = CacheConfig(num_blocks=num_blocks, dtype=kv_dtype)  # type: ignore[arg-type]
+    return build_engine(model, cache, limits, execution)
 
 
 def prompts() -> list[list[int]]:
@@ -55,14 +70,62 @@ def _agree(found: list[Answer], expected: list[Answer], tolerance: float) -> Non
             assert abs(a.logprobs[0] - b.logprobs[0]) < tolerance
 
 
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+def test_graphs_and_overlap_give_what_the_plain_loop_gives(tmp_path: Path) -> None:
+    expected = tokens(complete(build(tmp_path, "cuda", "bf16", PLAIN).engine, prompts(), GREEDY))
+    for switches in (
+        {"overlap": True},
+        {"cuda_graphs": True},
+        {"overlap": True, "cuda_graphs": True},
+    ):
+        execution = replace(PLAIN, **switches)
+        engine = build(tmp_path, "cuda", "bf16", execution).engine
+        assert tokens(complete(engine, prompts(), GREEDY)) == expected
+        assert tokens(complete(engine, prompts(), replace(GREEDY, logprobs=None))) == expected
+
+
+def test_preemption_and_sampling_do_not_depend_on_overlap(tmp_path: Path) -> None:
+    sampling = SamplingParams(
+        temperature=0.9, top_p=0.9, seed=4, max_tokens=60, ignore_eos=True, frequency_penalty=0.4
+    )
+    answers = []
+    for overlap in (False, True):
+        engine = build(tmp_path, "cuda", "bf16", replace(PLAIN, overlap=overlap), 12).engine
+        answers.append(tokens(complete(engine, prompts(), sampling)))
+        assert engine.stats().num_preemptions > 0
+        engine._scheduler.check_integrity()
+    assert answers[0] == answers[1]
+
+
+def test_torch_operations_give_nearly_the_same(tmp_path: Path) -> None:
+    fused = complete(build(tmp_path, "cuda", "bf16", PLAIN).engine, prompts(), GREEDY)
+    eager = build(tmp_path, "cuda", "bf16", replace(PLAIN, fused_kernels=False)).engine
+    _agree(complete(eager, prompts(), GREEDY), fused, 0.05)
+    build(tmp_path, "cuda", "bf16", PLAIN)  # switches the kernels on again
+
+
+def test_fp8_weights_and_cache_stay_close(tmp_path: Path) -> None:
+    expected = complete(build(tmp_path, "cuda", "bf16").engine, prompts(), GREEDY)
+    _agree(complete(build(tmp_path, "cuda", "fp8").engine, prompts(), GREEDY), expected, 0.2)
+    quantised = build(tmp_path, "cuda", "fp8", kv_dtype="fp8")
+    _agree(complete(quantised.engine, prompts(), GREEDY), expected, 0.3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_batch_invariance_is_bitwise(tmp_path: Path, dtype: str) -> None:
+    execution = ExecutionConfig(batch_invariant=True)
+    together = complete(build(tmp_path, "cuda", dtype, execution).engine, prompts(), GREEDY)
+    alone = build(tmp_path, "cuda", dtype, execution).engine
+    for prompt, answer in zip(prompts(), together, strict=True):
+        (single,) = complete(alone, [prompt], GREEDY)
+        assert single.token_ids == answer.token_ids
+        assert [x.logprobs for x in single.logprobs] == [x.logprobs for x in answer.logprobs]
+    build(tmp_path, "cuda", "bf16", PLAIN)  # switches invariance off again
+
+
 def test_tokens_follow_the_cpu_in_fp32(tmp_path: Path) -> None:
     expected = complete(build(tmp_path, "cpu", "fp32").engine, prompts(), GREEDY)
     _agree(complete(build(tmp_path, "cuda", "bf16").engine, prompts(), GREEDY), expected, 0.05)
-
-
-def test_graphs_give_what_eager_gives(tmp_path: Path) -> None:
-    built = build(tmp_path, "cuda", "bf16")
-    replayed = complete(built.engine, prompts(), GREEDY)
-    eager = build(tmp_path, "cuda", "bf16")
-    eager.engine._runner.graphs = None  # type: ignore[attr-defined]
-    _agree(replayed, complete(eager.engine, prompts(), GREEDY), 0.05)

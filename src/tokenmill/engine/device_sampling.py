@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.core.types import SamplingParams, TokenLogprobs
+from tokenmill.core.types import Request, SamplingParams, TokenLogprobs
 from tokenmill.engine.sampling import (
     biases,
     check_finite,
@@ -70,7 +70,7 @@ class _Plan:
 
     rows: list[Sequence]
     filters: Filters | None  # None: all rows are greedy
-    seeds: NDArray[np.uint64]  # [rows]
+    seeds: NDArray[np.uint64]  # [rows], empty without filters
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # each fp32 [rows]
     penalised: list[bool]
     may_be_biased: bool
@@ -88,6 +88,15 @@ class DeviceSampler:
     def wants_best(self, rows: list[Sequence]) -> bool:
         """True when nothing but the largest logit of each row is asked for."""
         return all(map(_takes_best, rows))
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile what any launch can ask for, over logits [rows, vocab] of the type to come."""
+        last_ids = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        changed = SamplingParams(presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), changed):
+            seq = Sequence(Request("warm-up", [0], params), (0, 0, 0), 2, frozenset())
+            self.launch(logits[:1], [seq], last_ids)
+        self._plan = None
 
     def launch(self, logits: torch.Tensor, rows: list[Sequence], last_ids: torch.Tensor) -> Sampled:
         """Queue the sampling of logits [rows, vocab], which stay as they are.
@@ -121,10 +130,11 @@ def _make_plan(rows: list[Sequence], device: torch.device) -> _Plan:
     penalised = [is_penalised(p) for p in params]
     logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
     some = 0 < len(logprob_rows) < len(rows)
+    drawn = not all(map(is_greedy, params))
     return _Plan(
         list(rows),
-        None if all(map(is_greedy, params)) else _filters(params, device),
-        np.array([state_of(seq).seed for seq in rows], np.uint64),
+        _filters(params, device) if drawn else None,
+        np.array([state_of(seq).seed for seq in rows if drawn], np.uint64),
         _penalty_parameters(params, device) if any(penalised) else None,
         penalised,
         any(p.logit_bias or p.min_tokens > 0 for p in params),
@@ -156,8 +166,8 @@ def _penalty_parameters(
 
 def _uniforms(plan: _Plan, device: torch.device) -> torch.Tensor:
     """The number that decides each row's token, fp64 [rows]."""
-    positions = np.array([seq.num_output_tokens for seq in plan.rows], np.uint64)
-    return upload(uniforms(plan.seeds, positions), device)
+    positions = np.array([len(seq.token_ids) - seq.num_prompt_tokens for seq in plan.rows])
+    return upload(uniforms(plan.seeds, positions.astype(np.uint64)), device)
 
 
 def _adjusted(logits: torch.Tensor, plan: _Plan, last_ids: torch.Tensor) -> torch.Tensor:
@@ -172,7 +182,7 @@ def _adjusted(logits: torch.Tensor, plan: _Plan, last_ids: torch.Tensor) -> torc
 def _penalties(plan: _Plan, last_ids: torch.Tensor) -> Penalties | None:
     if plan.penalties is None:
         return None
-    device, none = last_ids.device, (np.zeros(0, np.intp), np.zeros(0, np.float32))
+    device, none = last_ids.device, (np.zeros(0, np.int32), np.zeros(0, np.float32))
     counts = [
         token_counts(seq) if penalised else none
         for seq, penalised in zip(plan.rows, plan.penalised, strict=True)
@@ -180,7 +190,7 @@ def _penalties(plan: _Plan, last_ids: torch.Tensor) -> Penalties | None:
     pending = [seq.token_ids[-1] == PENDING for seq in plan.rows]
     return Penalties(
         upload(_offsets([ids.size for ids, _ in counts]), device),
-        upload(np.concatenate([ids for ids, _ in counts], dtype=np.int32), device),
+        upload(np.concatenate([ids for ids, _ in counts]), device),
         upload(np.concatenate([num_outputs for _, num_outputs in counts]), device),
         *plan.penalties,
         last_ids,

@@ -52,10 +52,10 @@ class TokenCounts:
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
         self._num_seen = 0  # tokens of the sequence that are counted
-        self._ids = np.zeros(64, np.intp)
+        self._ids = np.zeros(64, np.int32)
         self._num_outputs = np.zeros(64, np.float32)
 
-    def update(self, seq: Sequence) -> tuple[Ids, Row]:
+    def update(self, seq: Sequence) -> tuple[NDArray[np.int32], Row]:
         """Count the tokens that are new; returns distinct ids, and outputs of each (0: prompt).
 
         A pending token is counted once it is known.
@@ -100,7 +100,7 @@ def grammar_masks(rows: list[Sequence]) -> list[Bitmask | None]:
     return [state_of(seq).mask for seq in rows]
 
 
-def token_counts(seq: Sequence) -> tuple[Ids, Row]:
+def token_counts(seq: Sequence) -> tuple[NDArray[np.int32], Row]:
     """Distinct tokens of the sequence, and how often each was generated."""
     state = state_of(seq)
     if state.counts is None:
