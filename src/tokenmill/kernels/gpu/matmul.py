@@ -16,6 +16,9 @@ from tokenmill.kernels.matmul import PackedWeight, QuantizedRows
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
 MATMUL_LINE_BYTES = 128  # of k per step: one swizzled line of shared memory
 MATMUL_GROUP = 8  # row tiles that share their columns of W in L2
+SKINNY_SUMS = 64  # fp32 registers per thread that hold sums: twice as many would spill
+SKINNY_WARPS = 4
+SKINNY_STAGES = 3
 SCALE_BLOCK = 1024
 
 
@@ -187,9 +190,12 @@ def _operands(
     return values, scales, torch.bfloat16 if scaled else values.dtype
 
 
-def skinny_tile(m: int, n: int) -> tuple[int, int, int, int]:
-    """Output columns and steps of k per program, warps, stages: m * BN * BK sums in registers."""
-    return 8 if n >= 8192 else 4, 1024 if m <= 2 else 512, 4, 3
+def skinny_tile(m: int, n: int, gated: bool) -> tuple[int, int, int, int]:
+    """Output columns and steps of k per program, warps, stages."""
+    columns = 4 if gated or n < 8192 else 8
+    sums = triton.next_power_of_2(m) * columns * (1 + gated)
+    steps = SKINNY_SUMS * SKINNY_WARPS * 32 // sums
+    return columns, min(1024, steps), SKINNY_WARPS, SKINNY_STAGES
 
 
 def skinny_matmul(
@@ -207,7 +213,7 @@ def skinny_matmul(
     """
     values, scales, dtype = _operands(x, weight)
     (m, k), n = values.shape, weight.n // 2 if gated else weight.n
-    bn, bk, warps, stages = tile or skinny_tile(m, n)
+    bn, bk, warps, stages = tile or skinny_tile(m, n, gated)
     bk = min(bk, triton.next_power_of_2(k))
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
