@@ -30,6 +30,15 @@ def ladder(max_size: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph and the tensors whose addresses it holds."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: AttentionBatch
+    decoded: Decoded
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """The tensors of a decode step; a graph writes the same ones every time."""
 
@@ -55,7 +64,7 @@ class DecodeGraphs:
         self.stride = max_size + -max_size % 4
         self.inputs = torch.zeros(3, self.stride, dtype=torch.int32, device=builder.device)
         self.inputs[2] = builder.tables.pad_row
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
+        self._graphs: dict[int, Captured] = {}
 
     def capture(self, budget_bytes: int, progress: Progress | None = None) -> None:
         """Capture every size, the largest first: the others fit in its memory."""
@@ -73,14 +82,14 @@ class DecodeGraphs:
                 break
         self.sizes = sorted(self._graphs)
 
-    def _capture(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Decoded]:
+    def _capture(self, size: int, pool: Any) -> Captured:
         batch = self._attention(size)
         self._decode(size, batch)  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             decoded = self._decode(size, batch)
-        return graph, decoded
+        return Captured(graph, batch, decoded)
 
     def _attention(self, size: int) -> AttentionBatch:
         """Views of the input buffer; the tiles of single queries are the same in every step."""
@@ -125,8 +134,9 @@ class DecodeGraphs:
         image[:2, count:size] = 0
         image[2, count:size] = self.builder.tables.pad_row
         self.inputs.view(-1).copy_(host, non_blocking=True)
-        graph, decoded = self._graphs[size]
-        graph.replay()
+        captured = self._graphs[size]
+        captured.graph.replay()
+        decoded = captured.decoded
         return Decoded(
             decoded.token_ids[:count], decoded.logits[:count], decoded.best[:count],
             decoded.slots[:count],

@@ -74,7 +74,9 @@ def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) 
     if num_single:
         plans.append(_cut(query_lens[:num_single], 0, 1, num_splits(num_single * kv_heads)))
     if num_single < len(query_lens):
-        plans.append(_cut(query_lens[num_single:], num_single, tokens))
+        wide = _cut(query_lens[num_single:], num_single, tokens)
+        order = np.argsort(-wide.starts, kind="stable")  # the longest tiles start first
+        plans.append(wide._replace(seqs=wide.seqs[order], starts=wide.starts[order]))
     return plans
 
 
@@ -90,7 +92,8 @@ def _cut(query_lens: np.ndarray, first_seq: int, tokens: int, splits: int = 1) -
     seqs = np.repeat(numbers, counts)
     ends = np.cumsum(counts)
     index = np.arange(len(seqs)) - np.repeat(ends - counts, counts)
-    return TilePlan(seqs, (index * tokens).astype(np.int32), tokens, splits)
+    starts = (index * tokens).astype(np.int32)
+    return TilePlan(seqs, starts, tokens, splits)
 
 
 def place_tokens(
