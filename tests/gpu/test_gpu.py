@@ -93,7 +93,7 @@ def test_preemption_and_sampling_do_not_depend_on_overlap(tmp_path: Path) -> Non
     )
     answers = []
     for overlap in (False, True):
-        engine = build(tmp_path, "cuda", "bf16", replace(PLAIN, overlap=overlap), 12).engine
+        engine = build(tmp_path, "cuda", "bf16", replace(PLAIN, overlap=overlap), 8).engine
         answers.append(tokens(complete(engine, prompts(), sampling)))
         assert engine.stats().num_preemptions > 0
         engine._scheduler.check_integrity()

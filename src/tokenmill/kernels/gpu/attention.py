@@ -289,7 +289,7 @@ def paged_attention(
 
 
 def launch_shape(rows: int, fp8: bool) -> tuple[int, int, int]:
-    """Keys per turn, warps and pipeline stages of a tile of so many rows, as measured on an H200."""
+    """Keys per turn, warps and pipeline stages of a tile; measured on an H200."""
     if rows == 16:
         return 32, 1, 2
     return 64 if fp8 else 32, 4, 3
