@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels import MODE
+
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
@@ -131,7 +133,7 @@ def _attention_kernel(
     tile_tokens,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, HALF_PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    INVARIANT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
@@ -163,6 +165,8 @@ def _attention_kernel(
         end = tl.minimum(end, begin + share)
     clear = (context + first + 1) // KEYS * KEYS  # keys before it are seen by every row
     if window > 0:
+        clear = begin
+    if INVARIANT:  # the two loops round differently, and where they meet depends on the tile
         clear = begin
     clear = tl.maximum(begin, tl.minimum(clear, end // KEYS * KEYS))
     peak = tl.full([ROWS], -1e30, tl.float32)
@@ -277,7 +281,7 @@ def paged_attention(
         batch.context_lens, batch.table_rows, tables, tables.stride(0), q.stride(0), out.stride(0),
         q.shape[0], kv_heads, window, tiles.tokens,
         GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
-        HALF_PRECISION=fp8, STAGES=stages,
+        HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
     if splits > 1:
