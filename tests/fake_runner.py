@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from tokenmill.core.types import FinishReason, Request, StepResult, TokenLogprobs
-from tokenmill.sched.scheduler import Batch, Sequence
+from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 VOCAB = 11
 EOS = frozenset({0})
@@ -43,56 +45,148 @@ def expected(request: Request, max_model_len: int, pool_tokens: int) -> tuple[li
             return out, (FinishReason.LENGTH, "kv_capacity")
 
 
+@dataclass(eq=False)
+class Row:
+    """What the device was told about one item when its batch was launched."""
+
+    request: Request
+    slot: int
+    block_ids: list[int]
+    token_ids: list[int]  # up to the step's last one
+    begin: int
+    samples: bool
+
+    def values(self) -> list[int]:
+        return digests(self.token_ids, self.request.cache_salt)
+
+
+@dataclass
+class Launched:
+    """A batch on its way: it is executed, after all before it, when its result is asked for."""
+
+    runner: FakeRunner
+    rows: list[Row]
+    lost: list[int] = field(default_factory=list)  # items that read what nobody wrote
+
+    def wait(self) -> StepResult:
+        assert self.runner.queue.pop(0) is self, "batches end in the order of their launch"
+        return self.runner.execute(self)
+
+    def lose(self) -> None:
+        """The step raises: what it was to write is garbage."""
+        assert self.runner.queue.pop(0) is self, "batches end in the order of their launch"
+        self.runner.ruin(self.rows)
+
+
 class FakeRunner:
-    """Writes the KV of the whole batch, then reads it back as attention would, then samples."""
+    """Writes the KV of the whole batch, then reads it back as attention would, then samples.
+
+    Like a device it has its own block tables, a row per slot, and knows the newest tokens itself.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, tokens_per_step: int = 1) -> None:
         self.block_size = block_size
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.tokens_per_step = tokens_per_step
-
-    def slot(self, seq: Sequence, position: int) -> int:
-        block = seq.block_ids[position // self.block_size]
-        return block * self.block_size + position % self.block_size
+        self.tables: dict[int, list[int]] = {}
+        self.newest: dict[int, tuple[str, int | None]] = {}  # by slot, of the last batch only
+        self.queue: list[Launched] = []
 
     def run(self, batch: Batch) -> StepResult:
+        assert not self.queue, "a batch is under way"
+        launched = self.launch(batch)
+        result = launched.wait()
+        assert not launched.lost, "wrong blocks are read"
+        for index, (seq, num_new) in enumerate(batch.items):
+            if seq.request.sampling.prompt_logprobs is not None:
+                result.prompt_logprobs[index] = self._prompt_logprobs(seq, num_new)
+        return result
+
+    def launch(self, batch: Batch) -> Launched:
         assert batch.num_tokens == sum(num_new for _, num_new in batch.items)
         singles = [num_new == 1 for _, num_new in batch.items]
         assert singles == sorted(singles, reverse=True), "items with one new token come first"
         assert len({id(seq) for seq, _ in batch.items}) == len(batch.items)
-        self._write(batch)
-        result = StepResult([self._sample(seq, num_new) for seq, num_new in batch.items])
-        for index, (seq, num_new) in enumerate(batch.items):
-            if seq.request.sampling.prompt_logprobs is not None:
-                result.prompt_logprobs[index] = self._prompt_logprobs(seq, num_new)
-        if any(seq.request.sampling.logprobs is not None for seq, _ in batch.items):
-            result.logprobs = [
-                [TokenLogprobs([t], [-float(t)], 1) for t in tokens] for tokens in result.token_ids
-            ]
+        assert len({seq.slot for seq, _ in batch.items}) == len(batch.items), "a slot has two users"
+        for seq, first in batch.grown:
+            row = self.tables.setdefault(seq.slot, [])
+            assert first <= len(row), "a block table has a hole"
+            row[first : len(seq.block_ids)] = seq.block_ids[first:]
+        launched = Launched(self, [self._row(seq, num_new) for seq, num_new in batch.items])
+        self.queue.append(launched)
+        return launched
+
+    def _row(self, seq: Sequence, num_new: int) -> Row:
+        begin, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new
+        assert num_new >= 1 and end <= seq.num_tokens
+        assert PENDING not in seq.token_ids[: end - 1], "only the newest token may be unknown"
+        block_ids = self.tables[seq.slot][: len(seq.block_ids)]
+        assert block_ids == seq.block_ids, "the block table was not told of all blocks"
+        samples = end == seq.num_tokens
+        return Row(seq.request, seq.slot, block_ids, seq.token_ids[:end], begin, samples)
+
+    def execute(self, launched: Launched) -> StepResult:
+        rows = launched.rows
+        lost = [row for row in rows if not self._look_up(row)]
+        self._write([row for row in rows if row not in lost])
+        self.ruin(lost)
+        while more := [row for row in rows if row not in lost and not self._reads_well(row)]:
+            lost += more
+            self.ruin(lost)
+        self.newest = {}
+        tokens = [self._sample(row, row in lost) for row in rows]
+        launched.lost = [index for index, row in enumerate(rows) if row in lost]
+        result = StepResult(tokens)
+        if any(row.request.sampling.logprobs is not None for row in rows):
+            result.logprobs = [[TokenLogprobs([t], [-float(t)], 1) for t in ts] for ts in tokens]
         return result
 
-    def _write(self, batch: Batch) -> None:
-        written: set[int] = set()
-        for seq, num_new in batch.items:
-            begin, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new
-            assert num_new >= 1 and end <= seq.num_tokens
-            values = digests(seq.token_ids[:end], seq.request.cache_salt)
-            for position in range(begin, end):
-                slot = self.slot(seq, position)
-                assert slot not in written, "two sequences write one slot"
-                written.add(slot)
-                self.kv[slot] = values[position]
+    def ruin(self, rows: list[Row]) -> None:
+        """Leave garbage where these were to write."""
+        for row in rows:
+            for position in range(row.begin, len(row.token_ids)):
+                self.kv[self._place(row, position)] = None
+        self.newest = {row.slot: (row.request.request_id, None) for row in rows}
 
-    def _sample(self, seq: Sequence, num_new: int) -> list[int]:
-        end = seq.num_computed_tokens + num_new
-        values = digests(seq.token_ids[:end], seq.request.cache_salt)
-        assert [self.kv[self.slot(seq, p)] for p in range(end)] == values, "wrong blocks are read"
-        if end < seq.num_tokens:
+    def _look_up(self, row: Row) -> bool:
+        """Replace a PENDING token by what the batch before sampled; False: that is garbage."""
+        if row.token_ids[-1] != PENDING:
+            return True
+        request_id, token = self.newest[row.slot]
+        assert request_id == row.request.request_id, "the slot's newest token is of another request"
+        if token is not None:
+            row.token_ids[-1] = token
+        return token is not None
+
+    def _place(self, row: Row, position: int) -> int:
+        block = row.block_ids[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def _write(self, rows: list[Row]) -> None:
+        written: set[int] = set()
+        for row in rows:
+            values = row.values()
+            for position in range(row.begin, len(values)):
+                place = self._place(row, position)
+                assert place not in written, "two sequences write one slot"
+                written.add(place)
+                self.kv[place] = values[position]
+
+    def _reads_well(self, row: Row) -> bool:
+        values = row.values()
+        return [self.kv[self._place(row, p)] for p in range(len(values))] == values
+
+    def _sample(self, row: Row, lost: bool) -> list[int]:
+        if not row.samples:
             return []
-        ids = list(seq.token_ids)
+        request_id, ids = row.request.request_id, list(row.token_ids)
+        if lost:
+            self.newest[row.slot] = request_id, None
+            return [VOCAB]
         for _ in range(self.tokens_per_step):
-            ids.append(next_token(digests(ids, seq.request.cache_salt)[-1]))
-        return ids[seq.num_tokens :]
+            ids.append(next_token(digests(ids, row.request.cache_salt)[-1]))
+        self.newest[row.slot] = request_id, ids[-1]
+        return ids[len(row.token_ids) :]
 
     def _prompt_logprobs(self, seq: Sequence, num_new: int) -> list[TokenLogprobs]:
         first = seq.num_computed_tokens + 1

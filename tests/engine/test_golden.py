@@ -1,4 +1,4 @@
-"""The same greedy answer in every mode: chunked or not, prefix hit or not, preempted or not."""
+"""The same greedy answer in every mode: chunked, prefix hit, preempted, overlapped, or not."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ import pytest
 
 from driver import Answer, complete
 from tiny_models import make_model, save
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 
@@ -35,7 +35,13 @@ def prompts() -> list[list[int]]:
 
 
 def build(
-    folder: Path, dtype: str, *, chunked: bool, prefix_cache: bool, num_blocks: int
+    folder: Path,
+    dtype: str,
+    *,
+    chunked: bool,
+    prefix_cache: bool,
+    num_blocks: int,
+    overlap: bool = False,
 ) -> BuiltEngine:
     return build_engine(
         ModelConfig(model=str(folder), dtype=dtype),  # type: ignore[arg-type]
@@ -45,6 +51,7 @@ def build(
             max_num_seqs=16,
             chunked_prefill=chunked,
         ),
+        ExecutionConfig(overlap=overlap),
     )
 
 
@@ -63,8 +70,8 @@ def golden(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Answ
 
 
 @pytest.mark.parametrize(
-    ("chunked", "prefix_cache", "num_blocks"),
-    list(itertools.product([False, True], [False, True], [400, 40])),
+    ("chunked", "prefix_cache", "num_blocks", "overlap"),
+    list(itertools.product([False, True], [False, True], [400, 40], [False, True])),
 )
 def test_every_mode_gives_the_golden_answer(
     folder: Path,
@@ -72,15 +79,24 @@ def test_every_mode_gives_the_golden_answer(
     chunked: bool,
     prefix_cache: bool,
     num_blocks: int,
+    overlap: bool,
 ) -> None:
     dtype, expected = golden
-    built = build(folder, dtype, chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks)
+    built = build(
+        folder,
+        dtype,
+        chunked=chunked,
+        prefix_cache=prefix_cache,
+        num_blocks=num_blocks,
+        overlap=overlap,
+    )
     engine = built.engine
     first = complete(engine, prompts(), GREEDY)
     assert tokens(first) == tokens(expected)
     assert [a.logprobs for a in first] == [a.logprobs for a in expected]  # to the last bit
     again = complete(engine, prompts(), GREEDY)
     assert tokens(again) == tokens(expected)
+    assert [a.logprobs for a in again] == [a.logprobs for a in expected]
     if num_blocks == 40:
         assert engine.stats().num_preemptions > 0
     if prefix_cache and num_blocks == 400:
@@ -90,20 +106,24 @@ def test_every_mode_gives_the_golden_answer(
     assert engine.stats().num_kv_blocks_used == 0
 
 
-def test_seeded_sampling_does_not_depend_on_the_batch(folder: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_seeded_sampling_does_not_depend_on_the_batch(folder: Path, overlap: bool) -> None:
     params = [
         SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True)
         for i in range(len(prompts()))
     ]
-    together = build(folder, "int8", chunked=True, prefix_cache=True, num_blocks=40)
+    together = build(
+        folder, "int8", chunked=True, prefix_cache=True, num_blocks=40, overlap=overlap
+    )
     batched = complete(together.engine, prompts(), params)
     alone = build(folder, "int8", chunked=False, prefix_cache=False, num_blocks=64)
     for prompt, sampling, answer in zip(prompts(), params, batched, strict=True):
         assert complete(alone.engine, [prompt], sampling)[0].token_ids == answer.token_ids
 
 
-def test_abort_at_any_step_leaves_nothing_behind(folder: Path) -> None:
-    built = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=40)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_at_any_step_leaves_nothing_behind(folder: Path, overlap: bool) -> None:
+    built = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=40, overlap=overlap)
     engine = built.engine
     source = random.Random(5)
 

@@ -1,12 +1,19 @@
-"""Any order of submit, step, abort, failure and time: nothing leaks, nothing is answered twice."""
+"""Any order of submit, step, abort, failure and time: nothing leaks, nothing is answered twice.
+
+All of it holds in the plain loop and where the next batch is launched before the last one's tokens
+are known.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,29 +24,51 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fake_runner import EOS, VOCAB, FakeRunner, expected
+from fake_runner import EOS, VOCAB, FakeRunner, Launched, expected
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.sched import blocks
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
+from tokenmill.sched.sequence import PENDING, Sequence
 
 REFUSALS = {"queue_full", "too_long", "no_capacity", "empty_prompt"}
+MESSAGE = "the step raised"
+# How a step goes: well, raising before or after it touched anything, or out of memory.
+Outcome = Literal["ok", "error", "garbage", "memory"]
 
 
 class Session:
-    """A scheduler, its fake model, and a record of all that came out."""
+    """A scheduler, its fake model, and a record of all that came out.
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, tokens_per_step: int = 1) -> None:
+    turn() does the next phase of a step: schedule and run, or, while steps overlap, schedule,
+    launch, land (the batch before) and advance.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        tokens_per_step: int = 1,
+        overlap: bool = False,
+    ) -> None:
         self.config = config
         self.pool = pool
+        self.overlap = overlap
         self.scheduler = Scheduler(config, pool, EOS)
         self.runner = FakeRunner(pool.num_blocks, pool.block_size, tokens_per_step)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
-        self.prompt_logprobs: dict[str, int] = {}
+        self.met: Counter[str] = Counter()  # rare events
+        self.late_blocks: set[int] = set()  # cached after their last token became known
+        self.phase: Callable[[Outcome], None] = self.schedule
         self.batch = Batch()
+        self.launched: Launched | None = None  # of self.batch; None: its launch did nothing
+        self.launch_outcome: Outcome = "ok"
+        self.flying: tuple[Batch, Launched] | None = None  # launched and advanced
+        self.may_lose = False  # the batch before failed
+        self.budget = self.scheduler._budget
         self.now_ns = 0
 
     def submit(self, request: Request) -> None:
@@ -48,30 +77,127 @@ class Session:
         self.scheduler.add(request)
         self.collect(self.scheduler.take_finished())
 
-    def schedule(self) -> None:
+    def turn(self, outcome: Outcome = "ok") -> None:
+        self.phase(outcome)
+        self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        """Finish the step that has begun, or do a whole one."""
+        self.turn()
+        while self.phase != self.schedule:
+            self.turn()
+
+    def schedule(self, outcome: Outcome = "ok") -> None:
+        overlap = self.overlap and not self.wants_prompt_logprobs()
+        if not overlap:
+            self.land(outcome)
         before = {seq.request_id: seq.num_computed_tokens for seq in self.scheduler._running}
         self.batch = self.scheduler.schedule(self.now_ns)
         for seq, _ in self.batch.items:
             computed = seq.num_computed_tokens
             assert before.get(seq.request_id, computed) == computed, "preempted and scheduled"
         self.collect(self.scheduler.take_finished())
-        stats = self.scheduler.stats()
+        self.check_batch()
+        self.note_events()
+        if overlap:
+            self.phase = self.launch if self.batch.items else self.land
+        else:
+            self.phase = self.run if self.batch.items else self.schedule
+
+    def wants_prompt_logprobs(self) -> bool:
+        live = self.requests.keys() - self.ends.keys()
+        return any(self.requests[name].sampling.prompt_logprobs is not None for name in live)
+
+    def check_batch(self) -> None:
+        batch, stats = self.batch, self.scheduler.stats()
         live = stats.num_waiting + stats.num_running
-        assert bool(self.batch.items) == bool(live), "a step with live requests does something"
-        assert len(self.batch.items) <= self.config.max_num_seqs
+        if self.flying is None:
+            assert bool(batch.items) == bool(live), "a step with live requests does something"
+        assert len(batch.items) <= self.config.max_num_seqs
         if self.config.chunked_prefill:
-            assert self.batch.num_tokens <= self.config.max_num_batched_tokens
-        assert not any(seq.finished for seq, _ in self.batch.items)
+            assert batch.num_tokens <= self.budget
+        assert not any(seq.finished for seq, _ in batch.items)
+        assert self.scheduler._num_slots <= 2 * self.config.max_num_seqs
 
-    def update(self) -> None:
-        self.collect(self.scheduler.update(self.batch, self.runner.run(self.batch)))
+    def note_events(self) -> None:
+        waiting = [seq for _, seq in self.scheduler._waiting if not seq.finished]
+        self.met["preempted in flight"] += sum(s.token_ids[-1] == PENDING for s in waiting)
+        size = self.pool.block_size
+        for seq, first in self.batch.grown:
+            num_shared = seq.num_computed_tokens // size if first == 0 else first
+            if not self.late_blocks.isdisjoint(seq.block_ids[:num_shared]) and first == 0:
+                self.met["hit of a late block"] += 1
+            self.late_blocks.difference_update(seq.block_ids[num_shared:])
+        for seq, end in self.scheduler._late:
+            self.late_blocks.add(seq.block_ids[end // size - 1])
+
+    def run(self, outcome: Outcome) -> None:
+        """The whole step of the plain loop."""
+        if outcome == "ok":
+            self.collect(self.scheduler.update(self.batch, self.runner.run(self.batch)))
+        else:
+            if outcome == "garbage":
+                self.runner.launch(self.batch).lose()
+            self.fail(self.batch, outcome)
+        self.phase = self.schedule
+
+    def launch(self, outcome: Outcome) -> None:
+        self.launch_outcome = outcome
+        self.launched = None
+        if outcome in ("ok", "garbage"):
+            self.launched = self.runner.launch(self.batch)
+        self.phase = self.land
+
+    def land(self, outcome: Outcome) -> None:
+        """Account for the batch under way."""
+        self.phase = self.advance if self.batch.items else self.schedule
+        if self.flying is None:
+            return
+        (batch, launched), self.flying = self.flying, None
+        if outcome != "ok":
+            launched.lose()
+            self.met["failed under a launched batch"] += bool(self.batch.items)
+            self.fail(batch, outcome)
+        else:
+            result = launched.wait()
+            for index in launched.lost:
+                assert self.may_lose, "wrong blocks are read"
+                assert batch.items[index][0].finished, "a request goes on with what nobody wrote"
+            self.collect(self.scheduler.update(batch, result))
+            self.met["stopped late"] += sum(seq.finished for seq, _ in self.batch.items)
+        self.may_lose = outcome != "ok"
+
+    def advance(self, outcome: Outcome) -> None:
+        """The launched batch is the one under way now; a launch that failed is dealt with."""
+        if self.launch_outcome == "ok":
+            assert self.launched is not None
+            self.scheduler.advance(self.batch)
+            self.flying = self.batch, self.launched
+        else:
+            if self.launched is not None:
+                self.launched.lose()
+            self.fail(self.batch, self.launch_outcome)
         self.batch = Batch()
+        self.phase = self.schedule
 
-    def fail(self) -> None:
-        outputs = self.scheduler.fail(self.batch, "the step raised")
-        assert all(output.error == "the step raised" for output in outputs)
+    def fail(self, batch: Batch, outcome: Outcome) -> None:
+        if outcome == "memory":
+            outputs = self.scheduler.preempt(batch, MESSAGE)
+            halved = self.scheduler._budget != self.budget
+            assert not halved or 1 <= self.scheduler._budget <= self.budget // 2
+            assert not halved or not outputs
+            self.budget = self.scheduler._budget
+            self.met["halved"] += halved
+        else:
+            outputs = self.scheduler.fail(batch, MESSAGE)
+        items = {seq.request_id for seq, _ in batch.items}
+        assert all(output.error == MESSAGE for output in outputs)
+        assert all(seq.finished or seq.request_id in self.waiting() for seq, _ in batch.items)
+        self.met["read from a failed batch"] += sum(o.request_id not in items for o in outputs)
         self.collect(outputs)
-        self.batch = Batch()
+
+    def waiting(self) -> dict[str, Sequence]:
+        return {seq.request_id: seq for _, seq in self.scheduler._waiting if not seq.finished}
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -120,17 +246,12 @@ class Session:
 
     def run_out(self) -> None:
         """Drive everything to its end."""
-        if self.batch.items:
-            self.update()
         for _ in range(10_000):
-            if not self.scheduler.has_work():
+            self.step()
+            if not self.scheduler.has_work() and self.flying is None:
                 break
-            self.schedule()
-            self.scheduler.check_integrity()
-            if self.batch.items:
-                self.update()
         assert set(self.ends) == set(self.requests)
-        assert not self.scheduler.has_work()
+        assert not self.scheduler.has_work() and not self.runner.queue
         assert self.pool.num_free == self.pool.num_blocks
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
@@ -179,10 +300,17 @@ submissions = st.fixed_dictionaries(
 )
 
 
+outcomes: st.SearchStrategy[Outcome] = st.sampled_from(
+    ("ok",) * 15 + ("error", "garbage", "memory")
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
+    overlap = False
+
     @initialize(config=configs, pool=pools, tokens=st.integers(1, 3), modulus=moduli)
     def start(self, config: SchedulerConfig, pool: BlockPool, tokens: int, modulus: int) -> None:
-        self.session = Session(config, pool, tokens)
+        self.session = Session(config, pool, 1 if self.overlap else tokens, self.overlap)
         self.patches = [
             mock.patch(f"tokenmill.sched.scheduler.{name}", _modulo(getattr(blocks, name), modulus))
             for name in ("block_hashes", "next_block_hashes")
@@ -195,11 +323,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         session = self.session
         for fields in burst:
             order = len(session.requests)
-            timeout = fields["timeout"]
+            timeout, sampling = fields["timeout"], fields["sampling"]
+            if self.overlap and order % 8:  # one that wants them makes all run in the plain loop
+                sampling = replace(sampling, prompt_logprobs=None)
             request = Request(
                 f"r{order}",
                 fields["stem"][: fields["shared"]] + fields["tail"],
-                fields["sampling"],
+                sampling,
                 fields["priority"],
                 arrival_ns=order,
                 deadline_ns=None if timeout is None else session.now_ns + timeout,
@@ -207,31 +337,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             session.submit(request)
 
-    @precondition(lambda self: not self.session.batch.items)
-    @rule()
-    def schedule(self) -> None:
-        self.session.schedule()
-
-    @precondition(lambda self: self.session.batch.items)
-    @rule()
-    def update(self) -> None:
-        self.session.update()
+    @rule(outcome=outcomes)
+    def turn(self, outcome: Outcome) -> None:
+        self.session.turn(outcome)
 
     @rule(steps=st.integers(1, 20))
     def steps(self, steps: int) -> None:
-        if self.session.batch.items:
-            self.session.update()
         for _ in range(steps):
-            self.session.schedule()
-            self.session.scheduler.check_integrity()
-            if self.session.batch.items:
-                self.session.update()
-
-    @precondition(lambda self: self.session.batch.items)
-    @rule(really=st.sampled_from([False, False, True]))
-    def fail(self, really: bool) -> None:
-        if really:
-            self.session.fail()
+            self.session.step()
 
     @precondition(lambda self: self.session.requests)
     @rule(data=st.data())
@@ -260,17 +373,23 @@ def _modulo(function: Callable[..., list[int]], modulus: int) -> Callable[..., l
     return lambda *args: [h % modulus for h in function(*args)]
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True
-)
+class OverlapMachine(SchedulerMachine):
+    overlap = True
+
+
+SETTINGS = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
+SchedulerMachine.TestCase.settings = SETTINGS
+OverlapMachine.TestCase.settings = SETTINGS
 TestScheduler = SchedulerMachine.TestCase
+TestOverlap = OverlapMachine.TestCase
 
 
-def test_a_long_random_run_meets_every_situation() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_long_random_run_meets_every_situation(overlap: bool) -> None:
     """The same checks over thousands of steps, and proof that the rare events took place."""
     rng = random.Random(5)
     config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=6, max_model_len=64)
-    session = Session(config, BlockPool(24, 4))
+    session = Session(config, BlockPool(24, 4), overlap=overlap)
     cached: list[int] = []
     for order in range(300):
         stem = [1 + order % 3] * 24
@@ -278,16 +397,89 @@ def test_a_long_random_run_meets_every_situation() -> None:
         sampling = SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True)
         session.submit(Request(f"r{order}", prompt, sampling, rng.randrange(3), order))
         for _ in range(rng.randrange(12)):
-            session.schedule()
-            session.scheduler.check_integrity()
+            session.turn()
             cached += [seq.num_cached_tokens for seq, _ in session.batch.items]
             if rng.random() < 0.1:
                 session.abort(f"r{rng.randrange(order + 1)}")
-            if session.batch.items:
-                session.update()
+            while session.phase != session.schedule:
+                session.turn()
     session.run_out()
     stats = session.scheduler.stats()
     assert stats.num_preemptions > 20
     assert stats.prefix_hit_tokens > 500
     assert max(cached) > 8
     assert set(stats.num_finished) == {"length", "abort"}
+    assert (session.met["preempted in flight"] > 20) == overlap
+
+
+def random_session(rng: random.Random, overlap: bool) -> Session:
+    config = SchedulerConfig(
+        max_num_batched_tokens=rng.randint(1, 24),
+        max_num_seqs=rng.randint(1, 6),
+        max_waiting=12,
+        max_model_len=rng.randint(14, 40),
+        chunked_prefill=rng.random() < 0.6,
+        policy=rng.choice(["fcfs", "priority"]),
+    )
+    pool = BlockPool(rng.randint(5, 14), rng.randint(2, 4), prefix_cache=rng.random() < 0.8)
+    return Session(config, pool, overlap=overlap)
+
+
+def random_request(rng: random.Random, session: Session) -> Request:
+    """A new conversation, or the next turn of an old one that may still run."""
+    order = len(session.requests)
+    stem = rng.choice([[1] * 12, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]])
+    if session.requests and rng.random() < 0.3:
+        name = rng.choice(list(session.requests))
+        stem = session.requests[name].prompt_token_ids + session.tokens[name]
+    sampling = SamplingParams(
+        max_tokens=rng.choice([20, 9, 4, None]),
+        min_tokens=rng.randint(0, 4),
+        ignore_eos=rng.random() < 0.6,
+        stop_token_ids=rng.choice([(), (), (3,), (0, 5)]),
+        prompt_logprobs=0 if rng.random() < 0.02 else None,
+    )
+    return Request(
+        f"r{order}",
+        stem[: rng.choice([8, 4, 6, 12, 0, 30])] + rng.choice([[], [3], [4, 5, 6]]),
+        sampling,
+        rng.choice([0, -1, 1]),
+        order,
+        deadline_ns=session.now_ns + rng.choice([0, 15]) if rng.random() < 0.1 else None,
+        cache_salt=rng.choice(["", "", "", "s"]),
+    )
+
+
+def random_event(rng: random.Random, session: Session, failure_rate: float) -> None:
+    kind = rng.random()
+    if kind < 0.2:
+        for _ in range(rng.randint(1, 4)):
+            session.submit(random_request(rng, session))
+    elif kind < 0.25 and session.requests:
+        session.abort(rng.choice(list(session.requests)))
+    elif kind < 0.3:
+        session.now_ns += rng.randint(1, 10)
+    elif rng.random() < failure_rate:
+        session.turn(rng.choice(["error", "garbage", "memory"]))
+    else:
+        session.turn()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_random_sessions_survive_failures(overlap: bool) -> None:
+    """Aborts and submissions between any two phases, and failures in any of them."""
+    met: Counter[str] = Counter()
+    for seed in range(300):
+        rng = random.Random(seed)
+        session = random_session(rng, overlap)
+        failure_rate = rng.choice([0, 0.02, 0.1])
+        for _ in range(rng.randint(20, 200)):
+            random_event(rng, session, failure_rate)
+        session.run_out()
+        met += session.met
+    assert met["halved"] > 20
+    if overlap:
+        assert met["stopped late"] > 1000 and met["preempted in flight"] > 1000
+        assert met["hit of a late block"] > 100
+        assert met["failed under a launched batch"] > 100
+        assert met["read from a failed batch"] > 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable
 from operator import attrgetter
 
 from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
@@ -30,10 +29,11 @@ class Scheduler:
     Blocks are hashed when their last token is scheduled: a layer writes the keys and values of the
     whole batch before it attends, so that a request admitted in the same step may read them.
 
-    The plain loop is schedule(), run, update(). A caller that overlaps chooses the next batch while
-    one runs: schedule(n + 1), launch, update(n), advance(n + 1). Sampled tokens that are not known
-    yet are PENDING then; blocks that end with one are hashed when update() knows it. Blocks given
-    back by update(n) may still be read by batch n + 1: a runner must execute batches in order.
+    The plain loop is schedule(), run, update(). A caller that overlaps schedules the next batch
+    while one runs: schedule(n + 1), launch, update(n), advance(n + 1). Sampled tokens that are not
+    known yet are PENDING then; blocks that end with one are hashed when update() knows it. Blocks
+    that schedule(n + 1) takes from a preempted sequence may still be used by batch n: a runner must
+    execute batches in order.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Scheduler:
         self._grown: list[Item] = []  # of the batch being chosen
         self._free_slots: list[int] = []
         self._num_slots = 0
-        self._deferred: list[Sequence] = []  # ended in flight; blocks come back with the step
+        # (num_steps at its end, sequence): ended in flight; its blocks come back with that step.
+        self._deferred: list[tuple[int, Sequence]] = []
+        self._dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
         self._finished: list[RequestOutput] = []
         self._draining = False
         self._watermark = pool.num_blocks // 100  # left free by admission for the running to grow
@@ -271,6 +273,8 @@ class Scheduler:
 
     def _requeue(self, seq: Sequence) -> None:
         """A preempted sequence waits again; its tokens are kept, its blocks are not."""
+        if self._num_in_flight:
+            self._dropped += seq.block_ids
         self._release(seq)
         seq.num_computed_tokens = 0
         self._enqueue(seq)
@@ -390,14 +394,13 @@ class Scheduler:
 
     def advance(self, batch: Batch) -> None:
         """Count a launched batch as computed; what it samples is PENDING until its update()."""
-        self._num_advanced += 1
+        if self._num_in_flight > 1:
+            raise RuntimeError("advance() was called before update() or fail() of the last batch")
+        self._num_advanced += bool(batch.items)
         batch.samples = []
         for seq, num_new in batch.items:
-            if seq.finished:
-                batch.samples.append(False)
-                continue
             seq.num_computed_tokens += num_new
-            samples = seq.num_computed_tokens == len(seq.token_ids)
+            samples = seq.num_computed_tokens == len(seq.token_ids) and not seq.finished
             if samples:
                 seq.token_ids.append(PENDING)
             batch.samples.append(samples)
@@ -415,7 +418,7 @@ class Scheduler:
             batch.items[index][0].extend_prompt_logprobs(entries)
         outputs: list[RequestOutput] = []
         num_kept = 0
-        samples: Iterable[bool | None] = batch.samples or [None] * len(batch.items)
+        samples: list[bool] | list[None] = batch.samples or [None] * len(batch.items)
         for (seq, num_new), tokens, logprobs, sampled in zip(
             batch.items, result.token_ids, all_logprobs, samples, strict=True
         ):
@@ -465,39 +468,55 @@ class Scheduler:
     def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
         """The step did not fit into memory: run its requests again, in steps half as large.
 
-        What cannot be made smaller ends in ERROR.
+        What cannot be made smaller, or was launched already, ends in ERROR.
         """
-        if batch.num_tokens <= 1:
+        divisible = batch.num_tokens if self.config.chunked_prefill else len(batch.items)
+        if divisible <= 1 or batch.samples is not None:
             return self.fail(batch, message)
+        for seq, _ in batch.items:
+            self.pool.forget(seq.block_ids)
         self._land(batch)
-        self._budget = min(self._budget, batch.num_tokens) // 2
+        self._budget = max(1, min(self._budget, batch.num_tokens) // 2)
         self._running = [seq for seq in self._running if not seq.finished]
         self._num_finished_running = 0
         for seq, _ in batch.items:
             if not seq.finished:
-                self.pool.forget(seq.block_ids)
                 self._running.remove(seq)
                 self._requeue(seq)
         return []
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
-        """The step raised: every item ends in ERROR, and nothing it touched stays cached."""
-        for seq, _ in batch.items:
+        """The step raised: its items and their readers end in ERROR, nothing of it stays cached."""
+        seqs = [seq for seq, _ in batch.items] + self._readers(batch)
+        for seq in seqs:
             self.pool.forget(seq.block_ids)
+        self.pool.forget(self._dropped)
+        self._late = []  # these sampled in the batch and end with it
         self._land(batch)
-        outputs = []
-        for seq, _ in batch.items:
-            if not seq.finished:
-                outputs.append(self._end(seq, FinishReason.ERROR, error=message))
-        return outputs
+        error = FinishReason.ERROR
+        return [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
+
+    def _readers(self, batch: Batch) -> list[Sequence]:
+        """Whoever the next batch, launched already, lets read what this one was to write."""
+        if batch.samples is None:
+            return []
+        written: set[int] = set()
+        for seq, num_new in batch.items:
+            first = (seq.num_computed_tokens - num_new) // self.pool.block_size
+            written.update(seq.block_ids[first:])
+        return [seq for seq in self._running if not written.isdisjoint(seq.block_ids)]
 
     def _land(self, batch: Batch) -> None:
         """A batch is no longer in flight: blocks of requests that ended meanwhile come back."""
         self._num_in_flight -= bool(batch.items)
-        self._num_advanced -= batch.samples is not None
-        for seq in self._deferred:
-            self._retire(seq)
-        self._deferred.clear()
+        self._num_advanced -= bool(batch.samples)
+        self._dropped = []
+        if self._deferred:
+            num_landed = self._counters.num_steps - self._num_in_flight
+            for step, seq in self._deferred:
+                if step <= num_landed:
+                    self._retire(seq)
+            self._deferred = [entry for entry in self._deferred if entry[0] > num_landed]
 
     def _append(self, seq: Sequence, output: RequestOutput) -> None:
         """Append the output's tokens, cut both at the first stop and end the request there."""
@@ -554,7 +573,7 @@ class Scheduler:
         else:
             self._num_waiting -= 1
         if seq.block_ids and self._num_in_flight:
-            self._deferred.append(seq)
+            self._deferred.append((self._counters.num_steps, seq))
         else:
             self._retire(seq)
 
@@ -604,7 +623,8 @@ class Scheduler:
             if self.pool.prefix_cache:
                 inserted = seq.num_inserted_blocks
                 assert seq.num_computed_tokens // size <= inserted <= len(seq.block_ids)
-        holders = [seq for seq in running + self._deferred if seq.block_ids]
+        holders = running + [seq for _, seq in self._deferred]
+        assert all(seq.block_ids for seq in holders), "an ended sequence gave its blocks back early"
         slots = [seq.slot for seq in holders] + self._free_slots
         assert sorted(slots) == list(range(self._num_slots)), "a slot is lost or held twice"
-        self.pool.check_integrity([seq.block_ids for seq in running + self._deferred])
+        self.pool.check_integrity([seq.block_ids for seq in holders])
