@@ -101,7 +101,7 @@ def build_engine(
     # Requests that ended in a step under way keep their slots until it is over.
     num_slots = 2 * scheduler.max_num_seqs
     overlap = device == "cuda" if execution.overlap is None else execution.overlap
-    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len, on_device=overlap)
+    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len)
     runner.warm_up()
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)

@@ -14,9 +14,9 @@ from tokenmill.engine.device_sampling import DeviceSampler, Sampled
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.engine.sampling import Sampler, grammar_masks
+from tokenmill.engine.sampling import Sampler, grammar_masks, is_penalised
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -78,6 +78,11 @@ class Launched:
         return self.result
 
 
+def _counts_pending(seq: Sequence) -> bool:
+    """True where a penalty asks for a token that the host does not know yet."""
+    return seq.token_ids[-1] == PENDING and is_penalised(seq.request.sampling)
+
+
 def _fill(
     result: StepResult,
     ready: list[int],
@@ -103,14 +108,11 @@ class ModelRunner:
         block_size: int,
         num_slots: int = 512,
         max_model_len: int | None = None,
-        on_device: bool = False,
     ) -> None:
-        """With `on_device` sampling needs no token that only the device knows yet."""
         spec = model.spec
         self.model, self.kv_cache, self.block_size = model, kv_cache, block_size
         self.device = kv_cache[0][0].device
         self.on_gpu = self.device.type == "cuda"
-        self.on_device = on_device or self.on_gpu
         self.sampler, self.device_sampler = Sampler(), DeviceSampler()
         self.builder = InputBuilder(
             block_size,
@@ -191,9 +193,10 @@ class ModelRunner:
         newest: torch.Tensor,
         slots: torch.Tensor,
     ) -> Launched:
-        """Sample the ready items, on the device unless a grammar has to be asked."""
+        """Sample the ready items: on a GPU there, unless a grammar has to be asked."""
         masks = grammar_masks(seqs)
-        if self.on_device and not any(mask is not None for mask in masks):
+        constrained = any(mask is not None for mask in masks)
+        if (self.on_gpu and not constrained) or any(map(_counts_pending, seqs)):
             sampled = self.device_sampler.launch(logits, seqs, newest)
             self.builder.last_tokens.index_copy_(0, slots.long(), sampled.token_ids)
             return self._collect(result, ready, sampled.token_ids, sampled)

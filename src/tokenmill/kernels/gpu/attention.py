@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels import MODE
+from tokenmill.kernels.gpu.dependent import enabled, launch_options, release, wait
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -43,8 +45,10 @@ def _place_kernel(
 def _rope_kernel(
     qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, stride, heads, kv_heads,
     block_size, scale, eps,
-    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    release(EARLY)
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channels = tl.arange(0, HALF)
@@ -79,6 +83,27 @@ def _rope_kernel(
 
 
 @triton.jit
+def _place(
+    table, span, end, head, kv_heads,
+    DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of a turn lie: offsets [KEYS, DIM], or the row of the first one."""
+    if TMA:  # a block holds whole tiles
+        block = tl.load(table + span // BLOCK)
+        return (block * kv_heads + head) * BLOCK + span % BLOCK
+    else:
+        return _lines(table, span, end, head, kv_heads, DIM, KEYS, BLOCK)
+
+
+@triton.jit
+def _load_tile(cache, place, TMA: tl.constexpr):
+    if TMA:
+        return cache.load([place, 0])
+    else:
+        return tl.load(cache + place)
+
+
+@triton.jit
 def _lines(
     table, span, end, head, kv_heads, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -103,12 +128,12 @@ def _attend(
     queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, end, position,
     window,
     MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, end); masked ones are those a query may not see."""
     for span in tl.range(begin, end, KEYS, num_stages=STAGES):
-        lines = _lines(table, span, end, head, kv_heads, DIM, KEYS, BLOCK)
-        keys = tl.load(k_cache + lines).to(queries.dtype)
+        place = _place(table, span, end, head, kv_heads, DIM, KEYS, BLOCK, TMA)
+        keys = _load_tile(k_cache, place, TMA).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys)) * LOG2E
         if MASKED:
             key = span + tl.arange(0, KEYS)
@@ -120,7 +145,7 @@ def _attend(
         weights = tl.exp2(scores - top[:, None])
         shrink = tl.exp2(peak - top)
         total = total * shrink + tl.sum(weights, axis=1)
-        values = tl.load(v_cache + lines).to(queries.dtype)
+        values = _load_tile(v_cache, place, TMA).to(queries.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         peak = top
     return peak, total, acc
@@ -133,8 +158,10 @@ def _attention_kernel(
     tile_tokens,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, HALF_PRECISION: tl.constexpr,
-    INVARIANT: tl.constexpr, STAGES: tl.constexpr,
+    INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    release(EARLY)
+    wait(EARLY)
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
     first = tl.load(tile_starts + tile)
@@ -174,11 +201,11 @@ def _attention_kernel(
     acc = tl.zeros([ROWS, DIM], tl.float32)
     peak, total, acc = _attend(
         queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, clear, position,
-        window, False, DIM, KEYS, BLOCK, STAGES,
+        window, False, DIM, KEYS, BLOCK, TMA, STAGES,
     )  # fmt: skip
     peak, total, acc = _attend(
         queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, clear, end, position,
-        window, True, DIM, KEYS, BLOCK, STAGES,
+        window, True, DIM, KEYS, BLOCK, TMA, STAGES,
     )  # fmt: skip
     if SPLITS > 1:
         line = (split * num_tokens + row) * (kv_heads * GROUP) + head * GROUP + rows % GROUP
@@ -196,8 +223,10 @@ def _attention_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _join_kernel(
     partial, stats, out, out_stride, num_tokens, heads,
-    DIM: tl.constexpr, SPLITS: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    release(EARLY)
+    wait(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, channels = tl.arange(0, SPLITS), tl.arange(0, DIM)
     line = (splits * num_tokens + token) * heads + head
@@ -248,7 +277,7 @@ def rope_and_cache(
     _rope_kernel[(qkv.shape[0], triton.cdiv(total, heads))](
         qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
         kv_heads, block_size, scale, eps,
-        HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, num_warps=4,
+        HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
@@ -268,7 +297,9 @@ def paged_attention(
     rows = max(16, triton.next_power_of_2(tiles.tokens * group))
     splits, tables = tiles.splits, batch.block_tables
     fp8 = k_cache.dtype == torch.float8_e4m3fn
-    keys, warps, stages = launch_shape(rows, fp8)
+    keys, warps, stages = launch_shape(rows)
+    tma = rows > 16 and block_size % keys == 0 and enabled()
+    caches = [_descriptor(c, keys) if tma else c for c in (k_cache, v_cache)]
     assert q.stride(1) == 1 and tables.stride(1) == 1 and dim & (dim - 1) == 0
     assert block_size % keys == 0 or keys % block_size == 0
     partial = stats = out
@@ -277,23 +308,26 @@ def paged_attention(
         partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     _attention_kernel[(kv_heads, tiles.seqs.shape[0], splits)](
-        q, k_cache, v_cache, out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts,
+        q, *caches, out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts,
         batch.context_lens, batch.table_rows, tables, tables.stride(0), q.stride(0), out.stride(0),
         q.shape[0], kv_heads, window, tiles.tokens,
         GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
-        HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, STAGES=stages,
-        num_warps=warps,
+        HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma, STAGES=stages,
+        num_warps=warps, **launch_options(),
     )  # fmt: skip
     if splits > 1:
         # Single queries come first, so that a tile's index is its token's.
         _join_kernel[(tiles.seqs.shape[0], num_heads)](
             partial, stats, out, out.stride(0), q.shape[0], num_heads, DIM=dim, SPLITS=splits,
-            num_warps=1,
+            num_warps=1, **launch_options(),
         )  # fmt: skip
 
 
-def launch_shape(rows: int, fp8: bool) -> tuple[int, int, int]:
+def launch_shape(rows: int) -> tuple[int, int, int]:
     """Keys per turn, warps and pipeline stages of a tile; measured on an H200."""
-    if rows == 16:
-        return 32, 1, 2
-    return 64 if fp8 else 32, 4, 3
+    return (32, 1, 2) if rows == 16 else (64, 4, 2)
+
+
+def _descriptor(cache: torch.Tensor, keys: int) -> TensorDescriptor:
+    """The cache as rows [., head_dim] that the copy engine reads in tiles of `keys` rows."""
+    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), [keys, cache.shape[3]])

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.gpu.dependent import launch_options, release, wait
 from tokenmill.kernels.matmul import PackedWeight, QuantizedRows
 
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
@@ -83,7 +84,9 @@ def _skinny_kernel(
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    release(EARLY)
     rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
     row, column = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
     x_line = x + row[:, None, None] * k
@@ -93,7 +96,20 @@ def _skinny_kernel(
     acc = tl.zeros([ROWS, BN, BK], tl.float32)
     up_acc = tl.zeros([ROWS, BN, BK], tl.float32)
     squares = tl.zeros([ROWS, 1, BK], tl.float32)
-    for start in tl.range(0, k, BK, num_stages=STAGES):
+    steps = tl.arange(0, BK)[None, None, :]
+    weights = _load(line + steps, steps < k, EVEN)
+    up_weights = weights
+    if GATED:
+        up_weights = _load(up_line + steps, steps < k, EVEN)
+    wait(EARLY)  # the first weights are on their way already
+    values = _load(x_line + steps, steps < k, EVEN).to(tl.float32)
+    if NORM:
+        squares += values * values
+        values *= _load(norm + steps, steps < k, EVEN).to(tl.float32)
+    acc += values * weights.to(tl.float32)
+    if GATED:
+        up_acc += values * up_weights.to(tl.float32)
+    for start in tl.range(BK, k, BK, num_stages=STAGES):
         steps = start + tl.arange(0, BK)[None, None, :]
         inside = steps < k
         values = _load(x_line + steps, inside, EVEN).to(tl.float32)
@@ -241,6 +257,7 @@ def skinny_matmul(
         BIAS=bias is not None,
         ADD=add_to is not None,
         num_warps=warps,
+        **launch_options(),
     )
     return out
 

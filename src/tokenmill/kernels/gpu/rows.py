@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+
 FP8_LIMIT = tl.constexpr(448.0)
 ELEMENTS_PER_WARP = 512  # two 16-byte accesses in flight per thread and tensor
 MAX_WARPS = 16
@@ -28,11 +30,15 @@ def _store_row(y, out, scales, row, k, columns, FP8: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x, delta, weight, out, scales, k, eps, ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, delta, weight, out, scales, k, eps,
+    ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    release(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < k
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait(EARLY)
     values = tl.load(x + row * k + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(delta + row * k + columns, mask=inside, other=0.0).to(tl.float32)
@@ -40,12 +46,15 @@ def _rms_norm_kernel(
         tl.store(x + row * k + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / k + eps)
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     _store_row(values * inverse * gain, out, scales, row, k, columns, FP8)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, scales, k, stride, FP8: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up, out, scales, k, stride, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    release(EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < k
@@ -55,7 +64,9 @@ def _silu_mul_kernel(gate_up, out, scales, k, stride, FP8: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _quantize_kernel(x, out, scales, k, stride, BLOCK: tl.constexpr):
+def _quantize_kernel(x, out, scales, k, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    release(EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + columns, mask=columns < k, other=0.0).to(tl.float32)
@@ -72,7 +83,8 @@ def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
 
 def _launch(k: int) -> dict[str, int]:
     block = triton.next_power_of_2(k)
-    return {"BLOCK": block, "num_warps": max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP))}
+    warps = max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP))
+    return {"BLOCK": block, "num_warps": warps, **launch_options()}
 
 
 def rms_norm(

@@ -1,0 +1,39 @@
+"""Programmatic dependent launch: a kernel is set up while the one before it still runs.
+
+Every kernel launched with `launch_options()` calls `wait()` before it touches what another kernel
+wrote: only then is everything before it complete. Weights may be read earlier.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def enabled() -> bool:
+    """True on Hopper and later; the interpreter has no such instruction."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch_options() -> dict[str, bool]:
+    """Arguments of a launch; EARLY reaches the kernel."""
+    early = enabled()
+    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@triton.jit
+def release(EARLY: tl.constexpr):
+    """Let the kernel after this one be set up as soon as all programs of this one run."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Wait until the kernels before this one are complete and what they wrote can be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
