@@ -44,7 +44,7 @@ def ladder(settings: Settings) -> None:
     path = throughput.model_path(model)
     device, features = _device(model)
     values = settings.values | {"model": str(path), "device": device, "json-only": True}
-    attempts = [_attempt(rung, values, device, features) for rung in rungs]
+    attempts = _climb(rungs, values, device, features)
     rows = bench.ladder_rows(attempts, settings.get("gpu-price"))
     title = f"{model.model} on {device}, {_workload(settings)}"
     if plot:
@@ -71,6 +71,21 @@ def _device(model: ModelConfig) -> tuple[str, frozenset[str]]:
 
     device = choose_device(model)
     return device, device_features(device)
+
+
+def _climb(
+    rungs: list[bench.Rung], values: dict[str, Any], device: str, features: frozenset[str]
+) -> list[bench.Attempt]:
+    """Run rung after rung; Ctrl-C ends the climb, and what was measured is reported."""
+    attempts: list[bench.Attempt] = []
+    for rung in rungs:
+        try:
+            attempts.append(_attempt(rung, values, device, features))
+        except KeyboardInterrupt:
+            return [*attempts, bench.Attempt(rung, error="interrupted")]
+        if figures := attempts[-1].figures:
+            console.note(f"Rung: {rung.name}: {figures['tok_s']:,.1f} tok/s")
+    return attempts
 
 
 def _attempt(

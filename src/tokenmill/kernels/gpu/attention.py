@@ -193,16 +193,17 @@ def _attention_kernel(
     clear = (context + first + 1) // KEYS * KEYS  # keys before it are seen by every row
     if window > 0:
         clear = begin
-    if INVARIANT:  # the two loops round differently, and where they meet depends on the tile
-        clear = begin
     clear = tl.maximum(begin, tl.minimum(clear, end // KEYS * KEYS))
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    peak, total, acc = _attend(
-        queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, clear, position,
-        window, False, DIM, KEYS, BLOCK, TMA, STAGES,
-    )  # fmt: skip
+    if INVARIANT:  # the two loops round differently, and where they meet depends on the tile
+        clear = begin
+    else:
+        peak, total, acc = _attend(
+            queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, clear,
+            position, window, False, DIM, KEYS, BLOCK, TMA, STAGES,
+        )  # fmt: skip
     peak, total, acc = _attend(
         queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, clear, end, position,
         window, True, DIM, KEYS, BLOCK, TMA, STAGES,
@@ -298,7 +299,7 @@ def paged_attention(
     splits, tables = tiles.splits, batch.block_tables
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     keys, warps, stages = launch_shape(rows)
-    tma = rows > 16 and block_size % keys == 0 and enabled()
+    tma = rows > 16 and block_size % keys == 0 and enabled() and not MODE.batch_invariant
     caches = [_descriptor(c, keys) if tma else c for c in (k_cache, v_cache)]
     assert q.stride(1) == 1 and tables.stride(1) == 1 and dim & (dim - 1) == 0
     assert block_size % keys == 0 or keys % block_size == 0

@@ -1,0 +1,78 @@
+"""The default model's real weights on a GPU: logits against the CPU in fp32, perplexity by type."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from driver import complete
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.types import Request, SamplingParams
+from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.runner import ModelRunner
+from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.serve.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 2048
+
+
+@pytest.fixture(scope="module")
+def texts(smollm2_path: Path) -> list[list[int]]:
+    tokenizer = load_tokenizer(str(smollm2_path))
+    sources = ("LICENSE", "src/tokenmill/sched/scheduler.py", "docs/architecture.md")
+    return [tokenizer.encode((ROOT / name).read_text())[: CONTEXT - 8] for name in sources]
+
+
+def build(path: Path, device: str, dtype: str, kv_dtype: str = "auto") -> BuiltEngine:
+    return build_engine(
+        ModelConfig(str(path), dtype, device, max_model_len=CONTEXT),  # type: ignore[arg-type]
+        CacheConfig(num_blocks=1024, dtype=kv_dtype),  # type: ignore[arg-type]
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=1024),
+        ExecutionConfig(cuda_graphs=False),
+    )
+
+
+def perplexity(built: BuiltEngine, texts: list[list[int]]) -> float:
+    asks = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    answers = complete(built.engine, texts, asks)
+    entries = [entry for a in answers for entry in a.prompt_logprobs or [] if entry is not None]
+    assert len(entries) == sum(len(text) - 1 for text in texts)
+    return math.exp(-sum(entry.logprobs[0] for entry in entries) / len(entries))
+
+
+@torch.inference_mode()
+def logits(built: BuiltEngine, token_ids: list[int]) -> torch.Tensor:
+    """Logits after every token, [tokens, vocab]."""
+    runner = built.engine._runner
+    assert isinstance(runner, ModelRunner)
+    seq = Sequence(Request("r", token_ids), (0, 0, 0), CONTEXT, frozenset())
+    seq.slot, seq.block_ids = 0, list(range(1, 2 + len(token_ids) // built.block_size))
+    runner.builder.tables.update([(seq, 0)], runner.builder.staging)
+    inputs = runner.builder.build(Batch([(seq, len(token_ids))], len(token_ids)))
+    hidden = runner.model.forward(inputs.token_ids, runner.kv_cache, inputs.attention)
+    return runner.model.logits(hidden).float().cpu()
+
+
+def test_logits_follow_the_cpu_in_fp32(smollm2_path: Path, texts: list[list[int]]) -> None:
+    expected = logits(build(smollm2_path, "cpu", "fp32"), texts[0][:500])
+    found = logits(build(smollm2_path, "cuda", "bf16"), texts[0][:500])
+    error = (found - expected).norm() / expected.norm()
+    print(f"relative error of bf16 logits: {error:.5f}")
+    assert error < 2e-2
+
+
+def test_perplexity_of_fp8_is_within_one_percent(
+    smollm2_path: Path, texts: list[list[int]]
+) -> None:
+    kinds = (("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))
+    found = {
+        f"{dtype}, KV {kv_dtype}": perplexity(build(smollm2_path, "cuda", dtype, kv_dtype), texts)
+        for dtype, kv_dtype in kinds
+    }
+    print(json.dumps(found))
+    base = found["bf16, KV bf16"]
+    assert abs(found["fp8, KV bf16"] / base - 1) < 0.01, found
+    assert abs(found["bf16, KV fp8"] / base - 1) < 0.01, found
