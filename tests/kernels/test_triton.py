@@ -14,6 +14,7 @@ KERNELS = (
     "rms_norm",
     "silu_mul",
     "quantize_rows",
+    "twice_rounded",
     "matmul",
     "batch_invariance",
     "skinny_matmul",

@@ -124,6 +124,28 @@ def check_quantize_rows(device: str) -> None:
         assert torch.equal(found[0][-1].float(), torch.zeros(k, device=device))
 
 
+def check_twice_rounded(device: str) -> None:
+    """Some channels come again: what they lost, and what they became."""
+    for k, count in ((100, 8), (576, 64)):
+        x, up, weight = torch.randn(3, k), torch.randn(3, k), torch.rand(k)
+        channels = torch.randperm(k)[:count].int().to(device)
+        gate_up = torch.cat([x, up], 1)
+        rows, gain = x.to(device), weight.to(device)
+        for exact, (values, scales) in (
+            (norm.rms_norm_reference(x, weight, 1e-5), gpu_rows.rms_norm(
+                rows, gain, 1e-5, True, None, channels)),
+            (norm.silu_mul_reference(gate_up), gpu_rows.silu_mul(
+                gate_up.to(device), True, channels)),
+            (x, gpu_rows.quantize_rows(rows, channels)),
+        ):  # fmt: skip
+            codes, lost, again = values.float().split([k, count, count], dim=1)
+            assert torch.equal(codes[:, channels.long()], again)
+            restored = ((again + lost) * scales[:, None]).cpu()
+            picked = exact[:, channels.long().cpu()]
+            torch.testing.assert_close(restored, picked, rtol=2**-7, atol=1e-4)
+            assert not torch.allclose((again * scales[:, None]).cpu(), picked, rtol=2**-6)
+
+
 def _product(
     m: int, n: int, k: int, dtype: str, device: str
 ) -> tuple[torch.Tensor | QuantizedRows, mm.PackedWeight, torch.Tensor, torch.Tensor]:
@@ -297,6 +319,7 @@ CHECKS = {
     "silu_mul": check_silu_mul,
     "place_tokens": check_place_tokens,
     "quantize_rows": check_quantize_rows,
+    "twice_rounded": check_twice_rounded,
     "matmul": check_matmul,
     "batch_invariance": check_batch_invariance,
     "skinny_matmul": check_skinny_matmul,

@@ -25,6 +25,7 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
+from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
@@ -83,7 +84,8 @@ def build_engine(
     _check_compute(spec, dtype, device)
     _check_memory(spec, dtype, device)
     cache, scheduler = _for_device(cache, scheduler, device)
-    network = _load(checkpoint, dtype, max_len, device, progress)
+    narrow = dtype == "fp8" and spec.hidden_size < NARROW
+    network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, progress)
     block_size = cache.block_size
     assert block_size is not None
     reserve = _RESERVE_BYTES
@@ -102,6 +104,8 @@ def build_engine(
     num_slots = 2 * scheduler.max_num_seqs
     overlap = device == "cuda" if execution.overlap is None else execution.overlap
     runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len)
+    if narrow:
+        quantize(runner)
     runner.warm_up()
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)

@@ -101,6 +101,7 @@ class InputBuilder:
         num_heads, self.kv_heads = heads
         self.block_size, self.group = block_size, num_heads // self.kv_heads
         self.device = device
+        self.max_len = max_blocks * block_size
         self.staging = Staging(device)
         self.tables = BlockTables(num_slots, max_blocks, pad_block, device)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.sampling import Sampler, grammar_masks, is_penalised
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.residual import Residual
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -27,7 +30,10 @@ class Model(Protocol):
     """What a model family offers the runner."""
 
     spec: ModelSpec
+    stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
 
+    @property
+    def linears(self) -> list[Linear]: ...
     @property
     def num_bytes(self) -> int: ...
     def forward(

@@ -10,7 +10,7 @@ fp8 (e4m3): weights are rounded per output channel, activations per row; results
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -25,10 +25,15 @@ SMALL_ROWS = 64  # up to here cuBLAS with one scale beats the kernel with row an
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rows are rounded to: `dtype`, each row scaled so that its peak becomes `limit`."""
+    """What rows are rounded to: `dtype`, each row scaled so that its peak becomes `limit`.
+
+    `channels` are rounded twice: what the first rounding lost follows the row, and then their first
+    roundings again, for the products with what the weights lost.
+    """
 
     dtype: torch.dtype
     limit: int
+    channels: torch.Tensor | None = field(default=None, compare=False)  # int32 [c], fp8 alone
 
 
 FP8 = Rounding(torch.float8_e4m3fn, 448)
@@ -50,6 +55,7 @@ class PackedWeight:
     n: int
     k: int
     tiled: bool
+    channels: torch.Tensor | None = None  # whose columns follow the others twice: rounded, and lost
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +67,9 @@ class PackedWeight:
         """What the product wants its input rounded to."""
         if self.scales is None:
             return None
-        return FP8 if self.data.dtype == FP8.dtype else activation_limit(self.k)
+        if self.data.dtype != FP8.dtype:
+            return activation_limit(self.k)
+        return FP8 if self.channels is None else replace(FP8, channels=self.channels)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """W[ids] in fp32, [len(ids), k]: the embedding lookup of a tied head."""
@@ -85,32 +93,63 @@ def compiled_rows(x: torch.Tensor, rounding: Rounding | None) -> bool:
 def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
     """Round each row of x[m, k]."""
     if use_triton(x):
-        return QuantizedRows(*triton_kernels("rows").quantize_rows(x))
+        return QuantizedRows(*triton_kernels("rows").quantize_rows(x, rounding.channels))
     if compiled_rows(x, rounding):
         return QuantizedRows(*compiled("rows").quantize_rows(x, rounding.limit))
     return quantize_rows_reference(x, rounding)
 
 
 def quantize_rows_reference(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
+    if rounding == FP8:
+        scaled, scales = _scaled(x)
+        codes = scaled.to(FP8.dtype)
+        if rounding.channels is not None:
+            rounded, lost = _split(scaled, codes, rounding.channels)
+            codes = _side_by_side(codes, lost, rounded)
+        return QuantizedRows(codes, scales)
+    scales = x.float().abs().amax(1).clamp(min=1e-30) / rounding.limit
+    return QuantizedRows((x.float() / scales[:, None]).round().to(rounding.dtype), scales)
+
+
+def _scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of x as fp32 within fp8's range, and their scales."""
     x = x.float()
     peaks = x.abs().amax(1).clamp(min=1e-30)
-    scales = peaks / rounding.limit
-    if rounding == FP8:
-        scaled = (x * (rounding.limit / peaks)[:, None]).clamp(-rounding.limit, rounding.limit)
-    else:
-        scaled = (x / scales[:, None]).round()
-    return QuantizedRows(scaled.to(rounding.dtype), scales)
+    return (x * (FP8.limit / peaks)[:, None]).clamp(-FP8.limit, FP8.limit), peaks / FP8.limit
 
 
-def pack(weight: torch.Tensor, dtype: str, device: torch.device | str = "cpu") -> PackedWeight:
-    """Pack W[n, k] for "fp32", "int8", "bf16" or "fp8"; CPU tiles pad n to a multiple of 8."""
+def _split(
+    scaled: torch.Tensor, codes: torch.Tensor, channels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of some channels, and in fp8 what they lost by rounding."""
+    rounded = codes.view(torch.uint8)[:, channels].view(FP8.dtype)
+    return rounded, (scaled[:, channels] - rounded.float()).to(FP8.dtype)
+
+
+def _side_by_side(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(FP8.dtype)
+
+
+def pack(
+    weight: torch.Tensor,
+    dtype: str,
+    device: torch.device | str = "cpu",
+    channels: torch.Tensor | None = None,
+) -> PackedWeight:
+    """Pack W[n, k] for "fp32", "int8", "bf16" or "fp8"; CPU tiles pad n to a multiple of 8.
+
+    `channels` of an fp8 weight are rounded twice: x W^T ~ x8 W8^T + (x - x8) W8^T + x8 (W - W8)^T.
+    """
     n, k = weight.shape
     if dtype == "bf16":
         return PackedWeight(weight.to(device, torch.bfloat16), None, n, k, tiled=False)
     if dtype == "fp8":
-        data, scales = quantize_rows_reference(weight.to(device), FP8)
+        scaled, scales = _scaled(weight.to(device))
+        data = scaled.to(FP8.dtype)
+        if channels is not None:
+            data = _side_by_side(data, *_split(scaled, data, channels))
         _unit_scales(data.device)
-        return PackedWeight(data, scales, n, k, tiled=False)
+        return PackedWeight(data, scales, n, data.shape[1], tiled=False, channels=channels)
     return _pack_cpu(weight.float(), dtype)
 
 

@@ -25,8 +25,9 @@ def rms_norm(
 ) -> torch.Tensor | QuantizedRows:
     """RMSNorm of x[m, k], rounded as asked; `delta`[m, k] is first added to x in place."""
     if use_triton(x):
-        fp8 = rounding is not None
-        return _rows(triton_kernels("rows").rms_norm(x, weight, eps, fp8, delta), rounding)
+        fp8, channels = rounding is not None, rounding and rounding.channels
+        found = triton_kernels("rows").rms_norm(x, weight, eps, fp8, delta, channels)
+        return _rows(found, rounding)
     if delta is None and compiled_rows(x, rounding):
         limit = rounding.limit if rounding else 0
         return _rows(compiled("rows").rms_norm(x, weight, eps, limit), rounding)
@@ -52,7 +53,8 @@ def silu_mul(
 ) -> torch.Tensor | QuantizedRows:
     """silu(gate) * up of gate_up[m, 2k] -> [m, k], rounded as asked."""
     if use_triton(gate_up):
-        return _rows(triton_kernels("rows").silu_mul(gate_up, rounding is not None), rounding)
+        fp8, channels = rounding is not None, rounding and rounding.channels
+        return _rows(triton_kernels("rows").silu_mul(gate_up, fp8, channels), rounding)
     if compiled_rows(gate_up, rounding):
         limit = rounding.limit if rounding else 0
         return _rows(compiled("rows").silu_mul(gate_up, limit), rounding)

@@ -39,6 +39,10 @@ class Linear:
         self.weight: PackedWeight = pack(stacked, dtype, device)
         self.bias = torch.cat(biases).to(device, activation_dtype(dtype)) if biases else None
 
+    def to_fp8(self, channels: torch.Tensor | None = None) -> None:
+        """Replace the bf16 weight by an fp8 one that rounds these channels twice."""
+        self.weight = pack(self.weight.data, "fp8", self.weight.data.device, channels)
+
     @property
     def rounding(self) -> Rounding | None:
         """What the producer of the input rounds it to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -74,6 +74,7 @@ class Llama:
         device: Device = "cpu",
     ) -> None:
         self.spec, self.dtype, self.device = spec, dtype, device
+        self.stream: Callable[[torch.Tensor, float], Residual] = Residual
         self.layers: list[DecoderLayer] = []
         self.cos_sin = rotary_table(spec.rope, spec.head_dim, max_model_len).to(device)
         outer = self._load_layers(tensors)
@@ -109,7 +110,7 @@ class Llama:
         self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor:
         """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
-        stream = Residual(self.embedding(token_ids), self.spec.rms_eps)
+        stream = self.stream(self.embedding(token_ids), self.spec.rms_eps)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             layer(stream, cache, self.cos_sin, batch)
         return stream.complete()
@@ -119,7 +120,11 @@ class Llama:
         return Residual(hidden, self.spec.rms_eps).project(self.norm, self.head)
 
     @property
+    def linears(self) -> list[Linear]:
+        """The products of all layers; the head is not one of them."""
+        return [linear for layer in self.layers for linear in layer.linears]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of weights as they lie in memory."""
-        linears = [linear for layer in self.layers for linear in layer.linears]
-        return self.embedding.num_bytes + sum(x.num_bytes for x in [self.head, *linears])
+        return self.embedding.num_bytes + sum(x.num_bytes for x in [self.head, *self.linears])

@@ -20,18 +20,29 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @triton.jit
-def _store_row(y, out, scales, row, k, columns, FP8: tl.constexpr):
+def _store_row(
+    y, out, scales, channels, row, k, columns, FP8: tl.constexpr, CHANNELS: tl.constexpr
+):
+    line = out + row * (k + 2 * CHANNELS)
     if FP8:
         peak = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-30)
         tl.store(scales + row, peak / FP8_LIMIT)
         y = y * (FP8_LIMIT / peak)
-    tl.store(out + row * k + columns, y.to(out.dtype.element_ty), mask=columns < k)
+    tl.store(line + columns, y.to(out.dtype.element_ty), mask=columns < k)
+    if CHANNELS > 0:  # what these lost by rounding, and their rounded values again
+        extra = tl.arange(0, CHANNELS)
+        picked = tl.gather(y, tl.load(channels + extra), axis=0)
+        rounded = picked.to(out.dtype.element_ty)
+        lost = (picked - rounded.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(line + k + extra, lost)
+        tl.store(line + k + CHANNELS + extra, rounded)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, delta, weight, out, scales, k, eps,
-    ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x, delta, weight, out, scales, channels, k, eps,
+    ADD: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -46,13 +57,15 @@ def _rms_norm_kernel(
         tl.store(x + row * k + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / k + eps)
-    _store_row(values * inverse * gain, out, scales, row, k, columns, FP8)
+    y = values * inverse * gain
+    _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
 
 
 @triton.jit
 def _silu_mul_kernel(
-    gate_up, out, scales, k, stride, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+    gate_up, out, scales, channels, k, stride,
+    FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     release(EARLY)
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -60,17 +73,21 @@ def _silu_mul_kernel(
     inside = columns < k
     gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + k + columns, mask=inside, other=0.0).to(tl.float32)
-    _store_row(gate * tl.sigmoid(gate) * up, out, scales, row, k, columns, FP8)
+    y = gate * tl.sigmoid(gate) * up
+    _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
 
 
 @triton.jit
-def _quantize_kernel(x, out, scales, k, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _quantize_kernel(
+    x, out, scales, channels, k, stride,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     release(EARLY)
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + columns, mask=columns < k, other=0.0).to(tl.float32)
-    _store_row(values, out, scales, row, k, columns, True)
+    _store_row(values, out, scales, channels, row, k, columns, True, CHANNELS)
 
 
 def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
@@ -81,10 +98,14 @@ def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
     return values, scales
 
 
-def _launch(k: int) -> dict[str, int]:
+def _launch(k: int, channels: torch.Tensor | None) -> dict[str, int]:
     block = triton.next_power_of_2(k)
     warps = max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP))
-    return {"BLOCK": block, "num_warps": warps, **launch_options()}
+    return {"BLOCK": block, "CHANNELS": _count(channels), "num_warps": warps, **launch_options()}
+
+
+def _count(channels: torch.Tensor | None) -> int:
+    return 0 if channels is None else channels.shape[0]
 
 
 def rms_norm(
@@ -93,30 +114,37 @@ def rms_norm(
     eps: float,
     fp8: bool = False,
     delta: torch.Tensor | None = None,
+    channels: torch.Tensor | None = None,
 ) -> Rows:
     """RMSNorm of x[m, k] in x's type or fp8; `delta` is added to x in place first."""
     m, k = x.shape
     assert x.is_contiguous() and weight.is_contiguous()
     assert delta is None or (delta.is_contiguous() and delta.shape == x.shape)
-    out, scales = _empty_rows(x, k, fp8)
+    out, scales = _empty_rows(x, k + 2 * _count(channels), fp8)
     add = delta is not None
-    _rms_norm_kernel[(m,)](x, delta, weight, out, scales, k, eps, ADD=add, FP8=fp8, **_launch(k))
+    _rms_norm_kernel[(m,)](
+        x, delta, weight, out, scales, channels, k, eps, ADD=add, FP8=fp8, **_launch(k, channels)
+    )
     return out, scales
 
 
-def silu_mul(gate_up: torch.Tensor, fp8: bool = False) -> Rows:
+def silu_mul(
+    gate_up: torch.Tensor, fp8: bool = False, channels: torch.Tensor | None = None
+) -> Rows:
     """silu(gate) * up of gate_up[m, 2k] -> [m, k] in its type or fp8."""
     m, k = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
-    out, scales = _empty_rows(gate_up, k, fp8)
-    _silu_mul_kernel[(m,)](gate_up, out, scales, k, gate_up.stride(0), FP8=fp8, **_launch(k))
+    out, scales = _empty_rows(gate_up, k + 2 * _count(channels), fp8)
+    _silu_mul_kernel[(m,)](
+        gate_up, out, scales, channels, k, gate_up.stride(0), FP8=fp8, **_launch(k, channels)
+    )
     return out, scales
 
 
-def quantize_rows(x: torch.Tensor) -> Rows:
+def quantize_rows(x: torch.Tensor, channels: torch.Tensor | None = None) -> Rows:
     """x[m, k] in fp8."""
     m, k = x.shape
     assert x.stride(1) == 1
-    out, scales = _empty_rows(x, k, fp8=True)
-    _quantize_kernel[(m,)](x, out, scales, k, x.stride(0), **_launch(k))
+    out, scales = _empty_rows(x, k + 2 * _count(channels), fp8=True)
+    _quantize_kernel[(m,)](x, out, scales, channels, k, x.stride(0), **_launch(k, channels))
     return out, scales

@@ -1,0 +1,66 @@
+"""fp8 on real weights, computed by the references: what it costs in perplexity."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.core.types import Request
+from tokenmill.engine import calibrate
+from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.models import llama
+from tokenmill.models.llama import Llama
+from tokenmill.models.weights import open_checkpoint
+from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.serve.tokenizer import load_tokenizer
+
+NUM_TOKENS = 1000
+
+
+@pytest.fixture(autouse=True)
+def attention_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU attends in fp32 alone."""
+    rope = llama.rope_and_cache
+    monkeypatch.setattr(llama, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
+
+
+class CastingLinear(llama.Linear):
+    """Attention comes in fp32 here; a bf16 product takes bf16."""
+
+    def __call__(self, x: Any, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        return super().__call__(x.bfloat16() if isinstance(x, torch.Tensor) else x, add_to)
+
+
+def load(path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    monkeypatch.setattr(llama, "Linear", CastingLinear)
+    checkpoint = open_checkpoint(path)
+    model = Llama(checkpoint.spec, checkpoint.tensors(), dtype, 1024)
+    return ModelRunner(model, allocate_kv_cache(checkpoint.spec, 80, 16), 16, 4, 1024)
+
+
+@torch.inference_mode()
+def perplexity(runner: ModelRunner, token_ids: list[int]) -> float:
+    seq = Sequence(Request("r", token_ids), (0, 0, 0), 1024, frozenset())
+    seq.slot, seq.block_ids = 0, list(range(1 + len(token_ids) // 16))
+    runner.builder.tables.update([(seq, 0)], runner.builder.staging)
+    inputs = runner.builder.build(Batch([(seq, len(token_ids))], len(token_ids)))
+    hidden = runner.model.forward(inputs.token_ids, runner.kv_cache, inputs.attention)
+    scores = runner.model.logits(hidden[:-1]).float().log_softmax(-1)
+    return math.exp(-scores[torch.arange(len(token_ids) - 1), token_ids[1:]].mean())
+
+
+def test_fp8_perplexity_is_within_one_percent(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    token_ids = load_tokenizer(str(smollm2_path)).encode(text)[:NUM_TOKENS]
+    runner = load(smollm2_path, "bf16", monkeypatch)
+    expected = perplexity(runner, token_ids)
+    calibrate.quantize(runner)
+    weight = runner.model.linears[0].weight
+    assert weight.data.dtype == torch.float8_e4m3fn and weight.k == 576 + 2 * 64
+    assert abs(perplexity(runner, token_ids) / expected - 1) < 0.01
+    once = perplexity(load(smollm2_path, "fp8", monkeypatch), token_ids)
+    assert once / expected - 1 > 0.01  # what the second rounding is for
