@@ -129,4 +129,4 @@ def test_channels_rounded_twice_lose_almost_nothing() -> None:
         assert packed.rounding is not None
         found = mm.matmul(mm.quantize_rows(x, packed.rounding), packed).float()
         errors[channels is not None] = float((found - exact).norm() / exact.norm())
-    assert errors[True] < errors[False] / 3
+    assert errors[True] < errors[False] / 2
