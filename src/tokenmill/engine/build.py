@@ -106,7 +106,7 @@ def build_engine(
     runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len)
     if narrow:
         quantize(runner)
-    runner.warm_up()
+    runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
     engine = LanguageEngine(

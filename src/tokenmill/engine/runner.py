@@ -130,11 +130,15 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
 
-    def warm_up(self) -> None:
+    def warm_up(self, sampling: bool = False) -> None:
         """Compile and load every kernel before the first request waits for them.
 
-        Prefill and decode of a few tokens in block 0, which belongs to nobody yet.
+        Prefill and decode of a few tokens in block 0, which belongs to nobody yet. With `sampling`
+        whatever else than the best token may be asked for, too.
         """
+        if sampling and self.on_gpu:
+            shape = (1, self.model.spec.vocab_size)
+            self.device_sampler.warm_up(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
         request = Request("warm-up", [0, 0, 0], SamplingParams(temperature=0.0))
         seq = Sequence(request, (0, 0, 0), self.block_size, frozenset())
         seq.block_ids, seq.slot = [0], 0
