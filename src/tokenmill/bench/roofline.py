@@ -6,7 +6,7 @@ at the rate of the KV cache's type or reads the cache. Norms, sampling and Pytho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenmill.bench.workload import Cell
 from tokenmill.core.spec import ModelSpec
@@ -22,6 +22,8 @@ class Machine:
     gemm_flops: dict[str, float]  # FLOP/s by compute type
     read_bytes_per_s: float
     num_threads: int
+    name: str = ""  # of the processor that computes
+    software: dict[str, str] = field(default_factory=dict)  # version by name
 
     def flops_per_s(self, dtype: str) -> float:
         """The rate of a type; the best of all for one that was not measured."""

@@ -43,6 +43,8 @@ def throughput_report(
         "kv_tokens": setup.kv_tokens,
         "weight_mib": round(built.weight_bytes / 2**20, 1),
         "machine": {
+            "name": machine.name,
+            "software": machine.software,
             **{f"{name}_gemm_gflops": round(f / 1e9, 1) for name, f in machine.gemm_flops.items()},
             "read_gb_s": round(machine.read_bytes_per_s / 1e9, 1),
         },
@@ -66,8 +68,11 @@ def print_throughput(cells: list[Cell], report: Report) -> None:
         for key, rate in machine.items()
         if key.endswith("_gemm_gflops")
     ]
-    where = "GPU" if report["device"] == "cuda" else f"{report['num_threads']} threads"
-    out.print(f"machine ({where}): {', '.join(rates)}, memory {machine['read_gb_s']:,.1f} GB/s")
+    where = machine["name"]
+    if report["device"] != "cuda":
+        where += f", {report['num_threads']} threads"
+    rates.append(f"memory {machine['read_gb_s']:,.1f} GB/s")
+    out.print(f"{where}: {', '.join(rates)}", markup=False)
     peaks = [f"{name} {mib:,.0f} MiB of the GPU" for name, mib in report["peak_gpu_mib"].items()]
     peaks.append(f"{report['peak_rss_mib']:,.0f} MiB of the host")
     out.print(f"peak memory {', '.join(peaks)}; weights {report['weight_mib']:,.0f} MiB")
