@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiny_models import make_model, save
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.build import build_engine, choose_device
 
@@ -81,3 +81,9 @@ def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     with pytest.raises(ModelLoadError, match="kv_cache_dtype fp8 does not run on cpu: use fp32"):
         build_engine(ModelConfig(str(folder)), CacheConfig(dtype="fp8"), SchedulerConfig())
+
+
+def test_invariance_without_fused_kernels_is_refused(tmp_path: Path) -> None:
+    execution = ExecutionConfig(fused_kernels=False, batch_invariant=True)
+    with pytest.raises(ModelLoadError, match="batch_invariant needs the fused kernels"):
+        build_engine(ModelConfig(str(tmp_path)), CacheConfig(), SchedulerConfig(), execution)

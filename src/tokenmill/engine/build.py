@@ -72,6 +72,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it."""
     execution = execution or ExecutionConfig()
+    if execution.batch_invariant and not execution.fused_kernels:
+        raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
     path = resolve(model.model)
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
     spec = checkpoint.spec
