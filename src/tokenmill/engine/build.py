@@ -72,47 +72,36 @@ def build_engine(
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it."""
     execution = execution or ExecutionConfig()
-    if execution.batch_invariant and not execution.fused_kernels:
-        raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
+    _set_mode(execution)
     path = resolve(model.model)
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
-    spec = checkpoint.spec
-    max_len = _context_limit(spec, model)
+    spec, max_len = checkpoint.spec, _context_limit(checkpoint.spec, model)
     device = choose_device(model)
     set_num_threads(model.num_threads or os.cpu_count() or 1)
-    MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
     kv_dtype = _kv_dtype(cache, device)
     _check_compute(spec, dtype, device)
     _check_memory(spec, dtype, device)
-    cache, scheduler = _for_device(cache, scheduler, device)
+    scheduler = _limits(scheduler, device, max_len)
     narrow = dtype == "fp8" and spec.hidden_size < NARROW
     network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, progress)
-    block_size = cache.block_size
-    assert block_size is not None
-    reserve = _RESERVE_BYTES
-    if device == "cuda":
-        reserve = _gpu_reserve(spec, scheduler) + execution.graph_memory_bytes
+    reserve = _reserve(spec, scheduler, execution, device)
+    block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
     block_bytes = spec.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
     num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
     spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
     kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype)
-    eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
-    if grammar_vocab is not None:
-        eos |= frozenset(grammar_vocab.stop_token_ids)  # the tokenizer knows turn ends too
-    pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
-    limits = replace(scheduler, max_model_len=max_len)
     # Requests that ended in a step under way keep their slots until it is over.
-    num_slots = 2 * scheduler.max_num_seqs
-    overlap = device == "cuda" if execution.overlap is None else execution.overlap
-    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len)
+    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
     if narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
+    overlap = device == "cuda" if execution.overlap is None else execution.overlap
+    eos = _stop_ids(path, spec, grammar_vocab)
     engine = LanguageEngine(
-        Scheduler(limits, pool, eos),
+        Scheduler(scheduler, BlockPool(num_blocks, block_size, cache.prefix_cache), eos),
         runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
@@ -133,17 +122,27 @@ def build_engine(
     )
 
 
-def _for_device(
-    cache: CacheConfig, scheduler: SchedulerConfig, device: str
-) -> tuple[CacheConfig, SchedulerConfig]:
-    """Fill what was left to the device."""
-    on_gpu = device == "cuda"
-    block_size = GPU_BLOCK_SIZE if on_gpu else DEFAULT_BLOCK_SIZE
-    budget = GPU_BUDGET if on_gpu else DEFAULT_BUDGET
-    return (
-        replace(cache, block_size=cache.block_size or block_size),
-        replace(scheduler, max_num_batched_tokens=scheduler.max_num_batched_tokens or budget),
+def _set_mode(execution: ExecutionConfig) -> None:
+    """Switch the kernels of this process."""
+    if execution.batch_invariant and not execution.fused_kernels:
+        raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
+    MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
+
+
+def _limits(scheduler: SchedulerConfig, device: str, max_len: int) -> SchedulerConfig:
+    """Fill what was left to the device and the model."""
+    budget = GPU_BUDGET if device == "cuda" else DEFAULT_BUDGET
+    return replace(
+        scheduler,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,
+        max_model_len=max_len,
     )
+
+
+def _stop_ids(path: Path, spec: ModelSpec, grammar_vocab: GrammarVocab | None) -> frozenset[int]:
+    """End-of-sequence ids; the tokenizer knows turn ends too."""
+    eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
+    return eos if grammar_vocab is None else eos | frozenset(grammar_vocab.stop_token_ids)
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -262,12 +261,16 @@ def _load(
     return network
 
 
-def _gpu_reserve(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
-    """Bytes of the largest step's activations and logits, with room for the allocator."""
+def _reserve(
+    spec: ModelSpec, scheduler: SchedulerConfig, execution: ExecutionConfig, device: str
+) -> int:
+    """Bytes kept from the KV cache: on a GPU graphs, and the largest step's activations twice."""
+    if device != "cuda":
+        return _RESERVE_BYTES
     widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 8 * spec.hidden_size
     activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
     logits = scheduler.max_num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
-    return 2**30 + 2 * activations + logits
+    return 2**30 + 2 * activations + logits + execution.graph_memory_bytes
 
 
 def _num_blocks(
