@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill.bench.roofline import Machine, Roofline
@@ -192,6 +193,9 @@ def ratios(reports: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float | N
 
 def peak_rss_mib() -> float:
     """Largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count the process that forked this one, too
+        return round(int(status.read_text().partition("VmHWM:")[2].split()[0]) / 1024, 1)
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
