@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +21,14 @@ Message = dict[str, Any]
 TRACE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 CORPUS_WORDS = 1 << 15
 UNIQUE_WORDS = 6  # WORDS ** 6 different beginnings
-WORDS = (
+_COMMON = (
     "the of and to in is that for it was on are as with his they at be this from have or by one "
     "had not but what all were when we there can an your which their said if do will each about "
     "how up out them then she many some so these would other into has more her two like him see "
     "time could no make than first been its who now people my made over did down only way find "
     "use may water long little very after words called just where most know"
-).split()
+)
+WORDS = tuple(_COMMON.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class Trace:
 def read_trace(path: Path, speed: float = 1.0, seed: int = 0) -> Trace:
     """A Mooncake trace: timestamp (ms), input_length, output_length, hash_ids per line."""
     rows = tuple(_trace_row(line, where, speed) for line, where in _json_lines(path))
-    if any(a.offset_s > b.offset_s for a, b in zip(rows, rows[1:], strict=False)):
+    if any(a.offset_s > b.offset_s for a, b in pairwise(rows)):
         raise BenchError(f"{path}: the timestamps are not in order")
     return Trace(rows, seed)
 

@@ -99,9 +99,7 @@ class _Crew:
         self._processes: list[Any] = []
         for task, counters in zip(tasks, self._counters, strict=True):
             ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(
-                target=run_process, args=(task, counters, theirs), daemon=True
-            )
+            process = _SPAWN.Process(target=run_process, args=(task, counters, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -67,6 +67,7 @@ def slot_delays(load: Load) -> list[float]:
 def _arrivals(load: Load) -> Iterator[float]:
     if load.rate is None:
         return itertools.repeat(0.0)
+    counts: Iterator[float]
     if load.arrival == "burst":
         size = load.burst_size
         counts = (size * (index // size) for index in itertools.count())

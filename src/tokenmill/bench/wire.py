@@ -71,6 +71,7 @@ class Record(msgspec.Struct):
     session: int
     turn: int
     planned_ns: int
+    point: int = 0  # of a sweep
     sent_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
@@ -159,9 +160,7 @@ class Target:
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
 
-def request_body(
-    target: Target, content: str | Sequence[Message], max_tokens: int | None
-) -> bytes:
+def request_body(target: Target, content: str | Sequence[Message], max_tokens: int | None) -> bytes:
     """The JSON of one request."""
     body: dict[str, Any] = {"model": target.model}
     if target.api == "completions":

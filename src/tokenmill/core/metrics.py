@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 NS_PER_MS = 1_000_000
@@ -132,7 +133,7 @@ def interval_95(
 
     whole = statistic(values)
     bounds = [round(index * len(values) / num_batches) for index in range(num_batches + 1)]
-    parts = [statistic(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [statistic(values[a:b]) for a, b in pairwise(bounds)]
     variance = sum((part - whole) ** 2 for part in parts) / (num_batches - 1)
     half = _T_975[num_batches - 2] * math.sqrt(variance / num_batches)
     return whole - half, whole + half
