@@ -51,7 +51,8 @@ class ScriptedServer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:-2])
-                body = json.loads(await reader.readexactly(int(lines.get("content-length", 0))) or "{}")
+                length = int(lines.get("content-length", 0))
+                body = json.loads(await reader.readexactly(length) or "{}")
                 seen = Seen(time.monotonic_ns(), number, head, body)
                 self.seen.append(seen)
                 if not await self._answer(seen, writer):
@@ -67,7 +68,8 @@ class ScriptedServer:
             await asyncio.sleep(60)
         if name in ("http500", "http429"):
             return _json(writer, int(name[4:]), {"error": {"message": f"broken: {name}"}})
-        if name == "hang-up":
+        used = sum(other.connection == seen.connection for other in self.seen) > 1
+        if name == "hang-up" or (name == "hang-up-later" and used):
             return False
         if name == "not-http":
             writer.write(b"hello\r\n\r\n")

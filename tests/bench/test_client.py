@@ -35,9 +35,7 @@ async def _ask(target: Target, times: int) -> list[Record]:
     client = Client(target)
     try:
         return [
-            await client.call(
-                Record(index, 0, 0, max_tokens=64), request_body(target, "hello", 64)
-            )
+            await client.call(Record(index, 0, 0, max_tokens=64), request_body(target, "hello", 64))
             for index in range(times)
         ]
     finally:
@@ -150,6 +148,9 @@ def test_other_ways_to_write_a_stream(server: ScriptedServer, model: str) -> Non
 def test_a_connection_that_went_stale_is_replaced(server: ScriptedServer) -> None:
     records = ask(server, "close-after", 4)
     assert [record.error for record in records] == [None] * 4
+    records = ask(server, "hang-up-later", 3)
+    assert [record.error for record in records] == [None] * 3
+    assert [record.retried for record in records] == [False, True, True]
 
 
 def test_not_streamed(server: ScriptedServer) -> None:
@@ -195,7 +196,9 @@ def test_urls_that_are_none(url: str) -> None:
 
 
 def test_events_however_they_are_cut() -> None:
-    text = b": hello\r\n\r\nevent: x\r\ndata: 1\r\n\r\ndata:2\n\ndata: 3\ndata: 4\n\nid: 7\n\ndata: 5"
+    text = (
+        b": hello\r\n\r\nevent: x\r\ndata: 1\r\n\r\ndata:2\n\ndata: 3\ndata: 4\n\nid: 7\n\ndata: 5"
+    )
     for cut in range(len(text)):
         scanner = SseScanner()
         found = scanner.feed(text[:cut]) + scanner.feed(text[cut:]) + scanner.feed(b"\n\n")

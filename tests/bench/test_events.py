@@ -91,7 +91,9 @@ def test_nothing_at_all() -> None:
     assert point["goodput"]["good_share"] == 0.0
 
 
-@pytest.mark.parametrize("texts", [["ttft:500 tpot:50"], ["ttft:500,tpot:50"], ["ttft:500", "tpot:50"]])
+@pytest.mark.parametrize(
+    "texts", [["ttft:500 tpot:50"], ["ttft:500,tpot:50"], ["ttft:500", "tpot:50"]]
+)
 def test_slo_texts(texts: list[str]) -> None:
     assert parse_slo(texts) == Slo(ttft_ms=500, tpot_ms=50)
 
