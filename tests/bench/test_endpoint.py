@@ -131,7 +131,10 @@ def test_floor(api: Any, stream: bool) -> None:
         assert {r.completion_tokens for r in outcome.records} == {32}
 
 
-def test_interrupt_reports_what_has_finished(server: ScriptedServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_reports_what_has_finished(
+    server: ScriptedServer, tmp_path: Path, number: signal.Signals
+) -> None:
     flags = ["--url", server.url, "--model", "ok", "--concurrency", "2", "--duration", "600"]
     command = [sys.executable, "-m", "tokenmill", "bench", "endpoint", *flags]
     before = len(server.seen)
@@ -147,7 +150,7 @@ def test_interrupt_reports_what_has_finished(server: ScriptedServer, tmp_path: P
         while len(server.seen) < before + 20:  # warm-up and some more
             assert time.monotonic() < deadline_s and process.poll() is None
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, number)  # as a terminal does
         out, err = process.communicate(timeout=GENEROUS_S)
     finally:
         process.kill()

@@ -186,7 +186,8 @@ async def _watch(health: Health) -> None:
 
 def run_process(task: Task, counters: Any, pipe: Pipe) -> None:
     """Entry of a client process: "ready", then the start is awaited; "done" with its health."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent says when to stop
     _raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         health = runner.run(_run(task, counters, pipe))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +87,8 @@ def endpoint(settings: Settings) -> None:
     config = settings.build(EndpointConfig)
     check_flags(settings, config)
     bench = EndpointBench(settings, config)
-    report = bench.run()
+    with _terminated_as_interrupted():
+        report = bench.run()
     bench.write(report)
     if not settings.get("json-only"):
         print_report(report)
@@ -94,6 +97,16 @@ def endpoint(settings: Settings) -> None:
         raise KeyboardInterrupt
     if not any(point["num_completed"] for point in report["points"]):
         raise BenchError(f"no request was answered: {_first_error(report['points'])}")
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM too ends the run with a report."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
