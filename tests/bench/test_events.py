@@ -108,7 +108,7 @@ def test_bad_slo_texts(text: str) -> None:
 def audit_of(**changes: Any) -> dict[str, Any]:
     floor = {"request_s": 1000.0, "outputs_s": 10_000.0, "latency_ms": {"p50": 0.1}}
     report = {"lag_ms": {"p99": 1.0}, "cpu_share": 0.2, "max_stall_ms": 5.0, "floor": floor}
-    return report | changes
+    return report | {"scheduled": True} | changes
 
 
 def point_of(**changes: Any) -> dict[str, Any]:
@@ -137,3 +137,5 @@ def test_each_sign_of_a_slow_client(
 def test_no_warning_without_cause() -> None:
     assert warnings(audit_of(), point_of()) == []
     assert warnings(audit_of(floor=None), point_of(request_s=1e6)) == []
+    at_once = audit_of(scheduled=False, lag_ms={"p99": 30.0})  # slots that begin together
+    assert warnings(at_once, point_of()) == []

@@ -20,6 +20,7 @@ def audit(run: Run, point: Report, floor: Floor | None, stream: bool) -> Report:
     lag = summarize((r.sent_ns - r.planned_ns) / NS_PER_MS for r in run.records if r.sent_ns)
     report: Report = {
         "num_processes": len(run.health),
+        "scheduled": run.load.rate is not None or run.load.arrival == "trace",
         "lag_ms": lag,
         "cpu_share": max((h.cpu_s / h.wall_s for h in run.health if h.wall_s), default=0.0),
         "num_stalls": sum(h.num_stalls for h in run.health),
@@ -52,7 +53,7 @@ def warnings(report: Report, point: Report) -> list[str]:
         )
     latency = _median_latency(point)
     late_ms = max(LATE_MS, LATE_SHARE * latency)
-    if report["lag_ms"].get("p99", 0.0) > late_ms:
+    if report["scheduled"] and report["lag_ms"].get("p99", 0.0) > late_ms:
         found.append(
             f"1 % of the requests left {report['lag_ms']['p99']:.1f} ms or more after their time: "
             "the load was not the one asked for"
