@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -28,17 +29,18 @@ class Seen:
 
 
 class ScriptedServer:
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.seen: list[Seen] = []
         self.port = 0
         self._connections = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}/v1"
 
     async def serve(self, started: threading.Event, stop: asyncio.Event) -> None:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
         started.set()
         await stop.wait()
@@ -148,8 +150,8 @@ def _json(writer: Any, status: int, value: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def scripted_server() -> Iterator[ScriptedServer]:
-    server, started = ScriptedServer(), threading.Event()
+def scripted_server(tls: ssl.SSLContext | None = None) -> Iterator[ScriptedServer]:
+    server, started = ScriptedServer(tls), threading.Event()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     def work() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
 import statistics
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -215,3 +219,18 @@ def test_stale_means_used_before_and_unanswered() -> None:
     assert Client._went_stale(record, connection)
     record.error = "timeout"
     assert not Client._went_stale(record, connection)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_https(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    command = [*make.split(), "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    with scripted_server(tls) as server:
+        (refused,) = ask(server, "ok")
+        assert refused.error == "connect" and "certificate" in refused.detail.lower()
+        records = ask(server, "ok", 2, insecure=True)
+    assert [(r.error, r.num_outputs) for r in records] == [(None, NUM_TOKENS)] * 2

@@ -21,6 +21,7 @@ from tokenmill.bench.datasets import Synthetic
 from tokenmill.bench.endpoint import measure_floor, run_load
 from tokenmill.bench.load import Load
 from tokenmill.bench.wire import Target
+from tokenmill.bench.workload import BenchError
 
 GENEROUS_S = 60.0
 
@@ -119,6 +120,46 @@ def test_conversations_carry_their_answers(
     assert roles == [["system", *said * n, "user"] for n in range(3)]
     assert messages[1][:2] == messages[0] and messages[2][:4] == messages[1]
     assert messages[1][2]["content"] == " abcdef" * NUM_TOKENS
+
+
+def test_trace_goes_out_with_its_prefixes(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [(0, 600, [1, 2]), (10, 700, [1, 3])]
+    lines = [
+        json.dumps({"timestamp": t, "input_length": n, "output_length": 9, "hash_ids": ids})
+        for t, n, ids in rows
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    before = len(server.seen)
+    report = bench(
+        *(capsys, "--url", server.url, "--model", "ok", "--trace", "t.jsonl"),
+        *("--no-audit", "--warmup-requests", "0", "--no-ignore-eos"),
+    )
+    assert report["points"][0]["load"] == "trace" and report["points"][0]["num_completed"] == 2
+    bodies = sorted((seen.body for seen in server.seen[before:]), key=lambda body: len(str(body)))
+    one, two = (body["messages"][0]["content"].split() for body in bodies)
+    assert (len(one), len(two)) == (600, 700)
+    assert one[:512] == two[:512] and one[512:] != two[512:600]
+    assert all(b["max_tokens"] == 9 and "ignore_eos" not in b for b in bodies)
+
+
+class Broken(Synthetic):
+    """Data that fail in the client process."""
+
+    def session(self, index: int) -> Any:
+        raise RuntimeError("no such session")
+
+
+@pytest.mark.parametrize(
+    "load", [Load(concurrency=1, num_sessions=1), Load(rate=9, num_sessions=1)]
+)
+def test_a_client_that_breaks_is_an_error(
+    server: ScriptedServer, load: Load, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BenchError, match="a client process died"):
+        run_load(Target(server.url + "/chat/completions", "ok"), load, Broken(((8, 8),)), 1)
+    assert "no such session" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [True, False])

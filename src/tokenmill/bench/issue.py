@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.client import Client
+from tokenmill.bench.client import CANCELLED, Client
 from tokenmill.bench.datasets import Dataset, Message, Session
 from tokenmill.bench.load import Load, planned_times, shard_slots, slot_delays
 from tokenmill.bench.wire import Record, Target, request_body, write_records
@@ -60,6 +60,7 @@ class Issuer:
     counters: Any  # shared with the parent: NUM_COUNTERS numbers
     records: list[Record] = field(default_factory=list)
     _open: set[asyncio.Task[None]] = field(default_factory=set)
+    _failure: BaseException | None = None
 
     async def warm_up(self) -> None:
         """A closed loop over sessions of its own; records are thrown away."""
@@ -86,11 +87,14 @@ class Issuer:
                 self._start(self._slot(start_ns + round(delay_s * 1e9), start_ns, index))
         while self._open:
             await asyncio.wait(set(self._open))
+        if self._failure is not None:
+            raise self._failure
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """End what is under way; it stays in the records as cancelled."""
         for running in self._open:
             running.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
 
     def _slots(self) -> Iterator[tuple[int, float]]:
         delays = slot_delays(self.task.load)
@@ -100,7 +104,12 @@ class Issuer:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         running = asyncio.get_running_loop().create_task(work)
         self._open.add(running)
-        running.add_done_callback(self._open.discard)
+        running.add_done_callback(self._ended)
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        self._open.discard(running)
+        if not running.cancelled():
+            self._failure = self._failure or running.exception()
 
     async def _run_open(self, start_ns: int) -> None:
         task = self.task
@@ -155,6 +164,9 @@ class Issuer:
         self.records.append(record)
         try:
             await self.client.call(record, body)
+        except asyncio.CancelledError:
+            record.error = record.error or CANCELLED
+            raise
         finally:
             counters[OPEN] -= 1
             counters[DONE if record.error is None else FAILED] += 1
@@ -216,8 +228,8 @@ async def _run(task: Task, counters: Any, pipe: Pipe) -> Health:
         pipe.send("ready")
         if start_ns := await order:
             health = await _measure(issuer, start_ns, orders)
+            write_records(task.events, issuer.records)
     issuer.client.close()
-    write_records(task.events, issuer.records)
     loop.remove_reader(pipe.fileno())
     return health
 
@@ -244,8 +256,7 @@ async def _measure(issuer: Issuer, start_ns: int, orders: asyncio.Queue[int]) ->
     await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
         work.cancel()
-        issuer.stop()
-        await asyncio.sleep(0)
+        await issuer.stop()
     health.cpu_s, health.wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
     for task in (watch, stop, work):
         if not task.done():
