@@ -54,6 +54,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("serve/metrics",),
     "msgspec": ("serve/", "bench/wire"),
     "httptools": ("bench/client",),
+    "uvloop": ("bench/issue",),
     "zmq": ("serve/wire", "serve/worker"),
     "typer": ("cli/", "__main__"),
     "rich": ("cli/", "demo"),

@@ -416,7 +416,8 @@ ENDPOINT_LOAD = (
         EndpointConfig,
         "rate",
         _numbers(_read_float, 1e-6, "X[,X...]"),
-        "Requests per second that arrive whatever the server does; several: a sweep.",
+        "Requests (with --turns conversations) per second, whatever the server does; several: a "
+        "sweep.",
     ),
     _of(
         EndpointConfig,

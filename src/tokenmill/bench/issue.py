@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import resource
 import signal
 import time
@@ -201,17 +200,19 @@ def run_process(task: Task, counters: Any, pipe: Pipe) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent says when to stop
     _raise_file_limit()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         health = runner.run(_run(task, counters, pipe))
     pipe.send((health.cpu_s, health.wall_s, health.num_stalls, health.max_stall_ms))
     pipe.close()
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
+    """uvloop's loop where it is installed."""
     try:
-        return importlib.import_module("uvloop").new_event_loop
+        import uvloop
     except ModuleNotFoundError:
         return None
+    return uvloop.new_event_loop
 
 
 async def _run(task: Task, counters: Any, pipe: Pipe) -> Health:

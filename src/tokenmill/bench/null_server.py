@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import signal
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
+
+from tokenmill.bench.issue import loop_factory
 
 NUM_TOKENS = 32
 _LENGTH = b"content-length:"
@@ -74,11 +75,7 @@ def _request_size(buffer: bytes) -> int:
 def run_null_server(api: str, stream: bool, pipe: Pipe) -> None:
     """Serve on a free port, send the port, and end when the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        factory = importlib.import_module("uvloop").new_event_loop
-    except ModuleNotFoundError:
-        factory = None
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(answer_of(api, stream), pipe))
 
 

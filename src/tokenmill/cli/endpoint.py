@@ -364,13 +364,14 @@ def print_report(report: Report) -> None:
     state = "; interrupted, so of what had finished" if report["interrupted"] else ""
     console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
     console.print_table(_points_table(points))
-    if len(points) == 1:
+    if len(points) == 1 and points[0]["num_completed"]:
         console.out.print()
         console.print_table(_latency_table(points[0]))
     for point in points:
         for label in ("errors", "doubts"):
             for name, entry in point[label].items():
-                text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}"
+                hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry["first"] else ""
+                text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}{hint}"
                 console.out.print(text, markup=False)
     console.out.print(_audit_line(points), markup=False)
     for text in all_warnings(points):
