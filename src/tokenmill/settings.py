@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from tokenmill.core.config import (
     BenchConfig,
     CacheConfig,
+    EndpointConfig,
     ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
@@ -150,6 +151,20 @@ def _count(low: int, high: float = math.inf) -> Kind:
 def _number(low: float, high: float, metavar: str = "X") -> Kind:
     limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     return Kind(_within(_read_float, low, high), f"a number {limit}", metavar)
+
+
+def _numbers(read: Callable[[Any], Any], low: float, metavar: str) -> Kind:
+    """One number or several; a point of a sweep each."""
+    bounded = _within(read, low, math.inf)
+
+    def read_all(value: Any) -> tuple[Any, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        items = parts if isinstance(parts, list | tuple) else [parts]
+        if not items:
+            raise ValueError(value)
+        return tuple(bounded(item) for item in items)
+
+    return Kind(read_all, f"numbers of at least {low:g}, separated by commas", metavar)
 
 
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
@@ -377,6 +392,91 @@ LADDER = (
     ),
     Setting("plot", "Write the bars to this .svg or .html file.", TEXT),
 )
+ENDPOINT_REQUESTS = (
+    _of(EndpointConfig, "api", _one_of("chat", "completions"), "Route to call."),
+    _of(EndpointConfig, "stream", SWITCH, "Ask for streams; off: only whole answers are timed."),
+    _of(
+        EndpointConfig,
+        "timeout",
+        _number(0.001, math.inf, "SECONDS"),
+        "Longest time of one request.",
+        field="timeout_s",
+    ),
+    _of(EndpointConfig, "insecure", SWITCH, "Do not check the server's certificate."),
+    _of(EndpointConfig, "extra-body", TEXT, "JSON object whose fields join every request."),
+)
+ENDPOINT_LOAD = (
+    _of(
+        EndpointConfig,
+        "concurrency",
+        _numbers(_read_int, 1, "N[,N...]"),
+        "Requests under way at once (16 without --rate); several: a sweep.",
+    ),
+    _of(
+        EndpointConfig,
+        "rate",
+        _numbers(_read_float, 1e-6, "X[,X...]"),
+        "Requests (with --turns conversations) per second, whatever the server does; several: a "
+        "sweep.",
+    ),
+    _of(
+        EndpointConfig,
+        "arrival",
+        _one_of("poisson", "constant", "burst"),
+        "How they arrive; burst without --rate: all at once.",
+    ),
+    _of(EndpointConfig, "burst-size", _count(1), "Requests of one burst."),
+    _of(
+        EndpointConfig,
+        "ramp",
+        SECONDS,
+        "Time in which the load grows from nothing to its full size.",
+        field="ramp_s",
+    ),
+    _of(
+        EndpointConfig,
+        "num-requests",
+        _count(1),
+        "Requests of a point (100 without --duration; with --prompts and --trace all).",
+    ),
+    _of(
+        EndpointConfig,
+        "duration",
+        _number(0.001, math.inf, "SECONDS"),
+        "Nothing is sent later; what is under way may end.",
+        field="duration_s",
+    ),
+    _of(EndpointConfig, "warmup-requests", _count(0), "Requests before, in no figure."),
+)
+ENDPOINT_DATA = (
+    _of(EndpointConfig, "prompts", TEXT, 'JSONL file of {"prompt": ...} or {"messages": ...}.'),
+    _of(EndpointConfig, "trace", TEXT, "Mooncake trace: its times, lengths and shared prefixes."),
+    _of(EndpointConfig, "trace-speed", _number(1e-6, math.inf), "Above 1 replays it faster."),
+    _of(EndpointConfig, "turns", _count(1), "Turns of a conversation; 1: single requests."),
+    _of(EndpointConfig, "shared-prefix", _count(0), "Tokens that prompts have in common."),
+    _of(EndpointConfig, "num-prefixes", _count(1), "Different shared prefixes."),
+    _of(EndpointConfig, "tokenizer", TEXT, "Model whose tokenizer checks the server's counts."),
+)
+ENDPOINT_REPORT = (
+    _of(
+        EndpointConfig,
+        "goodput",
+        TEXT,
+        "Limits of a good request in ms, such as ttft:500,tpot:50 (ttft, tpot, e2e).",
+        repeated=True,
+    ),
+    _of(EndpointConfig, "gpus", _count(1), "GPUs behind the endpoint."),
+    _of(
+        EndpointConfig,
+        "price-per-gpu-hour",
+        _number(0, math.inf, "USD"),
+        "Dollars per GPU and hour: gives dollars per million tokens.",
+    ),
+    _of(EndpointConfig, "processes", _count(1, 1024), "Client processes; as the load needs."),
+    _of(EndpointConfig, "audit", SWITCH, "Measure what the client itself can do."),
+    _of(EndpointConfig, "output-dir", TEXT, "Folder for summary.json and events.jsonl."),
+)
+ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
@@ -391,7 +491,10 @@ COMMANDS = (
 )
 SETTINGS: dict[str, Setting] = {
     s.key: s
-    for group in (MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING, BENCH, LADDER, COMMANDS)
+    for group in (
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING, BENCH, LADDER),
+        *(ENDPOINT, COMMANDS),
+    )
     for s in group
 }
 

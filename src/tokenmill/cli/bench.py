@@ -1,10 +1,10 @@
-"""tokenmill bench throughput | ladder | scheduler | frontend, as typer commands."""
+"""tokenmill bench throughput | endpoint | ladder | scheduler | frontend, as typer commands."""
 
 from __future__ import annotations
 
 import typer
 
-from tokenmill.cli import console, ladder, simulate, steps, throughput
+from tokenmill.cli import console, endpoint, ladder, simulate, steps, throughput
 from tokenmill.cli.options import command
 from tokenmill.settings import SETTINGS, Settings
 
@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     command(group, "throughput", throughput.PANELS)(throughput.throughput)
+    command(group, "endpoint", endpoint.PANELS)(endpoint.endpoint)
     command(group, "ladder", ladder.PANELS)(ladder.ladder)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)

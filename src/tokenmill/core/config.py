@@ -95,3 +95,35 @@ class BenchConfig:
     @property
     def num_rounds(self) -> int:
         return self.rounds or (3 if self.lengths is None else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """What `bench endpoint` sends, when, for how long, and what it makes of it."""
+
+    api: Literal["chat", "completions"] = "chat"
+    stream: bool = True
+    timeout_s: float = 600.0
+    insecure: bool = False
+    extra_body: str | None = None  # JSON object that joins every request
+    concurrency: tuple[int, ...] = ()  # several: a sweep
+    rate: tuple[float, ...] = ()
+    arrival: Literal["poisson", "constant", "burst"] = "poisson"
+    burst_size: int = 1
+    ramp_s: float = 0.0
+    num_requests: int | None = None
+    duration_s: float | None = None
+    warmup_requests: int = 8
+    prompts: str | None = None
+    trace: str | None = None
+    trace_speed: float = 1.0
+    turns: int = 1
+    shared_prefix: int = 0
+    num_prefixes: int = 1
+    tokenizer: str | None = None
+    goodput: tuple[str, ...] = ()
+    gpus: int | None = None
+    price_per_gpu_hour: float | None = None
+    processes: int | None = None
+    audit: bool = True
+    output_dir: str | None = None

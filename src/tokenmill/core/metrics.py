@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 NS_PER_MS = 1_000_000
 
@@ -83,3 +85,66 @@ def summarize(values: Iterable[float | None]) -> dict[str, float]:
 def usd_per_million_tokens(usd_per_hour: float, tok_s: float) -> float:
     """What a million tokens cost at a price per hour and a rate per second."""
     return usd_per_hour / (tok_s * 3600) * 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits that a request must keep to be good; None: no limit."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def met_by(self, times: RequestTimes) -> bool:
+        """True when every limit holds; one token has no TPOT and so keeps its limit."""
+        if times.ttft_ms is None or times.e2e_ms is None:
+            return False
+        values = (times.ttft_ms, times.tpot_ms or 0.0, times.e2e_ms)
+        limits = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        return all(m is None or v <= m for v, m in zip(values, limits, strict=True))
+
+
+# Student's t at 97.5 % for 1 to 29 degrees of freedom.
+_T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
+)
+NUM_BATCHES = 10
+MIN_BATCH = 4
+
+
+def interval_95(
+    values: Sequence[float], percent: float | None = None, num_batches: int = NUM_BATCHES
+) -> tuple[float, float] | None:
+    """A 95 % interval of the mean, or of a percentile, of values in the order they occurred.
+
+    Sectioning (batch means): neighbours may be correlated as long as whole batches hardly are.
+    None where a batch would be too short to hold the percentile.
+    """
+    share = 0.0 if percent is None else percent / 100
+    needed = max(MIN_BATCH, math.inf if share >= 1 else math.ceil(round(1 / (1 - share), 6)))
+    size = len(values) // num_batches
+    if size < needed:
+        return None
+
+    def statistic(part: Sequence[float]) -> float:
+        return sum(part) / len(part) if percent is None else percentile(part, percent)
+
+    whole = statistic(values)
+    bounds = [round(index * len(values) / num_batches) for index in range(num_batches + 1)]
+    parts = [statistic(values[a:b]) for a, b in pairwise(bounds)]
+    variance = sum((part - whole) ** 2 for part in parts) / (num_batches - 1)
+    half = _T_975[num_batches - 2] * math.sqrt(variance / num_batches)
+    return whole - half, whole + half
+
+
+def summarize_with_intervals(values: Iterable[float | None]) -> dict[str, Any]:
+    """`summarize`, and the 95 % intervals of mean and percentiles where there are any."""
+    present = [v for v in values if v is not None]
+    intervals = {
+        name: interval_95(present, percent)
+        for name, percent in (("mean", None), ("p50", 50.0), ("p90", 90.0), ("p99", 99.0))
+    }
+    known = {name: list(bounds) for name, bounds in intervals.items() if bounds}
+    return summarize(present) | ({"ci95": known} if known else {})

@@ -1,0 +1,261 @@
+"""Records of requests -> the summary of a point. Pure: the same records give the same figures."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.bench.client import CANCELLED
+from tokenmill.bench.load import Load
+from tokenmill.bench.wire import Record
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import (
+    NS_PER_MS,
+    RequestTimes,
+    Slo,
+    interval_95,
+    summarize,
+    summarize_with_intervals,
+    usd_per_million_tokens,
+)
+
+Report = dict[str, Any]
+
+USAGE_MISSING, USAGE_INCONSISTENT, EMPTY = "usage_missing", "usage_inconsistent", "empty"
+COUNT_TOLERANCE = 0.1  # between usage and a tokenizer, at least TOLERATED_TOKENS
+TOLERATED_TOKENS = 2
+NUM_WINDOWS = 40
+_LIMITS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an hour of the machines behind the endpoint costs."""
+
+    num_gpus: int
+    usd_per_gpu_hour: float
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.num_gpus * self.usd_per_gpu_hour
+
+
+def parse_slo(texts: Iterable[str]) -> Slo | None:
+    """Limits in ms such as "ttft:500 tpot:50"; None where there are none."""
+    limits: dict[str, float] = {}
+    for part in " ".join(texts).replace(",", " ").split():
+        name, _, text = part.partition(":")
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = math.nan
+        if name not in _LIMITS or not 0 < limit < math.inf:
+            known = ", ".join(_LIMITS)
+            raise BenchError(f"--goodput takes NAME:MS with a name of {known}, got {part!r}")
+        limits[_LIMITS[name]] = limit
+    return Slo(**limits) if limits else None
+
+
+def usage_fault(record: Record) -> tuple[str, str] | None:
+    """(class, why) where the token counts of a whole answer cannot be trusted."""
+    tokens = record.completion_tokens
+    if tokens is None:
+        return USAGE_MISSING, "the answer has no usage"
+    if tokens < record.num_outputs:
+        return USAGE_INCONSISTENT, f"usage has {tokens} tokens, {record.num_outputs} outputs came"
+    if record.max_tokens is not None and tokens > record.max_tokens:
+        return USAGE_INCONSISTENT, f"usage has {tokens} tokens, {record.max_tokens} were allowed"
+    total = (record.prompt_tokens or 0) + tokens
+    if record.total_tokens not in (None, total):
+        return USAGE_INCONSISTENT, f"usage has {record.total_tokens} tokens in all, not {total}"
+    if tokens > record.num_bytes + TOLERATED_TOKENS:
+        return USAGE_INCONSISTENT, f"usage has {tokens} tokens, the text {record.num_bytes} bytes"
+    counted = record.counted_tokens
+    slack = max(TOLERATED_TOKENS, COUNT_TOLERANCE * (counted or 0))
+    if counted is not None and abs(counted - tokens) > slack:
+        return USAGE_INCONSISTENT, f"usage has {tokens} tokens, the tokenizer counts {counted}"
+    return None
+
+
+def num_tokens(record: Record, stream: bool) -> int:
+    """Output tokens: those of a usage that can be trusted, else what was counted here."""
+    if usage_fault(record) is None:
+        return record.completion_tokens or 0
+    if record.counted_tokens is not None:
+        return record.counted_tokens
+    return record.num_outputs if stream else 0
+
+
+def times_of(record: Record, stream: bool, arrival_ns: int | None = None) -> RequestTimes:
+    """The stamps of a record; its first output is taken to carry as many tokens as the others."""
+    tokens = num_tokens(record, stream)
+    num_first = max(1, round(tokens / record.num_outputs)) if record.num_outputs else 0
+    return RequestTimes(
+        record.sent_ns if arrival_ns is None else arrival_ns,
+        record.first_ns,
+        record.last_ns,
+        num_first,
+        tokens,
+    )
+
+
+def summarize_point(
+    load: Load,
+    records: Sequence[Record],
+    *,
+    stream: bool = True,
+    slo: Slo | None = None,
+    price: Price | None = None,
+) -> Report:
+    """All figures of one point; failed requests are counted by class and are in no average."""
+    whole = [r for r in records if r.error is None]
+    failed = [r for r in records if r.error not in (None, CANCELLED)]
+    seconds = _seconds(whole)
+    report: Report = {
+        "load": load.name,
+        "concurrency": load.concurrency,
+        "rate": load.rate,
+        "seconds": seconds,
+        "num_completed": len(whole),
+        "num_failed": len(failed),
+        "num_unfinished": len(records) - len(whole) - len(failed),
+        "num_retried": sum(r.retried for r in records),
+        "errors": _by_class((r.error or "", r.detail) for r in failed),
+        "doubts": _by_class(fault for r in whole for fault in _doubts(r)),
+        "finish_reasons": dict(Counter(str(r.finish_reason) for r in whole)),
+    }
+    report |= _rates(whole, seconds, stream) | _latencies(load, whole, stream)
+    if slo is not None:
+        report["goodput"] = _goodput(whole, len(failed), seconds, slo, stream)
+    if price is not None:
+        report["price"] = _price(report, price)
+    return dict(rounded(report))
+
+
+def _seconds(whole: Sequence[Record]) -> float:
+    """From the first request to the last output."""
+    if not whole:
+        return 0.0
+    begin = min(r.sent_ns for r in whole)
+    return (max(r.last_ns or r.end_ns for r in whole) - begin) / 1e9
+
+
+def _doubts(record: Record) -> list[tuple[str, str]]:
+    fault = usage_fault(record)
+    found = [fault] if fault is not None else []
+    if not record.num_outputs:
+        found.append((EMPTY, f"no output, finish reason {record.finish_reason}"))
+    return found
+
+
+def _by_class(found: Iterable[tuple[str, str]]) -> Report:
+    """How many of each class, and what the first one said."""
+    classes: Report = {}
+    for name, detail in found:
+        entry = classes.setdefault(name, {"count": 0, "first": detail})
+        entry["count"] += 1
+    return classes
+
+
+def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Report:
+    output = sum(num_tokens(r, stream) for r in whole)
+    prompt = sum(r.prompt_tokens or 0 for r in whole)
+    outputs = sum(r.num_outputs for r in whole)
+    per_second = 1 / seconds if seconds else 0.0
+    report: Report = {
+        "num_prompt_tokens": prompt,
+        "num_output_tokens": output,
+        "request_s": len(whole) * per_second,
+        "output_tok_s": output * per_second,
+        "total_tok_s": (output + prompt) * per_second,
+        "outputs_s": outputs * per_second,
+        "tokens_per_output": output / outputs if outputs else 0.0,
+    }
+    if bounds := interval_95(_window_rates(whole, seconds, stream)):
+        report["output_tok_s_ci95"] = list(bounds)
+    return report
+
+
+def _window_rates(whole: Sequence[Record], seconds: float, stream: bool) -> list[float]:
+    """Output tokens per second in NUM_WINDOWS equal parts of the run."""
+    if not seconds:
+        return []
+    begin = min(r.sent_ns for r in whole)
+    width_ns = seconds * 1e9 / NUM_WINDOWS
+    windows = [0.0] * NUM_WINDOWS
+    for record in whole:
+        now_ns = record.first_ns
+        share = num_tokens(record, stream) / max(record.num_outputs, 1)
+        for gap_ns in (0, *record.gaps_ns) if record.num_outputs else ():
+            now_ns += gap_ns
+            windows[min(int((now_ns - begin) / width_ns), NUM_WINDOWS - 1)] += share
+    return [tokens / width_ns * 1e9 for tokens in windows]
+
+
+def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Report:
+    times = [times_of(r, stream) for r in whole]
+    report: Report = {"e2e_ms": summarize_with_intervals(t.e2e_ms for t in times)}
+    if not stream:
+        return report
+    report["ttft_ms"] = summarize_with_intervals(t.ttft_ms for t in times)
+    report["tpot_ms"] = summarize_with_intervals(t.tpot_ms for t in times)
+    report["itl_ms"] = summarize(gap / NS_PER_MS for r in whole for gap in r.gaps_ns)
+    tpot = report["tpot_ms"]
+    users = {p: 1000 / tpot[p] for p in ("mean", "p50", "p90") if tpot.get(p)}
+    report["tok_s_user"] = users
+    if load.is_open:
+        scheduled = (times_of(r, stream, r.planned_ns).ttft_ms for r in whole)
+        report["ttft_from_schedule_ms"] = summarize_with_intervals(scheduled)
+    return report
+
+
+def _goodput(
+    whole: Sequence[Record], num_failed: int, seconds: float, slo: Slo, stream: bool
+) -> Report:
+    good = [r for r in whole if slo.met_by(times_of(r, stream))]
+    tokens = sum(num_tokens(r, stream) for r in good)
+    answered = len(whole) + num_failed
+    return {
+        "ttft_ms": slo.ttft_ms,
+        "tpot_ms": slo.tpot_ms,
+        "e2e_ms": slo.e2e_ms,
+        "num_good": len(good),
+        "good_share": len(good) / answered if answered else 0.0,
+        "request_s": len(good) / seconds if seconds else 0.0,
+        "output_tok_s": tokens / seconds if seconds else 0.0,
+    }
+
+
+def _price(report: Report, price: Price) -> Report:
+    def usd(tok_s: float) -> float | None:
+        return usd_per_million_tokens(price.usd_per_hour, tok_s) if tok_s else None
+
+    found = {
+        "gpus": price.num_gpus,
+        "usd_per_gpu_hour": price.usd_per_gpu_hour,
+        "output_tok_s_gpu": report["output_tok_s"] / price.num_gpus,
+        "usd_per_million_output": usd(report["output_tok_s"]),
+        "usd_per_million_total": usd(report["total_tok_s"]),
+    }
+    if "goodput" in report:
+        found["usd_per_million_good_output"] = usd(report["goodput"]["output_tok_s"])
+    return found
+
+
+def count_tokens(records: Iterable[Record], count: Callable[[str], int]) -> None:
+    """Note in each record what a tokenizer counts in its text."""
+    for record in records:
+        if record.text is not None:
+            record.counted_tokens = count(record.text)
+
+
+def rounded(value: Any) -> Any:
+    """All numbers to five digits behind the point; what is no number becomes None."""
+    if isinstance(value, float):
+        return round(value, 5) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,96 @@
+"""When to send: planned times of an open loop, slots of a closed one. No clock is read here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenmill.bench.workload import BenchError
+
+Arrival = Literal["poisson", "constant", "burst", "trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One point: a fixed concurrency, or arrivals that wait for nobody."""
+
+    concurrency: int | None = None  # closed loop; None: open
+    rate: float | None = None  # mean arrivals per second; None: all at once
+    arrival: Arrival = "poisson"
+    burst_size: int = 1
+    ramp_s: float = 0.0  # rate or concurrency grows linearly from nothing for so long
+    num_sessions: int | None = None
+    duration_s: float | None = None  # nothing is sent later
+    offsets_s: tuple[float, ...] = ()  # arrivals of a trace
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_sessions is None and self.duration_s is None:
+            raise BenchError("a load needs a number of requests or a duration")
+        unbounded = self.num_sessions is None and self.arrival != "trace"
+        if self.concurrency is None and self.rate is None and unbounded:
+            raise BenchError("requests that arrive at once need a number: give --num-requests")
+
+    @property
+    def is_open(self) -> bool:
+        return self.concurrency is None
+
+    @property
+    def name(self) -> str:
+        """The point in a table."""
+        if self.concurrency is not None:
+            return f"concurrency {self.concurrency}"
+        if self.arrival == "trace":
+            return "trace"
+        burst = f" by {self.burst_size}" if self.arrival == "burst" and self.rate else ""
+        return f"{self.arrival}{burst} {self.rate:g}/s" if self.rate else "burst"
+
+
+def planned_times(load: Load) -> Iterator[tuple[int, float]]:
+    """(session, seconds after the start) of every arrival of an open loop, in order."""
+    times = iter(load.offsets_s) if load.arrival == "trace" else _arrivals(load)
+    end_s = math.inf if load.duration_s is None else load.duration_s
+    bounded = itertools.islice(times, load.num_sessions)
+    return enumerate(itertools.takewhile(lambda t: t < end_s, bounded))
+
+
+def slot_delays(load: Load) -> list[float]:
+    """Seconds after the start at which each slot of a closed loop begins."""
+    slots = load.concurrency or 0
+    return [load.ramp_s * index / slots for index in range(slots)]
+
+
+def _arrivals(load: Load) -> Iterator[float]:
+    if load.rate is None:
+        return itertools.repeat(0.0)
+    counts: Iterator[float]
+    if load.arrival == "burst":
+        size = load.burst_size
+        counts = (size * (index // size) for index in itertools.count())
+    elif load.arrival == "constant":
+        counts = itertools.count()
+    else:
+        counts = _unit_poisson(random.Random(f"arrivals/{load.seed}"))
+    return (_time_of(count, load.rate, load.ramp_s) for count in counts)
+
+
+def _unit_poisson(rng: random.Random) -> Iterator[float]:
+    """Arrival times of a Poisson process with one arrival per unit."""
+    return itertools.accumulate(rng.expovariate(1.0) for _ in itertools.count())
+
+
+def _time_of(count: float, rate: float, ramp_s: float) -> float:
+    """When `count` arrivals are due: the inverse of the integral of a rate that ramps up."""
+    in_ramp = rate * ramp_s / 2
+    if count < in_ramp:
+        return math.sqrt(2 * ramp_s * count / rate)
+    return count / rate + ramp_s / 2
+
+
+def shard_slots(concurrency: int, shard: int, num_shards: int) -> range:
+    """The slots of one client process."""
+    return range(shard, concurrency, num_shards)
