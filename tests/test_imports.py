@@ -54,6 +54,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("serve/metrics",),
     "msgspec": ("serve/",),
     "zmq": ("serve/wire", "serve/worker"),
+    "mlperf_loadgen": ("bench/loadgen",),
     "typer": ("cli/", "__main__"),
     "rich": ("cli/", "demo"),
     "openai": ("demo",),

@@ -1,10 +1,10 @@
-"""tokenmill bench throughput | ladder | scheduler | frontend, as typer commands."""
+"""tokenmill bench throughput | ladder | mlperf | scheduler | frontend, as typer commands."""
 
 from __future__ import annotations
 
 import typer
 
-from tokenmill.cli import console, ladder, simulate, steps, throughput
+from tokenmill.cli import console, ladder, mlperf, simulate, steps, throughput
 from tokenmill.cli.options import command
 from tokenmill.settings import SETTINGS, Settings
 
@@ -16,6 +16,8 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     command(group, "throughput", throughput.PANELS)(throughput.throughput)
     command(group, "ladder", ladder.PANELS)(ladder.ladder)
+    command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
+    command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)
