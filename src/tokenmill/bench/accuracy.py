@@ -49,6 +49,13 @@ def read_dataset(path: Path) -> list[Row]:
     return [_row(record, f"{path}, sample {number}") for number, record in enumerate(records)]
 
 
+def check_targets(rows: Sequence[Row]) -> None:
+    """Every row must have something to compare its answer with."""
+    for number, row in enumerate(rows):
+        if row.target is None:
+            raise BenchError(f"sample {number} of the dataset has none of {', '.join(TARGETS)}")
+
+
 def _lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 

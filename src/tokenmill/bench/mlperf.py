@@ -11,12 +11,13 @@ import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.loadgen import Sample
+from tokenmill.bench.loadgen import Sample, Test, run_test
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import SamplingParams
+from tokenmill.core.types import Engine, SamplingParams
 
 # The seeds of the v6.0 round; a LoadGen wheel has those of the round it was made for.
 SEEDS = {
@@ -27,12 +28,14 @@ SEEDS = {
 MIN_DURATION_MS = 600_000
 PERCENTILE, STREAM_PERCENTILE, QUICK_PERCENTILE = 99, 90, 90
 QUICK_DURATION_MS = 5_000
+QUICK_QUERIES = 64  # what LoadGen needs to be sure of the 90th percentile
 MIN_OUTPUT = 2  # LoadGen counts a sample of one token as an error: it has no TPOT
 SCENARIOS = ("Offline", "Server", "Interactive", "SingleStream")
 LATENCY_BOUND = ("Server", "Interactive")
 PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
 NS_PER_MS = 1e6
 MAX_PEAK_RUNS = 16
+USER_CONF = "user.conf"
 
 Report = dict[str, Any]
 
@@ -178,13 +181,16 @@ class Run:
         return QUICK_DURATION_MS if self.scenario in LATENCY_BOUND else 0
 
     def user_conf(self, num_samples: int) -> str:
-        """The file that LoadGen reads after its own; without quick it holds the rate alone."""
+        """The file that LoadGen reads after its own; only a quick one goes below the rules."""
         values: dict[str, float] = {"target_qps": self.target_qps}
         if self.scenario == "SingleStream":  # what LoadGen expects decides how many it prepares
             values = {"target_latency": 1000 / self.target_qps}
+        if self.scenario == "Offline":  # LoadGen's own file has it for some benchmarks only
+            values["min_query_count"] = num_samples
         if self.quick:
             values["min_duration"] = self.min_duration_ms
-            values["min_query_count"] = num_samples
+            if self.scenario != "Offline":
+                values["min_query_count"] = max(num_samples, QUICK_QUERIES)
             values["performance_sample_count_override"] = num_samples
             if self.scenario in LATENCY_BOUND:
                 values["target_latency_percentile"] = QUICK_PERCENTILE
@@ -253,23 +259,30 @@ def synthetic_samples(
     ]
 
 
+def choose_samples(
+    run: Run, input_lens: Sequence[int], max_model_len: int, accuracy: bool
+) -> list[int]:
+    """Indices of the dataset's samples to run; a quick run takes the first that fit."""
+    if run.quick_samples:
+        fitting = [i for i, n in enumerate(input_lens) if n + MIN_OUTPUT <= max_model_len]
+        if not fitting:
+            raise BenchError(f"no prompt of the dataset fits a context of {max_model_len} tokens")
+        return fitting[: run.quick_samples]
+    needed = (accuracy and run.preset.accuracy_samples) or run.preset.num_samples
+    if len(input_lens) != needed:
+        raise BenchError(
+            f"the dataset has {len(input_lens)} samples, but {run.preset.name} has {needed}; "
+            "--quick takes what there is"
+        )
+    return list(range(needed))
+
+
 def dataset_samples(
     run: Run, prompts: Sequence[list[int]], max_model_len: int, accuracy: bool
 ) -> list[Sample]:
-    """Samples of a dataset's prompts, in its order; a quick run takes the first that fit."""
+    """Samples of a dataset's prompts, with the benchmark's sampling and cap."""
     preset = run.preset
     cap = (accuracy and preset.accuracy_output) or preset.max_output
-    needed = (accuracy and preset.accuracy_samples) or preset.num_samples
-    if run.quick_samples:
-        fitting = (p for p in prompts if len(p) + MIN_OUTPUT <= max_model_len)
-        prompts = [prompt for prompt, _ in zip(fitting, range(run.quick_samples), strict=False)]
-        if not prompts:
-            raise BenchError(f"no prompt of the dataset fits a context of {max_model_len} tokens")
-    elif len(prompts) != needed:
-        raise BenchError(
-            f"the dataset has {len(prompts)} samples, but {preset.name} has {needed}; "
-            "--quick takes what there is"
-        )
     longest = max(map(len, prompts)) + cap
     if longest > max_model_len and not run.quick:
         raise BenchError(
@@ -286,6 +299,23 @@ def dataset_samples(
         )
         for prompt in prompts
     ]
+
+
+def execute(
+    engine: Engine, samples: Sequence[Sample], run: Run, folder: Path, accuracy: bool = False
+) -> list[RequestTimes]:
+    """Run the test; `folder` then has its logs and its user.conf."""
+    conf = folder / USER_CONF
+    conf.write_text(run.user_conf(len(samples)), encoding="utf-8")
+    test = Test(
+        key=run.preset.key_of(run.scenario),
+        scenario=run.loadgen_scenario,
+        user_conf=conf,
+        folder=folder,
+        accuracy=accuracy,
+        overrides=SEEDS | {"accuracy_sample_count_override": len(samples)},
+    )
+    return run_test(engine, samples, test)
 
 
 def performance_report(
@@ -355,7 +385,7 @@ def invalid_reasons(
     for key, sentence in (
         ("result_min_duration_met", "the run was shorter than the minimum duration"),
         ("result_min_queries_met", "there were fewer queries than the minimum"),
-        ("early_stopping_met", "too few queries for so many over the limit (early stopping)"),
+        ("early_stopping_met", "too few queries to be sure of the percentile (early stopping)"),
     ):
         if values.get(key) is False:
             reasons.append(sentence)
