@@ -385,7 +385,7 @@ def invalid_reasons(
     for key, sentence in (
         ("result_min_duration_met", "the run was shorter than the minimum duration"),
         ("result_min_queries_met", "there were fewer queries than the minimum"),
-        ("early_stopping_met", "too few queries to be sure of the percentile (early stopping)"),
+        ("early_stopping_met", "too many queries over a limit for so few in all (early stopping)"),
     ):
         if values.get(key) is False:
             reasons.append(sentence)

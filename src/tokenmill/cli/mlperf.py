@@ -47,6 +47,7 @@ PANELS = {
 }
 OFFERED = tuple(setting for group in PANELS.values() for setting in group)
 PARENT_POLL_S = 1.0
+UNBOUNDED = 2**31
 MODES = {"submission": ("performance", "accuracy")}  # the others are themselves
 
 Report = dict[str, Any]
@@ -133,12 +134,12 @@ def _peak(run: bench.Run, values: dict[str, Any], scratch: Path) -> Report:
         folder = scratch / f"run_{len(tried)}"
         report = _test(values, "performance", target_qps, folder) | {"target_qps": target_qps}
         tried.append(report)
-        console.note(f"{target_qps:g} queries/s: {report['result']}")
+        console.note(f"{target_qps:g} queries/s: {'; '.join([report['result'], *report['reasons']])}")
         return bool(report["result"] == "VALID")
 
     peak = bench.find_peak(is_valid, run.target_qps)
     best = next((r for r in tried if r["target_qps"] == peak), tried[-1])
-    runs = [{"target_qps": r["target_qps"], "result": r["result"]} for r in tried]
+    runs = [{key: r[key] for key in ("target_qps", "result", "reasons")} for r in tried]
     return best | {"peak_qps": peak, "runs": runs}
 
 
@@ -218,7 +219,8 @@ def _build(settings: Settings, samples: list[loadgen.Sample]) -> BuiltEngine:
     """An engine with room for all samples at once, warmed up."""
     lengths = tuple((len(s.prompt_token_ids), s.sampling.max_tokens or 1) for s in samples)
     cell = Cell("mlperf", lengths)
-    built, _ = throughput.build(settings, BenchConfig(lengths="mlperf"), [cell])
+    unbounded = Settings({"max-queue": UNBOUNDED} | settings.values)  # a sample may come often
+    built, _ = throughput.build(unbounded, BenchConfig(lengths="mlperf"), [cell])
     warmup = cell.warmup()
     prompts = make_prompts(warmup, -1, 0, built.spec.vocab_size)
     OurEngine(built.engine).run(warmup, prompts)
