@@ -134,7 +134,8 @@ def _peak(run: bench.Run, values: dict[str, Any], scratch: Path) -> Report:
         folder = scratch / f"run_{len(tried)}"
         report = _test(values, "performance", target_qps, folder) | {"target_qps": target_qps}
         tried.append(report)
-        console.note(f"{target_qps:g} queries/s: {'; '.join([report['result'], *report['reasons']])}")
+        why = "; ".join([report["result"], *report["reasons"]])
+        console.note(f"{target_qps:g} queries/s: {why}")
         return bool(report["result"] == "VALID")
 
     peak = bench.find_peak(is_valid, run.target_qps)
