@@ -56,6 +56,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "httptools": ("bench/client",),
     "uvloop": ("bench/issue",),
     "zmq": ("serve/wire", "serve/worker"),
+    "mlperf_loadgen": ("bench/loadgen",),
     "typer": ("cli/", "__main__"),
     "rich": ("cli/", "demo"),
     "openai": ("demo",),

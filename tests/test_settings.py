@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tokenmill import settings as settings_module
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import SETTINGS, Settings, SettingsError, load, parse_size
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError, load, parse_size
 
 
 @pytest.fixture(autouse=True)
@@ -162,3 +163,9 @@ def test_every_setting_fits_its_config() -> None:
         assert setting.key == setting.key.lower().replace("_", "-")
         if setting.owner is not None:
             assert setting.field in setting.owner.__dataclass_fields__, setting.key
+
+
+def test_no_key_is_given_twice() -> None:
+    groups = (value for value in vars(settings_module).values() if isinstance(value, tuple))
+    listed = {id(s): s for group in groups for s in group if isinstance(s, Setting)}
+    assert len({s.key for s in listed.values()}) == len(listed)

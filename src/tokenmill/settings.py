@@ -477,6 +477,51 @@ ENDPOINT_REPORT = (
     _of(EndpointConfig, "output-dir", TEXT, "Folder for summary.json and events.jsonl."),
 )
 ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
+MLPERF = (
+    Setting(
+        "benchmark",
+        "MLPerf benchmark: limits, lengths and sampling.",
+        _one_of("deepseek-r1", "gpt-oss-120b", "llama3.1-8b", "llama3.1-405b", "llama2-70b"),
+        default="llama3.1-8b",
+    ),
+    Setting(
+        "scenario",
+        "How queries arrive; Interactive is Server under tighter limits.",
+        _one_of("Offline", "Server", "Interactive", "SingleStream"),
+        default="Offline",
+    ),
+    Setting(
+        "target-qps",
+        "Queries per second: of the schedule, or expected where there is none.",
+        _number(1e-6, math.inf, "QPS"),
+        default=1.0,
+    ),
+    Setting(
+        "test-mode",
+        "What to run; accuracy needs --dataset, submission is both.",
+        _one_of("performance", "accuracy", "submission"),
+        default="performance",
+    ),
+    Setting("dataset", "Samples of the benchmark, .json or .jsonl; else synthetic ones.", TEXT),
+    Setting("quick", "Few queries and little time: not a valid submission.", SWITCH, default=False),
+    Setting("quick-samples", "Samples of a quick run.", _count(1), default=64),
+    Setting(
+        "length-scale",
+        "Scale of the lengths of synthetic samples in a quick run.",
+        _number(0.0001, 1),
+        default=1.0,
+    ),
+    Setting(
+        "find-peak",
+        "Search for the highest valid rate, from --target-qps on.",
+        SWITCH,
+        default=False,
+    ),
+    Setting("submission-dir", "Write the submission's folders here.", TEXT),
+    Setting("division", "Division of the submission.", _one_of("closed", "open"), default="open"),
+    Setting("submitter", "Submitter of the submission.", TEXT, default="tokenmill"),
+    Setting("system-name", "Name of the system in the submission.", TEXT, default="system"),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
@@ -492,8 +537,8 @@ COMMANDS = (
 SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
-        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING, BENCH, LADDER),
-        *(ENDPOINT, COMMANDS),
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
+        *(BENCH, LADDER, ENDPOINT, MLPERF, COMMANDS),
     )
     for s in group
 }

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.bench.child import run_benchmark
 from tokenmill.bench.throughput import OURS
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import usd_per_million_tokens
@@ -91,18 +88,9 @@ def missing(rung: Rung, features: Collection[str]) -> str:
 
 def run_rung(rung: Rung, command: Sequence[str]) -> Attempt:
     """Run a throughput benchmark in a process of its own; what it writes to stderr passes on."""
-    last_line = ""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
-        with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            for line in process.stderr:
-                sys.stderr.write(line)
-                last_line = line.strip() or last_line
-        if process.returncode:
-            reason = last_line.removeprefix("error: ")
-            return Attempt(rung, error=reason or f"exit status {process.returncode}")
-        stdout.seek(0)
-        report = json.loads(stdout.read().splitlines()[-1])
+    report, error = run_benchmark(command)
+    if error:
+        return Attempt(rung, error=error)
     (cell,) = report["cells"].values()
     return Attempt(rung, figures=cell[OURS])
 

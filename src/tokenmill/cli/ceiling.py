@@ -59,6 +59,18 @@ def peak_memory_mib(device: str) -> dict[str, float]:
     return {name: round(peak / 2**20, 1) for name, peak in peaks.items()}
 
 
+def accelerator(device: str) -> dict[str, str]:
+    """The fields of a system description about the GPU."""
+    if device != "cuda":
+        return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
+    memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return {
+        "accelerators_per_node": "1",
+        "accelerator_model_name": torch.cuda.get_device_name(),
+        "accelerator_memory_capacity": f"{memory_gib:.0f} GiB",
+    }
+
+
 def device_features(device: str) -> frozenset[str]:
     """What the rungs of the ladder ask for; see bench/ladder.py."""
     if device != "cuda":

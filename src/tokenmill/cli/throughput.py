@@ -73,7 +73,7 @@ def throughput(settings: Settings) -> None:
     check_flags(settings)
     cells = make_cells(config)
     num_threads = settings.build(ModelConfig).num_threads or os.cpu_count() or 1
-    built, setup = _build(settings, config, cells)
+    built, setup = build(settings, config, cells)
     _check_context(cells, built.max_model_len)
     lineup = _start_peers(config, built, num_threads)
     try:
@@ -120,7 +120,8 @@ def model_path(config: ModelConfig) -> Path:
         raise ModelLoadError(f"{error}; shapes of this package: {', '.join(shapes)}") from error
 
 
-def _build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[BuiltEngine, Setup]:
+def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[BuiltEngine, Setup]:
+    """An engine with room for these cells, and what bounds its speed."""
     path = model_path(settings.build(ModelConfig))
     with (
         console.progress("Loading weights", size_in_bytes=True) as loaded,

@@ -1,0 +1,26 @@
+"""A benchmark in a process of its own: its JSON line, or the sentence that it ended with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+
+def run_benchmark(command: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The report and no error, or {} and the error; what the child writes to stderr passes on."""
+    last_line = ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
+        with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                sys.stderr.write(line)
+                last_line = line.strip() or last_line
+        if process.returncode:
+            reason = last_line.removeprefix("error: ")
+            return {}, reason or f"exit status {process.returncode}"
+        stdout.seek(0)
+        return json.loads(stdout.read().splitlines()[-1]), ""

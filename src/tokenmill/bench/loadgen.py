@@ -1,0 +1,234 @@
+"""MLPerf's LoadGen around an Engine: one system under test for every scenario.
+
+LoadGen keeps its settings and loggers in globals, so a process runs one test. It issues queries
+from threads of its own; the engine is stepped in the caller's. An answer is reported in the step
+that made it: LoadGen counts from the scheduled arrival, so waiting is part of the latency.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import RequestTimes
+from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, SamplingParams
+
+SUMMARY, DETAIL = "mlperf_log_summary.txt", "mlperf_log_detail.txt"
+ACCURACY = "mlperf_log_accuracy.json"
+MARK = ":::MLLOG "
+SWITCH_INTERVAL_S = 0.0005  # LoadGen's threads need the interpreter to issue a query
+ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One entry of the query sample library."""
+
+    prompt_token_ids: array[int]  # a library of lists would take ten times the memory
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """What LoadGen is told; `overrides` are fields of its TestSettings, set after the files."""
+
+    key: str  # the model's name in mlperf.conf
+    scenario: str
+    user_conf: Path
+    folder: Path  # the logs go here
+    accuracy: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Job:
+    query_id: int
+    times: RequestTimes
+    token_ids: list[int] = field(default_factory=list)
+
+
+def load_library() -> Any:
+    """LoadGen, or one sentence on how to get it."""
+    try:
+        import mlperf_loadgen
+    except ModuleNotFoundError:
+        raise BenchError("LoadGen is not installed: pip install mlcommons-loadgen") from None
+    return mlperf_loadgen
+
+
+class SystemUnderTest:
+    """Queries from LoadGen's threads, answered by an engine that one thread steps."""
+
+    def __init__(self, engine: Engine, samples: Sequence[Sample], library: Any) -> None:
+        self._engine = engine
+        self._samples = samples
+        self._library = library
+        self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
+        self._jobs: dict[str, _Job] = {}
+        self._num_issued = 0
+        self.times: list[RequestTimes] = []  # of answered queries, from their issue
+
+    def issue(self, queries: Iterable[Any]) -> None:
+        """LoadGen's callback: some samples to answer."""
+        self._arrivals.put([(query.id, query.index) for query in queries])
+
+    def end(self) -> None:
+        """No query comes any more."""
+        self._arrivals.put(None)
+
+    def drive(self) -> None:
+        """Step the engine until the end; BenchError when it does not answer a query."""
+        while self._take():
+            self._report(self._engine.step())
+
+    def _take(self) -> bool:
+        """Submit what has arrived; an idle engine waits for it. False at the end."""
+        while not (self._arrivals.empty() and self._engine.has_work()):
+            queries = self._arrivals.get()
+            if queries is None:
+                return False
+            for query_id, index in queries:
+                self._submit(query_id, self._samples[index])
+        return True
+
+    def _submit(self, query_id: int, sample: Sample) -> None:
+        request_id = f"query-{self._num_issued}"
+        self._num_issued += 1
+        now_ns = time.monotonic_ns()
+        self._jobs[request_id] = _Job(query_id, RequestTimes(now_ns))
+        prompt = sample.prompt_token_ids.tolist()
+        self._engine.submit(Request(request_id, prompt, sample.sampling, arrival_ns=now_ns))
+
+    def _report(self, outputs: Sequence[RequestOutput]) -> None:
+        """Tell LoadGen of first tokens, and of whole answers with their number of tokens."""
+        begun: list[_Job] = []
+        ended: list[_Job] = []
+        now_ns = time.monotonic_ns()
+        for output in outputs:
+            job = self._jobs[output.request_id]
+            if output.token_ids:
+                if not job.token_ids:
+                    begun.append(job)
+                job.times.record(now_ns, len(output.token_ids))
+                job.token_ids += output.token_ids
+            if output.finish_reason is not None:
+                _check(output)
+                ended.append(self._jobs.pop(output.request_id))
+        if begun:
+            self._respond(self._library.FirstTokenComplete, begun)
+        if ended:
+            self.times += [job.times for job in ended]
+            self._respond(self._library.QuerySamplesComplete, ended)
+
+    def _respond(self, complete: Any, jobs: Sequence[_Job]) -> None:
+        # LoadGen copies the bytes inside the call, so they must live until it returns.
+        buffers = [array("i", job.token_ids) for job in jobs]
+        responses = []
+        for job, buffer in zip(jobs, buffers, strict=True):
+            address, length = buffer.buffer_info()
+            size = length * buffer.itemsize
+            responses.append(self._library.QuerySampleResponse(job.query_id, address, size, length))
+        complete(responses)
+
+
+def _check(output: RequestOutput) -> None:
+    if output.finish_reason not in ENDED_WELL:
+        reason = output.error or output.finish_reason
+        raise BenchError(f"{output.request_id} was not answered: {reason}")
+    if output.num_cached_tokens:
+        raise BenchError(
+            f"{output.request_id} was answered from the prefix cache, which the rules forbid"
+        )
+
+
+def run_test(engine: Engine, samples: Sequence[Sample], test: Test) -> list[RequestTimes]:
+    """Run one test of LoadGen; its logs are in `test.folder` afterwards.
+
+    The stamps that come back are the adapter's own, from the moment a query was issued.
+
+    After an error LoadGen's threads still wait for answers: the process must end.
+    """
+    library = load_library()
+    settings = make_settings(test, library)
+    sut = SystemUnderTest(engine, samples, library)
+    system = library.ConstructSUT(sut.issue, lambda: None)
+    count = len(samples)
+    qsl = library.ConstructQSL(count, count, lambda indices: None, lambda indices: None)
+    failures: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            library.StartTestWithLogSettings(system, qsl, settings, _log_settings(test, library))
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            sut.end()
+
+    previous = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    sut.drive()
+    thread.join()
+    sys.setswitchinterval(previous)
+    library.DestroyQSL(qsl)
+    library.DestroySUT(system)
+    if failures:
+        raise BenchError(f"LoadGen failed: {failures[0]}")
+    return sut.times
+
+
+def make_settings(test: Test, library: Any) -> Any:
+    """LoadGen's settings: its built-in mlperf.conf, then user.conf, then the overrides."""
+    settings = library.TestSettings()
+    if settings.FromConfig(str(test.user_conf), test.key, test.scenario):
+        raise BenchError(f"{test.user_conf}: LoadGen does not read it")
+    settings.scenario = getattr(library.TestScenario, test.scenario)
+    mode = "AccuracyOnly" if test.accuracy else "PerformanceOnly"
+    settings.mode = getattr(library.TestMode, mode)
+    for name, value in test.overrides.items():
+        setattr(settings, name, value)
+    return settings
+
+
+def _log_settings(test: Test, library: Any) -> Any:
+    output = library.LogOutputSettings()
+    output.outdir = str(test.folder)
+    output.copy_summary_to_stdout = False
+    settings = library.LogSettings()
+    settings.log_output = output
+    settings.enable_trace = False  # its default writes gigabytes while the clock runs
+    return settings
+
+
+def read_detail(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Values by key of the detail log, the last of each, and LoadGen's errors."""
+    values: dict[str, Any] = {}
+    errors: list[str] = []
+    for line in (folder / DETAIL).read_text(encoding="utf-8").splitlines():
+        if not line.startswith(MARK):
+            continue
+        entry = json.loads(line.removeprefix(MARK))
+        values[entry["key"]] = entry["value"]
+        if entry.get("metadata", {}).get("is_error"):
+            errors.append(f"{entry['key']}: {entry['value']}")
+    return values, errors
+
+
+def read_answers(folder: Path) -> dict[int, list[int]]:
+    """Token ids by sample index of an accuracy run."""
+    answers: dict[int, list[int]] = {}
+    for entry in json.loads((folder / ACCURACY).read_text(encoding="utf-8")):
+        tokens = array("i")
+        tokens.frombytes(bytes.fromhex(entry["data"]))
+        answers[entry["qsl_idx"]] = tokens.tolist()
+    return answers

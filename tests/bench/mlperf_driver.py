@@ -1,0 +1,90 @@
+"""One LoadGen test against an engine of known latencies, in a process of its own.
+
+`python mlperf_driver.py FOLDER JSON`: the JSON names scenario, rate, latencies in seconds and how
+requests end; the last line of stdout is the report.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench import loadgen, mlperf
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenmillError,
+)
+
+NUM_TOKENS, TOKEN = 5, 7
+LONGEST_NAP_S = 0.001
+
+
+class PacedEngine:
+    """Every request gets its first token `ttft_s` after its submission, then one per `tpot_s`."""
+
+    def __init__(self, ttft_s: float, tpot_s: float, end: FinishReason) -> None:
+        self.ttft_s, self.tpot_s, self.end = ttft_s, tpot_s, end
+        self.due: list[tuple[float, str, int]] = []  # when, who, tokens still to come
+        self.prompts: list[list[int]] = []
+
+    def submit(self, request: Request) -> None:
+        assert request.sampling.max_tokens is not None
+        self.prompts.append(request.prompt_token_ids)
+        due_s = time.monotonic() + self.ttft_s
+        heapq.heappush(self.due, (due_s, request.request_id, request.sampling.max_tokens))
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), LONGEST_NAP_S))
+        outputs = []
+        while self.due and self.due[0][0] <= time.monotonic():
+            due_s, name, left = heapq.heappop(self.due)
+            reason = self.end if left == 1 else None
+            outputs.append(RequestOutput(name, [TOKEN], finish_reason=reason, error="as told"))
+            if left > 1:
+                heapq.heappush(self.due, (due_s + self.tpot_s, name, left - 1))
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        raise AssertionError("LoadGen gives up no query")
+
+    def has_work(self) -> bool:
+        return bool(self.due)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    mlperf.QUICK_DURATION_MS = 1000
+    preset = mlperf.PRESETS[options.get("benchmark", "llama3.1-8b")]
+    count = options.get("num_samples", 64)
+    this = mlperf.Run(preset, options["scenario"], options["qps"], count)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    samples = [loadgen.Sample(array("i", [index]), sampling) for index in range(count)]
+    engine = PacedEngine(options["ttft_s"], options["tpot_s"], FinishReason(options["end"]))
+    is_accuracy = options.get("accuracy", False)
+    times = mlperf.execute(engine, samples, this, folder, is_accuracy)
+    if is_accuracy:
+        return {"answers": loadgen.read_answers(folder)}
+    values, errors = loadgen.read_detail(folder)
+    report = mlperf.performance_report(this, values, errors, times)
+    issued = sorted({prompt[0] for prompt in engine.prompts})
+    return report | {"issued": issued, "log": values}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(run(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+    except TokenmillError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)

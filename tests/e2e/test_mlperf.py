@@ -1,0 +1,136 @@
+"""`tokenmill bench mlperf` on the default model at tiny size, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.__main__ import run
+from tokenmill.cli import mlperf
+from tokenmill.settings import Settings
+
+DATASET = [
+    {"input": "The capital of France is", "output": "Paris"},
+    {"input": "Two and two make", "output": "four"},
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    """The JSON line and what stands above it."""
+    status = run(["bench", "mlperf", *arguments])
+    captured = capfd.readouterr()
+    assert status == 0, captured.err
+    *above, last = captured.out.splitlines()
+    return json.loads(last), "\n".join(above)
+
+
+def test_quick_offline_on_the_default_model(
+    smollm2_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--quick", "--quick-samples", "6", "--length-scale", "0.02", "--num-threads", "1"]
+    report, above = report_of(capfd, *line, "--submission-dir", "sub")
+    assert report["result"] == "VALID" and report["reasons"] == []
+    assert report["scenario"] == "Offline" and report["mlperf_benchmark"] == "llama3.1-8b"
+    assert report["num_queries"] == 6 and report["num_output_tokens"] == 12
+    assert report["metric"]["value"] > 0 and report["metric"]["unit"] == "tokens/s"
+    assert report["ttft_ms"]["p99"] > 0 and report["tpot_ms"]["p99"] > 0
+    assert report["synthetic"] and report["quick"] and report["length_scale"] == 0.02
+    results = folder / "sub/open/tokenmill/results/system/llama3.1-8b/Offline"
+    readme = (results / "README.md").read_text()
+    for text in (above, readme, " ".join(report["notices"])):
+        assert "not a valid submission" in text and "synthetic" in text
+    assert "Result is : VALID" in (results / "performance/run_1/mlperf_log_summary.txt").read_text()
+    assert (results / "user.conf").read_text().startswith("# This is a quick run")
+
+
+def test_submission_on_a_dataset(
+    smollm2_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "data.json").write_text(json.dumps(DATASET))
+    line = [
+        "--quick",
+        "--dataset",
+        "data.json",
+        "--test-mode",
+        "submission",
+        "--submission-dir",
+        "sub",
+    ]
+    report, _ = report_of(capfd, *line, "--max-model-len", "24", "--submitter", "me")
+    assert not report["synthetic"] and report["num_samples"] == 2
+    assert report["accuracy"]["gen_num"] == 2 and report["accuracy"]["tokens_per_sample"] <= 24
+    missed = [name for name, gate in report["accuracy_gates"].items() if not gate["passed"]]
+    assert report["result"] == ("INVALID" if missed else "VALID")
+    assert report["reasons"] == [f"{name} misses the accuracy gate" for name in missed]
+    accuracy = folder / "sub/open/me/results/system/llama3.1-8b/Offline/accuracy"
+    assert f"'rouge1': {report['accuracy']['rouge1']}" in (accuracy / "accuracy.txt").read_text()
+    assert {
+        entry["qsl_idx"]
+        for entry in json.loads((accuracy / "mlperf_log_accuracy.json").read_text())
+    } == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--scenario", "MultiStream"], 2, "--scenario must be one of Offline, Server"),
+        (["--benchmark", "bert"], 2, "--benchmark must be one of deepseek-r1, gpt-oss-120b"),
+        (["--target-qps", "0"], 2, "--target-qps must be a number of at least 1e-06, got '0'"),
+        (["--length-scale", "0.5"], 2, "--length-scale shapes a quick run: add --quick"),
+        (["--quick-samples", "5"], 2, "--quick-samples shapes a quick run: add --quick"),
+        (["--find-peak"], 2, "--find-peak needs --scenario Server or Interactive"),
+        (["--test-mode", "accuracy"], 2, "--test-mode accuracy needs --dataset"),
+        (["--prefix-cache"], 2, "No such option: --prefix-cache"),
+        (["--model", "./nowhere"], 1, "model './nowhere': tried it as a path"),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "mlperf", *arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"error: {message}")
+
+
+def test_a_test_that_fails_says_why(smollm2_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["--benchmark", "llama3.1-405b", "--max-model-len", "512"]
+    assert run(["bench", "mlperf", *line]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.splitlines()[-1].startswith(
+        "error: the performance run failed: llama3.1-405b needs 20"
+    )
+    assert captured.err.strip().endswith("--quick scales the lengths down")
+
+
+def test_peak_reports_the_highest_valid_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(command: list[str]) -> tuple[dict[str, Any], str]:
+        (flag,) = [word for word in command if word.startswith("--target-qps=")]
+        qps = float(flag.partition("=")[2])
+        result = {"result": "VALID", "reasons": []}
+        if qps > 3.1:
+            result = {"result": "INVALID", "reasons": ["slow"]}
+        metric = {"name": "rate", "value": qps, "unit": "tokens/s"}
+        return result | {"metric": metric, "notices": []}, ""
+
+    monkeypatch.setattr(mlperf, "run_benchmark", answer)
+    monkeypatch.setattr(mlperf.throughput, "model_path", lambda config: Path("model"))
+    settings = {"scenario": "Server", "find-peak": True, "target-qps": 1.0}
+    mlperf.mlperf(Settings(settings))
+    captured = capsys.readouterr()
+    report = json.loads(captured.out.splitlines()[-1])
+    assert report["result"] == "VALID" and 2.95 < report["peak_qps"] <= 3.1
+    assert report["metric"]["value"] == report["target_qps"] == report["peak_qps"]
+    assert [r["target_qps"] for r in report["runs"][:3]] == [1, 2, 4]
+    assert "highest valid rate" in captured.out
