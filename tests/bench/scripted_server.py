@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.bench.datasets import Synthetic
+
 NUM_TOKENS = 6
 FIRST_S, NEXT_S = 0.06, 0.02
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -170,3 +172,10 @@ def scripted_server(tls: ssl.SSLContext | None = None) -> Iterator[ScriptedServe
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+class Broken(Synthetic):
+    """Data that fail in the client process; here, where that process can import them from."""
+
+    def session(self, index: int) -> Any:
+        raise RuntimeError("no such session")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.scripted_server import FIRST_S, NUM_TOKENS, ScriptedServer, scripted_server
+from bench.scripted_server import FIRST_S, NUM_TOKENS, Broken, ScriptedServer, scripted_server
 from tokenmill.__main__ import run
 from tokenmill.bench.datasets import Synthetic
 from tokenmill.bench.endpoint import measure_floor, run_load
@@ -142,13 +142,6 @@ def test_trace_goes_out_with_its_prefixes(
     assert (len(one), len(two)) == (600, 700)
     assert one[:512] == two[:512] and one[512:] != two[512:600]
     assert all(b["max_tokens"] == 9 and "ignore_eos" not in b for b in bodies)
-
-
-class Broken(Synthetic):
-    """Data that fail in the client process."""
-
-    def session(self, index: int) -> Any:
-        raise RuntimeError("no such session")
 
 
 @pytest.mark.parametrize(
