@@ -23,18 +23,19 @@ from tokenmill.sched.sequence import Batch, Sequence
 NARROW = 2048  # hidden sizes below it
 NUM_CHANNELS = 64
 NUM_TOKENS = 512
+NUM_SINKS = 8  # first tokens, whose activations are unlike all others
 
-Powers = dict[int, torch.Tensor]  # by id of a Linear: mean square of each input channel, fp32 [k]
+Shares = dict[int, torch.Tensor]  # by id of a Linear: of its products' power by channel, fp32 [k]
 
 
 class ObservedResidual(Residual):
-    """A stream that notes the inputs of every product, norms and gates computed apart."""
+    """A stream that notes the terms of every product, norms and gates computed apart."""
 
-    __slots__ = ("powers",)
+    __slots__ = ("shares",)
 
-    def __init__(self, powers: Powers, x: torch.Tensor, eps: float) -> None:
+    def __init__(self, shares: Shares, x: torch.Tensor, eps: float) -> None:
         super().__init__(x, eps)
-        self.powers = powers
+        self.shares = shares
 
     def project(self, norm: torch.Tensor, linear: Linear) -> torch.Tensor:
         return linear(self._see(linear, rms_norm(self.x, norm, self.eps)))
@@ -48,24 +49,28 @@ class ObservedResidual(Residual):
         linear(self._see(linear, rows), add_to=self.x)
 
     def _see(self, linear: Linear, rows: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        """Note each channel's share of every token's product; all tokens count alike."""
         assert isinstance(rows, torch.Tensor)
-        self.powers[id(linear)] = rows.float().pow(2).mean(0)
+        columns = linear.weight.data.float().pow(2).sum(0)
+        terms = rows[min(NUM_SINKS, len(rows) - 1) :].float().pow(2) * columns
+        total = terms.sum(1, keepdim=True).clamp(min=1e-30)
+        self.shares[id(linear)] = (terms / total).mean(0)
         return rows.to(self.x.dtype)
 
 
 @torch.inference_mode()
 def quantize(runner: ModelRunner) -> None:
     """Turn the bf16 linears of the runner's model into fp8; its cache must be nobody's yet."""
-    model, powers = runner.model, Powers()
-    model.stream = partial(ObservedResidual, powers)
+    model, shares = runner.model, Shares()
+    model.stream = partial(ObservedResidual, shares)
     try:
         runner.run(_random_batch(runner))
     finally:
         model.stream = Residual
     for linear in model.linears:
-        shares = powers[id(linear)] * linear.weight.data.float().pow(2).sum(0)
-        count = min(NUM_CHANNELS, linear.weight.k // 8)
-        linear.to_fp8(shares.topk(count).indices.int())
+        most = min(NUM_CHANNELS, linear.weight.k // 4)
+        count = 1 << (most.bit_length() - 1)  # the kernels take a power of two
+        linear.to_fp8(shares[id(linear)].topk(count).indices.int())
 
 
 def _random_batch(runner: ModelRunner) -> Batch:
