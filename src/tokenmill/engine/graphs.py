@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,10 +111,7 @@ class DecodeGraphs:
         ids, cache_slots = place_tokens(
             staged, contexts, slots, batch.block_tables, last_tokens, self.builder.block_size
         )
-        placed = AttentionBatch(
-            batch.positions, cache_slots, batch.query_starts, batch.context_lens,
-            batch.block_tables, batch.table_rows, batch.tiles,
-        )  # fmt: skip
+        placed = replace(batch, slots=cache_slots)
         logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
         best = argmax(logits)
         last_tokens.index_copy_(0, slots.long(), best)

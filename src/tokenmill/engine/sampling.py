@@ -134,8 +134,6 @@ class Sampler:
         self, logits: Tensor, rows: list[Sequence], masks: list[Bitmask | None]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """One token per row of fp32 logits [rows, vocab], which are left as they are."""
-        if logits.is_cuda and all(map(_is_argmax, rows, masks)):
-            return logits.argmax(-1).tolist(), [None] * len(rows)
         values = _values(logits)
         if all(map(_is_plain, rows, masks)):
             token_ids: list[int] = values.argmax(-1).tolist()
@@ -199,11 +197,6 @@ def is_adjusted(seq: Sequence) -> bool:
 def _is_plain(seq: Sequence, mask: Bitmask | None) -> bool:
     """Nothing but the largest logit decides."""
     return mask is None and is_greedy(seq.request.sampling) and not is_adjusted(seq)
-
-
-def _is_argmax(seq: Sequence, mask: Bitmask | None) -> bool:
-    """Nothing but the id of the largest logit is asked for: the logits can stay where they are."""
-    return seq.request.sampling.logprobs is None and _is_plain(seq, mask)
 
 
 def _sample(row: Row, seq: Sequence, mask: Bitmask | None) -> int:
