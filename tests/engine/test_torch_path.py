@@ -1,7 +1,6 @@
 """Without the compiled kernels torch does the same arithmetic: same greedy tokens."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ SCRIPT = """
 import json, sys
 sys.path.append(sys.argv[3])
 from driver import complete
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.kernels import cpu_kernels
@@ -23,6 +22,7 @@ built = build_engine(
     ModelConfig(model=sys.argv[1], dtype=sys.argv[2]),
     CacheConfig(num_blocks=64),
     SchedulerConfig(max_num_batched_tokens=24),
+    ExecutionConfig(fused_kernels=sys.argv[4] == "True"),
 )
 prompts = [[i * 7 % 64 for i in range(n)] for n in (1, 16, 50)]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -32,10 +32,9 @@ print(json.dumps({"compiled": cpu_kernels(), "tokens": [a.token_ids for a in ans
 
 
 def run(folder: Path, dtype: str, compiled: bool) -> dict:
-    env = {**os.environ, "TOKENMILL_CPU_KERNELS": str(int(compiled))}
     tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", SCRIPT, str(folder), dtype, tests]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    command = [sys.executable, "-c", SCRIPT, str(folder), dtype, tests, str(compiled)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fake_runner import EOS, FakeRunner, Launched, expected
-from tokenmill.core.config import SchedulerConfig
+from fake_runner import FakeRunner, expected
+from scheduler_cases import GO_ON, VARIANTS, distinct, make, many_requests, request, sampled, step
 from tokenmill.core.types import (
     FinishReason,
     Request,
@@ -16,42 +16,8 @@ from tokenmill.core.types import (
     StepResult,
     TokenLogprobs,
 )
-from tokenmill.sched.blocks import BlockPool, block_hashes
-from tokenmill.sched.scheduler import Batch, Scheduler
-from tokenmill.sched.sequence import PENDING
-
-GO_ON = SamplingParams(max_tokens=None, ignore_eos=True)
-
-
-def make(num_blocks: int = 64, block_size: int = 4, cache: bool = True, **config: Any) -> Scheduler:
-    return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, block_size, cache), EOS)
-
-
-def request(
-    name: str, prompt: list[int] | int, sampling: SamplingParams = GO_ON, **fields: Any
-) -> Request:
-    tokens = [1] * prompt if isinstance(prompt, int) else prompt
-    return Request(name, tokens, sampling, **fields)
-
-
-def distinct(name: str, length: int, sampling: SamplingParams = GO_ON, **fields: Any) -> Request:
-    """A prompt that shares nothing with others."""
-    start = sum(name.encode()) * 1000
-    return Request(name, list(range(start, start + length)), sampling, **fields)
-
-
-def sampled(batch: Batch, token: int = 5) -> StepResult:
-    return StepResult(
-        [[token] if s.num_computed_tokens + n == s.num_tokens else [] for s, n in batch.items]
-    )
-
-
-def step(scheduler: Scheduler, token: int = 5, now_ns: int = 0) -> dict[str, int]:
-    """One step of a model that always says `token`; returns the tokens scheduled per request."""
-    batch = scheduler.schedule(now_ns)
-    scheduler.update(batch, sampled(batch, token))
-    scheduler.check_integrity()
-    return {seq.request_id: num_new for seq, num_new in batch.items}
+from tokenmill.sched.blocks import block_hashes
+from tokenmill.sched.scheduler import Scheduler
 
 
 def rejected(scheduler: Scheduler, req: Request) -> RequestOutput:
@@ -609,24 +575,6 @@ def test_empty_scheduler_does_nothing() -> None:
     assert scheduler.stats().num_steps == 0
 
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"cache": False},
-    {"chunked_prefill": False, "max_num_batched_tokens": 12},
-    {"max_num_batched_tokens": 3},
-    {"num_blocks": 9},
-    {"num_blocks": 9, "max_num_batched_tokens": 5, "policy": "fcfs"},
-    {"max_num_seqs": 1},
-]
-
-
-def many_requests() -> list[Request]:
-    return [
-        request(f"r{i}", [1] * (i % 12) + [i % 5] * 3, SamplingParams(max_tokens=12))
-        for i in range(20)
-    ]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_answer_in_every_mode(variant: dict[str, Any]) -> None:
     scheduler = make(**variant)
@@ -643,167 +591,3 @@ def test_same_answer_in_every_mode(variant: dict[str, Any]) -> None:
 
 
 # Overlap: a batch is chosen while the tokens of the last one are unknown
-
-
-def overlapped(scheduler: Scheduler, room: int = 10**6) -> list[RequestOutput]:
-    """Run to the end, one batch ahead; steps of more than `room` tokens run out of memory."""
-    runner = FakeRunner(scheduler.pool.num_blocks, scheduler.pool.block_size)
-    outputs: list[RequestOutput] = []
-    flying: tuple[Batch, Launched] | None = None
-    while scheduler.has_work() or flying is not None:
-        batch = scheduler.schedule(0)
-        fits = 0 < batch.num_tokens <= room
-        launched = runner.launch(batch) if fits else None
-        if flying is not None:
-            outputs += scheduler.update(flying[0], flying[1].wait())
-        flying = None
-        if launched is not None:
-            scheduler.advance(batch)
-            flying = batch, launched
-        elif batch.items:
-            outputs += scheduler.preempt(batch, "out of memory")
-        scheduler.check_integrity()
-    return outputs
-
-
-CHUNKED = [variant for variant in VARIANTS if variant.get("chunked_prefill", True)]
-
-
-@pytest.mark.parametrize(
-    ("variant", "room"), [(v, 10**6) for v in VARIANTS] + [(v, 2) for v in CHUNKED]
-)
-def test_same_answer_overlapped(variant: dict[str, Any], room: int) -> None:
-    scheduler = make(**variant)
-    requests = many_requests()
-    for req in requests:
-        scheduler.add(req)
-    got: dict[str, list[int]] = {req.request_id: [] for req in requests}
-    for output in overlapped(scheduler, room):
-        got[output.request_id] += output.token_ids
-    assert got == {req.request_id: expected(req, 8192, 10**6)[0] for req in requests}
-    assert scheduler._budget <= room and scheduler.pool.num_used == 0
-
-
-def test_preempt_halves_the_step_until_it_cannot() -> None:
-    scheduler = make(max_num_batched_tokens=8)
-    scheduler.add(distinct("a", 6))
-    for num_tokens in (6, 3, 1):
-        batch = scheduler.schedule(0)
-        assert batch.num_tokens == num_tokens
-        outputs = scheduler.preempt(batch, "out of memory")
-        scheduler.check_integrity()
-    assert [(o.finish_reason, o.error) for o in outputs] == [(FinishReason.ERROR, "out of memory")]
-    assert not scheduler.has_work() and scheduler.pool.num_used == 0
-
-
-def test_a_whole_prompt_out_of_memory_ends_and_others_go_on() -> None:
-    scheduler = make(chunked_prefill=False, max_num_batched_tokens=8)
-    scheduler.add(distinct("a", 20))
-    (output,) = scheduler.preempt(scheduler.schedule(0), "out of memory")
-    assert output.request_id == "a" and output.error == "out of memory"
-    scheduler.add(distinct("b", 8))
-    assert step(scheduler) == {"b": 8}
-
-
-def test_phases_out_of_order_are_refused() -> None:
-    scheduler = make()
-    scheduler.add(request("a", 4))
-    first = scheduler.schedule(0)
-    with pytest.raises(RuntimeError, match="before update"):
-        scheduler.schedule(0)
-    scheduler.advance(first)
-    second = scheduler.schedule(0)
-    assert [num_new for _, num_new in second.items] == [1]
-    with pytest.raises(RuntimeError, match="before update"):
-        scheduler.schedule(0)
-    with pytest.raises(RuntimeError, match="advance"):
-        scheduler.advance(second)
-    scheduler.update(first, StepResult([[5]]))
-    scheduler.advance(second)
-    assert scheduler._live["a"].token_ids == [1, 1, 1, 1, 5, PENDING]
-
-
-def test_slots_are_reused() -> None:
-    scheduler = make(max_num_seqs=2)
-    for i in range(20):
-        scheduler.add(distinct(f"r{i}", 4, SamplingParams(max_tokens=1 + i % 3)))
-    assert len(overlapped(scheduler)) > 20
-    assert scheduler._num_slots <= 4
-
-
-def test_end_of_a_launched_request_keeps_its_blocks_for_both_batches() -> None:
-    scheduler = make()
-    scheduler.add(distinct("a", 4))
-    first = scheduler.schedule(0)
-    scheduler.advance(first)
-    second = scheduler.schedule(0)
-    seq = second.items[0][0]
-    scheduler.abort("a")
-    assert scheduler.update(first, StepResult([[5]])) == []
-    assert seq.block_ids and seq.slot == 0
-    scheduler.advance(second)
-    assert scheduler.update(second, StepResult([[5]])) == []
-    assert seq.block_ids == [] and scheduler.pool.num_used == 0
-
-
-def test_length_is_known_ahead_and_a_stop_one_step_late() -> None:
-    scheduler = make()
-    scheduler.add(distinct("length", 4, SamplingParams(max_tokens=1, ignore_eos=True)))
-    scheduler.add(distinct("stop", 4, SamplingParams(max_tokens=9)))
-    first = scheduler.schedule(0)
-    scheduler.advance(first)
-    second = scheduler.schedule(0)
-    assert [seq.request_id for seq, _ in second.items] == ["stop"]
-    ends = scheduler.update(first, StepResult([[0], [0]]))
-    assert [(o.token_ids, o.finish_reason) for o in ends] == [([0], LENGTH), ([0], STOP)]
-    scheduler.advance(second)
-    assert scheduler.schedule(0).items == []
-    assert scheduler.update(second, StepResult([[7]])) == []
-    assert scheduler.stats().num_output_tokens == 2 and scheduler.pool.num_used == 0
-
-
-def test_block_that_ends_with_a_late_token_is_found() -> None:
-    scheduler = make()
-    scheduler.add(request("a", [1, 2, 3]))
-    first = scheduler.schedule(0)
-    scheduler.advance(first)
-    second = scheduler.schedule(0)  # computes the fourth token, whatever it is
-    scheduler.update(first, StepResult([[4]]))
-    scheduler.advance(second)
-    scheduler.add(request("b", [1, 2, 3, 4, 5]))
-    third = scheduler.schedule(0)
-    assert {seq.request_id: seq.num_cached_tokens for seq, _ in third.items} == {"a": 0, "b": 4}
-
-
-def test_whoever_reads_from_a_failed_batch_ends_with_it() -> None:
-    scheduler = make()
-    scheduler.add(request("old", 4))
-    step(scheduler)
-    scheduler.add(request("a", [1] * 4 + [2] * 5))
-    first = scheduler.schedule(0)
-    scheduler.advance(first)
-    scheduler.add(request("reader", [1] * 4 + [2] * 4 + [3]))
-    scheduler.add(request("innocent", [1] * 4 + [3]))
-    second = scheduler.schedule(0)
-    names = [o.request_id for o in scheduler.fail(first, "boom")]
-    assert names == ["old", "a", "reader"]
-    scheduler.advance(second)
-    tokens = [[5] if seq.request_id == "innocent" else [] for seq, _ in second.items]
-    (output,) = scheduler.update(second, StepResult(tokens))
-    assert output.request_id == "innocent" and output.error is None
-    scheduler.check_integrity()
-
-
-def test_blocks_preempted_from_a_failed_batch_are_not_found() -> None:
-    scheduler = make(num_blocks=4)
-    scheduler.add(distinct("a", 7))
-    scheduler.add(request("b", 7))
-    step(scheduler)
-    first = scheduler.schedule(0)  # completes the second block of both
-    scheduler.advance(first)
-    second = scheduler.schedule(0)  # a takes the blocks of b
-    assert [seq.request_id for seq, _ in second.items] == ["a"]
-    assert len(scheduler.fail(first, "boom")) == 2
-    scheduler.fail(second, "boom")
-    scheduler.add(request("c", 9))
-    assert step(scheduler) == {"c": 9}

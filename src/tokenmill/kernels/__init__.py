@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +34,6 @@ def cpu_kernels() -> bool:
 @functools.cache
 def _cpu_kernels_run() -> bool:
     """numba is installed and the CPU has AVX2."""
-    if os.environ.get("TOKENMILL_CPU_KERNELS", "1") == "0":
-        return False
     if importlib.util.find_spec("numba") is None:
         return False
     from tokenmill.kernels.cpu import build
