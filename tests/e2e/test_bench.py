@@ -188,3 +188,20 @@ def test_memory_of_the_cache() -> None:
     # 32, 10 and 128 tokens take 2, 0 and 8 full blocks of 16, and two more each.
     assert num_blocks([cell], 16, max_num_seqs=9) == 2 * (4 + 2 + 10)
     assert num_blocks([cell], 16, max_num_seqs=2) == 2 * (4 + 10)
+
+
+def test_ctrl_c_reports_the_rungs_that_ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"tok_s": 10.0, "ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0, "mbu": 0}
+
+    def attempt(rung: rungs.Rung, *_: Any) -> rungs.Attempt:
+        if rung.key == "overlap":
+            raise KeyboardInterrupt
+        return rungs.Attempt(rung, figures=figures)
+
+    monkeypatch.setattr(ladder, "_attempt", attempt)
+    assert run(["bench", "ladder", "--device", "cpu"]) == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row.get("error", row.get("tok_s")) for row in report["rungs"]][-1] == "interrupted"
+    assert report["rungs"][0]["tok_s"] == 10.0

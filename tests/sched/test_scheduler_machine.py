@@ -68,7 +68,7 @@ class Session:
         self.launch_outcome: Outcome = "ok"
         self.flying: tuple[Batch, Launched] | None = None  # launched and advanced
         self.may_lose = False  # the batch before failed
-        self.budget = self.scheduler._budget
+        self.budget = self.full_budget = self.scheduler._budget
         self.now_ns = 0
 
     def submit(self, request: Request) -> None:
@@ -114,8 +114,11 @@ class Session:
         if self.flying is None:
             assert bool(batch.items) == bool(live), "a step with live requests does something"
         assert len(batch.items) <= self.config.max_num_seqs
+        assert self.scheduler._budget in (self.budget, 2 * self.budget, self.full_budget)
+        self.met["grown"] += self.scheduler._budget > self.budget
+        self.budget = self.scheduler._budget
         if self.config.chunked_prefill:
-            assert batch.num_tokens <= self.budget
+            assert batch.num_tokens <= self.budget <= self.full_budget
         assert not any(seq.finished for seq, _ in batch.items)
         assert self.scheduler._num_slots <= 2 * self.config.max_num_seqs
 

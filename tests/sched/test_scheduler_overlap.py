@@ -69,6 +69,17 @@ def test_preempt_halves_the_step_until_it_cannot() -> None:
     assert not scheduler.has_work() and scheduler.pool.num_used == 0
 
 
+def test_a_halved_step_grows_again() -> None:
+    scheduler = make(num_blocks=512, max_num_batched_tokens=64, max_model_len=2048)
+    scheduler.add(distinct("a", 64))
+    scheduler.preempt(scheduler.schedule(0), "out of memory")
+    assert step(scheduler) == {"a": 32}
+    while scheduler.stats().num_steps % 256:
+        step(scheduler)
+    scheduler.add(distinct("b", 64))
+    assert step(scheduler) == {"a": 1, "b": 63}
+
+
 def test_a_whole_prompt_out_of_memory_ends_and_others_go_on() -> None:
     scheduler = make(chunked_prefill=False, max_num_batched_tokens=8)
     scheduler.add(distinct("a", 20))

@@ -20,6 +20,7 @@ from tokenmill.sched.sequence import PENDING, Batch, Item, Key, Sequence
 __all__ = ["Batch", "Scheduler", "Sequence"]
 
 _MISCOUNT = "the step sampled tokens for an unfinished prompt, or none for a finished one"
+_RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 _by_key = attrgetter("key")
 
 
@@ -39,9 +40,10 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, eos_token_ids: frozenset[int]
     ) -> None:
-        self._budget = DEFAULT_BUDGET
+        self._full_budget = DEFAULT_BUDGET
         if config.max_num_batched_tokens is not None:
-            self._budget = config.max_num_batched_tokens
+            self._full_budget = config.max_num_batched_tokens
+        self._budget = self._full_budget  # less for a while after a step ran out of memory
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len"):
             value = getattr(config, name)
             if value is not None and value < 1:
@@ -202,6 +204,8 @@ class Scheduler:
             self._num_finished_running = 0
         self._reserved = 0
         self._grown = []
+        if self._budget < self._full_budget and self._counters.num_steps % _RECOVERY_STEPS == 0:
+            self._budget = min(2 * self._budget, self._full_budget)
         singles: list[Item] = []
         chunks: list[Item] = []
         if not self._admit_alone(chunks):
@@ -466,7 +470,7 @@ class Scheduler:
             self._insert([(seq, end) for seq, end in late if not seq.finished])
 
     def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
-        """The step did not fit into memory: run its requests again, in steps half as large.
+        """The step did not fit into memory: run its requests again, in steps half as large for now.
 
         What cannot be made smaller, or was launched already, ends in ERROR.
         """
