@@ -59,7 +59,7 @@ def test_fp8_perplexity_stays_close(smollm2_path: Path, monkeypatch: pytest.Monk
     expected = perplexity(runner, token_ids)
     calibrate.quantize(runner)
     weight = runner.model.linears[0].weight
-    assert weight.data.dtype == torch.float8_e4m3fn and weight.k == 576 + 2 * 64
+    assert weight.data.dtype == torch.float8_e4m3fn and weight.k == 576 + 2 * calibrate.NUM_CHANNELS
     cost = perplexity(runner, token_ids) / expected - 1
     print(f"fp8 costs {cost:.2%}")
     assert abs(cost) < 0.015

@@ -22,6 +22,7 @@ KERNELS = (
     "layers",
     "place_tokens",
     "rope_and_cache",
+    "spread_keys",
     "paged_attention",
 )
 

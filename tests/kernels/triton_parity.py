@@ -287,6 +287,37 @@ def check_rope_and_cache(device: str) -> None:
         assert torch.equal(v_cache, v_expected)
 
 
+def check_spread_keys(device: str) -> None:
+    for shape in (SHAPES[0], SHAPES[2]):  # wide enough for an fp8 cache
+        _check_spread_keys(shape, device)
+
+
+def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str) -> None:
+    """Into an fp8 cache: the twin's keys, and the products of q and k that rotation alone gives."""
+    heads, _, dim = shape[:3]
+    batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device)
+    fp8_k, fp8_v = (cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache))
+    rest = (cos_sin, batch.positions, batch.slots, heads, dim**-0.5, norms, 1e-6)
+    own, plain = qkv.clone(), qkv.clone()
+    gpu_attention.rope_and_cache(own, fp8_k, fp8_v, *rest)
+    gpu_attention.rope_and_cache(plain, k_cache, v_cache, *rest)
+    block_size = v_cache.shape[2]
+    places = batch.slots // block_size, slice(None), batch.slots % block_size
+    matrix = attention.spread_matrix(dim).to(device)
+    expected = k_cache[places] @ matrix
+    torch.testing.assert_close(fp8_k[places].float(), expected, rtol=0.07, atol=0.01)
+    rotated, spread = (x[:, : heads * dim].unflatten(1, (heads, dim)) for x in (plain, own))
+    torch.testing.assert_close(spread, rotated @ matrix, rtol=2e-3, atol=2e-3)
+    by_channel = torch.zeros_like(k_cache, dtype=torch.float8_e4m3fn)
+    by_channel = by_channel if device != "cpu" else by_channel.mT.contiguous()
+    twin = attention.rope_and_cache_reference(
+        qkv, by_channel, fp8_v.clone(), cos_sin, batch, heads, dim**-0.5, norms, 1e-6
+    )
+    torch.testing.assert_close(twin.unflatten(1, (heads, dim)), spread, rtol=2e-3, atol=2e-3)
+    stored = attention._by_token(by_channel)[places].float()
+    torch.testing.assert_close(stored, expected, rtol=0.07, atol=0.01)
+
+
 def check_paged_attention(device: str) -> None:
     tolerance = 1e-5 if device == "cpu" else 5e-3
     for shape in SHAPES:
@@ -326,6 +357,7 @@ CHECKS = {
     "scale_product": check_scale_product,
     "layers": check_layers,
     "rope_and_cache": check_rope_and_cache,
+    "spread_keys": check_spread_keys,
     "paged_attention": check_paged_attention,
 }
 

@@ -79,7 +79,7 @@ def build_engine(
     device = choose_device(model)
     set_num_threads(model.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
-    kv_dtype = _kv_dtype(cache, device)
+    kv_dtype = _kv_dtype(cache, spec, device)
     _check_compute(spec, dtype, device)
     _check_memory(spec, dtype, device)
     scheduler = _limits(scheduler, device, max_len)
@@ -202,13 +202,17 @@ def _check_memory(spec: ModelSpec, dtype: str, device: str) -> None:
         )
 
 
-def _kv_dtype(cache: CacheConfig, device: str) -> str:
+def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> str:
     known = ("bf16", "fp8") if device == "cuda" else ("fp32",)
     if cache.dtype == "auto":
         return known[0]
     if cache.dtype not in known:
         raise ModelLoadError(
             f"kv_cache_dtype {cache.dtype} does not run on {device}: use {' or '.join(known)}"
+        )
+    if cache.dtype == "fp8" and spec.head_dim < 32:
+        raise ModelLoadError(
+            f"kv_cache_dtype fp8 needs a head_dim of 32 or more, the model has {spec.head_dim}"
         )
     return cache.dtype
 

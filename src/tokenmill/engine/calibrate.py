@@ -21,7 +21,7 @@ from tokenmill.layers.residual import Residual
 from tokenmill.sched.sequence import Batch, Sequence
 
 NARROW = 2048  # hidden sizes below it
-NUM_CHANNELS = 64
+NUM_CHANNELS = 128
 NUM_TOKENS = 512
 NUM_SINKS = 8  # first tokens, whose activations are unlike all others
 

@@ -152,6 +152,8 @@ def rope_and_cache(
 
     `norms` are per-head RMSNorm weights for q and k (Qwen3), applied before the rotation.
     cos_sin is [positions, dim]: cosines in the first half, sines in the second.
+    Before k is rounded to fp8, one orthogonal matrix spreads q and k over channels: their
+    products stay, but no channel that is large in both brings a large error.
     """
     dim = v_cache.shape[3]
     if use_triton(qkv) or _compiled(v_cache):
@@ -191,10 +193,29 @@ def rope_and_cache_reference(
         q, k = (_head_norm(x, w, eps) for x, w in zip((q, k), norms, strict=True))
     cos, sin = cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
     q, k = _rotate(q, cos, sin) * scale, _rotate(k, cos, sin)
+    if k_cache.dtype == torch.float8_e4m3fn:
+        spread = spread_matrix(dim).to(q)
+        q, k = q @ spread, k @ spread
     blocks, offsets = batch.slots // block_size, batch.slots % block_size
     _by_token(k_cache)[blocks, :, offsets] = k.to(k_cache.dtype)
     v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
     return q.flatten(1).to(qkv.dtype)
+
+
+def spread_width(dim: int) -> int:
+    """How many neighbouring channels are mixed; a tensor core's product takes 16 at least."""
+    return min(32, dim // 2)
+
+
+def spread_matrix(dim: int) -> torch.Tensor:
+    """Orthogonal, fp32 [dim, dim]: mixes neighbours, and the two channels of a rotation."""
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    width = spread_width(dim)
+    neighbours = torch.ones(1, 1)
+    while neighbours.shape[0] < width:
+        neighbours = torch.kron(pair, neighbours)
+    matrix = torch.kron(pair, torch.kron(torch.eye(dim // 2 // width), neighbours))
+    return matrix.mul((2 * width) ** -0.5)
 
 
 def _by_token(k_cache: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels import MODE
+from tokenmill.kernels.attention import spread_width
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, release, wait
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def _place_kernel(
 def _rope_kernel(
     qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, stride, heads, kv_heads,
     block_size, scale, eps,
-    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, SPREAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     wait(EARLY)
@@ -76,10 +78,26 @@ def _rope_kernel(
     table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + channels
     cos, sin = tl.load(table)[None, :], tl.load(table + HALF)[None, :]
     low, high = a * cos - b * sin, b * cos + a * sin
+    if SPREAD:
+        a, b = low + high, low - high
+        low, high = _spread(a, HEADS, HALF, SPREAD), _spread(b, HEADS, HALF, SPREAD)
     tl.store(base, low * scale, mask=is_q[:, None])
     tl.store(base + HALF, high * scale, mask=is_q[:, None])
     tl.store(k_cache + line, low.to(k_cache.dtype.element_ty), mask=is_k[:, None])
     tl.store(k_cache + line + HALF, high.to(k_cache.dtype.element_ty), mask=is_k[:, None])
+
+
+@triton.jit
+def _spread(x, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr):
+    """Each WIDTH channels of x[HEADS, HALF] times a Hadamard matrix, over sqrt(2 * WIDTH)."""
+    bits = tl.arange(0, WIDTH)[:, None] & tl.arange(0, WIDTH)[None, :]
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    bits ^= bits >> 1
+    signs = (1 - 2 * (bits & 1)).to(tl.float16)
+    scale: tl.constexpr = (2 * WIDTH) ** -0.5
+    parts = tl.reshape(x * scale, [HEADS * HALF // WIDTH, WIDTH])
+    return tl.reshape(tl.dot(parts.to(tl.float16), signs), [HEADS, HALF])
 
 
 @triton.jit
@@ -269,16 +287,21 @@ def rope_and_cache(
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> None:
-    """Rotate q (times `scale`) of qkv[t, .] in place; rotate k and write k, v into their slots."""
+    """Rotate q (times `scale`) of qkv[t, .] in place; rotate k and write k, v into their slots.
+
+    With an fp8 cache q and k are also spread over channels.
+    """
     _, kv_heads, block_size, dim = v_cache.shape
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     q_norm, k_norm = norms if norms is not None else (cos_sin, cos_sin)
     total = num_heads + 2 * kv_heads
-    heads = min(16, triton.next_power_of_2(total))
+    spread = spread_width(dim) if k_cache.dtype == torch.float8_e4m3fn else 0
+    heads = 16 if spread else min(16, triton.next_power_of_2(total))
     _rope_kernel[(qkv.shape[0], triton.cdiv(total, heads))](
         qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
         kv_heads, block_size, scale, eps,
-        HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, num_warps=4, **launch_options(),
+        HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, SPREAD=spread, num_warps=4,
+        **launch_options(),
     )  # fmt: skip
 
 
