@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -136,14 +136,15 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return found[:: math.ceil(len(found) / MAX_TICKS)]
 
 
-def latency_axis(label: str, values: Sequence[float], marks: Sequence[Mark] = ()) -> Axis:
-    """All values and limits; logarithmic where the largest would flatten the rest."""
-    top = max(*values, *(mark.value for mark in marks)) if marks else max(values)
-    low, middle = min(values), percentile(values, 50)
+def latency_axis(groups: Sequence[Sequence[float]], limits: Sequence[Mark]) -> Axis:
+    """All ordered groups and limits; logarithmic where the largest would flatten the rest."""
+    low = min(values[0] for values in groups)
+    top = max([values[-1] for values in groups] + [mark.value for mark in limits])
+    middle = min(percentile(values, 50) for values in groups)
     if middle > 0 and top > LOG_RATIO * middle:
-        return Axis(f"{label}, logarithmic", max(low, top / LOG_SPAN), top, log=True)
+        return Axis("ms, logarithmic", max(low, top / LOG_SPAN), top, log=True)
     pad = (top - low) * 0.02 or abs(top) * 0.05 or 1.0
-    return Axis(label, max(low - pad, 0.0), top + pad)
+    return Axis("ms", max(low - pad, 0.0), top + pad)
 
 
 def amount_axis(label: str, values: Sequence[float]) -> Axis:
@@ -154,13 +155,12 @@ def amount_axis(label: str, values: Sequence[float]) -> Axis:
 def histogram(
     title: str, values: Sequence[float], *, what: str = "requests", marks: Sequence[Mark] = ()
 ) -> Html:
-    """How many values there are of each size, in ms."""
-    limits = [mark for mark in marks if mark.limit]
-    x = latency_axis("ms", values, limits)
+    """How many values there are of each size, in ms; `marks` are limits."""
+    values = sorted(values)
+    x = latency_axis([values], marks)
     edges = x.steps(min(MAX_BINS, max(MIN_BINS, round(2 * len(values) ** 0.5))))
-    counts = [0] * (len(edges) - 1)
-    for value in values:
-        counts[min(max(bisect_right(edges, value) - 1, 0), len(counts) - 1)] += 1
+    inner = [bisect_left(values, edge) for edge in edges[1:-1]]
+    counts = [b - a for a, b in pairwise([0, *inner, len(values)])]
     chart = Chart(
         title,
         f"{title} of {len(values):,} {what}; {_said(values)}",
@@ -170,7 +170,7 @@ def histogram(
         [f"{short(a)} to {short(b)} ms" for a, b in pairwise(edges)],
         [Series(what, counts, "bars")],
         lambda count: f"{count:,.0f}",
-        [*_percentile_marks(values), *limits],
+        [*_percentile_marks(values), *marks],
         edges,
     )
     return draw(chart)
@@ -180,17 +180,16 @@ def cumulative(
     title: str, groups: Mapping[str, Sequence[float]], *, marks: Sequence[Mark] = ()
 ) -> Html:
     """The share of values up to each size, in ms: a curve per group."""
-    limits = [mark for mark in marks if mark.limit]
-    x = latency_axis("ms", [v for values in groups.values() for v in values], limits)
+    ordered = {name: sorted(values) for name, values in groups.items()}
+    x = latency_axis(list(ordered.values()), marks)
     xs = x.steps(NUM_STEPS)
     series = []
-    for color, (name, values) in zip(ramp(len(groups)), groups.items(), strict=True):
-        ordered = sorted(values)
-        shares = [bisect_right(ordered, at) / len(ordered) for at in xs]
+    for color, (name, values) in zip(ramp(len(groups)), ordered.items(), strict=True):
+        shares = [bisect_right(values, at) / len(values) for at in xs]
         series.append(Series(name, shares, "line", color))
-    only = next(iter(groups.values())) if len(groups) == 1 else ()
+    only = next(iter(ordered.values())) if len(ordered) == 1 else ()
     shares_axis = Axis("share", 0.0, 1.02, ticks=tuple((i / 4, f"{i / 4:.0%}") for i in range(5)))
-    said = "; ".join(f"{name}: {_said(values)}" for name, values in groups.items())
+    said = "; ".join(f"{name}: {_said(values)}" for name, values in ordered.items())
     chart = Chart(
         title,
         f"{title}; {said}",
@@ -200,7 +199,7 @@ def cumulative(
         [f"up to {short(at)} ms" for at in xs],
         series,
         lambda share: f"{share:.1%}",
-        [*(_percentile_marks(only) if only else ()), *limits],
+        [*(_percentile_marks(only) if only else ()), *marks],
     )
     return draw(chart)
 

@@ -51,14 +51,14 @@ class Point:
         return [record for record in self.records if record.error is None]
 
     def latencies(self) -> dict[str, list[float]]:
-        """Values in ms by name; those without any are left out."""
+        """Ordered values in ms by name; those without any are left out."""
         times = [times_of(record, self.stream) for record in self.whole]
         found: dict[str, Iterable[float | None]] = {"e2e": (t.e2e_ms for t in times)}
         if self.stream:
-            gaps = (gap / NS_PER_MS for record in self.whole for gap in record.gaps_ns)
+            gaps = [gap / NS_PER_MS for record in self.whole for gap in record.gaps_ns]
             streamed = {"ttft": (t.ttft_ms for t in times), "tpot": (t.tpot_ms for t in times)}
             found = streamed | {"itl": gaps} | found
-        present = {name: [v for v in values if v is not None] for name, values in found.items()}
+        present = {name: sorted(v for v in f if v is not None) for name, f in found.items()}
         return {name: values for name, values in present.items() if values}
 
     def limits(self, name: str) -> list[Mark]:

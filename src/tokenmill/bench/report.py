@@ -171,7 +171,7 @@ def _sweep_tiles(points: Sequence[Report]) -> list[Tile]:
     """The best of each figure, and where it was."""
     best = max(points, key=lambda p: p["output_tok_s"])
     tiles = [Tile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
-    streamed = [p for p in points if p.get("tok_s_user")]
+    streamed = [p for p in points if USER in p.get("tok_s_user", {})]
     if streamed:
         fast = max(streamed, key=lambda p: p["tok_s_user"][USER])
         users = short(fast["tok_s_user"][USER])
@@ -214,7 +214,7 @@ def _timeline_section(point: Point) -> Section:
 def sweep_section(points: Sequence[Point], summaries: Sequence[Report]) -> Section:
     """All points side by side: table, Pareto curve, and each figure against the load."""
     blocks = [html.table("Points of the sweep", points_table(summaries))]
-    streamed = [point.summary for point in points if point.summary.get("tok_s_user")]
+    streamed = [point.summary for point in points if USER in point.summary.get("tok_s_user", {})]
     if len(streamed) > 1:
         blocks.append(html.grid([pareto(streamed)]))
     charts = [*against_load([point.summary for point in points]), *sweep_curves(points)]

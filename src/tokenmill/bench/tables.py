@@ -31,9 +31,11 @@ def points_table(points: Sequence[Report]) -> list[list[str]]:
     if any("price" in point for point in points):
         columns["$/M out"] = lambda p: _cell(p["price"]["usd_per_million_output"], 3)
         columns["$/M total"] = lambda p: _cell(p["price"]["usd_per_million_total"], 3)
-    for key in ("ttft_ms", "tpot_ms") if len(points) > 1 else ():
+    streamed = any("ttft_ms" in point for point in points)
+    latencies = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
+    for key in latencies if len(points) > 1 else ():
         for percent in ("p50", "p99"):
-            label = f"{key.removesuffix('_ms').upper()} {percent}"
+            label = f"{key.removesuffix('_ms').upper().replace('E2E', 'e2e')} {percent}"
             columns[label] = _latency_column(key, percent)
     return [list(columns), *([show(point) for show in columns.values()] for point in points)]
 

@@ -132,7 +132,7 @@ class EndpointBench:
         from tokenmill.bench.manifest import public, result_folder, utc_now
 
         self._config = config
-        self._settings = public(settings.values)
+        self._settings = public(other_settings(settings, config))
         self._started_at = utc_now()
         self._slo = parse_slo(config.goodput)
         self._price = None
@@ -223,6 +223,15 @@ class EndpointBench:
             run.load, run.records, stream=stream, slo=self._slo, price=self._price
         )
         return point | {"audit": audit(run, point, floor, stream)}
+
+
+def other_settings(settings: Settings, config: EndpointConfig) -> Report:
+    """What shapes the requests beside `config`: what was given, and defaults that hold."""
+    held: Report = {"bench-seed": 0, "ignore-eos": True}
+    if not (config.prompts or config.trace or "lengths" in settings):
+        held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
+    given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
+    return held | {key: value for key, value in given.items() if key != "json-only"}
 
 
 def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load]:
