@@ -102,8 +102,7 @@ def _notices(report: Report) -> list[Notice]:
 def _tiles(report: Report) -> list[Tile]:
     tiles = []
     if metric := report.get("metric"):
-        name = str(metric["name"]).capitalize()
-        tiles.append(Tile(name, short(metric["value"]), metric["unit"]))
+        tiles.append(Tile("Result", short(metric["value"]), metric["unit"], metric["name"]))
     if "peak_qps" in report:
         peak = report["peak_qps"]
         tiles.append(Tile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
@@ -130,7 +129,7 @@ def _latency_tile(name: str, percent: str, found: float, limit: float | None) ->
     if limit is None:
         return Tile(label, short(found), "ms")
     tone: html.Tone = "good" if found <= limit else "bad"
-    return Tile(label, short(found), "ms", f"limit {limit:g} ms", tone)
+    return Tile(label, short(found), "ms", f"limit {short(limit)} ms", tone)
 
 
 def _limit_rows(report: Report) -> list[list[str]]:
@@ -140,7 +139,7 @@ def _limit_rows(report: Report) -> list[list[str]]:
         found = report[f"{name}_ms"].get(percent)
         if found is None:
             continue
-        figures = [f"{short(found)} ms", f"{limit:g} ms", f"{found / limit:.0%}"]
+        figures = [f"{short(found)} ms", f"{short(limit)} ms", f"{found / limit:,.0%}"]
         rows.append([LABELS[name], percent, *figures, "yes" if found <= limit else "no"])
     return rows
 

@@ -18,7 +18,7 @@ from tokenmill.bench.charts import Html
 
 Tone = Literal["good", "warn", "bad", "note"]
 
-SHOWN_DIGITS = 48  # of a version or a digest
+SHOWN_DIGITS = 12  # of a digest
 WEB = Path(__file__).with_name("web")
 
 
@@ -209,7 +209,8 @@ def facts_sections(
     """The configuration, and hardware and software as a manifest has them."""
     hardware = dict(facts["hardware"])
     hardware["memory"] = f"{hardware.pop('memory_bytes') / 2**30:.0f} GiB"
-    software = {name: str(text)[:SHOWN_DIGITS] for name, text in facts["software"].items()}
+    software = dict(facts["software"])
+    software["tokenmill_source"] = software.pop("tokenmill_source_sha256", "")[:SHOWN_DIGITS]
     return [
         Section("Configuration", [pairs(configuration)]),
         Section("Environment", [pairs(hardware | software)], machine),
