@@ -74,6 +74,17 @@ def test_edited_missing_and_extra(folder: Path, capsys: pytest.CaptureFixture[st
     assert captured.err.count("\n") == 1 and "1 changed, 1 missing, 1 extra" in captured.err
 
 
+@pytest.mark.parametrize("label", ["changed", "missing", "extra"])
+def test_one_fault_is_enough(label: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / ("new" if label == "extra" else "summary.json")
+    if label == "missing":
+        path.unlink()
+    else:
+        path.write_text("[]")
+    status, report = verified(capsys, folder)
+    assert status == 1 and not report["ok"] and report[label] == [path.name]
+
+
 def test_edited_manifest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / MANIFEST
     path.write_text(path.read_text().replace('"rate": [', '"rate": [ 2.0,'))

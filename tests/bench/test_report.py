@@ -131,6 +131,14 @@ def test_every_text_is_escaped() -> None:
     assert text.count("<script") == 1 and "<img" not in text
 
 
+def test_names_in_a_chart_are_escaped() -> None:
+    name = 'it\'s <b> & "so"'
+    chart = charts.cumulative(name, {name: [1.0, 2.0], "other": [3.0]})
+    assert "<b>" not in chart.replace("<b>p", "")
+    found = re.search(r"data-series='([^']*)'", chart)
+    assert found is not None and json.loads(unescape(found[1]))[0][0] == name
+
+
 def test_sweep_has_a_frontier() -> None:
     report, records = endpoint_run((1, 4, 16), 48)
     assert "Throughput against interactivity" in page_text(report, records)

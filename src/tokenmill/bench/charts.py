@@ -188,7 +188,7 @@ def cumulative(
         shares = [bisect_right(values, at) / len(values) for at in xs]
         series.append(Series(name, shares, "line", color))
     only = next(iter(ordered.values())) if len(ordered) == 1 else ()
-    shares_axis = Axis("share", 0.0, 1.02, ticks=tuple((i / 4, f"{i / 4:.0%}") for i in range(5)))
+    shares_axis = Axis("share", 0.0, 1.05, ticks=tuple((i / 4, f"{i / 4:.0%}") for i in range(5)))
     said = "; ".join(f"{name}: {_said(values)}" for name, values in ordered.items())
     chart = Chart(
         title,
