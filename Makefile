@@ -29,6 +29,11 @@ $(VENV)/.test: $(INPUTS) | $(BIN)/python
 	$(PIP) -e ".[test]"
 	@touch $@ $(VENV)/.setup
 
+# The tests of the report page need Chromium: one that is there, Playwright's or Debian's.
+$(VENV)/.browser: $(VENV)/.test tests/browser.py
+	@$(BIN)/python tests/browser.py
+	@touch $@
+
 setup: $(VENV)/.setup
 
 demo: setup
@@ -42,7 +47,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint $(VENV)/.browser
 	$(BIN)/pytest $(ARGS)
 
 clean:

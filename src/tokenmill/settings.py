@@ -474,7 +474,12 @@ ENDPOINT_REPORT = (
     ),
     _of(EndpointConfig, "processes", _count(1, 1024), "Client processes; as the load needs."),
     _of(EndpointConfig, "audit", SWITCH, "Measure what the client itself can do."),
-    _of(EndpointConfig, "output-dir", TEXT, "Folder for summary.json and events.jsonl."),
+    _of(
+        EndpointConfig,
+        "output-dir",
+        TEXT,
+        "New folder for report.html, summary.json, CSV, events and manifest.",
+    ),
 )
 ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
 MLPERF = (

@@ -20,6 +20,7 @@ from tokenmill.__main__ import run
 from tokenmill.bench.datasets import Synthetic
 from tokenmill.bench.endpoint import measure_floor, run_load
 from tokenmill.bench.load import Load
+from tokenmill.bench.manifest import verify
 from tokenmill.bench.wire import Target
 from tokenmill.bench.workload import BenchError
 
@@ -69,6 +70,10 @@ def test_sweep_with_files(
     lines = (tmp_path / "results/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     assert [event["point"] for event in events] == [0] * 6 + [1] * 6
+    assert "Throughput against interactivity" in (tmp_path / "results/report.html").read_text()
+    assert {"summary.csv", "events.csv", "manifest.json"} <= set(os.listdir(tmp_path / "results"))
+    assert report["settings"]["input-len"] == 128 and "concurrency" not in report["settings"]
+    assert verify(tmp_path / "results")["ok"]
     assert sorted(event["session"] for event in events) == sorted([*range(6)] * 2)
 
 
@@ -197,6 +202,8 @@ def test_interrupt_reports_what_has_finished(
     assert point["num_unfinished"] <= 2
     events = (tmp_path / "out/events.jsonl").read_text().splitlines()
     assert len(events) == point["num_completed"] + point["num_unfinished"]
+    assert "Interrupted" in (tmp_path / "out/report.html").read_text()
+    assert verify(tmp_path / "out")["ok"]
 
 
 URL = ("--url", "http://127.0.0.1:9", "--model", "m")
@@ -219,12 +226,18 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((*URL, "--extra-body", "{"), 2, "--extra-body is not JSON"),
         ((*URL, "--burst-size", "3"), 2, "--burst-size goes with --arrival burst"),
         ((*URL, "--arrival", "burst", "--duration", "1"), 1, "requests that arrive at once need"),
+        ((*URL, "--output-dir", "."), 1, "--output-dir .: the folder has other files"),
         ((*URL, "--lengths", "gone"), 1, "--lengths gone: no such file"),
     ],
 )
 def test_bad_flags(
-    flags: tuple[str, ...], status: int, message: str, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "of-another").write_text("")
     assert run(["bench", "endpoint", *flags]) == status
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1, captured

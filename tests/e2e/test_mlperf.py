@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tokenmill.__main__ import run
+from tokenmill.bench.manifest import verify
 from tokenmill.cli import mlperf
 from tokenmill.settings import Settings
 
@@ -50,6 +51,10 @@ def test_quick_offline_on_the_default_model(
         assert "not a valid submission" in text and "synthetic" in text
     assert "Result is : VALID" in (results / "performance/run_1/mlperf_log_summary.txt").read_text()
     assert (results / "user.conf").read_text().startswith("# This is a quick run")
+    assert json.loads((results / "summary.json").read_text()) == report
+    page = (results / "report.html").read_text()
+    assert ">VALID<" in page and "Not a valid submission" in page and "TTFT distribution" in page
+    assert verify(results)["ok"]
 
 
 def test_submission_on_a_dataset(

@@ -174,24 +174,26 @@ def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Report:
         "outputs_s": outputs * per_second,
         "tokens_per_output": output / outputs if outputs else 0.0,
     }
-    if bounds := interval_95(_window_rates(whole, seconds, stream)):
-        report["output_tok_s_ci95"] = list(bounds)
+    if whole and seconds:
+        begin_ns = min(r.sent_ns for r in whole)
+        rates = window_rates(whole, begin_ns, seconds, stream, NUM_WINDOWS)
+        if bounds := interval_95(rates):
+            report["output_tok_s_ci95"] = list(bounds)
     return report
 
 
-def _window_rates(whole: Sequence[Record], seconds: float, stream: bool) -> list[float]:
-    """Output tokens per second in NUM_WINDOWS equal parts of the run."""
-    if not seconds:
-        return []
-    begin = min(r.sent_ns for r in whole)
-    width_ns = seconds * 1e9 / NUM_WINDOWS
-    windows = [0.0] * NUM_WINDOWS
+def window_rates(
+    whole: Sequence[Record], begin_ns: int, seconds: float, stream: bool, num_windows: int
+) -> list[float]:
+    """Output tokens per second in equal parts of the time from `begin_ns`."""
+    width_ns = seconds * 1e9 / num_windows
+    windows = [0.0] * num_windows
     for record in whole:
         now_ns = record.first_ns
         share = num_tokens(record, stream) / max(record.num_outputs, 1)
         for gap_ns in (0, *record.gaps_ns) if record.num_outputs else ():
             now_ns += gap_ns
-            windows[min(int((now_ns - begin) / width_ns), NUM_WINDOWS - 1)] += share
+            windows[min(int((now_ns - begin_ns) / width_ns), num_windows - 1)] += share
     return [tokens / width_ns * 1e9 for tokens in windows]
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
+from tokenmill.bench.manifest import cpu_name
 from tokenmill.bench.roofline import Machine
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels import cpu_kernels
@@ -28,15 +28,8 @@ BUDGET_S = 0.5  # of each measurement; the best repeat counts
 def measure_machine(spec: ModelSpec, num_threads: int, device: str) -> Machine:
     """The CPU with as many threads as the engine uses, or the GPU."""
     rates = _measure_gpu(num_threads) if device == "cuda" else _measure_cpu(spec, num_threads)
-    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     return replace(rates, name=name, software=_software())
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _software() -> dict[str, str]:

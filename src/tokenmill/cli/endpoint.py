@@ -129,13 +129,16 @@ class EndpointBench:
 
     def __init__(self, settings: Settings, config: EndpointConfig) -> None:
         from tokenmill.bench.events import Price, parse_slo
+        from tokenmill.bench.manifest import public, result_folder, utc_now
 
         self._config = config
+        self._settings = public(other_settings(settings, config))
+        self._started_at = utc_now()
         self._slo = parse_slo(config.goodput)
         self._price = None
         if config.gpus and config.price_per_gpu_hour is not None:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
-        self._folder = _make_folder(config.output_dir)
+        self._folder = result_folder(config.output_dir) if config.output_dir else None
         self._dataset = make_dataset(settings, config)
         self._loads = make_loads(config, self._dataset, settings.get("bench-seed") or 0)
         self._count = token_counter(config.tokenizer)
@@ -161,19 +164,22 @@ class EndpointBench:
             "interrupted": interrupted,
             "points": [self._point(run, floor) for run in self._runs],
             "config": asdict(self._config),
+            "settings": self._settings,
         }
 
     def write(self, report: Report) -> None:
-        """summary.json and events.jsonl, where a folder is given."""
+        """The files of the result, where a folder is given."""
         if self._folder is None:
+            console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
             return
-        from tokenmill.bench.wire import write_records
+        from tokenmill.bench.manifest import make_facts
+        from tokenmill.bench.report import PAGE, write_result
 
-        summary = json.dumps(report, indent=2) + "\n"
-        (self._folder / "summary.json").write_text(summary, encoding="utf-8")
         records = [record for run in self._runs for record in run.records]
-        write_records(self._folder / "events.jsonl", records)
-        console.note(f"written: {self._folder / 'summary.json'}, {len(records)} events beside it")
+        configuration = report["config"] | report["settings"]
+        facts = make_facts("endpoint", configuration, self._started_at)
+        write_result(self._folder, report, records, facts)
+        console.note(f"written: {self._folder / PAGE}, {len(records)} events beside it")
 
     def _run_point(self, load: Load) -> Run:
         from tokenmill.bench import endpoint as bench
@@ -217,6 +223,15 @@ class EndpointBench:
             run.load, run.records, stream=stream, slo=self._slo, price=self._price
         )
         return point | {"audit": audit(run, point, floor, stream)}
+
+
+def other_settings(settings: Settings, config: EndpointConfig) -> Report:
+    """What shapes the requests beside `config`: what was given, and defaults that hold."""
+    held: Report = {"bench-seed": 0, "ignore-eos": True}
+    if not (config.prompts or config.trace or "lengths" in settings):
+        held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
+    given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
+    return held | {key: value for key, value in given.items() if key != "json-only"}
 
 
 def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load]:
@@ -325,15 +340,6 @@ def token_counter(name: str | None) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _make_folder(name: str | None) -> Path | None:
-    """Made before the run: what cannot be written should fail at once."""
-    if name is None:
-        return None
-    folder = Path(name).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def progress_lines() -> Callable[[float, Sequence[int]], None]:
     """A line every few seconds: done, failed, in flight and rates since the last line."""
     shown = (0.0, 0, 0)
@@ -358,83 +364,25 @@ def progress_lines() -> Callable[[float, Sequence[int]], None]:
 def print_report(report: Report) -> None:
     """The table of the points, the details of a single one, and the client's part in it."""
     from tokenmill.bench.audit import all_warnings
+    from tokenmill.bench.tables import audit_line, latency_table, points_table
 
     points = report["points"]
     streamed = "streamed" if report["stream"] else "not streamed"
     state = "; interrupted, so of what had finished" if report["interrupted"] else ""
     console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
-    console.print_table(_points_table(points))
+    console.print_table(points_table(points))
     if len(points) == 1 and points[0]["num_completed"]:
         console.out.print()
-        console.print_table(_latency_table(points[0]))
+        console.print_table(latency_table(points[0]))
     for point in points:
         for label in ("errors", "doubts"):
             for name, entry in point[label].items():
                 hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry["first"] else ""
                 text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}{hint}"
                 console.out.print(text, markup=False)
-    console.out.print(_audit_line(points), markup=False)
+    console.out.print(audit_line(points), markup=False)
     for text in all_warnings(points):
         console.out.print(f"warning: {text}", markup=False)
-
-
-def _points_table(points: Sequence[Report]) -> list[list[str]]:
-    columns: dict[str, Callable[[Report], str]] = {
-        "load": lambda p: str(p["load"]),
-        "done": lambda p: f"{p['num_completed']:,}",
-        "failed": lambda p: f"{p['num_failed']:,}",
-        "req/s": lambda p: f"{p['request_s']:,.2f}",
-        "out tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
-        "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
-        "tok/s/user": lambda p: _cell(p.get("tok_s_user", {}).get("p50")),
-    }
-    if any("goodput" in point for point in points):
-        columns["good"] = lambda p: f"{p['goodput']['good_share']:.1%}"
-        columns["good req/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
-    if any("price" in point for point in points):
-        columns["$/M out"] = lambda p: _cell(p["price"]["usd_per_million_output"], 3)
-        columns["$/M total"] = lambda p: _cell(p["price"]["usd_per_million_total"], 3)
-    for key in ("ttft_ms", "tpot_ms") if len(points) > 1 else ():
-        for percent in ("p50", "p99"):
-            label = f"{key.removesuffix('_ms').upper()} {percent}"
-            columns[label] = _latency_column(key, percent)
-    return [list(columns), *([show(point) for show in columns.values()] for point in points)]
-
-
-def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
-    return lambda point: _cell(point.get(key, {}).get(percent))
-
-
-def _latency_table(point: Report) -> list[list[str]]:
-    names = ("mean", "p50", "p90", "p99", "max")
-    rows = [["ms", *names, "95% of p50"]]
-    for key in ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "itl_ms", "e2e_ms"):
-        if summary := point.get(key):
-            low, high = summary.get("ci95", {}).get("p50", (None, None))
-            bounds = "-" if low is None else f"{low:.2f} to {high:.2f}"
-            label = key.removesuffix("_ms").replace("_", " ").replace("ttft", "TTFT")
-            label = label.upper() if len(label) <= 4 and label != "e2e" else label
-            rows.append([label, *(_cell(summary[name]) for name in names), bounds])
-    return rows
-
-
-def _cell(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _audit_line(points: Sequence[Report]) -> str:
-    audits = [point["audit"] for point in points]
-    lag = max((a["lag_ms"].get("p99", 0.0) for a in audits), default=0.0)
-    cpu, stall = max(a["cpu_share"] for a in audits), max(a["max_stall_ms"] for a in audits)
-    line = (
-        f"client: {audits[-1]['num_processes']} process(es), {cpu:.0%} of a core at most, sent "
-        f"{lag:.2f} ms late (p99), longest stall {stall:.0f} ms"
-    )
-    floor = audits[-1]["floor"]
-    if floor is None:
-        return line
-    own = floor["latency_ms"].get("p50", 0.0)
-    return f"{line}; alone it does {floor['request_s']:,.0f} req/s and adds {own:.2f} ms"
 
 
 def _first_error(points: Sequence[Report]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import __version__
 from tokenmill.bench import accuracy as scoring
-from tokenmill.bench import loadgen, submission
+from tokenmill.bench import loadgen, manifest, mlperf_report, submission
 from tokenmill.bench import mlperf as bench
 from tokenmill.bench.child import run_benchmark
 from tokenmill.bench.throughput import OurEngine
@@ -66,7 +66,7 @@ def mlperf(settings: Settings) -> None:
     tokenmill bench mlperf --dataset cnn_eval.json --test-mode submission
     --model meta-llama/Llama-3.1-8B-Instruct --submission-dir results
     """
-    run = run_of(settings)
+    run, started_at = run_of(settings), manifest.utc_now()
     loadgen.load_library()
     path = throughput.model_path(settings.build(ModelConfig))
     values = settings.values | {"model": str(path), "json-only": True}
@@ -80,7 +80,9 @@ def mlperf(settings: Settings) -> None:
                 for name in MODES.get(mode, (mode,))
             }
         if "submission-dir" in settings:
-            _write(settings, run, reports)
+            _write(settings, run, reports, started_at)
+        else:
+            console.note("--submission-dir DIR keeps a run: LoadGen's logs and report.html")
     report = _joined(settings, run, reports)
     if not settings.get("json-only"):
         _print(report)
@@ -182,6 +184,7 @@ def _child_report(settings: Settings, run: bench.Run) -> Report:
         samples = bench.synthetic_samples(run.preset, lengths, spec.vocab_size)
     built = _build(settings, samples)
     times = bench.execute(built.engine, samples, run, folder, is_accuracy)
+    mlperf_report.write_times(folder / mlperf_report.EVENTS, times)
     facts = _facts(built, run, samples, not rows, scale)
     if is_accuracy:
         assert tokenizer is not None
@@ -282,7 +285,7 @@ def _joined(settings: Settings, run: bench.Run, reports: dict[str, Report]) -> R
     return joined
 
 
-def _write(settings: Settings, run: bench.Run, reports: dict[str, Report]) -> None:
+def _write(settings: Settings, run: bench.Run, reports: dict[str, Report], started_at: str) -> None:
     """The submission's folders; SingleStream is no datacenter scenario but has the same ones."""
     layout = submission.Layout(
         root=Path(settings.get("submission-dir")),
@@ -306,7 +309,11 @@ def _write(settings: Settings, run: bench.Run, reports: dict[str, Report]) -> No
     if "accuracy" in reports:
         scores = reports["accuracy"]["accuracy"]
         submission.copy_accuracy(layout, Path(reports["accuracy"]["logs"]), scores)
-    console.note(f"Written: {layout.scenario_folder}")
+    configuration = {setting.key: settings.get(setting.key) for setting in OFFERED}
+    facts = manifest.make_facts("mlperf", configuration, started_at)
+    joined, folder = _joined(settings, run, reports), layout.scenario_folder
+    mlperf_report.write_result(folder, joined, Path(report["logs"]), facts)
+    console.note(f"Written: {folder / mlperf_report.PAGE}, LoadGen's logs beside it")
 
 
 def _system() -> dict[str, str]:

@@ -1,0 +1,328 @@
+"""An endpoint run as files: summary and records -> summary.json, CSV and one HTML page.
+
+Pure, but for `write_result`: the same records give the same page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenmill.bench import page as html
+from tokenmill.bench.audit import all_warnings
+from tokenmill.bench.charts import in_ms, short
+from tokenmill.bench.events import Report
+from tokenmill.bench.manifest import Facts, write_manifest
+from tokenmill.bench.page import Notice, Page, Section, Tile
+from tokenmill.bench.point_charts import (
+    LABELS,
+    USER,
+    Point,
+    against_load,
+    distributions,
+    pareto,
+    sweep_curves,
+    timelines,
+)
+from tokenmill.bench.tables import (
+    error_table,
+    events_csv,
+    latency_table,
+    points_table,
+    summary_csv,
+)
+from tokenmill.bench.wire import Record, write_records
+
+SUMMARY, PAGE = "summary.json", "report.html"
+MAX_LINES = 4  # of warnings at the top
+
+
+def write_result(folder: Path, report: Report, records: Sequence[Record], facts: Facts) -> None:
+    """All files of a run; the manifest comes last."""
+    stream = report["stream"]
+    texts = {
+        SUMMARY: json.dumps(report, indent=2) + "\n",
+        "summary.csv": summary_csv(report["points"]),
+        "events.csv": events_csv(report["points"], records, stream),
+        PAGE: html.render(endpoint_page(report, records, facts)),
+    }
+    write_records(folder / "events.jsonl", records)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    write_manifest(folder, facts)
+
+
+def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Page:
+    """The page of a run: one point in full, or a sweep with its points folded."""
+    points = [
+        Point(summary, [r for r in records if r.point == index], report["stream"])
+        for index, summary in enumerate(report["points"])
+    ]
+    answered = [point for point in points if point.whole]
+    sections: list[Section] = []
+    if len(points) > 1:
+        sections += [sweep_section(answered, report["points"])] if answered else []
+        sections += [_folded_points(answered)] if answered else []
+    elif answered:
+        sections += [_latency_section(answered[0]), _timeline_section(answered[0])]
+    if {"goodput", "price"} & report["points"][0].keys():
+        sections.append(_value_section(report["points"]))
+    sections += [
+        _error_section(report["points"]),
+        _audit_section(report["points"]),
+        *html.facts_sections(
+            {"url": report["url"], "model": report["model"]} | facts["configuration"],
+            facts,
+            "The machine that sent the requests; the server may run elsewhere.",
+        ),
+    ]
+    return Page(
+        title=str(report["model"]),
+        kind="Endpoint benchmark",
+        chips=_chips(report, facts),
+        tiles=_tiles(points[0].summary) if len(points) == 1 else _sweep_tiles(report["points"]),
+        sections=sections,
+        notices=_notices(report),
+    )
+
+
+def _chips(report: Report, facts: Facts) -> list[str]:
+    loads = [point["load"] for point in report["points"]]
+    return [
+        report["url"],
+        report["api"],
+        "streamed" if report["stream"] else "not streamed",
+        loads[0] if len(loads) == 1 else f"{len(loads)} points",
+        html.started(facts),
+    ]
+
+
+def _notices(report: Report) -> list[Notice]:
+    points, found = report["points"], []
+    if report["interrupted"]:
+        found.append(Notice("warn", "Interrupted: these are the figures of what had finished"))
+    if failed := sum(point["num_failed"] for point in points):
+        total = failed + sum(point["num_completed"] for point in points)
+        title = f"{failed:,} of {total:,} requests failed; they are in no average"
+        found.append(Notice("bad", title, _by_class(points, "errors")))
+    if warnings := all_warnings(points):
+        shown = warnings[:MAX_LINES]
+        if len(warnings) > MAX_LINES:
+            shown.append(f"and {len(warnings) - MAX_LINES} more in the client audit")
+        found.append(Notice("warn", "The client may have been the limit, not the server", shown))
+    if doubts := _by_class(points, "doubts"):
+        found.append(Notice("warn", "Answers whose token counts are in doubt", doubts))
+    return found
+
+
+def _by_class(points: Sequence[Report], key: str) -> list[str]:
+    """A line per class over all points, with what the first one said."""
+    counts: dict[str, int] = {}
+    said: dict[str, str] = {}
+    for point in points:
+        for name, entry in point[key].items():
+            counts[name] = counts.get(name, 0) + entry["count"]
+            said.setdefault(name, entry["first"])
+    return [f"{counts[name]:,} × {name}: {said[name]}" for name in counts]
+
+
+def _tiles(point: Report) -> list[Tile]:
+    """The headline of one point."""
+    low, high = point.get("output_tok_s_ci95", (None, None))
+    bounds = f"95 %: {short(low)} to {short(high)}" if low is not None else ""
+    failed = point["num_failed"]
+    tiles = [
+        Tile("Output throughput", short(point["output_tok_s"]), "tok/s", bounds),
+        Tile("Requests", short(point["request_s"]), "per second", _duration_note(point)),
+    ]
+    for name in ("ttft", "tpot", "e2e"):
+        if figures := point.get(f"{name}_ms"):
+            tail = f"p90 {short(figures['p90'])}, p99 {short(figures['p99'])} ms"
+            tiles.append(Tile(f"{LABELS[name]}, median", short(figures["p50"]), "ms", tail))
+    if users := point.get("tok_s_user"):
+        tile = Tile("Interactivity", short(users["p50"]), "tok/s/user", "median")
+        tiles.append(tile)
+    share = failed / (failed + point["num_completed"]) if failed else 0.0
+    note = f"{point['num_completed']:,} answered" + (f", {failed:,} failed" if failed else "")
+    tiles.append(Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good"))
+    return tiles + _value_tiles(point)
+
+
+def _duration_note(point: Report) -> str:
+    return f"{point['num_completed']:,} in {point['seconds']:,.1f} s"
+
+
+def _value_tiles(point: Report) -> list[Tile]:
+    tiles = []
+    if goodput := point.get("goodput"):
+        note = f"{short(goodput['request_s'])} good requests/s"
+        share = goodput["good_share"]
+        tone: html.Tone = "good" if share >= 0.99 else "warn"
+        tiles.append(Tile("Within the limits", f"{share:.1%}", "", note, tone))
+    if (price := point.get("price")) and price["usd_per_million_output"] is not None:
+        total = f"${price['usd_per_million_total']:,.3f} in and out"
+        value = f"${price['usd_per_million_output']:,.3f}"
+        tiles.append(Tile("Per million output tokens", value, "", total))
+    return tiles
+
+
+def _sweep_tiles(points: Sequence[Report]) -> list[Tile]:
+    """The best of each figure, and where it was."""
+    best = max(points, key=lambda p: p["output_tok_s"])
+    tiles = [Tile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
+    streamed = [p for p in points if USER in p.get("tok_s_user", {})]
+    if streamed:
+        fast = max(streamed, key=lambda p: p["tok_s_user"][USER])
+        users = short(fast["tok_s_user"][USER])
+        tiles.append(Tile("Highest interactivity", users, "tok/s/user", fast["load"]))
+        quick = min(streamed, key=lambda p: p["ttft_ms"]["p50"])
+        ttft = short(quick["ttft_ms"]["p50"])
+        tiles.append(Tile("Lowest median TTFT", ttft, "ms", quick["load"]))
+    rate = max(points, key=lambda p: p["request_s"])
+    tiles.append(Tile("Highest rate", short(rate["request_s"]), "requests/s", rate["load"]))
+    if all("goodput" in p for p in points):
+        good = max(points, key=lambda p: p["goodput"]["request_s"])
+        note = f"{good['load']}, {good['goodput']['good_share']:.1%} within limits"
+        value = short(good["goodput"]["request_s"])
+        tiles.append(Tile("Highest goodput", value, "requests/s", note))
+    priced = [p for p in points if p.get("price", {}).get("usd_per_million_output") is not None]
+    if priced:
+        low = min(priced, key=lambda p: p["price"]["usd_per_million_output"])
+        value = f"${low['price']['usd_per_million_output']:,.3f}"
+        tiles.append(Tile("Lowest price per M output", value, "", low["load"]))
+    failed, done = (sum(p[key] for p in points) for key in ("num_failed", "num_completed"))
+    note = f"{done:,} answered" + (f", {failed:,} failed" if failed else "")
+    share = failed / (failed + done) if failed else 0.0
+    return [*tiles, Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good")]
+
+
+def _latency_section(point: Point) -> Section:
+    blocks = [html.table("Latency in milliseconds", latency_table(point.summary))]
+    blocks.append(html.grid([*distributions(point, curves=True)]))
+    return Section(
+        "Latency", blocks, "Of answered requests. ITL: gaps between outputs of a stream."
+    )
+
+
+def _timeline_section(point: Point) -> Section:
+    return Section(
+        "Timeline", [html.grid(list(timelines(point)))], "Seconds from the first request."
+    )
+
+
+def sweep_section(points: Sequence[Point], summaries: Sequence[Report]) -> Section:
+    """All points side by side: table, Pareto curve, and each figure against the load."""
+    blocks = [html.table("Points of the sweep", points_table(summaries))]
+    streamed = [point.summary for point in points if USER in point.summary.get("tok_s_user", {})]
+    if len(streamed) > 1:
+        blocks.append(html.grid([pareto(streamed)]))
+    charts = [*against_load([point.summary for point in points]), *sweep_curves(points)]
+    return Section("Sweep", [*blocks, html.grid(charts)])
+
+
+def _folded_points(points: Sequence[Point]) -> Section:
+    parts = []
+    for point in points:
+        figures = point.summary
+        head = f"{figures['load']}: {short(figures['output_tok_s'])} tok/s"
+        if figures.get("ttft_ms"):
+            head += f", TTFT {in_ms(figures['ttft_ms']['p50'])}"
+        charts = [*distributions(point, curves=False), *timelines(point)]
+        table = html.table(f"Latency at {figures['load']}", latency_table(figures))
+        parts.append(html.folded(head, [table, html.grid(charts)]))
+    return Section("Points", parts, "Each with its distributions and its timeline.")
+
+
+def _value_section(points: Sequence[Report]) -> Section:
+    blocks = []
+    if "goodput" in points[0]:
+        blocks.append(html.table("Goodput", _goodput_rows(points), text_columns=2))
+    if "price" in points[0]:
+        price = points[0]["price"]
+        text = f"{price['gpus']} GPUs at ${price['usd_per_gpu_hour']:g} per GPU and hour."
+        blocks += [html.table("Price", _price_rows(points)), html.paragraph(text)]
+    return Section("Goodput and price", blocks)
+
+
+def _goodput_rows(points: Sequence[Report]) -> list[list[str]]:
+    rows = [["load", "limits", "good", "good requests/s", "good output tok/s"]]
+    for point in points:
+        good = point["goodput"]
+        names = [name for name in ("ttft", "tpot", "e2e") if good[f"{name}_ms"]]
+        limits = ", ".join(f"{LABELS[name]} {good[f'{name}_ms']:g} ms" for name in names)
+        counts = f"{good['num_good']:,} ({good['good_share']:.1%})"
+        rates = (short(good["request_s"]), short(good["output_tok_s"]))
+        rows.append([point["load"], limits, counts, *rates])
+    return rows
+
+
+def _price_rows(points: Sequence[Report]) -> list[list[str]]:
+    columns = {
+        "usd_per_million_output": "$ per M output",
+        "usd_per_million_total": "$ per M in and out",
+        "usd_per_million_good_output": "$ per M good output",
+    }
+    keys = [key for key in columns if key in points[0]["price"]]
+    rows = [["load", "output tok/s per GPU", *(columns[key] for key in keys)]]
+    for point in points:
+        price = point["price"]
+        per_gpu = short(price["output_tok_s_gpu"])
+        rows.append([point["load"], per_gpu, *(_usd(price[key]) for key in keys)])
+    return rows
+
+
+def _usd(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}"
+
+
+def _error_section(points: Sequence[Report]) -> Section:
+    blocks = []
+    for key, title, none in (
+        ("errors", "Failed requests", "No request failed."),
+        ("doubts", "Doubtful token counts", "The token counts of all answers are consistent."),
+    ):
+        rows = error_table(points, key)
+        if len(rows) == 1:
+            blocks.append(html.bullets("good", [none]))
+        else:
+            blocks += [html.heading(title), html.table(title, rows, text_columns=3)]
+    ends: dict[str, int] = {}
+    for point in points:
+        for name, count in point["finish_reasons"].items():
+            ends[name] = ends.get(name, 0) + count
+    said = ", ".join(f"{name} {count:,}" for name, count in ends.items())
+    if said:
+        blocks.append(html.paragraph(f"Finish reasons: {said}."))
+    for key, what in (("num_unfinished", "cut off by the end"), ("num_retried", "sent once more")):
+        if count := sum(point[key] for point in points):
+            blocks.append(html.paragraph(f"{count:,} requests were {what}."))
+    return Section("Errors and doubts", blocks)
+
+
+def _audit_section(points: Sequence[Report]) -> Section:
+    warnings = all_warnings(points)
+    said = html.bullets("warn", warnings)
+    if not warnings:
+        said = html.bullets("good", ["No sign that the client was the limit."])
+    rows = [["load", "processes", "CPU of a core", "sent late p50", "p99", "stalls", "longest"]]
+    for point in points:
+        audit = point["audit"]
+        lag = [f"{audit['lag_ms'].get(p, 0.0):.2f} ms" for p in ("p50", "p99")]
+        stalls = [f"{audit['num_stalls']:,}", f"{audit['max_stall_ms']:.0f} ms"]
+        share = f"{audit['cpu_share']:.0%}"
+        rows.append([point["load"], str(audit["num_processes"]), share, *lag, *stalls])
+    blocks = [said, html.table("The client", rows)]
+    if floor := points[-1]["audit"]["floor"]:
+        text = (
+            f"Against a server that answers at once this client does {floor['request_s']:,.0f} "
+            f"requests/s and {floor['outputs_s']:,.0f} outputs/s, and adds "
+            f"{floor['latency_ms'].get('p50', 0.0):.2f} ms to a latency."
+        )
+    else:
+        text = "What the client does at best was not measured in this run."
+    return Section(
+        "Client audit",
+        [*blocks, html.paragraph(text)],
+        "Was it the server that was measured, or the client?",
+    )

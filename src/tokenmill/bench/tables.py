@@ -1,0 +1,155 @@
+"""The figures of an endpoint run as rows: for the terminal, for the page, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenmill.bench.events import Report, num_tokens, times_of
+from tokenmill.bench.wire import Record
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
+LEFT_OUT = ("errors", "doubts", "finish_reasons", "warnings")
+
+
+def points_table(points: Sequence[Report]) -> list[list[str]]:
+    """A row per point."""
+    columns: dict[str, Callable[[Report], str]] = {
+        "load": lambda p: str(p["load"]),
+        "done": lambda p: f"{p['num_completed']:,}",
+        "failed": lambda p: f"{p['num_failed']:,}",
+        "req/s": lambda p: f"{p['request_s']:,.2f}",
+        "out tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
+        "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
+        "tok/s/user": lambda p: _cell(p.get("tok_s_user", {}).get("p50")),
+    }
+    if any("goodput" in point for point in points):
+        columns["good"] = lambda p: f"{p['goodput']['good_share']:.1%}"
+        columns["good req/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
+    if any("price" in point for point in points):
+        columns["$/M out"] = lambda p: _cell(p["price"]["usd_per_million_output"], 3)
+        columns["$/M total"] = lambda p: _cell(p["price"]["usd_per_million_total"], 3)
+    streamed = any("ttft_ms" in point for point in points)
+    latencies = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
+    for key in latencies if len(points) > 1 else ():
+        for percent in ("p50", "p99"):
+            label = f"{key.removesuffix('_ms').upper().replace('E2E', 'e2e')} {percent}"
+            columns[label] = _latency_column(key, percent)
+    return [list(columns), *([show(point) for show in columns.values()] for point in points)]
+
+
+def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
+    return lambda point: _cell(point.get(key, {}).get(percent))
+
+
+def latency_table(point: Report) -> list[list[str]]:
+    """A row per latency of one point."""
+    names = ("mean", "p50", "p90", "p99", "max")
+    rows = [["ms", *names, "95% of p50"]]
+    for key in ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+        if summary := point.get(key):
+            low, high = summary.get("ci95", {}).get("p50", (None, None))
+            bounds = "-" if low is None else f"{low:.2f} to {high:.2f}"
+            label = key.removesuffix("_ms").replace("_", " ").replace("ttft", "TTFT")
+            label = label.upper() if len(label) <= 4 and label != "e2e" else label
+            rows.append([label, *(_cell(summary[name]) for name in names), bounds])
+    return rows
+
+
+def _cell(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def audit_line(points: Sequence[Report]) -> str:
+    """The client's part in one sentence."""
+    audits = [point["audit"] for point in points]
+    lag = max((a["lag_ms"].get("p99", 0.0) for a in audits), default=0.0)
+    cpu, stall = max(a["cpu_share"] for a in audits), max(a["max_stall_ms"] for a in audits)
+    line = (
+        f"client: {audits[-1]['num_processes']} process(es), {cpu:.0%} of a core at most, sent "
+        f"{lag:.2f} ms late (p99), longest stall {stall:.0f} ms"
+    )
+    floor = audits[-1]["floor"]
+    if floor is None:
+        return line
+    own = floor["latency_ms"].get("p50", 0.0)
+    return f"{line}; alone it does {floor['request_s']:,.0f} req/s and adds {own:.2f} ms"
+
+
+def error_table(points: Sequence[Report], key: str) -> list[list[str]]:
+    """A row per class of `errors` or of `doubts`, with what the first one said."""
+    rows = [["load", "class", "first message", "count"]]
+    for point in points:
+        for name, entry in point[key].items():
+            rows.append([point["load"], name, entry["first"], f"{entry['count']:,}"])
+    return rows
+
+
+def summary_csv(points: Sequence[Report]) -> str:
+    """A line per point: every figure, under the names of summary.json joined by underscores."""
+    rows = [dict(_flat(point)) for point in points]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return _csv(columns, ([row.get(name) for name in columns] for row in rows))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in values.items():
+        if name in LEFT_OUT:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}_")
+        elif isinstance(value, list):
+            yield from zip((f"{prefix}{name}_low", f"{prefix}{name}_high"), value, strict=False)
+        else:
+            yield prefix + name, value
+
+
+EVENT_COLUMNS = (
+    *("point", "load", "session", "turn", "planned_s", "sent_s", "ttft_ms", "tpot_ms", "e2e_ms"),
+    *("num_outputs", "prompt_tokens", "output_tokens", "status", "finish_reason", "error"),
+    "retried",
+)
+
+
+def events_csv(points: Sequence[Report], records: Sequence[Record], stream: bool) -> str:
+    """A line per request; seconds count from the first one planned at its point."""
+    begins: dict[int, int] = {}
+    for record in records:
+        planned_ns = min(record.planned_ns, begins.get(record.point, record.planned_ns))
+        begins[record.point] = planned_ns
+    lines = (_event(points[r.point]["load"], r, begins[r.point], stream) for r in records)
+    return _csv(EVENT_COLUMNS, lines)
+
+
+def _event(load: str, record: Record, begin_ns: int, stream: bool) -> list[Any]:
+    times = times_of(record, stream)
+    whole = record.error is None
+    return [
+        *(record.point, load, record.session, record.turn),
+        (record.planned_ns - begin_ns) / 1e9,
+        (record.sent_ns - begin_ns) / 1e9 if record.sent_ns else None,
+        times.ttft_ms if whole and stream else None,
+        times.tpot_ms if whole and stream else None,
+        times.e2e_ms if whole else None,
+        *(record.num_outputs, record.prompt_tokens, num_tokens(record, stream), record.status),
+        *(record.finish_reason, record.error, record.retried),
+    ]
+
+
+def _csv(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    """Text that would be a formula gets an apostrophe."""
+    if isinstance(value, float):
+        return f"{value:.6f}"
+    if isinstance(value, str) and value.startswith(FORMULA):
+        return "'" + value
+    return value
