@@ -447,6 +447,19 @@ ENDPOINT_LOAD = (
         field="duration_s",
     ),
     _of(EndpointConfig, "warmup-requests", _count(0), "Requests before, in no figure."),
+    _of(
+        EndpointConfig,
+        "saturate",
+        SWITCH,
+        "Search for the highest load (concurrency; with --arrival a rate) that keeps --goodput, or "
+        "for the knee of throughput.",
+    ),
+    _of(
+        EndpointConfig,
+        "slo-percentile",
+        _number(1, 100, "PERCENT"),
+        "Requests that must keep --goodput in that search.",
+    ),
 )
 ENDPOINT_DATA = (
     _of(EndpointConfig, "prompts", TEXT, 'JSONL file of {"prompt": ...} or {"messages": ...}.'),
@@ -474,6 +487,13 @@ ENDPOINT_REPORT = (
     ),
     _of(EndpointConfig, "processes", _count(1, 1024), "Client processes; as the load needs."),
     _of(EndpointConfig, "audit", SWITCH, "Measure what the client itself can do."),
+    _of(
+        EndpointConfig,
+        "server-metrics",
+        SWITCH,
+        "Read the server's /metrics beside (tokenmill, vLLM, SGLang).",
+    ),
+    _of(EndpointConfig, "metrics-url", TEXT, "Where they are, if not at /metrics of the server."),
     _of(EndpointConfig, "output-dir", TEXT, "Folder for summary.json and events.jsonl."),
 )
 ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
