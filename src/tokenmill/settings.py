@@ -497,6 +497,12 @@ ENDPOINT_REPORT = (
     _of(EndpointConfig, "output-dir", TEXT, "Folder for summary.json and events.jsonl."),
 )
 ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
+CAMPAIGN = (
+    Setting("min-concurrency", "Lowest point of the curve.", _count(1, 32), default=1),
+    Setting("points", "Points of the curve.", _count(7, 32), default=7),
+    Setting("disclosure", "TOML file of what only the submitter knows.", TEXT),
+    Setting("write-disclosure", "Write that file with all values open, and end.", TEXT),
+)
 MLPERF = (
     Setting(
         "benchmark",
@@ -558,7 +564,7 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, MLPERF, COMMANDS),
+        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMMANDS),
     )
     for s in group
 }

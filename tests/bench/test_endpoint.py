@@ -87,7 +87,8 @@ def test_table_and_audit(server: ScriptedServer, capsys: pytest.CaptureFixture[s
 def test_saturation_and_the_server_beside(
     server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--url", server.url, "--model", "ok", "--num-requests", "4", "--no-audit")
+    few = ("--num-requests", "4", "--warmup-requests", "0", "--no-audit")
+    flags = ("--url", server.url, "--model", "ok", *few)
     assert run(["bench", "endpoint", *flags, "--saturate"]) == 0
     out = capsys.readouterr().out.splitlines()
     report = json.loads(out[-1])

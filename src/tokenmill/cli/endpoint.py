@@ -33,7 +33,8 @@ from tokenmill.settings import (
 )
 
 if TYPE_CHECKING:
-    from tokenmill.bench.endpoint import Floor, Run
+    from tokenmill.bench.datasets import Dataset
+    from tokenmill.bench.endpoint import Run
     from tokenmill.bench.load import Load
 
 Report = dict[str, Any]
@@ -88,7 +89,7 @@ def endpoint(settings: Settings) -> None:
     config = settings.build(EndpointConfig)
     check_flags(settings, config)
     bench = EndpointBench(settings, config)
-    with _terminated_as_interrupted():
+    with terminated_as_interrupted():
         report = bench.run()
     bench.write(report)
     if not settings.get("json-only"):
@@ -97,11 +98,11 @@ def endpoint(settings: Settings) -> None:
     if report["interrupted"]:
         raise KeyboardInterrupt
     if not any(point["num_completed"] for point in report["points"]):
-        raise BenchError(f"no request was answered: {_first_error(report['points'])}")
+        raise BenchError(f"no request was answered: {first_error(report['points'])}")
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM too ends the run with a report."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -130,7 +131,9 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
 class EndpointBench:
     """One run of the command: its points, its records, its files."""
 
-    def __init__(self, settings: Settings, config: EndpointConfig) -> None:
+    def __init__(
+        self, settings: Settings, config: EndpointConfig, dataset: Dataset | None = None
+    ) -> None:
         from tokenmill.bench.events import Price, parse_slo
         from tokenmill.bench.scrape import Scraper, metrics_url
 
@@ -139,8 +142,8 @@ class EndpointBench:
         self._price = None
         if config.gpus and config.price_per_gpu_hour is not None:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
-        self._folder = _make_folder(config.output_dir)
-        self._dataset = make_dataset(settings, config)
+        self._folder = make_folder(config.output_dir)
+        self._dataset = dataset or make_dataset(settings, config)
         self._loads = make_loads(config, self._dataset, settings.get("bench-seed") or 0)
         self._count = token_counter(config.tokenizer)
         self.target = make_target(settings, config)
@@ -156,23 +159,18 @@ class EndpointBench:
         """Every point in turn; Ctrl-C leaves out the rest."""
         saturation = None
         if self._config.saturate:
-            saturation = search_saturation(
-                self.measure, self._loads[0], self._config, self.slo, self._by_rate
-            )
+            saturation = search_saturation(self, self._loads[0], self._config, self._by_rate)
         else:
             for load in self._loads:
-                if self.measure(load)["interrupted"]:
+                self.measure(load)
+                if self.interrupted:
                     break
-        interrupted = self._runs[-1].interrupted
-        floor = self.measure_floor() if self._config.audit and not interrupted else None
-        points = [
-            self._audited(run, point, floor)
-            for run, point in zip(self._runs, self._points, strict=True)
-        ]
+        if self._config.audit and not self.interrupted:
+            self.add_floor(self._points)
         if saturation is None:
-            return self.report(points)
-        note_client(saturation, points)
-        return self.report(points) | {"saturation": saturation}
+            return self.report(self._points)
+        note_client(saturation, self._points)
+        return self.report(self._points) | {"saturation": saturation}
 
     def report(self, points: list[Report]) -> Report:
         """What the JSON line has around the points."""
@@ -183,7 +181,7 @@ class EndpointBench:
             "model": target.model,
             "api": target.api,
             "stream": target.stream,
-            "interrupted": any(run.interrupted for run in self._runs),
+            "interrupted": self.interrupted,
             "server_metrics": scraper and {"url": scraper.url, "fault": scraper.fault},
             "points": points,
             "config": asdict(self._config),
@@ -201,6 +199,15 @@ class EndpointBench:
         write_records(self._folder / "events.jsonl", records)
         console.note(f"written: {self._folder / 'summary.json'}, {len(records)} events beside it")
 
+    @property
+    def last_run(self) -> Run:
+        return self._runs[-1]
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, in the last point."""
+        return bool(self._runs) and self._runs[-1].interrupted
+
     def measure(self, load: Load) -> Report:
         """The figures of one more point, its audit without the floor, and what the server says."""
         run = self._run_point(load)
@@ -209,7 +216,7 @@ class EndpointBench:
         self._runs.append(run)
         point = self._summarize(run, readings)
         self._points.append(point)
-        return self._audited(run, point, None) | {"interrupted": run.interrupted}
+        return point
 
     def _run_point(self, load: Load) -> Run:
         from tokenmill.bench import endpoint as bench
@@ -241,16 +248,21 @@ class EndpointBench:
         for record in run.records:
             record.point, record.text = len(self._runs), None
 
-    def measure_floor(self) -> Floor | None:
-        """The client alone, as the largest point had it."""
+    def add_floor(self, points: Sequence[Report]) -> None:
+        """Join the client alone, as the largest point had it, to the audits."""
+        from tokenmill.bench.audit import add_floor
         from tokenmill.bench.endpoint import measure_floor
 
         console.note("Measuring the client against a server that answers at once")
         largest = max(self._runs, key=lambda run: run.load.concurrency or 0)
         floor = measure_floor(self.target, largest.load, len(largest.health))
-        return None if floor.alone.interrupted or floor.full.interrupted else floor
+        if floor.alone.interrupted or floor.full.interrupted:
+            return
+        for point in points:
+            point["audit"] = add_floor(point["audit"], point, floor, self.target.stream)
 
     def _summarize(self, run: Run, readings: list[dict[str, float]]) -> Report:
+        from tokenmill.bench.audit import audit
         from tokenmill.bench.events import rounded, summarize_point
         from tokenmill.bench.scrape import server_doubts, server_report
 
@@ -261,15 +273,10 @@ class EndpointBench:
         if readings:
             point["server"] = rounded(server_report(readings))
             point["doubts"] |= server_doubts(point["server"], point, run.records)
-        return point
-
-    def _audited(self, run: Run, point: Report, floor: Floor | None) -> Report:
-        from tokenmill.bench.audit import audit
-
-        return point | {"audit": audit(run, point, floor, self.target.stream)}
+        return point | {"audit": audit(run, point, None, stream)}
 
 
-def _make_folder(name: str | None) -> Path | None:
+def make_folder(name: str | None) -> Path | None:
     """Made before the run: what cannot be written should fail at once."""
     if name is None:
         return None
@@ -280,8 +287,6 @@ def _make_folder(name: str | None) -> Path | None:
 
 def print_report(report: Report) -> None:
     """The table of the points, the details of a single one, and the client's part in it."""
-    from tokenmill.bench.audit import all_warnings
-
     points = report["points"]
     streamed = "streamed" if report["stream"] else "not streamed"
     state = "; interrupted, so of what had finished" if report["interrupted"] else ""
@@ -290,6 +295,15 @@ def print_report(report: Report) -> None:
     if len(points) == 1 and points[0]["num_completed"]:
         console.out.print()
         console.print_table(_latency_table(points[0]))
+    print_points(points)
+    if "saturation" in report:
+        print_saturation(report["saturation"])
+
+
+def print_points(points: Sequence[Report]) -> None:
+    """Errors and doubts, the server's figures and the client's part."""
+    from tokenmill.bench.audit import all_warnings
+
     for point in points:
         for label in ("errors", "doubts"):
             for name, entry in point[label].items():
@@ -302,8 +316,6 @@ def print_report(report: Report) -> None:
     console.out.print(_audit_line(points), markup=False)
     for text in all_warnings(points):
         console.out.print(f"warning: {text}", markup=False)
-    if "saturation" in report:
-        print_saturation(report["saturation"])
 
 
 def _server_table(points: Sequence[Report]) -> list[list[str]]:
@@ -334,14 +346,14 @@ def _points_table(points: Sequence[Report]) -> list[list[str]]:
         "req/s": lambda p: f"{p['request_s']:,.2f}",
         "out tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
         "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
-        "tok/s/user": lambda p: _cell(p.get("tok_s_user", {}).get("p50")),
+        "tok/s/user": lambda p: cell(p.get("tok_s_user", {}).get("p50")),
     }
     if any("goodput" in point for point in points):
         columns["good"] = lambda p: f"{p['goodput']['good_share']:.1%}"
         columns["good req/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
     if any("price" in point for point in points):
-        columns["$/M out"] = lambda p: _cell(p["price"]["usd_per_million_output"], 3)
-        columns["$/M total"] = lambda p: _cell(p["price"]["usd_per_million_total"], 3)
+        columns["$/M out"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
+        columns["$/M total"] = lambda p: cell(p["price"]["usd_per_million_total"], 3)
     for key in ("ttft_ms", "tpot_ms") if len(points) > 1 else ():
         for percent in ("p50", "p99"):
             label = f"{key.removesuffix('_ms').upper()} {percent}"
@@ -350,7 +362,7 @@ def _points_table(points: Sequence[Report]) -> list[list[str]]:
 
 
 def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
-    return lambda point: _cell(point.get(key, {}).get(percent))
+    return lambda point: cell(point.get(key, {}).get(percent))
 
 
 def _latency_table(point: Report) -> list[list[str]]:
@@ -362,11 +374,11 @@ def _latency_table(point: Report) -> list[list[str]]:
             bounds = "-" if low is None else f"{low:.2f} to {high:.2f}"
             label = key.removesuffix("_ms").replace("_", " ").replace("ttft", "TTFT")
             label = label.upper() if len(label) <= 4 and label != "e2e" else label
-            rows.append([label, *(_cell(summary[name]) for name in names), bounds])
+            rows.append([label, *(cell(summary[name]) for name in names), bounds])
     return rows
 
 
-def _cell(value: float | None, digits: int = 2) -> str:
+def cell(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -385,6 +397,6 @@ def _audit_line(points: Sequence[Report]) -> str:
     return f"{line}; alone it does {floor['request_s']:,.0f} req/s and adds {own:.2f} ms"
 
 
-def _first_error(points: Sequence[Report]) -> str:
+def first_error(points: Sequence[Report]) -> str:
     found = [f"{name}: {e['first']}" for p in points for name, e in p["errors"].items()]
     return found[0] if found else "nothing was sent"

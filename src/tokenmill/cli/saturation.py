@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.cli import console
 from tokenmill.core.config import EndpointConfig
@@ -16,13 +16,23 @@ if TYPE_CHECKING:
     from tokenmill.bench.saturation import Goal, Probe
 
 Report = dict[str, Any]
-Measure = Callable[["Load"], Report]
 
 RAMP_SHARE = 0.1  # of a point: users who all begin at once are a burst of prompts, not a load
 START = 4  # users; a knee is looked for from one user on
 HIGHEST = 4096
 RATE_SPAN = 64.0  # how far below its start a rate is looked for
 HIGHEST_RATE = 1e6
+
+
+class Bench(Protocol):
+    """What a search needs of `bench endpoint`."""
+
+    slo: Slo | None
+
+    @property
+    def interrupted(self) -> bool: ...
+
+    def measure(self, load: Load) -> Report: ...
 
 
 def check_saturation(settings: Settings, config: EndpointConfig) -> None:
@@ -39,18 +49,18 @@ def check_saturation(settings: Settings, config: EndpointConfig) -> None:
 
 
 def search_saturation(
-    measure: Measure, base: Load, config: EndpointConfig, slo: Slo | None, by_rate: bool
+    bench: Bench, base: Load, config: EndpointConfig, by_rate: bool = False
 ) -> Report:
     """Run points until the load is found; `base` bounds each of them."""
     from tokenmill.bench.events import rounded
     from tokenmill.bench.saturation import Interrupted, find_saturation
 
-    share = None if slo is None else config.slo_percentile / 100
+    share = None if bench.slo is None else config.slo_percentile / 100
     goal = _goal(base, config, share, by_rate)
 
     def probe(load: float) -> Probe:
-        point = measure(_load(base, load, by_rate))
-        if point["interrupted"]:
+        point = bench.measure(_load(base, load, by_rate))
+        if bench.interrupted:
             raise Interrupted
         return to_probe(load, point)
 
