@@ -84,6 +84,7 @@ def test_quick_campaign(
         assert point["system_tps"] == point["output_tok_s"] and "price" in point
     assert json.loads((tmp_path / "out/summary.json").read_text()) == report
     assert "quick" in (tmp_path / "out/pareto.svg").read_text()
+    assert "ignore_eos" not in server.seen[-1].body  # answers of a dataset end by themselves
     assert (tmp_path / "out/events/r33.jsonl").is_file()
     check_files(tmp_path / "sub/our-organization/our-submission_id", points)
 

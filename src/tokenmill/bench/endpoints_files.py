@@ -14,7 +14,7 @@ from typing import Any
 from tokenmill.bench.disclosure import Disclosure
 from tokenmill.bench.endpoint import Run
 from tokenmill.bench.events import num_tokens, times_of
-from tokenmill.bench.regions import Regions, min_duration_s
+from tokenmill.bench.regions import Regions
 from tokenmill.bench.wire import Record, write_records
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import NS_PER_MS, percentile
@@ -111,6 +111,10 @@ class Campaign:
     config: Report  # as it was run
     reasons: Sequence[str]  # why this is not a valid submission
 
+    def seconds(self, point: MeasuredPoint) -> float:
+        """How long the point had to be."""
+        return self.min_durations_s[point.concurrency]
+
     @property
     def mark(self) -> Report:
         return {NOT_VALID: list(self.reasons)} if self.reasons else {}
@@ -159,7 +163,12 @@ def _write_point(folder: Path, campaign: Campaign, point: MeasuredPoint, best_tp
     for name, report in (("system_desc", system), ("result_summary", point.result)):
         text = json.dumps(report | campaign.mark, indent=2) + "\n"
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
-    for name, report in (("point", point_yaml(campaign, point)), ("config", campaign.config)):
+    config = {
+        "concurrency": point.concurrency,
+        "duration_s": campaign.seconds(point),
+        **campaign.config,
+    }
+    for name, report in (("point", point_yaml(campaign, point)), ("config", config)):
         (folder / f"{name}.yaml").write_text(to_yaml(report | campaign.mark), encoding="utf-8")
     if point.warmup_records:
         write_records(folder / WARMUP_LOG, list(point.warmup_records))
@@ -168,14 +177,13 @@ def _write_point(folder: Path, campaign: Campaign, point: MeasuredPoint, best_tp
 def point_yaml(campaign: Campaign, point: MeasuredPoint) -> Report:
     """The disclosure of one point."""
     disclosure, regions = campaign.disclosure, campaign.regions
-    seconds = campaign.min_durations_s.get(point.concurrency, min_duration_s(point.concurrency))
     return {
         "concurrency": point.concurrency,
         "region": regions.region_of(point.concurrency),
         "offline": "elected" if point.concurrency == regions.c_max else "none",
         "runtime_settings": {
             "load_pattern": "concurrency",
-            "min_duration_ms": round(1000 * seconds),
+            "min_duration_ms": round(1000 * campaign.seconds(point)),
             "stream_all_chunks": True,
             "runtime": dict(disclosure.seeds),
         },

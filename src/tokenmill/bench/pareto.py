@@ -10,7 +10,7 @@ from typing import Any
 from tokenmill.bench.regions import pareto_front, step_line
 
 WIDTH, HEIGHT = 860, 480
-LEFT, RIGHT, TOP, BOTTOM = 84, 40, 76, 56
+LEFT, RIGHT, TOP, BOTTOM = 84, 110, 76, 56
 NUM_TICKS = 6
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1f2933}.title{font-size:16px;font-weight:600}"

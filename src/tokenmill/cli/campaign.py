@@ -24,7 +24,7 @@ from tokenmill.cli.endpoint import EndpointBench, cell, here
 from tokenmill.cli.load import make_dataset
 from tokenmill.cli.saturation import print_saturation, search_saturation
 from tokenmill.core.config import EndpointConfig
-from tokenmill.settings import CAMPAIGN, SETTINGS, Settings, SettingsError
+from tokenmill.settings import CAMPAIGN, SETTINGS, Setting, Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.bench.datasets import Dataset
@@ -36,6 +36,14 @@ Report = dict[str, Any]
 QUICK_S = 5.0  # of a point up to 32 users; twice as much above
 SEARCH_S = 30.0  # of a point of the search for C_max
 _DROPPED = ("stream", "trace", "trace-speed", "turns")  # the rules: streamed single requests
+_IGNORE_EOS = here("ignore-eos", "Ask for answers of full length; on by default without --prompts.")
+
+
+def _applies(setting: Setting) -> bool:
+    return setting.key not in _DROPPED
+
+
+_RUN_AS = frozenset(("timeout_s", "warmup_requests", "prompts", "shared_prefix", "tokenizer"))
 PANELS = {
     "Campaign": (
         here("max-concurrency", "C_max: the most users; searched for where it is not given."),
@@ -45,7 +53,7 @@ PANELS = {
         here("submission-dir", "Folder for the files that endpoints-submission-cli checks."),
     ),
     **{
-        name: tuple(s for s in group if s.key not in _DROPPED)
+        name: tuple(_IGNORE_EOS if s.key == "ignore-eos" else s for s in group if _applies(s))
         for name, group in endpoint.PANELS.items()
         if name != "Load"
     },
@@ -117,11 +125,13 @@ class Campaign:
     """One run of the command."""
 
     def __init__(self, settings: Settings, config: EndpointConfig) -> None:
+        self._is_synthetic = config.prompts is None
+        # Synthetic answers have the length asked for, those of a dataset their own.
+        settings = Settings({"ignore-eos": self._is_synthetic} | settings.values)
         self._settings, self._config = settings, config
         self._quick = bool(settings.get("quick"))
         self._disclosure = self._read_disclosure()
         dataset = make_dataset(settings, config)
-        self._is_synthetic = config.prompts is None
         self._pass_size = dataset.size or len(getattr(dataset, "lengths", (0,)))
         self._bench = EndpointBench(settings, config, self._ordered(dataset))
         self._folder = endpoint.make_folder(config.output_dir)
@@ -277,7 +287,7 @@ class Campaign:
             "whole_passes": not self._quick,
             "seeds_used": [] if self._is_synthetic else ["sample_index_rng_seed"],
             "salt": False,
-            **{k: v for k, v in asdict(self._config).items() if v not in (None, ())},
+            **{key: value for key, value in asdict(self._config).items() if key in _RUN_AS},
         }
         common = files.Campaign(
             self._disclosure,
