@@ -447,6 +447,19 @@ ENDPOINT_LOAD = (
         field="duration_s",
     ),
     _of(EndpointConfig, "warmup-requests", _count(0), "Requests before, in no figure."),
+    _of(
+        EndpointConfig,
+        "saturate",
+        SWITCH,
+        "Search for the highest load (concurrency; with --arrival a rate) that keeps --goodput, or "
+        "for the knee of throughput.",
+    ),
+    _of(
+        EndpointConfig,
+        "slo-percentile",
+        _number(1, 100, "PERCENT"),
+        "Requests that must keep --goodput in that search.",
+    ),
 )
 ENDPOINT_DATA = (
     _of(EndpointConfig, "prompts", TEXT, 'JSONL file of {"prompt": ...} or {"messages": ...}.'),
@@ -476,12 +489,25 @@ ENDPOINT_REPORT = (
     _of(EndpointConfig, "audit", SWITCH, "Measure what the client itself can do."),
     _of(
         EndpointConfig,
+        "server-metrics",
+        SWITCH,
+        "Read the server's /metrics beside (tokenmill, vLLM, SGLang).",
+    ),
+    _of(EndpointConfig, "metrics-url", TEXT, "Where they are, if not at /metrics of the server."),
+    _of(
+        EndpointConfig,
         "output-dir",
         TEXT,
         "New folder for report.html, summary.json, CSV, events and manifest.",
     ),
 )
 ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
+CAMPAIGN = (
+    Setting("min-concurrency", "Lowest point of the curve.", _count(1, 32), default=1),
+    Setting("points", "Points of the curve.", _count(7, 32), default=7),
+    Setting("disclosure", "TOML file of what only the submitter knows.", TEXT),
+    Setting("write-disclosure", "Write that file with all values open, and end.", TEXT),
+)
 MLPERF = (
     Setting(
         "benchmark",
@@ -543,7 +569,7 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, MLPERF, COMMANDS),
+        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMMANDS),
     )
     for s in group
 }

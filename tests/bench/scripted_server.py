@@ -35,6 +35,8 @@ class ScriptedServer:
         self._tls = tls
         self.seen: list[Seen] = []
         self.port = 0
+        self.num_finished = 0
+        self.tokens_each = NUM_TOKENS  # that /metrics claims for an answer
         self._connections = 0
 
     @property
@@ -57,6 +59,9 @@ class ScriptedServer:
                 lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:-2])
                 length = int(lines.get("content-length", 0))
                 body = json.loads(await reader.readexactly(length) or "{}")
+                if head.startswith("GET /metrics "):
+                    _text(writer, self._metrics())
+                    continue
                 seen = Seen(time.monotonic_ns(), number, head, body)
                 self.seen.append(seen)
                 if not await self._answer(seen, writer):
@@ -80,6 +85,7 @@ class ScriptedServer:
             return False
         if not seen.body.get("stream"):
             await asyncio.sleep(FIRST_S)
+            self.num_finished += 1
             return _json(writer, 200, _whole(name))
         return await self._stream(seen, writer, name)
 
@@ -103,7 +109,16 @@ class ScriptedServer:
         if name != "no-done":
             _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
+        self.num_finished += 1
         return name != "close-after"
+
+    def _metrics(self) -> str:
+        """As vLLM has them."""
+        return (
+            f'vllm:request_success_total{{finished_reason="stop"}} {self.num_finished}.0\n'
+            f"vllm:generation_tokens_total {self.num_finished * self.tokens_each}.0\n"
+            "vllm:num_requests_running 1.0\n"
+        )
 
 
 def _break(writer: Any, name: str) -> bool:
@@ -142,6 +157,11 @@ def _event(writer: Any, value: dict[str, Any], name: str) -> None:
 
 def _chunk(writer: Any, data: bytes) -> None:
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def _text(writer: Any, text: str) -> None:
+    head = f"HTTP/1.1 200 X\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n\r\n"
+    writer.write((head + text).encode())
 
 
 def _json(writer: Any, status: int, value: dict[str, Any]) -> bool:

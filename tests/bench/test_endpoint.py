@@ -89,6 +89,42 @@ def test_table_and_audit(server: ScriptedServer, capsys: pytest.CaptureFixture[s
     assert point["audit"]["floor"]["latency_ms"]["p50"] > 0
 
 
+def test_saturation_and_the_server_beside(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--num-requests", "4", "--warmup-requests", "0", "--no-audit")
+    flags = ("--url", server.url, "--model", "ok", *few)
+    assert run(["bench", "endpoint", *flags, "--saturate"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    report = json.loads(out[-1])
+    found = report["saturation"]
+    assert found["by"] == "concurrency" and found["found"] in (3, 4)
+    assert found["stopped"].startswith("4 is the highest load allowed")
+    # Never more users than requests.
+    assert [p["concurrency"] for p in report["points"]][:3] == [1, 2, 4]
+    for point in report["points"]:
+        assert point["server"]["num_requests"] == 4 and point["doubts"] == {}
+        assert point["server"]["num_output_tokens"] == 4 * NUM_TOKENS
+    assert any(line.startswith("saturation: ") and "users at once" in line for line in out)
+    assert any(line.startswith("the server says") for line in out)
+    server.tokens_each = 2 * NUM_TOKENS
+    try:
+        report = bench(capsys, *flags, "--saturate", "--rate", "4", "--goodput", "e2e:9000")
+    finally:
+        server.tokens_each = NUM_TOKENS
+    found = report["saturation"]
+    assert found["by"] == "rate" and found["found"] == 4 and found["above"] is None
+    assert report["points"][0]["doubts"]["server_tokens_differ"]["count"] == 1
+
+
+def test_a_point_can_end_with_a_whole_pass(server: ScriptedServer) -> None:
+    target = Target(server.url + "/chat/completions", "ok")
+    load = Load(concurrency=3, duration_s=0.05, pass_size=7)
+    outcome = run_load(target, load, Synthetic(((8, 8),)), 2, num_warmup=2)
+    assert sorted(record.session for record in outcome.records) == list(range(7))
+    assert len(outcome.warmup) == 2 and all(r.error is None for r in outcome.warmup)
+
+
 def test_open_loop_sends_when_planned(server: ScriptedServer) -> None:
     """Arrivals do not wait for answers."""
     target = Target(server.url + "/chat/completions", "ok")
@@ -228,6 +264,9 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((*URL, "--arrival", "burst", "--duration", "1"), 1, "requests that arrive at once need"),
         ((*URL, "--output-dir", "."), 1, "--output-dir .: the folder has other files"),
         ((*URL, "--lengths", "gone"), 1, "--lengths gone: no such file"),
+        ((*URL, "--saturate", "--rate", "1,2"), 2, "--saturate begins at one --rate"),
+        ((*URL, "--saturate", "--trace", "t"), 2, "--saturate and --trace do not go"),
+        ((*URL, "--saturate", "--slo-percentile", "9"), 2, "--slo-percentile needs the limits"),
     ],
 )
 def test_bad_flags(

@@ -27,9 +27,17 @@ def audit(run: Run, point: Report, floor: Floor | None, stream: bool) -> Report:
         "max_stall_ms": max((h.max_stall_ms for h in run.health), default=0.0),
         "floor": floor_report(floor, stream) if floor else None,
     }
-    report["warnings"] = warnings(report, point)
-    report["client_limited"] = bool(report["warnings"])
-    return dict(rounded(report))
+    return _judged(report, point)
+
+
+def add_floor(report: Report, point: Report, floor: Floor, stream: bool) -> Report:
+    """The same audit with a floor that was measured later."""
+    return _judged(report | {"floor": floor_report(floor, stream)}, point)
+
+
+def _judged(report: Report, point: Report) -> Report:
+    found = warnings(report, point)
+    return dict(rounded(report | {"warnings": found, "client_limited": bool(found)}))
 
 
 def floor_report(floor: Floor, stream: bool) -> Report:

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,6 +145,34 @@ class Prompts:
 
     def warmup(self, index: int) -> Session:
         return _WARMUP.warmup(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """Whole passes over a finite dataset, each in an order of its own."""
+
+    dataset: Dataset
+    pass_size: int
+    seed: int
+
+    @property
+    def size(self) -> int | None:
+        return self.pass_size
+
+    def session(self, index: int) -> Session:
+        number, place = divmod(index, self.pass_size)
+        return self.dataset.session(_order(self.seed, number, self.pass_size)[place])
+
+    def warmup(self, index: int) -> Session:
+        return self.dataset.warmup(index)
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, number: int, size: int) -> tuple[int, ...]:
+    """The samples of one pass."""
+    order = list(range(size))
+    random.Random(f"order/{seed}/{number}").shuffle(order)
+    return tuple(order)
 
 
 @dataclass(frozen=True, slots=True)

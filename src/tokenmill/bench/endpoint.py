@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
@@ -17,16 +17,17 @@ from typing import Any
 
 from tokenmill.bench.client import route_url
 from tokenmill.bench.datasets import Dataset, Synthetic
-from tokenmill.bench.issue import NUM_COUNTERS, Health, Task, run_process
+from tokenmill.bench.issue import Health, Task, run_process
 from tokenmill.bench.load import Load
 from tokenmill.bench.null_server import NUM_TOKENS, run_null_server
+from tokenmill.bench.progress import NUM_COUNTERS, Progress
 from tokenmill.bench.wire import Record, Target, read_records
 from tokenmill.bench.workload import BenchError
 
-Watch = Callable[[float, Sequence[int]], None]  # seconds so far; done, failed, tokens, open
+Watch = Callable[[Progress], None]
 
 START_S = 0.05  # between the order to start and the start: all processes have read it
-PULSE_S = 1.0
+PULSE_S = 0.25  # between two looks at the counters
 STOP_S = 10.0
 SLOTS_PER_PROCESS, RATE_PER_PROCESS = 512, 2000.0
 AUDIT_SLOTS, AUDIT_ALONE_S, AUDIT_FULL_S = 256, 0.3, 0.7
@@ -42,6 +43,7 @@ class Run:
     records: list[Record]
     health: list[Health]
     interrupted: bool = False
+    warmup: Sequence[Record] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,13 @@ def run_load(
     dataset: Dataset,
     num_processes: int,
     num_warmup: int = 0,
-    watch: Watch = lambda seconds, counters: None,
+    watch: Watch = lambda progress: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Run:
-    """One point; Ctrl-C ends it early and gives what there is."""
+    """One point; Ctrl-C ends it early and gives what there is.
+
+    `begin` is called after the warm-up, just before the start.
+    """
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
         tasks = [
             Task(
@@ -79,15 +85,22 @@ def run_load(
                 num_processes,
                 num_warmup,
                 Path(folder) / f"{shard}.jsonl",
+                Path(folder) / f"{shard}.warmup.jsonl",
             )
             for shard in range(num_processes)
         ]
         with _crew(tasks) as crew:
-            interrupted = crew.work(watch)
+            interrupted = crew.work(watch, begin)
             health = crew.health()
-        records = [r for task in tasks if task.events.exists() for r in read_records(task.events)]
-    records.sort(key=lambda record: record.sent_ns or record.planned_ns)
-    return Run(load, records, health, interrupted)
+        records = _read_all(task.events for task in tasks)
+        warmup = _read_all(task.warmup_events for task in tasks)
+    return Run(load, records, health, interrupted, warmup)
+
+
+def _read_all(paths: Iterable[Path]) -> list[Record]:
+    """The records of all processes in the order of sending."""
+    records = [record for path in paths if path.exists() for record in read_records(path)]
+    return sorted(records, key=lambda record: record.sent_ns or record.planned_ns)
 
 
 class _Crew:
@@ -95,21 +108,24 @@ class _Crew:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._counters = [_SPAWN.Array("q", NUM_COUNTERS, lock=False) for _ in tasks]
+        self._tickets = _SPAWN.Array("q", 2) if tasks[0].load.pass_size else None
         self._pipes: list[Pipe] = []
         self._processes: list[Any] = []
         for task, counters in zip(tasks, self._counters, strict=True):
             ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=run_process, args=(task, counters, theirs), daemon=True)
+            args = (task, counters, self._tickets, theirs)
+            process = _SPAWN.Process(target=run_process, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def work(self, watch: Watch) -> bool:
+    def work(self, watch: Watch, begin: Callable[[], None]) -> bool:
         """Start all at the same moment and wait for the last; True after Ctrl-C."""
         try:
             for pipe in self._pipes:
                 self._receive(pipe)
+            begin()
             start_ns = time.monotonic_ns() + round(START_S * 1e9)
             for pipe in self._pipes:
                 pipe.send(start_ns)
@@ -126,8 +142,7 @@ class _Crew:
         while left:
             ready = wait(left, PULSE_S)
             left = [pipe for pipe in left if pipe not in ready]
-            totals = [sum(column) for column in zip(*self._counters, strict=True)]
-            watch((time.monotonic_ns() - start_ns) / 1e9, totals)
+            watch(Progress.read((time.monotonic_ns() - start_ns) / 1e9, self._counters))
 
     def health(self) -> list[Health]:
         """What each process says of itself at its end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import resource
 import signal
 import time
@@ -18,13 +19,13 @@ from typing import Any
 from tokenmill.bench.client import CANCELLED, Client
 from tokenmill.bench.datasets import Dataset, Message, Session
 from tokenmill.bench.load import Load, planned_times, shard_slots, slot_delays
+from tokenmill.bench.progress import DONE, FAILED, NUM_COUNTERS, OPEN, TOKENS, observe
 from tokenmill.bench.wire import Record, Target, request_body, write_records
+from tokenmill.core.metrics import RequestTimes
 
 EARLY_NS = 500_000  # timers of the loop count milliseconds: half of one early is on time
 PULSE_S = 0.01
 STALL_S = 0.025  # a pulse so late is a stall
-DONE, FAILED, TOKENS, OPEN = range(4)  # places in the counters of a process
-NUM_COUNTERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Task:
     num_shards: int
     num_warmup: int
     events: Path
+    warmup_events: Path
 
 
 @dataclass(slots=True)
@@ -57,12 +59,14 @@ class Issuer:
     client: Client
     task: Task
     counters: Any  # shared with the parent: NUM_COUNTERS numbers
+    tickets: Any = None  # shared by all processes where a load ends with a whole pass
     records: list[Record] = field(default_factory=list)
+    warmup_records: list[Record] = field(default_factory=list)
     _open: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
 
     async def warm_up(self) -> None:
-        """A closed loop over sessions of its own; records are thrown away."""
+        """A closed loop over sessions of its own; its records are kept apart."""
         load, shard = self.task.load, self.task.shard
         concurrency = load.concurrency or self.task.num_warmup
         slots = len(shard_slots(concurrency, shard, self.task.num_shards))
@@ -74,7 +78,7 @@ class Issuer:
                 await self._session(self.task.dataset.warmup(index), -1, time.monotonic_ns())
 
         await asyncio.gather(*(slot() for _ in range(slots)))
-        self.records.clear()
+        self.warmup_records, self.records = self.records, []
         self.counters[:] = [0] * NUM_COUNTERS
 
     async def run(self, start_ns: int) -> None:
@@ -120,17 +124,25 @@ class Issuer:
 
     async def _slot(self, planned_ns: int, start_ns: int, slot: int) -> None:
         """One user of a closed loop: the next session when the last one has ended."""
-        load = self.task.load
-        end_ns = None if load.duration_s is None else start_ns + round(load.duration_s * 1e9)
-        sessions = count(slot, load.concurrency or 1)
         await _sleep_until(planned_ns)
-        for index in sessions:
-            if load.num_sessions is not None and index >= load.num_sessions:
-                return
-            if end_ns is not None and planned_ns >= end_ns:
-                return
+        for index in self._indices(slot, start_ns):
             await self._session(self.task.dataset.session(index), index, planned_ns)
             planned_ns = time.monotonic_ns()
+
+    def _indices(self, slot: int, start_ns: int) -> Iterator[int]:
+        """Sessions of a slot: its own share, or whichever is next where passes are whole."""
+        load = self.task.load
+        seconds = math.inf if load.duration_s is None else load.duration_s
+        for own in count(slot, load.concurrency or 1):
+            is_over = (time.monotonic_ns() - start_ns) / 1e9 >= seconds
+            if self.tickets is None:
+                ended = is_over or (load.num_sessions is not None and own >= load.num_sessions)
+                index = None if ended else own
+            else:
+                index = take_ticket(self.tickets, load.pass_size or 1, is_over)
+            if index is None:
+                return
+            yield index
 
     async def _session(self, session: Session, index: int, planned_ns: int) -> None:
         """Turn by turn; the answers become part of what follows."""
@@ -169,7 +181,22 @@ class Issuer:
         finally:
             counters[OPEN] -= 1
             counters[DONE if record.error is None else FAILED] += 1
-            counters[TOKENS] += record.completion_tokens or record.num_outputs
+            tokens = record.completion_tokens or record.num_outputs
+            counters[TOKENS] += tokens
+            if record.error is None:
+                times = RequestTimes(record.sent_ns, record.first_ns, record.last_ns, 1, tokens)
+                observe(counters, times)
+
+
+def take_ticket(tickets: Any, pass_size: int, is_over: bool) -> int | None:
+    """The next session of all processes; None once the time is over and a pass is whole."""
+    with tickets.get_lock():
+        index = int(tickets[0])
+        if tickets[1] or (is_over and index and index % pass_size == 0):
+            tickets[1] = 1
+            return None
+        tickets[0] = index + 1
+        return index
 
 
 def _said(content: str | list[Message], record: Record) -> list[Message]:
@@ -195,13 +222,13 @@ async def _watch(health: Health) -> None:
         due_s = time.monotonic() + PULSE_S
 
 
-def run_process(task: Task, counters: Any, pipe: Pipe) -> None:
+def run_process(task: Task, counters: Any, tickets: Any, pipe: Pipe) -> None:
     """Entry of a client process: "ready", then the start is awaited; "done" with its health."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent says when to stop
     _raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        health = runner.run(_run(task, counters, pipe))
+        health = runner.run(_run(Issuer(Client(task.target), task, counters, tickets), pipe))
     pipe.send((health.cpu_s, health.wall_s, health.num_stalls, health.max_stall_ms))
     pipe.close()
 
@@ -215,8 +242,7 @@ def loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-async def _run(task: Task, counters: Any, pipe: Pipe) -> Health:
-    issuer = Issuer(Client(task.target), task, counters)
+async def _run(issuer: Issuer, pipe: Pipe) -> Health:
     loop = asyncio.get_running_loop()
     orders: asyncio.Queue[int] = asyncio.Queue()
     loop.add_reader(pipe.fileno(), _read_order, loop, pipe, orders)
@@ -229,7 +255,8 @@ async def _run(task: Task, counters: Any, pipe: Pipe) -> Health:
         pipe.send("ready")
         if start_ns := await order:
             health = await _measure(issuer, start_ns, orders)
-            write_records(task.events, issuer.records)
+            write_records(issuer.task.events, issuer.records)
+            write_records(issuer.task.warmup_events, issuer.warmup_records)
     issuer.client.close()
     loop.remove_reader(pipe.fileno())
     return health

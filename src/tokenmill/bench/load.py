@@ -25,6 +25,7 @@ class Load:
     ramp_s: float = 0.0  # rate or concurrency grows linearly from nothing for so long
     num_sessions: int | None = None
     duration_s: float | None = None  # nothing is sent later
+    pass_size: int | None = None  # a closed loop ends with a whole pass over so many sessions
     offsets_s: tuple[float, ...] = ()  # arrivals of a trace
     seed: int = 0
 

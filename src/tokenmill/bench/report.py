@@ -6,7 +6,7 @@ Pure, but for `write_result`: the same records give the same page.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenmill.bench import page as html
@@ -30,24 +30,28 @@ from tokenmill.bench.tables import (
     events_csv,
     latency_table,
     points_table,
+    server_table,
     summary_csv,
 )
 from tokenmill.bench.wire import Record, write_records
 
 SUMMARY, PAGE = "summary.json", "report.html"
+KINDS = {"endpoint": "Endpoint benchmark", "campaign": "MLPerf Endpoints campaign"}
 MAX_LINES = 4  # of warnings at the top
 
 
-def write_result(folder: Path, report: Report, records: Sequence[Record], facts: Facts) -> None:
-    """All files of a run; the manifest comes last."""
-    stream = report["stream"]
+def write_result(
+    folder: Path, report: Report, records: Sequence[Record] | None, facts: Facts
+) -> None:
+    """All files of a run; the manifest comes last. Without records theirs are left out."""
     texts = {
         SUMMARY: json.dumps(report, indent=2) + "\n",
         "summary.csv": summary_csv(report["points"]),
-        "events.csv": events_csv(report["points"], records, stream),
-        PAGE: html.render(endpoint_page(report, records, facts)),
+        PAGE: html.render(endpoint_page(report, records or (), facts)),
     }
-    write_records(folder / "events.jsonl", records)
+    if records is not None:
+        texts["events.csv"] = events_csv(report["points"], records, report["stream"])
+        write_records(folder / "events.jsonl", records)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     write_manifest(folder, facts)
@@ -59,18 +63,15 @@ def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Pa
         Point(summary, [r for r in records if r.point == index], report["stream"])
         for index, summary in enumerate(report["points"])
     ]
-    answered = [point for point in points if point.whole]
-    sections: list[Section] = []
-    if len(points) > 1:
-        sections += [sweep_section(answered, report["points"])] if answered else []
-        sections += [_folded_points(answered)] if answered else []
-    elif answered:
-        sections += [_latency_section(answered[0]), _timeline_section(answered[0])]
-    if {"goodput", "price"} & report["points"][0].keys():
+    sections = [*_point_sections(points, report["points"])]
+    if any({"goodput", "price"} & point.keys() for point in report["points"]):
         sections.append(_value_section(report["points"]))
+    if any("server" in point for point in report["points"]):
+        table = html.table("By the server's own count", server_table(report["points"]))
+        sections.append(Section("Server", [table], "From its /metrics, during each point."))
     sections += [
         _error_section(report["points"]),
-        _audit_section(report["points"]),
+        *([_audit_section(report["points"])] if points else []),
         *html.facts_sections(
             {"url": report["url"], "model": report["model"]} | facts["configuration"],
             facts,
@@ -79,27 +80,57 @@ def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Pa
     ]
     return Page(
         title=str(report["model"]),
-        kind="Endpoint benchmark",
+        kind=KINDS[report["benchmark"]],
         chips=_chips(report, facts),
-        tiles=_tiles(points[0].summary) if len(points) == 1 else _sweep_tiles(report["points"]),
+        tiles=_saturation_tiles(report) + _headline(report["points"]),
         sections=sections,
         notices=_notices(report),
     )
 
 
+def _headline(points: Sequence[Report]) -> list[Tile]:
+    if not points:
+        return []
+    return _tiles(points[0]) if len(points) == 1 else _sweep_tiles(points)
+
+
+def _saturation_tiles(report: Report) -> list[Tile]:
+    """The load that a search found."""
+    search = report.get("saturation") or report.get("search")
+    if not search or search["found"] is None:
+        return []
+    unit = "users" if search["by"] == "concurrency" else "requests/s"
+    return [Tile("Bears", f"{search['found']:g}", unit, search["stopped"])]
+
+
+def _point_sections(points: Sequence[Point], summaries: Sequence[Report]) -> Iterator[Section]:
+    answered = [point for point in points if point.summary["num_completed"]]
+    recorded = [point for point in answered if point.whole]
+    if len(points) > 1 and answered:
+        yield sweep_section(answered, summaries)
+    if len(points) > 1 and recorded:
+        yield _folded_points(recorded)
+    if len(points) == 1 and recorded:
+        yield _latency_section(recorded[0])
+        yield _timeline_section(recorded[0])
+
+
 def _chips(report: Report, facts: Facts) -> list[str]:
     loads = [point["load"] for point in report["points"]]
+    points = loads[0] if len(loads) == 1 else f"{len(loads)} points"
     return [
         report["url"],
         report["api"],
         "streamed" if report["stream"] else "not streamed",
-        loads[0] if len(loads) == 1 else f"{len(loads)} points",
+        points,
         html.started(facts),
     ]
 
 
 def _notices(report: Report) -> list[Notice]:
     points, found = report["points"], []
+    if reasons := report.get("not_valid_because"):
+        found.append(Notice("warn", "Not a valid submission", reasons))
     if report["interrupted"]:
         found.append(Notice("warn", "Interrupted: these are the figures of what had finished"))
     if failed := sum(point["num_failed"] for point in points):

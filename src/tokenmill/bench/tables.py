@@ -23,14 +23,14 @@ def points_table(points: Sequence[Report]) -> list[list[str]]:
         "req/s": lambda p: f"{p['request_s']:,.2f}",
         "out tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
         "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
-        "tok/s/user": lambda p: _cell(p.get("tok_s_user", {}).get("p50")),
+        "tok/s/user": lambda p: cell(p.get("tok_s_user", {}).get("p50")),
     }
     if any("goodput" in point for point in points):
         columns["good"] = lambda p: f"{p['goodput']['good_share']:.1%}"
         columns["good req/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
     if any("price" in point for point in points):
-        columns["$/M out"] = lambda p: _cell(p["price"]["usd_per_million_output"], 3)
-        columns["$/M total"] = lambda p: _cell(p["price"]["usd_per_million_total"], 3)
+        columns["$/M out"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
+        columns["$/M total"] = lambda p: cell(p["price"]["usd_per_million_total"], 3)
     streamed = any("ttft_ms" in point for point in points)
     latencies = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
     for key in latencies if len(points) > 1 else ():
@@ -41,7 +41,7 @@ def points_table(points: Sequence[Report]) -> list[list[str]]:
 
 
 def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
-    return lambda point: _cell(point.get(key, {}).get(percent))
+    return lambda point: cell(point.get(key, {}).get(percent))
 
 
 def latency_table(point: Report) -> list[list[str]]:
@@ -54,11 +54,31 @@ def latency_table(point: Report) -> list[list[str]]:
             bounds = "-" if low is None else f"{low:.2f} to {high:.2f}"
             label = key.removesuffix("_ms").replace("_", " ").replace("ttft", "TTFT")
             label = label.upper() if len(label) <= 4 and label != "e2e" else label
-            rows.append([label, *(_cell(summary[name]) for name in names), bounds])
+            rows.append([label, *(cell(summary[name]) for name in names), bounds])
     return rows
 
 
-def _cell(value: float | None, digits: int = 2) -> str:
+def server_table(points: Sequence[Report]) -> list[list[str]]:
+    """What the server says of itself, a row per point."""
+    columns = {
+        "requests": ("num_requests", ",.0f"),
+        "tokens": ("num_output_tokens", ",.0f"),
+        "most running": ("peak_running", ",.0f"),
+        "most waiting": ("peak_waiting", ",.0f"),
+        "most of KV cache": ("peak_kv_cache_usage", ".0%"),
+        "prefix hits": ("prefix_hit_rate", ".0%"),
+        "mean TTFT": ("ttft_mean_ms", ",.2f"),
+    }
+    rows = [["the server says", *columns]]
+    for point in points:
+        if server := point.get("server"):
+            values = ((server[key], form) for key, form in columns.values())
+            shown = ["-" if value is None else format(value, form) for value, form in values]
+            rows.append([point["load"], *shown])
+    return rows
+
+
+def cell(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 

@@ -1,10 +1,20 @@
-"""tokenmill bench throughput | endpoint | ladder | mlperf | verify | scheduler | frontend."""
+"""tokenmill bench throughput | endpoint | campaign | ladder | mlperf | verify | scheduler | ..."""
 
 from __future__ import annotations
 
 import typer
 
-from tokenmill.cli import console, endpoint, ladder, mlperf, simulate, steps, throughput, verify
+from tokenmill.cli import (
+    campaign,
+    console,
+    endpoint,
+    ladder,
+    mlperf,
+    simulate,
+    steps,
+    throughput,
+    verify,
+)
 from tokenmill.cli.options import command
 from tokenmill.settings import SETTINGS, Settings
 
@@ -16,6 +26,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     command(group, "throughput", throughput.PANELS)(throughput.throughput)
     command(group, "endpoint", endpoint.PANELS)(endpoint.endpoint)
+    command(group, "campaign", campaign.PANELS)(campaign.campaign)
     command(group, "ladder", ladder.PANELS)(ladder.ladder)
     command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
     command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.bench.workload import BenchError, make_cells
+from tokenmill.bench.workload import BenchError
 from tokenmill.cli import console
-from tokenmill.core.config import BenchConfig, EndpointConfig
+from tokenmill.cli.load import (
+    INPUT_LEN,
+    OUTPUT_LEN,
+    fresh,
+    make_dataset,
+    make_loads,
+    make_target,
+    token_counter,
+)
+from tokenmill.cli.progress import Goal, watching
+from tokenmill.cli.saturation import (
+    check_saturation,
+    note_client,
+    print_saturation,
+    search_saturation,
+)
+from tokenmill.core.config import EndpointConfig
 from tokenmill.settings import (
     ENDPOINT_DATA,
     ENDPOINT_LOAD,
@@ -26,40 +40,33 @@ from tokenmill.settings import (
 
 if TYPE_CHECKING:
     from tokenmill.bench.datasets import Dataset
-    from tokenmill.bench.endpoint import Floor, Run
+    from tokenmill.bench.endpoint import Run
     from tokenmill.bench.load import Load
-    from tokenmill.bench.wire import Target
 
 Report = dict[str, Any]
 
-DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 16, 100
-INPUT_LEN, OUTPUT_LEN = 128, 64
-UNIFORM_ROWS = 1024
-MODELS_TIMEOUT_S = 10.0
-LINE_EVERY_S = 5.0
 
-
-def _here(key: str, help: str) -> Setting:
+def here(key: str, help: str) -> Setting:
     """A setting that other commands have too, in the words of this one and without a default."""
     return replace(SETTINGS[key], help=help, owner=None, default=None)
 
 
 PANELS = {
     "Endpoint": (
-        _here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
-        _here("model", "Name that the server knows; the first one that it lists."),
-        _here("api-key", "Key to send."),
+        here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
+        here("model", "Name that the server knows; the first one that it lists."),
+        here("api-key", "Key to send."),
         *ENDPOINT_REQUESTS,
-        _here("ignore-eos", "Ask for answers of full length; on by default, not all servers know."),
-        _here("temperature", "Sent where given."),
+        here("ignore-eos", "Ask for answers of full length; on by default, not all servers know."),
+        here("temperature", "Sent where given."),
     ),
     "Load": ENDPOINT_LOAD,
     "Data": (
-        _here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
-        _here("input-len", "Prompt tokens (128), about: a token is a short word."),
-        _here("output-len", "Output tokens (64, or what the data say)."),
+        here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
+        here("input-len", "Prompt tokens (128), about: a token is a short word."),
+        here("output-len", "Output tokens (64, or what the data say)."),
         *ENDPOINT_DATA,
-        _here("bench-seed", "Seed of arrivals and prompts."),
+        here("bench-seed", "Seed of arrivals and prompts."),
     ),
     "Report": (*ENDPOINT_REPORT, SETTINGS["json-only"]),
 }
@@ -81,13 +88,14 @@ def endpoint(settings: Settings) -> None:
 
     tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --concurrency 1,4,16
     tokenmill bench endpoint --url URL --rate 4 --duration 60 --goodput ttft:500,tpot:50
+    tokenmill bench endpoint --url URL --saturate --goodput ttft:500,tpot:50
     tokenmill bench endpoint --url URL --trace mooncake.jsonl --output-dir results
     tokenmill bench endpoint --url URL --gpus 8 --price-per-gpu-hour 3
     """
     config = settings.build(EndpointConfig)
     check_flags(settings, config)
     bench = EndpointBench(settings, config)
-    with _terminated_as_interrupted():
+    with terminated_as_interrupted():
         report = bench.run()
     bench.write(report)
     if not settings.get("json-only"):
@@ -96,11 +104,11 @@ def endpoint(settings: Settings) -> None:
     if report["interrupted"]:
         raise KeyboardInterrupt
     if not any(point["num_completed"] for point in report["points"]):
-        raise BenchError(f"no request was answered: {_first_error(report['points'])}")
+        raise BenchError(f"no request was answered: {first_error(report['points'])}")
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM too ends the run with a report."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -122,54 +130,76 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
         raise SettingsError("--turns are turns of a chat: they need --api chat")
     if config.burst_size > 1 and config.arrival != "burst":
         raise SettingsError("--burst-size goes with --arrival burst")
+    if config.saturate:
+        check_saturation(settings, config)
 
 
 class EndpointBench:
     """One run of the command: its points, its records, its files."""
 
-    def __init__(self, settings: Settings, config: EndpointConfig) -> None:
+    def __init__(
+        self, settings: Settings, config: EndpointConfig, dataset: Dataset | None = None
+    ) -> None:
         from tokenmill.bench.events import Price, parse_slo
         from tokenmill.bench.manifest import public, result_folder, utc_now
+        from tokenmill.bench.scrape import Scraper, metrics_url
 
         self._config = config
         self._settings = public(other_settings(settings, config))
-        self._started_at = utc_now()
-        self._slo = parse_slo(config.goodput)
+        self.started_at = utc_now()
+        self.slo = parse_slo(config.goodput)
         self._price = None
         if config.gpus and config.price_per_gpu_hour is not None:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
-        self._folder = result_folder(config.output_dir) if config.output_dir else None
-        self._dataset = make_dataset(settings, config)
+        self.folder = result_folder(config.output_dir) if config.output_dir else None
+        self._dataset = dataset or make_dataset(settings, config)
         self._loads = make_loads(config, self._dataset, settings.get("bench-seed") or 0)
         self._count = token_counter(config.tokenizer)
-        self._target = make_target(settings, config)
+        self.target = make_target(settings, config)
+        self._by_rate = bool(config.rate) or "arrival" in settings
+        self._scraper = None
+        if config.server_metrics:
+            url = config.metrics_url or metrics_url(self.target.url)
+            self._scraper = Scraper(url, self.target)
         self._runs: list[Run] = []
+        self._points: list[Report] = []
 
     def run(self) -> Report:
         """Every point in turn; Ctrl-C leaves out the rest."""
-        for load in self._loads:
-            run = self._run_point(load)
-            self._runs.append(run)
-            if run.interrupted:
-                break
-        interrupted = self._runs[-1].interrupted
-        floor = self._floor() if self._config.audit and not interrupted else None
-        target = self._target
+        saturation = None
+        if self._config.saturate:
+            saturation = search_saturation(self, self._loads[0], self._config, self._by_rate)
+        else:
+            for load in self._loads:
+                self.measure(load)
+                if self.interrupted:
+                    break
+        if self._config.audit and not self.interrupted:
+            self.add_floor(self._points)
+        if saturation is None:
+            return self.report(self._points)
+        note_client(saturation, self._points)
+        return self.report(self._points) | {"saturation": saturation}
+
+    def report(self, points: list[Report]) -> Report:
+        """What the JSON line has around the points."""
+        target, scraper = self.target, self._scraper
         return {
             "benchmark": "endpoint",
             "url": target.url,
             "model": target.model,
             "api": target.api,
             "stream": target.stream,
-            "interrupted": interrupted,
-            "points": [self._point(run, floor) for run in self._runs],
+            "interrupted": self.interrupted,
+            "server_metrics": scraper and {"url": scraper.url, "fault": scraper.fault},
+            "points": points,
             "config": asdict(self._config),
             "settings": self._settings,
         }
 
     def write(self, report: Report) -> None:
         """The files of the result, where a folder is given."""
-        if self._folder is None:
+        if self.folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
             return
         from tokenmill.bench.manifest import make_facts
@@ -177,24 +207,48 @@ class EndpointBench:
 
         records = [record for run in self._runs for record in run.records]
         configuration = report["config"] | report["settings"]
-        facts = make_facts("endpoint", configuration, self._started_at)
-        write_result(self._folder, report, records, facts)
-        console.note(f"written: {self._folder / PAGE}, {len(records)} events beside it")
+        facts = make_facts("endpoint", configuration, self.started_at)
+        write_result(self.folder, report, records, facts)
+        console.note(f"written: {self.folder / PAGE}, {len(records)} events beside it")
+
+    @property
+    def last_run(self) -> Run:
+        return self._runs[-1]
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, in the last point."""
+        return bool(self._runs) and self._runs[-1].interrupted
+
+    def measure(self, load: Load) -> Report:
+        """The figures of one more point, its audit without the floor, and what the server says."""
+        run = self._run_point(load)
+        readings = self._scraper.end() if self._scraper else []
+        self._finish_records(run)
+        self._runs.append(run)
+        point = self._summarize(run, readings)
+        self._points.append(point)
+        return point
 
     def _run_point(self, load: Load) -> Run:
         from tokenmill.bench import endpoint as bench
 
         num_processes = self._config.processes or bench.choose_processes(load)
-        console.note(f"{load.name}: {self._target.url}")
-        run = bench.run_load(
-            self._target,
-            load,
-            self._dataset,
-            min(num_processes, load.concurrency or num_processes),
-            self._config.warmup_requests,
-            progress_lines(),
-        )
-        self._finish_records(run)
+        console.note(f"{load.name}: {self.target.url}")
+        scraper = self._scraper
+        num_requests = load.num_sessions and load.num_sessions * self._config.turns
+        with watching(Goal(load.name, num_requests, load.duration_s)) as watch:
+            run = bench.run_load(
+                self.target,
+                load,
+                fresh(self._dataset, len(self._runs)),
+                min(num_processes, load.concurrency or num_processes),
+                self._config.warmup_requests,
+                watch,
+                scraper.begin if scraper else lambda: None,
+            )
+        if scraper and scraper.fault and not self._runs:
+            console.note(f"no server metrics: {scraper.fault}")
         return run
 
     def _finish_records(self, run: Run) -> None:
@@ -206,23 +260,32 @@ class EndpointBench:
         for record in run.records:
             record.point, record.text = len(self._runs), None
 
-    def _floor(self) -> Floor | None:
+    def add_floor(self, points: Sequence[Report]) -> None:
+        """Join the client alone, as the largest point had it, to the audits."""
+        from tokenmill.bench.audit import add_floor
         from tokenmill.bench.endpoint import measure_floor
 
         console.note("Measuring the client against a server that answers at once")
         largest = max(self._runs, key=lambda run: run.load.concurrency or 0)
-        floor = measure_floor(self._target, largest.load, len(largest.health))
-        return None if floor.alone.interrupted or floor.full.interrupted else floor
+        floor = measure_floor(self.target, largest.load, len(largest.health))
+        if floor.alone.interrupted or floor.full.interrupted:
+            return
+        for point in points:
+            point["audit"] = add_floor(point["audit"], point, floor, self.target.stream)
 
-    def _point(self, run: Run, floor: Floor | None) -> Report:
+    def _summarize(self, run: Run, readings: list[dict[str, float]]) -> Report:
         from tokenmill.bench.audit import audit
-        from tokenmill.bench.events import summarize_point
+        from tokenmill.bench.events import rounded, summarize_point
+        from tokenmill.bench.scrape import server_doubts, server_report
 
-        stream = self._target.stream
+        stream = self.target.stream
         point = summarize_point(
-            run.load, run.records, stream=stream, slo=self._slo, price=self._price
+            run.load, run.records, stream=stream, slo=self.slo, price=self._price
         )
-        return point | {"audit": audit(run, point, floor, stream)}
+        if readings:
+            point["server"] = rounded(server_report(readings))
+            point["doubts"] |= server_doubts(point["server"], point, run.records)
+        return point | {"audit": audit(run, point, None, stream)}
 
 
 def other_settings(settings: Settings, config: EndpointConfig) -> Report:
@@ -234,137 +297,9 @@ def other_settings(settings: Settings, config: EndpointConfig) -> Report:
     return held | {key: value for key, value in given.items() if key != "json-only"}
 
 
-def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load]:
-    """One load per point of the sweep."""
-    from tokenmill.bench.datasets import Trace
-    from tokenmill.bench.load import Load
-
-    num_requests = config.num_requests
-    if num_requests is None and config.duration_s is None:
-        num_requests = dataset.size or DEFAULT_REQUESTS
-    if num_requests is not None and isinstance(dataset, Trace):
-        num_requests = min(num_requests, len(dataset.rows))
-    common: dict[str, Any] = {
-        "num_sessions": None if num_requests is None else -(-num_requests // config.turns),
-        "duration_s": config.duration_s,
-        "ramp_s": config.ramp_s,
-        "seed": seed,
-    }
-    if config.concurrency:
-        return [Load(concurrency=value, **common) for value in config.concurrency]
-    if isinstance(dataset, Trace):
-        offsets = tuple(row.offset_s for row in dataset.rows)
-        return [Load(arrival="trace", offsets_s=offsets, **common)]
-    common |= {"arrival": config.arrival, "burst_size": config.burst_size}
-    if config.rate:
-        return [Load(rate=value, **common) for value in config.rate]
-    if config.arrival == "burst":
-        return [Load(**common)]
-    return [Load(concurrency=DEFAULT_CONCURRENCY, **common)]
-
-
-def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
-    """The data that the flags ask for."""
-    from tokenmill.bench.datasets import Synthetic, read_prompts, read_trace
-
-    seed, output_len = settings.get("bench-seed") or 0, settings.values.get("output-len")
-    if config.trace is not None:
-        return read_trace(Path(config.trace).expanduser(), config.trace_speed, seed)
-    if config.prompts is not None:
-        return read_prompts(Path(config.prompts).expanduser(), output_len)
-    lengths: tuple[tuple[int, int], ...]
-    lengths = ((settings.values.get("input-len", INPUT_LEN), output_len or OUTPUT_LEN),)
-    if source := settings.values.get("lengths"):
-        rows = UNIFORM_ROWS if source.startswith("uniform:") else None
-        wanted = BenchConfig(lengths=source, num_prompts=rows, output_len=output_len)
-        lengths = make_cells(wanted)[0].lengths
-    return Synthetic(lengths, seed, config.turns, config.shared_prefix, config.num_prefixes)
-
-
-def make_target(settings: Settings, config: EndpointConfig) -> Target:
-    """Whom to ask, and what every request says."""
-    from tokenmill.bench.client import route_url
-    from tokenmill.bench.wire import Target
-
-    key = next(iter(settings.values.get("api-key", ())), None)
-    url = route_url(settings.get("url"), config.api)
-    fields: Report = {"ignore_eos": True} if settings.values.get("ignore-eos", True) else {}
-    if "temperature" in settings:
-        fields["temperature"] = settings.get("temperature")
-    return Target(
-        url=url,
-        model=settings.values.get("model") or first_model(url, key),
-        api=config.api,
-        stream=config.stream,
-        api_key=key,
-        timeout_s=config.timeout_s,
-        insecure=config.insecure,
-        keep_text=config.turns > 1 or config.tokenizer is not None,
-        fields=fields | _extra_body(config.extra_body),
-    )
-
-
-def _extra_body(text: str | None) -> Report:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise SettingsError(f"--extra-body is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"--extra-body must be a JSON object, got {text}")
-    return found
-
-
-def first_model(url: str, api_key: str | None) -> str:
-    """The first name of the server's /models."""
-    from urllib.request import Request, urlopen
-
-    base = url.removesuffix("/completions").removesuffix("/chat")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with urlopen(Request(base + "/models", headers=headers), timeout=MODELS_TIMEOUT_S) as got:
-            return str(json.load(got)["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise BenchError(
-            f"{base}/models does not name a model ({error}): give --model, or check --url"
-        ) from None
-
-
-def token_counter(name: str | None) -> Callable[[str], int] | None:
-    """Counts the tokens of a text as the model's tokenizer does."""
-    if name is None:
-        return None
-    from tokenmill.cli.pull import fetch
-    from tokenmill.serve.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(fetch(name))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
-
-
-def progress_lines() -> Callable[[float, Sequence[int]], None]:
-    """A line every few seconds: done, failed, in flight and rates since the last line."""
-    shown = (0.0, 0, 0)
-
-    def watch(seconds: float, counters: Sequence[int]) -> None:
-        nonlocal shown
-        done, failed, tokens, in_flight = counters
-        passed = seconds - shown[0]
-        if passed < LINE_EVERY_S:
-            return
-        rates = (
-            f"{(done - shown[1]) / passed:,.1f} req/s, {(tokens - shown[2]) / passed:,.0f} tok/s"
-        )
-        console.note(
-            f"{seconds:6.1f} s: {done:,} done, {failed:,} failed, {in_flight:,} in flight, {rates}"
-        )
-        shown = (seconds, done, tokens)
-
-    return watch
-
-
 def print_report(report: Report) -> None:
     """The table of the points, the details of a single one, and the client's part in it."""
-    from tokenmill.bench.audit import all_warnings
-    from tokenmill.bench.tables import audit_line, latency_table, points_table
+    from tokenmill.bench.tables import latency_table, points_table
 
     points = report["points"]
     streamed = "streamed" if report["stream"] else "not streamed"
@@ -374,17 +309,30 @@ def print_report(report: Report) -> None:
     if len(points) == 1 and points[0]["num_completed"]:
         console.out.print()
         console.print_table(latency_table(points[0]))
+    print_points(points)
+    if "saturation" in report:
+        print_saturation(report["saturation"])
+
+
+def print_points(points: Sequence[Report]) -> None:
+    """Errors and doubts, the server's figures and the client's part."""
+    from tokenmill.bench.audit import all_warnings
+    from tokenmill.bench.tables import audit_line, server_table
+
     for point in points:
         for label in ("errors", "doubts"):
             for name, entry in point[label].items():
                 hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry["first"] else ""
                 text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}{hint}"
                 console.out.print(text, markup=False)
+    if any("server" in point for point in points):
+        console.out.print()
+        console.print_table(server_table(points))
     console.out.print(audit_line(points), markup=False)
     for text in all_warnings(points):
         console.out.print(f"warning: {text}", markup=False)
 
 
-def _first_error(points: Sequence[Report]) -> str:
+def first_error(points: Sequence[Report]) -> str:
     found = [f"{name}: {e['first']}" for p in points for name, e in p["errors"].items()]
     return found[0] if found else "nothing was sent"

@@ -114,6 +114,8 @@ class EndpointConfig:
     num_requests: int | None = None
     duration_s: float | None = None
     warmup_requests: int = 8
+    saturate: bool = False  # search for the load instead of running given ones
+    slo_percentile: float = 99.0  # percent of the requests that must keep the limits of goodput
     prompts: str | None = None
     trace: str | None = None
     trace_speed: float = 1.0
@@ -126,4 +128,6 @@ class EndpointConfig:
     price_per_gpu_hour: float | None = None
     processes: int | None = None
     audit: bool = True
+    server_metrics: bool = True
+    metrics_url: str | None = None  # None: /metrics of the server
     output_dir: str | None = None
