@@ -1,10 +1,20 @@
-"""tokenmill bench throughput | endpoint | ladder | mlperf | scheduler | frontend."""
+"""tokenmill bench throughput | endpoint | ladder | mlperf | compare | published and others."""
 
 from __future__ import annotations
 
 import typer
 
-from tokenmill.cli import console, endpoint, ladder, mlperf, simulate, steps, throughput
+from tokenmill.cli import (
+    compare,
+    console,
+    endpoint,
+    ladder,
+    mlperf,
+    published,
+    simulate,
+    steps,
+    throughput,
+)
 from tokenmill.cli.options import command
 from tokenmill.settings import SETTINGS, Settings
 
@@ -19,6 +29,8 @@ def register(app: typer.Typer) -> None:
     command(group, "ladder", ladder.PANELS)(ladder.ladder)
     command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
     command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)
+    command(group, "compare", compare.PANELS)(compare.compare)
+    command(group, "published", published.PANELS)(published.published)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)
