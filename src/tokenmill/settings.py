@@ -522,15 +522,6 @@ MLPERF = (
     Setting("submitter", "Submitter of the submission.", TEXT, default="tokenmill"),
     Setting("system-name", "Name of the system in the submission.", TEXT, default="system"),
 )
-# Several numbers where `bench endpoint` takes one: a number for all rounds, or one for each.
-ROUNDS = (
-    Setting("gpus", "GPUs of each round; else as its result says.", _numbers(_read_int, 1, "N,N")),
-    Setting(
-        "price-per-gpu-hour",
-        "Dollars per GPU and hour of each round; else as its result says.",
-        _numbers(_read_float, 0, "USD,USD"),
-    ),
-)
 COMPARE = (
     Setting(
         "noise",
@@ -539,12 +530,6 @@ COMPARE = (
         default=0.05,
     ),
     Setting("html", "Write the comparison to this .html file, too.", TEXT),
-)
-# Any name of the table of results, where `bench mlperf` takes what it can run.
-ROWS = (
-    Setting("benchmark", "Benchmark of the table, such as deepseek-r1.", TEXT),
-    Setting("scenario", "Offline, Server, Interactive or SingleStream.", TEXT),
-    Setting("submitter", "Only submitters whose name has this.", TEXT),
 )
 PUBLISHED = (
     Setting("round", "Only this round, such as v6.0.", TEXT),

@@ -14,6 +14,7 @@ from tokenmill.core.ratio import CONFIDENCE, Estimate, ratio_interval
 Report = dict[str, Any]
 
 BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"
+NOTHING = "nothing to compare"
 ALIKE = 0.05  # how far the requests of two rounds may differ in their mean lengths
 AGREES = 0.01  # how far a summary may be from its own events
 
@@ -53,7 +54,8 @@ METRICS = (
     *_latencies("e2e_ms", "end-to-end ms", ALL),
     *_latencies("step_us", "step us", ("p50", "p99")),
 )
-# These decide; where a round has none of them, all of its metrics do.
+# These decide; where a round has none of them, all of its metrics do. A tail of too few requests
+# for an interval decides nothing.
 HEADLINE = {"output_tok_s", "output_tok_s_gpu", "ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50"}
 
 
@@ -66,6 +68,10 @@ class Row:
     other: float
     estimates: tuple[Estimate, Estimate] | None
     judged: bool
+
+    @property
+    def decides(self) -> bool:
+        return self.judged and (self.estimates is not None or not self.metric.name.endswith("p99"))
 
     @property
     def speedup(self) -> float:
@@ -250,7 +256,7 @@ def _estimates(metric: Metric, first: Point, second: Point) -> tuple[Estimate, E
 
 def _overall(by_load: Sequence[tuple[str, Sequence[Row]]], threshold: float) -> Report:
     """The verdict of the headline metrics, their intervals widened to hold jointly."""
-    judged = [(load, row) for load, rows in by_load for row in rows if row.judged]
+    judged = [(load, row) for load, rows in by_load for row in rows if row.decides]
     chosen = [pair for pair in judged if pair[1].metric.name in HEADLINE] or judged
     num_intervals = sum(row.estimates is not None for _, row in chosen)
     confidence = 1 - (1 - CONFIDENCE) / max(num_intervals, 1)
@@ -263,6 +269,7 @@ def _overall(by_load: Sequence[tuple[str, Sequence[Row]]], threshold: float) -> 
         verdict = MIXED
     else:
         verdict = BETTER if found[BETTER] else WORSE if found[WORSE] else NOISE
+    verdict = verdict if chosen else NOTHING
     return {"verdict": verdict, "headline": {name: texts for name, texts in found.items() if texts}}
 
 

@@ -13,7 +13,7 @@ from tokenmill.bench.workload import BenchError
 Report = Mapping[str, Any]
 
 WIDTH, HEIGHT = 160, 18
-CLASSES = {"better": "good", "worse": "bad", "mixed": "warn", "within noise": "dim"}
+CLASSES = {"better": "good", "worse": "bad", "mixed": "warn"}
 STYLE = """
 :root { color-scheme: light dark;
   --bg: #f6f7f9; --card: #fff; --fg: #1b2430; --dim: #64748b; --line: #dfe4ea;
@@ -33,7 +33,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--dim); font-weight: 500; }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+th.text, td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9em; }
 .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
 .dim { color: var(--dim); } ul { margin: 4px 0; padding-left: 20px; } svg { display: block; }
 li { overflow-wrap: anywhere; }
@@ -84,7 +84,7 @@ def _rounds(rounds: Iterable[Report]) -> str:
 
 def _comparison(one: Report, threshold: float) -> str:
     first, second, verdict = one["baseline"], one["other"], one["verdict"]
-    mark = f'<span class="{CLASSES[verdict]}">{escape(verdict)}</span>'
+    mark = f'<span class="{_color(verdict)}">{escape(verdict)}</span>'
     facts = [f"{name}: {', '.join(texts)}" for name, texts in one["headline"].items()]
     facts += [f"only {first} has {load}" for load in one["only_baseline"]]
     facts += [f"only {second} has {load}" for load in one["only_other"]]
@@ -115,7 +115,7 @@ def _row(row: Report, reach: float, threshold: float) -> str:
     shown = verdict or "-"
     if verdict and not bounds:
         shown += f" (±{threshold:.0%})"
-    color = CLASSES.get(verdict or "", "dim")
+    color = _color(verdict)
     cells = [
         escape(row["label"]),
         f"{row['baseline']:,.3f}",
@@ -149,11 +149,11 @@ def _whisker(row: Report, reach: float, color: str) -> str:
 
 def _table(rows: Sequence[Sequence[str]], text_columns: Iterable[int] = ()) -> str:
     wide = set(text_columns)
-    head, *body = rows
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
-    for row in body:
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
         cells = [
-            f"<td{' class=text' if index in wide else ''}>{escape(cell)}</td>"
+            f"<{tag}{' class=text' if index in wide else ''}>{escape(cell)}</{tag}>"
             for index, cell in enumerate(row)
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
@@ -163,6 +163,10 @@ def _table(rows: Sequence[Sequence[str]], text_columns: Iterable[int] = ()) -> s
 def _list(texts: Sequence[str], name: str = "") -> str:
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f'<ul class="{name}">{items}</ul>' if items else ""
+
+
+def _color(verdict: str | None) -> str:
+    return CLASSES.get(verdict or "", "dim")
 
 
 def _text(value: Any) -> str:

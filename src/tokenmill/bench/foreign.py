@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.neutral import Json, Point, Round, flat, load_key, per_request, present
+from tokenmill.core.metrics import summarize
 
 MS_OF = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
 AIPERF_RECORDS = "profile_export.jsonl"
@@ -125,12 +126,11 @@ def read_guidellm(data: Json, path: Path) -> Round:
             notices.append(f"{failed} of {totals.get('total')} requests failed at {point.load}")
         warnings = raw.get("warnings") or []
         notices += [f"{point.load}: {_text(warning)}" for warning in warnings]
-    config = data.get("config") or data.get("args") or {}
+    config = (data.get("config") or {}).get("spec") or {}
     backend = config.get("backend") or {}
-    kept = {name: value for name, value in config.items() if name not in ("outputs", "output")}
-    model = backend.get("model") if isinstance(backend, dict) else None
-    tool = f"guidellm {version}".strip()
-    return Round(str(path), tool, points, _with_model(flat(kept), model), None, None, notices)
+    kept = {name: value for name, value in config.items() if name != "outputs"}
+    own = _with_model(flat(kept), backend.get("model"))
+    return Round(str(path), f"guidellm {version}".strip(), points, own, None, None, notices)
 
 
 def _guidellm_point(raw: Json) -> Point:
@@ -227,7 +227,7 @@ def read_vllm(data: Json, path: Path) -> Round:
         ranks = {f"p{rank}": data.get(f"p{rank}_{theirs}_ms") for rank in (50, 90, 99)}
         ranks["p50"] = data.get(f"median_{theirs}_ms", ranks["p50"])
         point.add(name, {"mean": data.get(f"mean_{theirs}_ms")} | ranks)
-    count = data.get("completed")
+    count, failed = data["completed"], data.get("failed") or 0
     point.facts = present(
         {
             "requests": count,
@@ -237,9 +237,11 @@ def read_vllm(data: Json, path: Path) -> Round:
     )
     if "ttfts" in data and "itls" in data:
         point.samples = _vllm_samples(data)
-    failed = data.get("failed")
-    sent = (failed or 0) + (count or 0)
-    notices = [f"{failed} of {sent} requests failed at {load}"] if failed else []
+    elif data.get("latencies") and not failed:
+        point.samples = {"e2e_ms": [1e3 * seconds for seconds in data["latencies"]]}
+    if "e2e_ms.mean" not in point.values:  # printed only where asked for
+        point.add("e2e_ms", summarize(point.samples.get("e2e_ms", ())))
+    notices = [f"{failed} of {failed + count} requests failed at {load}"] if failed else []
     config = {name: data.get(name) for name in VLLM_CONFIG}
     tool = "vllm bench"
     model = data.get("model_id")

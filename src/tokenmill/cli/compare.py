@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenmill.cli import console
-from tokenmill.settings import COMPARE, ROUNDS, SETTINGS, Settings, SettingsError
+from tokenmill.settings import COMPARE, SETTINGS, Setting, Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.bench.neutral import Round
 
 Report = dict[str, Any]
 
+
+def _several(key: str, kind_of: str, help: str) -> Setting:
+    """A setting of which other commands take one number: one for all rounds, or one for each."""
+    kind = SETTINGS[kind_of].kind
+    return replace(SETTINGS[key], kind=kind, help=help, owner=None, default=None)
+
+
+ROUNDS = (
+    _several("gpus", "concurrency", "GPUs of each round; else as its result says."),
+    _several(
+        "price-per-gpu-hour",
+        "rate",
+        "Dollars per GPU and hour of each round; else as its result says.",
+    ),
+)
 PANELS = {"Comparison": (*ROUNDS, *COMPARE, SETTINGS["json-only"])}
 SHOWN = 60  # characters of a changed setting
 # Of a sweep only these are printed; the JSON line and the page have all.
@@ -31,7 +47,9 @@ DRIFT = (
 
 def compare(
     settings: Settings,
-    rounds: Annotated[list[Path], typer.Argument(metavar="A B [C...]", help="The rounds.")],
+    rounds: Annotated[
+        list[Path], typer.Argument(metavar="ROUND", help="Two or more; baseline first.")
+    ],
 ) -> None:
     """Rounds side by side: speed-ups with intervals, what changed, and a verdict.
 
@@ -116,6 +134,8 @@ def _print_comparison(comparison: Report, threshold: float) -> None:
         rows = point["rows"]
         if len(points) > 1:
             rows = [row for row in rows if row["metric"] in SHORT] or rows
+        if not rows:
+            continue
         console.out.print(f"\n[bold]{point['load']}[/bold]")
         head = ["metric", first, second, "change", "speed-up", "95 % interval", "verdict"]
         console.print_table([head, *(_cells(row, threshold) for row in rows)])

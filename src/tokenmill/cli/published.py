@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.cli import console
-from tokenmill.settings import PUBLISHED, ROWS, SETTINGS, Settings, SettingsError
+from tokenmill.settings import PUBLISHED, SETTINGS, TEXT, Setting, Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.bench.neutral import Round
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 Report = dict[str, Any]
 
+
+def _any(key: str, help: str) -> Setting:
+    """A setting that `bench mlperf` has for what it can run: any name of the table."""
+    return replace(SETTINGS[key], kind=TEXT, help=help, default=None)
+
+
+ROWS = (
+    _any("benchmark", "Benchmark of the table, such as deepseek-r1."),
+    _any("scenario", "Offline, Server, Interactive or SingleStream."),
+    _any("submitter", "Only submitters whose name has this."),
+)
 PANELS = {"Table": (*ROWS, *PUBLISHED, SETTINGS["gpus"], SETTINGS["json-only"])}
 FILTERS = ("round", "accelerator", "submitter")
 NUMBER_COLUMNS, SYSTEM_WIDTH = 4, 48
