@@ -104,6 +104,12 @@ def test_a_true_difference_is_found(tmp_path: Path) -> None:
     assert 1 < low < 1.25 < high and ttft["change"] < 0
     assert row(found, "tpot_ms.p50")["verdict"] == "within noise"
     assert found["changed"] == {"turns": [1, 2]}
+    for name, version in (("one", "1.0"), ("two", "2.0")):
+        facts = {"started_at": name, "software": {"torch": version}, "hardware": {"cpu": "x"}}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(facts))
+    one, two = read_round(tmp_path / "one"), read_round(tmp_path / "two")
+    expected = {"turns": [1, 2], "software.torch": ["1.0", "2.0"]}
+    assert compared(one, two)["changed"] == expected
     assert compared(two, one)["verdict"] == "worse"
 
 

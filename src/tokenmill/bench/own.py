@@ -27,10 +27,12 @@ MIN_DURATION_MS = 600_000  # of a valid run
 
 
 def read_endpoint(data: Json, path: Path) -> Round:
-    """summary.json of `bench endpoint`; with events.jsonl beside it every request counts."""
+    """A report with points; with events.jsonl beside it every request counts."""
     config = dict(data.get("config") or {})
     points = [_endpoint_point(point) for point in data["points"]]
-    notices = [f"interrupted: {path}"] if data.get("interrupted") else []
+    notices = ["interrupted, so of what had finished"] if data.get("interrupted") else []
+    if data.get("quick"):
+        notices.append("a quick run, not a valid submission")
     notices += [n for raw in data["points"] if (n := _failures(raw))]
     notices += all_warnings([p for p in data["points"] if p.get("audit")])
     events = path.parent / EVENTS
@@ -212,6 +214,7 @@ def read_scheduler(data: Json, path: Path) -> Round:
 
 READERS = {
     "endpoint": read_endpoint,
+    "campaign": read_endpoint,
     "mlperf": read_mlperf,
     "throughput": read_throughput,
     "ladder": read_ladder,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench import foreign, loadgen, own
-from tokenmill.bench.neutral import Round
+from tokenmill.bench.neutral import Round, flat
 from tokenmill.bench.workload import BenchError
 
 # What the tools call their result in a folder.
@@ -18,6 +18,7 @@ FILES = (
     "performance/result_summary.json",
     "result_summary.json",
 )
+MANIFEST = "manifest.json"
 KNOWN = ", ".join(
     ["tokenmill bench (summary.json or the last line)", *(name for *_, name in foreign.READERS)]
 )
@@ -74,9 +75,19 @@ def _load(path: Path) -> dict[str, Any]:
     raise BenchError(f"{path}: is not a JSON object; understood are {KNOWN}")
 
 
+def _machine(manifest: Path) -> dict[str, Any]:
+    """Software and hardware of a result folder, where it has a manifest."""
+    if not manifest.is_file():
+        return {}
+    data = _load(manifest)
+    return flat({key: data.get(key) for key in ("software", "hardware")})
+
+
 def _read(data: dict[str, Any], path: Path) -> Round:
     if read := own.READERS.get(str(data.get("benchmark"))):
-        return read(data, path)
+        found = read(data, path)
+        found.config |= _machine(path.with_name(MANIFEST)) if path.name == FILES[0] else {}
+        return found
     for matches, read, _ in foreign.READERS:
         if matches(data):
             return read(data, path)
