@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,15 @@ def test_no_key_is_given_twice() -> None:
     groups = (value for value in vars(settings_module).values() if isinstance(value, tuple))
     listed = {id(s): s for group in groups for s in group if isinstance(s, Setting)}
     assert len({s.key for s in listed.values()}) == len(listed)
+
+
+def test_a_command_may_read_a_setting_in_its_own_way(tmp_path: Path) -> None:
+    several = replace(SETTINGS["gpus"], kind=SETTINGS["concurrency"].kind, owner=None)
+    path = toml(tmp_path, "gpus = [1, 2]", "several.toml")
+    assert load({"gpus": "8,16"}, environ={}, offered=[several]).values == {"gpus": (8, 16)}
+    environ = {"TOKENMILL_GPUS": "8,16"}
+    assert load({"gpus": None}, environ=environ, offered=[several]).values == {"gpus": (8, 16)}
+    found = load({"gpus": None}, config=path, environ={}, offered=[several])
+    assert found.values == {"gpus": (1, 2)}
+    with pytest.raises(SettingsError, match="TOKENMILL_GPUS must be a whole number"):
+        load({"gpus": None}, environ=environ)

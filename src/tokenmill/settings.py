@@ -553,6 +553,26 @@ MLPERF = (
     Setting("submitter", "Submitter of the submission.", TEXT, default="tokenmill"),
     Setting("system-name", "Name of the system in the submission.", TEXT, default="system"),
 )
+COMPARE = (
+    Setting(
+        "noise",
+        "Where there is no interval: the difference that is still noise.",
+        _number(0, 1),
+        default=0.05,
+    ),
+    Setting("html", "Write the comparison to this .html file, too.", TEXT),
+)
+PUBLISHED = (
+    Setting("round", "Only this round, such as v6.0.", TEXT),
+    Setting("accelerator", "Only accelerators whose name has this, such as H200.", TEXT),
+    Setting("limit", "Rows to print; the JSON line has all.", _count(1), default=20),
+    Setting("result", "Result file or folder of yours to place among them.", TEXT),
+    Setting(
+        "tok-s",
+        "Result of yours in the benchmark's unit, with --gpus.",
+        _number(0, math.inf, "X"),
+    ),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
@@ -569,7 +589,7 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMMANDS),
+        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED, COMMANDS),
     )
     for s in group
 }
@@ -620,18 +640,22 @@ def load(
     config: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     defaults: Mapping[str, Any] | None = None,
+    offered: Iterable[Setting] = (),
 ) -> Settings:
     """Join flags (by key; None is not given), environment, TOML file and a command's defaults.
 
     `config` is the --config flag. Only keys of `flags` are taken: a file or an environment may
-    also set what other commands read.
+    also set what other commands read. `offered` are settings that a command reads in a way of its
+    own, such as several numbers where others take one.
     """
+    table = SETTINGS | {setting.key: setting for setting in offered}
     values = dict(defaults or {})
-    for source in (_from_file(config_path(config, environ)), _from_environment(environ)):
+    path = config_path(config, environ)
+    for source in (_from_file(path, table), _from_environment(environ, table)):
         values |= {key: value for key, value in source.items() if key in flags}
     for key, value in flags.items():
         if value is not None and value != () and value != []:
-            values[key] = read_value(SETTINGS[key], value, "--" + key)
+            values[key] = read_value(table[key], value, "--" + key)
     return Settings(values)
 
 
@@ -655,9 +679,9 @@ def read_value(setting: Setting, value: Any, source: str) -> Any:
         raise SettingsError(f"{source} must be {setting.kind.expected}, got {value!r}") from None
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], table: Mapping[str, Setting]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for setting in SETTINGS.values():
+    for setting in table.values():
         for name, negated in _names(setting, setting.variable, "TOKENMILL_NO_"):
             text: str | list[str] = environ.get(name, "")
             if not text:
@@ -681,12 +705,12 @@ def _put(values: dict[str, Any], setting: Setting, raw: Any, source: str, negate
     values[setting.key] = not value if negated else value
 
 
-def _from_file(path: Path | None) -> dict[str, Any]:
+def _from_file(path: Path | None, table: Mapping[str, Setting]) -> dict[str, Any]:
     if path is None:
         return {}
     known = {
         name: (setting, negated)
-        for setting in SETTINGS.values()
+        for setting in table.values()
         for name, negated in _names(setting, setting.key, "no-")
     }
     values: dict[str, Any] = {}

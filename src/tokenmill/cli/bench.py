@@ -1,4 +1,4 @@
-"""tokenmill bench throughput | endpoint | campaign | ladder | mlperf | verify | scheduler | ..."""
+"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, compare, published and others."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import typer
 
 from tokenmill.cli import (
     campaign,
+    compare,
     console,
     endpoint,
     ladder,
     mlperf,
+    published,
     simulate,
     steps,
     throughput,
@@ -31,6 +33,8 @@ def register(app: typer.Typer) -> None:
     command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
     command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)
     command(group, "verify", verify.PANELS)(verify.verify)
+    command(group, "compare", compare.PANELS)(compare.compare)
+    command(group, "published", published.PANELS)(published.published)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)

@@ -52,7 +52,8 @@ def _with_settings(
             if flags[positional] is not None:
                 raise SettingsError(f"give {positional.upper()} or --{positional}, not both")
             flags[positional] = value
-        function(load(flags, config=config, defaults=defaults), **given)
+        own = [setting for _, setting in offered.values()]
+        function(load(flags, config=config, defaults=defaults, offered=own), **given)
 
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
     arguments = [_argument(SETTINGS[positional])] if positional else []

@@ -1,0 +1,294 @@
+"""Rounds side by side: what changed, by how much, and whether it is more than noise. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenmill.bench.neutral import Point, Round
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import usd_per_million_tokens
+from tokenmill.core.ratio import CONFIDENCE, Estimate, ratio_interval
+
+Report = dict[str, Any]
+
+BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"
+NOTHING = "nothing to compare"
+ALIKE = 0.05  # how far the requests of two rounds may differ in their mean lengths
+AGREES = 0.01  # how far a summary may be from its own events
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of a point; `of`: the figure that it is a multiple of."""
+
+    name: str
+    label: str
+    higher: bool = False  # is better
+    of: str = ""
+    per_gpu: bool = False
+
+
+def _latencies(name: str, label: str, statistics: Sequence[str]) -> list[Metric]:
+    return [Metric(f"{name}.{statistic}", f"{label} {statistic}") for statistic in statistics]
+
+
+ALL = ("mean", "p50", "p90", "p99")
+RATES = {
+    "output_tok_s": "output tok/s",
+    "total_tok_s": "total tok/s",
+    "request_s": "requests/s",
+    "good_request_s": "good requests/s",
+    "good_output_tok_s": "good output tok/s",
+}
+METRICS = (
+    *(Metric(name, label, True) for name, label in RATES.items()),
+    *(Metric(f"{n}_gpu", f"{label}/GPU", True, n, True) for n, label in RATES.items()),
+    Metric("usd_per_million_output", "$/M output tokens", of="output_tok_s"),
+    Metric("usd_per_million_total", "$/M total tokens", of="total_tok_s"),
+    *_latencies("ttft_ms", "TTFT ms", ALL),
+    *_latencies("ttft_from_schedule_ms", "TTFT from schedule ms", ("p50", "p99")),
+    *_latencies("tpot_ms", "TPOT ms", ALL),
+    *_latencies("itl_ms", "ITL ms", ("p50", "p99")),
+    *_latencies("e2e_ms", "end-to-end ms", ALL),
+    *_latencies("step_us", "step us", ("p50", "p99")),
+)
+# These decide; where a round has none of them, all of its metrics do. A tail of too few requests
+# for an interval decides nothing.
+HEADLINE = {"output_tok_s", "output_tok_s_gpu", "ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric of two points; `judged`: whether it may decide."""
+
+    metric: Metric
+    baseline: float
+    other: float
+    estimates: tuple[Estimate, Estimate] | None
+    judged: bool
+
+    @property
+    def decides(self) -> bool:
+        return self.judged and (self.estimates is not None or not self.metric.name.endswith("p99"))
+
+    @property
+    def speedup(self) -> float:
+        """The ratio in the direction of better."""
+        ratio = self.other / self.baseline
+        return ratio if self.metric.higher else 1 / ratio
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+        """Of the speed-up; None where a side has no data for one."""
+        if self.estimates is None:
+            return None
+        baseline, other = self.estimates
+        pair = (other, baseline) if self.metric.higher else (baseline, other)
+        return ratio_interval(*pair, confidence)
+
+    def verdict(self, threshold: float, confidence: float = CONFIDENCE) -> str:
+        """By the interval; without one by the threshold."""
+        low, high = self.interval(confidence) or (
+            self.speedup / (1 + threshold),
+            self.speedup * (1 + threshold),
+        )
+        return BETTER if low > 1 else WORSE if high < 1 else NOISE
+
+    def report(self, threshold: float) -> Report:
+        """For the JSON line."""
+        bounds = self.interval()
+        return {
+            "metric": self.metric.name,
+            "label": self.metric.label,
+            "baseline": self.baseline,
+            "other": self.other,
+            "change": round(self.other / self.baseline - 1, 5),
+            "speedup": round(self.speedup, 5),
+            "ci95": [round(bound, 5) for bound in bounds] if bounds else None,
+            "verdict": self.verdict(threshold) if self.judged else None,
+        }
+
+
+def compare(rounds: Sequence[Round], threshold: float) -> Report:
+    """Every round against the first one."""
+    names = [chr(ord("A") + index) for index in range(len(rounds))]
+    for one in rounds:
+        _add_derived(one)
+    pairs = zip(names[1:], rounds[1:], strict=True)
+    return {
+        "benchmark": "compare",
+        "rounds": [_describe(name, one) for name, one in zip(names, rounds, strict=True)],
+        "noise_threshold": threshold,
+        "comparisons": [_compare(rounds[0], other, name, threshold) for name, other in pairs],
+    }
+
+
+def _describe(name: str, one: Round) -> Report:
+    return {
+        "name": name,
+        "source": one.source,
+        "tool": one.tool,
+        "gpus": one.gpus,
+        "usd_per_gpu_hour": one.usd_per_gpu_hour,
+        "loads": [point.load for point in one.points],
+        "notices": one.notices,
+    }
+
+
+def _add_derived(one: Round) -> None:
+    """Rates per GPU, and prices, where the GPUs and their price are known."""
+    for point in one.points:
+        values = point.values
+        for metric in METRICS:
+            if metric.per_gpu and one.gpus and metric.of in values:
+                values[metric.name] = values[metric.of] / one.gpus
+            elif metric.of in values and one.gpus and one.usd_per_gpu_hour and values[metric.of]:
+                per_hour = one.gpus * one.usd_per_gpu_hour
+                values[metric.name] = usd_per_million_tokens(per_hour, values[metric.of])
+
+
+def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Report:
+    pairs, warnings = _matched(baseline, other)
+    warnings += _differences(baseline, other, pairs)
+    by_load = []
+    for first, second in pairs:
+        rows = _rows(first, second, baseline.gpus == other.gpus)
+        warnings += _disagreements(rows, (baseline, first), (other, second))
+        by_load.append((first.load, rows))
+    matched = {id(point) for pair in pairs for point in pair}
+    alone = [[p.load for p in one.points if id(p) not in matched] for one in (baseline, other)]
+    return {
+        "baseline": "A",
+        "other": name,
+        **_overall(by_load, threshold),
+        "changed": changes(baseline, other),
+        "warnings": warnings,
+        "only_baseline": alone[0],
+        "only_other": alone[1],
+        "points": [
+            {"load": load, "rows": [row.report(threshold) for row in rows]}
+            for load, rows in by_load
+        ],
+    }
+
+
+def _matched(baseline: Round, other: Round) -> tuple[list[tuple[Point, Point]], list[str]]:
+    """Points with the same key; two single points are compared whatever they are."""
+    others = {point.key: point for point in other.points}
+    pairs = [(p, others[p.key]) for p in baseline.points if p.key in others]
+    if pairs:
+        return pairs, []
+    if len(baseline.points) == len(other.points) == 1:
+        first, second = baseline.points[0], other.points[0]
+        return [(first, second)], [f"the loads differ: {first.load} against {second.load}"]
+    loads = [", ".join(p.load for p in one.points) or "nothing" for one in (baseline, other)]
+    raise BenchError(
+        f"no load in common: {baseline.source} has {loads[0]}; {other.source} has {loads[1]}"
+    )
+
+
+def _differences(baseline: Round, other: Round, pairs: Iterable[tuple[Point, Point]]) -> list[str]:
+    """What makes the comparison a weak one."""
+    found = []
+    if baseline.tool != other.tool:
+        found.append(
+            f"measured by {baseline.tool} and by {other.tool}: clients have costs of their own"
+        )
+    for first, second in pairs:
+        for fact in ("input_tokens", "output_tokens"):
+            one, two = first.facts.get(fact), second.facts.get(fact)
+            if one and two and abs(two / one - 1) > ALIKE:
+                what = fact.replace("_", " ")
+                found.append(f"{first.load}: {one:,.1f} against {two:,.1f} {what} a request")
+        if first.slo != second.slo and first.slo and second.slo:
+            found.append(
+                f"{first.load}: goodput under {first.slo} is not goodput under {second.slo}"
+            )
+    return found
+
+
+def _disagreements(rows: Iterable[Row], *sides: tuple[Round, Point]) -> list[str]:
+    """Summaries that do not agree with their own events."""
+    found = []
+    for row in rows:
+        for index, (one, point) in enumerate(sides):
+            value = (row.baseline, row.other)[index]
+            if row.estimates and not row.metric.of and _base(row.metric.name) in point.samples:
+                counted = row.estimates[index].value
+                if abs(counted / value - 1) > AGREES:
+                    found.append(
+                        f"{one.source} says {value:,.2f} for {row.metric.label} at {point.load}, "
+                        f"but its events give {counted:,.2f}"
+                    )
+    return found
+
+
+def _rows(first: Point, second: Point, same_gpus: bool) -> list[Row]:
+    rows = []
+    for metric in METRICS:
+        if metric.name.startswith("good_") and first.slo != second.slo:
+            continue
+        one, two = first.values.get(metric.name), second.values.get(metric.name)
+        if not one or not two:
+            continue
+        both = f"{metric.name}_gpu" in first.values and f"{metric.name}_gpu" in second.values
+        # Of a rate and the same rate per GPU one decides: that which is not a matter of size.
+        judged = same_gpus != metric.per_gpu if metric.per_gpu or both else True
+        estimates = _estimates(metric, first, second)
+        rows.append(Row(metric, one, two, estimates, judged))
+    return rows
+
+
+def _estimates(metric: Metric, first: Point, second: Point) -> tuple[Estimate, Estimate] | None:
+    """Of both points; what is a multiple of another figure is known as well as that."""
+    found = []
+    for point in (first, second):
+        source = metric.of or metric.name
+        estimate = point.estimate(source) if source in point.values else None
+        if estimate is None:
+            return None
+        if metric.of:
+            estimate = replace(estimate, value=point.values[metric.name])
+        found.append(estimate)
+    return found[0], found[1]
+
+
+def _overall(by_load: Sequence[tuple[str, Sequence[Row]]], threshold: float) -> Report:
+    """The verdict of the headline metrics, their intervals widened to hold jointly."""
+    judged = [(load, row) for load, rows in by_load for row in rows if row.decides]
+    chosen = [pair for pair in judged if pair[1].metric.name in HEADLINE] or judged
+    num_intervals = sum(row.estimates is not None for _, row in chosen)
+    confidence = 1 - (1 - CONFIDENCE) / max(num_intervals, 1)
+    found: dict[str, list[str]] = {BETTER: [], WORSE: [], NOISE: []}
+    for load, row in chosen:
+        where = f" at {load}" if len(by_load) > 1 else ""
+        text = f"{row.metric.label}{where} {row.speedup:.2f}x"
+        found[row.verdict(threshold, confidence)].append(text)
+    if found[BETTER] and found[WORSE]:
+        verdict = MIXED
+    else:
+        verdict = BETTER if found[BETTER] else WORSE if found[WORSE] else NOISE
+    verdict = verdict if chosen else NOTHING
+    return {"verdict": verdict, "headline": {name: texts for name, texts in found.items() if texts}}
+
+
+def changes(baseline: Round, other: Round) -> Report:
+    """What the configurations have different: name -> [baseline, other].
+
+    Tools have settings of their own: between two tools only those that both have are compared.
+    """
+    keys = [key for key in baseline.config if key in other.config]
+    if baseline.tool == other.tool:
+        keys = list(dict.fromkeys([*baseline.config, *other.config]))
+    pairs = {
+        "tool": (baseline.tool, other.tool),
+        "gpus": (baseline.gpus, other.gpus),
+        "usd_per_gpu_hour": (baseline.usd_per_gpu_hour, other.usd_per_gpu_hour),
+        **{key: (baseline.config.get(key), other.config.get(key)) for key in keys},
+    }
+    return {key: list(pair) for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _base(name: str) -> str:
+    return name.partition(".")[0]
