@@ -73,11 +73,13 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     samples = [loadgen.Sample(array("i", [index]), sampling) for index in range(count)]
     engine = PacedEngine(options["ttft_s"], options["tpot_s"], FinishReason(options["end"]))
     is_accuracy = options.get("accuracy", False)
-    times = mlperf.execute(engine, samples, this, folder, is_accuracy)
+    sut = loadgen.EngineUnderTest(engine, samples)
+    mlperf.execute(sut, count, this, folder, is_accuracy)
     if is_accuracy:
-        return {"answers": loadgen.read_answers(folder)}
+        answers = loadgen.read_answers(folder)
+        return {"answers": {i: (loadgen.token_ids(d), n) for i, (d, n) in answers.items()}}
     values, errors = loadgen.read_detail(folder)
-    report = mlperf.performance_report(this, values, errors, times)
+    report = mlperf.performance_report(this, values, errors, sut.times)
     issued = sorted({prompt[0] for prompt in engine.prompts})
     return report | {"issued": issued, "log": values}
 

@@ -108,7 +108,7 @@ def test_too_slow_for_interactive_but_not_for_server(
 
 def test_accuracy_runs_every_sample_once(tmp_path: Path) -> None:
     report = report_of(tmp_path, "Offline", num_samples=9, accuracy=True)
-    assert report["answers"] == {str(index): [7] * NUM_TOKENS for index in range(9)}
+    assert report["answers"] == {str(index): [[7] * NUM_TOKENS, NUM_TOKENS] for index in range(9)}
 
 
 def test_an_unanswered_query_ends_the_test(tmp_path: Path) -> None:

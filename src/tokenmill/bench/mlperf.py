@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.loadgen import Sample, Test, run_test
+from tokenmill.bench.loadgen import Sample, SystemUnderTest, Test, run_test
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import Engine, SamplingParams
+from tokenmill.core.types import SamplingParams
 
 # The seeds of the v6.0 round; a LoadGen wheel has those of the round it was made for.
 SEEDS = {
@@ -65,6 +65,8 @@ class Preset:
     # The reference's figures; ACCURACY_SHARE of each must be reached.
     accuracy: Mapping[str, float] = field(default_factory=dict)
     tokens_per_sample: float | None = None  # the reference's; 10 % either way are allowed
+    gen_len: int | None = None  # characters of all its answers, likewise
+    folder: str = ""  # of results, where it is not the name
     # Where accuracy runs have a set and a cap of their own.
     accuracy_samples: int | None = None
     accuracy_output: int | None = None
@@ -119,7 +121,13 @@ PRESETS: dict[str, Preset] = {
             server=Limits(2000, 100),
             interactive=Limits(500, 30),
             output_len=128,
-            accuracy={"rouge1": 38.7792, "rouge2": 15.9075, "rougeL": 24.4957},
+            accuracy={
+                "rouge1": 38.7792,
+                "rouge2": 15.9075,
+                "rougeL": 24.4957,
+                "rougeLsum": 35.793,
+            },
+            gen_len=8_167_644,
         ),
         Preset(
             name="llama3.1-405b",
@@ -143,6 +151,7 @@ PRESETS: dict[str, Preset] = {
             output_scale=294.45 / 218.9,
             accuracy={"rouge1": 44.4312, "rouge2": 22.0352, "rougeL": 28.6162},
             tokens_per_sample=294.45,
+            folder="llama2-70b-99",
         ),
     )
 }
@@ -302,20 +311,20 @@ def dataset_samples(
 
 
 def execute(
-    engine: Engine, samples: Sequence[Sample], run: Run, folder: Path, accuracy: bool = False
-) -> list[RequestTimes]:
+    sut: SystemUnderTest, num_samples: int, run: Run, folder: Path, accuracy: bool = False
+) -> None:
     """Run the test; `folder` then has its logs and its user.conf."""
     conf = folder / USER_CONF
-    conf.write_text(run.user_conf(len(samples)), encoding="utf-8")
+    conf.write_text(run.user_conf(num_samples), encoding="utf-8")
     test = Test(
         key=run.preset.key_of(run.scenario),
         scenario=run.loadgen_scenario,
         user_conf=conf,
         folder=folder,
         accuracy=accuracy,
-        overrides=SEEDS | {"accuracy_sample_count_override": len(samples)},
+        overrides=SEEDS | {"accuracy_sample_count_override": num_samples},
     )
-    return run_test(engine, samples, test)
+    run_test(sut, num_samples, test)
 
 
 def performance_report(
@@ -346,6 +355,27 @@ def performance_report(
         "limits_ms": limits and {"ttft": limits.ttft_ms, "tpot": limits.tpot_ms},
         "percentile": run.percentile,
         "min_duration_s": run.min_duration_ms / 1000,
+    }
+
+
+def with_reasons(report: Report, reasons: Sequence[str]) -> Report:
+    """The report of a run that is INVALID for these reasons too; as it is where there are none."""
+    found = [*reasons, *report["reasons"]]
+    return report | {"reasons": found, "result": "INVALID" if found else "VALID"}
+
+
+def given_up_report(run: Run, why: str, times: Sequence[RequestTimes]) -> Report:
+    """What is known of a test that was left before its end: LoadGen has given no figures."""
+    return {
+        "result": "INVALID",
+        "reasons": [why],
+        "given_up": True,
+        "metric": None,
+        "num_queries": len(times),
+        "num_output_tokens": sum(t.num_tokens for t in times),
+        "ttft_ms": _rounded(summarize(t.ttft_ms for t in times)),
+        "tpot_ms": _rounded(summarize(t.tpot_ms for t in times)),
+        "percentile": run.percentile,
     }
 
 

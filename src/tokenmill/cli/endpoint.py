@@ -39,27 +39,27 @@ MODELS_TIMEOUT_S = 10.0
 LINE_EVERY_S = 5.0
 
 
-def _here(key: str, help: str) -> Setting:
+def here(key: str, help: str) -> Setting:
     """A setting that other commands have too, in the words of this one and without a default."""
     return replace(SETTINGS[key], help=help, owner=None, default=None)
 
 
 PANELS = {
     "Endpoint": (
-        _here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
-        _here("model", "Name that the server knows; the first one that it lists."),
-        _here("api-key", "Key to send."),
+        here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
+        here("model", "Name that the server knows; the first one that it lists."),
+        here("api-key", "Key to send."),
         *ENDPOINT_REQUESTS,
-        _here("ignore-eos", "Ask for answers of full length; on by default, not all servers know."),
-        _here("temperature", "Sent where given."),
+        here("ignore-eos", "Ask for answers of full length; on by default, not all servers know."),
+        here("temperature", "Sent where given."),
     ),
     "Load": ENDPOINT_LOAD,
     "Data": (
-        _here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
-        _here("input-len", "Prompt tokens (128), about: a token is a short word."),
-        _here("output-len", "Output tokens (64, or what the data say)."),
+        here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
+        here("input-len", "Prompt tokens (128), about: a token is a short word."),
+        here("output-len", "Output tokens (64, or what the data say)."),
         *ENDPOINT_DATA,
-        _here("bench-seed", "Seed of arrivals and prompts."),
+        here("bench-seed", "Seed of arrivals and prompts."),
     ),
     "Report": (*ENDPOINT_REPORT, SETTINGS["json-only"]),
 }
