@@ -1,7 +1,7 @@
 """One LoadGen test against an engine of known latencies, in a process of its own.
 
 `python mlperf_driver.py FOLDER JSON`: the JSON names scenario, rate, latencies in seconds and how
-requests end; the last line of stdout is the report.
+requests end, or the URL and the model of a server; the last line of stdout is the report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench import loadgen, mlperf
+from tokenmill.bench import loadgen, loadgen_url, mlperf
+from tokenmill.bench.client import route_url
+from tokenmill.bench.wire import Target
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -64,24 +66,35 @@ class PacedEngine:
         return EngineStats()
 
 
+def system_of(options: dict[str, Any], samples: list[loadgen.Sample]) -> Any:
+    if "url" in options:
+        url = route_url(options["url"], "chat")
+        target = Target(url, options["model"], keep_text=options.get("accuracy", False))
+        return loadgen_url.UrlUnderTest(target, samples, False, options.get("max_in_flight", 64))
+    engine = PacedEngine(options["ttft_s"], options["tpot_s"], FinishReason(options["end"]))
+    return loadgen.EngineUnderTest(engine, samples)
+
+
 def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    mlperf.QUICK_DURATION_MS = 1000
+    mlperf.QUICK_DURATION_MS = options.get("duration_ms", 1000)
     preset = mlperf.PRESETS[options.get("benchmark", "llama3.1-8b")]
     count = options.get("num_samples", 64)
+    num_tokens = options.get("num_tokens", NUM_TOKENS)
     this = mlperf.Run(preset, options["scenario"], options["qps"], count)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    samples = [loadgen.Sample(array("i", [index]), sampling) for index in range(count)]
-    engine = PacedEngine(options["ttft_s"], options["tpot_s"], FinishReason(options["end"]))
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    samples = [loadgen.Sample(array("i", [i]), sampling, f"{i}") for i in range(count)]
+    sut = system_of(options, samples)
     is_accuracy = options.get("accuracy", False)
-    sut = loadgen.EngineUnderTest(engine, samples)
     mlperf.execute(sut, count, this, folder, is_accuracy)
     if is_accuracy:
         answers = loadgen.read_answers(folder)
-        return {"answers": {i: (loadgen.token_ids(d), n) for i, (d, n) in answers.items()}}
+        return {"answers": {i: (d.hex(), n) for i, (d, n) in answers.items()}}
     values, errors = loadgen.read_detail(folder)
-    report = mlperf.performance_report(this, values, errors, sut.times)
-    issued = sorted({prompt[0] for prompt in engine.prompts})
-    return report | {"issued": issued, "log": values}
+    report = mlperf.performance_report(this, values, errors, sut.times) | {"log": values}
+    if "url" in options:
+        tally = sut.tally
+        return report | {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
+    return report | {"issued": sorted({prompt[0] for prompt in sut.engine.prompts})}
 
 
 if __name__ == "__main__":

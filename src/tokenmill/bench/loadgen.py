@@ -97,7 +97,7 @@ class EngineUnderTest:
     """An engine that the caller's thread steps."""
 
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._samples = samples
         self._library = load_library()
         self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
@@ -116,11 +116,11 @@ class EngineUnderTest:
     def drive(self) -> None:
         """Step the engine until the end; BenchError when it does not answer a query."""
         while self._take():
-            self._report(self._engine.step())
+            self._report(self.engine.step())
 
     def _take(self) -> bool:
         """Submit what has arrived; an idle engine waits for it. False at the end."""
-        while not (self._arrivals.empty() and self._engine.has_work()):
+        while not (self._arrivals.empty() and self.engine.has_work()):
             queries = self._arrivals.get()
             if queries is None:
                 return False
@@ -134,7 +134,7 @@ class EngineUnderTest:
         now_ns = time.monotonic_ns()
         self._jobs[request_id] = _Job(query_id, RequestTimes(now_ns))
         prompt = sample.prompt_token_ids.tolist()
-        self._engine.submit(Request(request_id, prompt, sample.sampling, arrival_ns=now_ns))
+        self.engine.submit(Request(request_id, prompt, sample.sampling, arrival_ns=now_ns))
 
     def _report(self, outputs: Sequence[RequestOutput]) -> None:
         """Tell LoadGen of first tokens, and of whole answers with their number of tokens."""

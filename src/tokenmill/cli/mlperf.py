@@ -36,9 +36,7 @@ SERVER = (
     endpoint.here("url", "An OpenAI-compatible server as the system under test."),
     endpoint.here("api-key", "Key to send."),
     endpoint.here("api", "Route to call (completions); chat gets texts, not token ids."),
-    endpoint.here(
-        "tokenizer", "Model whose tokenizer the server has: datasets go as token ids."
-    ),
+    endpoint.here("tokenizer", "Model whose tokenizer the server has: datasets go as token ids."),
     endpoint.here("ignore-eos", "Ask for answers of full length; on, not all servers know."),
     SETTINGS["timeout"],
     SETTINGS["insecure"],
