@@ -140,6 +140,24 @@ def test_command_gives_up_on_a_server_that_dies(
     assert not (tmp_path / "sub").exists()
 
 
+def test_submission_on_a_dataset(
+    server: ScriptedServer, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [{"input": "The alphabet?", "output": " abcdef" * NUM_TOKENS}] * 2
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    line = ["bench", "mlperf", "--url", server.url, "--quick", "--dataset", "data.json"]
+    line += ["--test-mode", "submission", "--submission-dir", "sub", "--benchmark", "llama2-70b"]
+    assert run(line) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["accuracy"]["rouge1"] == 100 and report["accuracy"]["gen_tok_len"] == 12
+    assert report["reasons"] == ["tokens_per_sample misses the accuracy gate"]
+    assert report["metric"]["value"] > 0 and not report["synthetic"]
+    results = tmp_path / "sub/open/tokenmill/results/system/llama2-70b-99/Offline"
+    assert "'rouge1': 100.0" in (results / "accuracy/accuracy.txt").read_text()
+    assert (results / "performance/run_1/mlperf_log_detail.txt").exists()
+    assert json.loads((results / "measurements.json").read_text())["weight_data_types"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -258,7 +258,7 @@ def write_submission(settings: Settings, run: bench.Run, reports: dict[str, Repo
         scores = reports["accuracy"]["accuracy"]
         submission.copy_accuracy(layout, Path(reports["accuracy"]["logs"]), scores)
     console.note(f"Written: {layout.scenario_folder}")
-    if empty:
+    if empty and not run.quick:
         console.note(f"To be filled in {layout.system_file}: {', '.join(empty)}")
 
 
