@@ -18,6 +18,7 @@ from typing import Any
 from tokenmill.bench import loadgen, loadgen_url, mlperf
 from tokenmill.bench.client import route_url
 from tokenmill.bench.wire import Target
+from tokenmill.core.metrics import summarize
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -34,22 +35,27 @@ LONGEST_NAP_S = 0.001
 class PacedEngine:
     """Every request gets its first token `ttft_s` after its submission, then one per `tpot_s`."""
 
-    def __init__(self, ttft_s: float, tpot_s: float, end: FinishReason) -> None:
+    def __init__(self, ttft_s: float, tpot_s: float, end: FinishReason, nap_s: float) -> None:
+        self.nap_s = nap_s
         self.ttft_s, self.tpot_s, self.end = ttft_s, tpot_s, end
         self.due: list[tuple[float, str, int]] = []  # when, who, tokens still to come
         self.prompts: list[list[int]] = []
+        self.late_ms: list[float] = []
+        self.submitted_s: list[float] = []
 
     def submit(self, request: Request) -> None:
         assert request.sampling.max_tokens is not None
         self.prompts.append(request.prompt_token_ids)
-        due_s = time.monotonic() + self.ttft_s
+        self.submitted_s.append(time.monotonic())
+        due_s = self.submitted_s[-1] + self.ttft_s
         heapq.heappush(self.due, (due_s, request.request_id, request.sampling.max_tokens))
 
     def step(self) -> list[RequestOutput]:
-        time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), LONGEST_NAP_S))
+        time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), self.nap_s))
         outputs = []
         while self.due and self.due[0][0] <= time.monotonic():
             due_s, name, left = heapq.heappop(self.due)
+            self.late_ms.append(1e3 * (time.monotonic() - due_s))
             reason = self.end if left == 1 else None
             outputs.append(RequestOutput(name, [TOKEN], finish_reason=reason, error="as told"))
             if left > 1:
@@ -71,7 +77,9 @@ def system_of(options: dict[str, Any], samples: list[loadgen.Sample]) -> Any:
         url = route_url(options["url"], "chat")
         target = Target(url, options["model"], keep_text=options.get("accuracy", False))
         return loadgen_url.UrlUnderTest(target, samples, False, options.get("max_in_flight", 64))
-    engine = PacedEngine(options["ttft_s"], options["tpot_s"], FinishReason(options["end"]))
+    nap_s = options.get("nap_s", LONGEST_NAP_S)
+    end = FinishReason(options["end"])
+    engine = PacedEngine(options["ttft_s"], options["tpot_s"], end, nap_s)
     return loadgen.EngineUnderTest(engine, samples)
 
 
@@ -94,7 +102,12 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     if "url" in options:
         tally = sut.tally
         return report | {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
-    return report | {"issued": sorted({prompt[0] for prompt in sut.engine.prompts})}
+    engine = sut.engine
+    return report | {
+        "issued": sorted({prompt[0] for prompt in engine.prompts}),
+        "engine_late_ms": summarize(engine.late_ms),
+        "span_s": engine.submitted_s[-1] - engine.submitted_s[0],
+    }
 
 
 if __name__ == "__main__":

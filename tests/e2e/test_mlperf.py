@@ -57,7 +57,8 @@ def test_quick_offline_on_the_default_model(
     assert report["synthetic"] and report["quick"] and report["length_scale"] == 0.02
     results = folder / "sub/open/tokenmill/results/system/llama3.1-8b/Offline"
     readme = (results / "README.md").read_text()
-    for text in (above, readme, " ".join(report["notices"])):
+    measurements = (results / "measurements.json").read_text()
+    for text in (above, readme, measurements, " ".join(report["notices"])):
         assert "not a valid submission" in text and "synthetic" in text
     assert "Result is : VALID" in (results / "performance/run_1/mlperf_log_summary.txt").read_text()
     assert (results / "user.conf").read_text().startswith("# This is a quick run")

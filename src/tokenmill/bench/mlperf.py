@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -398,7 +399,10 @@ def invalid_reasons(
     tpot: Mapping[str, float],
 ) -> list[str]:
     """Why a run is INVALID; empty where it is VALID. LoadGen decides, the sentences are ours."""
-    reasons = [f"LoadGen error: {error}" for error in errors]
+    reasons = [
+        f"LoadGen error: {error}" + (f" ({count} times)" if count > 1 else "")
+        for error, count in Counter(errors).items()
+    ]
     if values.get("result_validity") == "VALID":
         return reasons
     limits = run.preset.limits(run.scenario)

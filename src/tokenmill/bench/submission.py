@@ -97,7 +97,12 @@ def write_system(layout: Layout, known: Mapping[str, Any]) -> list[str]:
 
 
 def write_measurements(
-    layout: Layout, user_conf: str, weights: str, dtype: str, transformation: str
+    layout: Layout,
+    user_conf: str,
+    weights: str,
+    dtype: str,
+    transformation: str,
+    notices: list[str],
 ) -> None:
     """user.conf and measurements.json beside the results."""
     folder = layout.scenario_folder
@@ -109,6 +114,7 @@ def write_measurements(
         "starting_weights_filename": weights,
         "weight_data_types": dtype,
         "weight_transformations": transformation,
+        "notes": notices,
     }
     _write_json(folder / "measurements.json", fields)
 

@@ -249,9 +249,10 @@ def write_submission(settings: Settings, run: bench.Run, reports: dict[str, Repo
     change = f"cast to {report['dtype']}" if plain else f"quantized to {report['dtype']}"
     if settings.get("url"):
         change = "as served"
-    submission.write_measurements(layout, conf, weights, report["dtype"], change)
+    notices = report["notices"]
+    submission.write_measurements(layout, conf, weights, report["dtype"], change, notices)
     command = ["tokenmill", "bench", "mlperf", *settings.flags(SHOWN)]
-    submission.write_texts(layout, report["notices"], shlex.join(command))
+    submission.write_texts(layout, notices, shlex.join(command))
     if "performance" in reports:
         submission.copy_performance(layout, Path(reports["performance"]["logs"]))
     if "accuracy" in reports:
