@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 
 help:
 	@echo "make setup   a virtual environment in $(VENV) with tokenmill in it"
-	@echo "make demo    16 chat requests at once against a real model, and a table"
+	@echo "make demo    16 chat requests at once against a real model, then a quick MLPerf round"
 	@echo "make serve   the OpenAI-compatible server on http://127.0.0.1:8000/v1; ARGS=\"--port 8080\""
 	@echo "make test    lint, types and tests"
 	@echo "make lint    lint and types only"
@@ -51,5 +51,5 @@ test: lint $(VENV)/.browser
 	$(BIN)/pytest $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -57,6 +57,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvloop": ("bench/issue",),
     "zmq": ("serve/wire", "serve/worker"),
     "mlperf_loadgen": ("bench/loadgen",),
+    "rouge_score": ("bench/accuracy",),
+    "nltk": ("bench/accuracy",),
     "typer": ("cli/", "__main__"),
     "rich": ("cli/", "demo"),
     "openai": ("demo",),

@@ -134,13 +134,16 @@ def parse_size(value: Any) -> int:
     return round(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def _one_of(*choices: str) -> Kind:
+def _one_of(*choices: str, but: str = "") -> Kind:
+    """`but` says what else one may look for, and why it is not there."""
+
     def read(value: Any) -> str:
         if value not in choices:
             raise ValueError(value)
         return str(value)
 
-    return Kind(read, "one of " + ", ".join(choices), "NAME", choices)
+    expected = "one of " + ", ".join(choices) + (f" ({but})" if but else "")
+    return Kind(read, expected, "NAME", choices)
 
 
 def _count(low: int, high: float = math.inf) -> Kind:
@@ -512,7 +515,10 @@ MLPERF = (
     Setting(
         "benchmark",
         "MLPerf benchmark: limits, lengths and sampling.",
-        _one_of("deepseek-r1", "gpt-oss-120b", "llama3.1-8b", "llama3.1-405b", "llama2-70b"),
+        _one_of(
+            *("deepseek-r1", "gpt-oss-120b", "llama3.1-8b", "llama3.1-405b", "llama2-70b"),
+            but="qwen3-vl, wan-2.2 and dlrm-v3 need engines that are not here yet",
+        ),
         default="llama3.1-8b",
     ),
     Setting(
@@ -547,6 +553,12 @@ MLPERF = (
         "Search for the highest valid rate, from --target-qps on.",
         SWITCH,
         default=False,
+    ),
+    Setting(
+        "max-in-flight",
+        "Most requests open at --url at once; more wait here, which counts.",
+        _count(1),
+        default=1024,
     ),
     Setting("submission-dir", "Write the submission's folders here.", TEXT),
     Setting("division", "Division of the submission.", _one_of("closed", "open"), default="open"),

@@ -1,7 +1,7 @@
 """One LoadGen test against an engine of known latencies, in a process of its own.
 
 `python mlperf_driver.py FOLDER JSON`: the JSON names scenario, rate, latencies in seconds and how
-requests end; the last line of stdout is the report.
+requests end, or the URL and the model of a server; the last line of stdout is the report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench import loadgen, mlperf
+from tokenmill.bench import loadgen, loadgen_url, mlperf
+from tokenmill.bench.client import route_url
+from tokenmill.bench.wire import Target
+from tokenmill.core.metrics import summarize
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -32,22 +35,27 @@ LONGEST_NAP_S = 0.001
 class PacedEngine:
     """Every request gets its first token `ttft_s` after its submission, then one per `tpot_s`."""
 
-    def __init__(self, ttft_s: float, tpot_s: float, end: FinishReason) -> None:
+    def __init__(self, ttft_s: float, tpot_s: float, end: FinishReason, nap_s: float) -> None:
+        self.nap_s = nap_s
         self.ttft_s, self.tpot_s, self.end = ttft_s, tpot_s, end
         self.due: list[tuple[float, str, int]] = []  # when, who, tokens still to come
         self.prompts: list[list[int]] = []
+        self.late_ms: list[float] = []
+        self.submitted_s: list[float] = []
 
     def submit(self, request: Request) -> None:
         assert request.sampling.max_tokens is not None
         self.prompts.append(request.prompt_token_ids)
-        due_s = time.monotonic() + self.ttft_s
+        self.submitted_s.append(time.monotonic())
+        due_s = self.submitted_s[-1] + self.ttft_s
         heapq.heappush(self.due, (due_s, request.request_id, request.sampling.max_tokens))
 
     def step(self) -> list[RequestOutput]:
-        time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), LONGEST_NAP_S))
+        time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), self.nap_s))
         outputs = []
         while self.due and self.due[0][0] <= time.monotonic():
             due_s, name, left = heapq.heappop(self.due)
+            self.late_ms.append(1e3 * (time.monotonic() - due_s))
             reason = self.end if left == 1 else None
             outputs.append(RequestOutput(name, [TOKEN], finish_reason=reason, error="as told"))
             if left > 1:
@@ -64,22 +72,42 @@ class PacedEngine:
         return EngineStats()
 
 
+def system_of(options: dict[str, Any], samples: list[loadgen.Sample]) -> Any:
+    if "url" in options:
+        url = route_url(options["url"], "chat")
+        target = Target(url, options["model"], keep_text=options.get("accuracy", False))
+        return loadgen_url.UrlUnderTest(target, samples, False, options.get("max_in_flight", 64))
+    nap_s = options.get("nap_s", LONGEST_NAP_S)
+    end = FinishReason(options["end"])
+    engine = PacedEngine(options["ttft_s"], options["tpot_s"], end, nap_s)
+    return loadgen.EngineUnderTest(engine, samples)
+
+
 def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    mlperf.QUICK_DURATION_MS = 1000
+    mlperf.QUICK_DURATION_MS = options.get("duration_ms", 1000)
     preset = mlperf.PRESETS[options.get("benchmark", "llama3.1-8b")]
     count = options.get("num_samples", 64)
+    num_tokens = options.get("num_tokens", NUM_TOKENS)
     this = mlperf.Run(preset, options["scenario"], options["qps"], count)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    samples = [loadgen.Sample(array("i", [index]), sampling) for index in range(count)]
-    engine = PacedEngine(options["ttft_s"], options["tpot_s"], FinishReason(options["end"]))
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    samples = [loadgen.Sample(array("i", [i]), sampling, f"{i}") for i in range(count)]
+    sut = system_of(options, samples)
     is_accuracy = options.get("accuracy", False)
-    times = mlperf.execute(engine, samples, this, folder, is_accuracy)
+    mlperf.execute(sut, count, this, folder, is_accuracy)
     if is_accuracy:
-        return {"answers": loadgen.read_answers(folder)}
+        answers = loadgen.read_answers(folder)
+        return {"answers": {i: (d.hex(), n) for i, (d, n) in answers.items()}}
     values, errors = loadgen.read_detail(folder)
-    report = mlperf.performance_report(this, values, errors, times)
-    issued = sorted({prompt[0] for prompt in engine.prompts})
-    return report | {"issued": issued, "log": values}
+    report = mlperf.performance_report(this, values, errors, sut.times) | {"log": values}
+    if "url" in options:
+        tally = sut.tally
+        return report | {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
+    engine = sut.engine
+    return report | {
+        "issued": sorted({prompt[0] for prompt in engine.prompts}),
+        "engine_late_ms": summarize(engine.late_ms),
+        "span_s": engine.submitted_s[-1] - engine.submitted_s[0],
+    }
 
 
 if __name__ == "__main__":

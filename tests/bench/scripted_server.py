@@ -16,6 +16,7 @@ from tokenmill.bench.datasets import Synthetic
 
 NUM_TOKENS = 6
 FIRST_S, NEXT_S = 0.06, 0.02
+BREAKING = ("drop", "drop-later", "malformed", "garbage-line", "error-event")
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -73,6 +74,8 @@ class ScriptedServer:
         name = seen.body.get("model", "models")
         if not seen.body:
             return _json(writer, 200, {"data": [{"id": "listed"}]})
+        if name == "drop-later" and sum(s.body.get("model") == name for s in self.seen) == 1:
+            name = "ok"  # the first one is answered
         if name == "stall":
             await asyncio.sleep(60)
         if name in ("http500", "http429"):
@@ -96,7 +99,13 @@ class ScriptedServer:
         for index in range(NUM_TOKENS):
             if index:
                 await asyncio.sleep(NEXT_S)
-            if index == 3 and name in ("drop", "malformed", "garbage-line", "error-event"):
+            if index == 3 and name in (
+                "drop",
+                "drop-later",
+                "malformed",
+                "garbage-line",
+                "error-event",
+            ):
                 return _break(writer, name)
             seen.wrote_ns.append(time.monotonic_ns())
             _event(writer, {"choices": [{"delta": {"content": " abcdef"}}]}, name)
@@ -105,7 +114,7 @@ class ScriptedServer:
             return True
         _event(writer, {"choices": [{"delta": {}, "finish_reason": "stop"}]}, name)
         if name != "no-usage":
-            _event(writer, {"choices": [], "usage": _usage(name)}, name)
+            _event(writer, {"choices": [], "usage": _usage(name, seen.body.get("prompt"))}, name)
         if name != "no-done":
             _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
@@ -134,10 +143,11 @@ def _break(writer: Any, name: str) -> bool:
     return True
 
 
-def _usage(name: str) -> dict[str, int]:
+def _usage(name: str, prompt: Any = "") -> dict[str, int]:
+    num_prompt = len(prompt) if isinstance(prompt, list) and name != "no-ids" else 7
     claimed = {"lies-low": 1, "lies-high": 10_000, "lies-bytes": 60}.get(name, NUM_TOKENS)
-    total = 5 if name == "lies-total" else claimed + 7
-    return {"prompt_tokens": 7, "completion_tokens": claimed, "total_tokens": total}
+    total = 5 if name == "lies-total" else claimed + num_prompt
+    return {"prompt_tokens": num_prompt, "completion_tokens": claimed, "total_tokens": total}
 
 
 def _whole(name: str) -> dict[str, Any]:

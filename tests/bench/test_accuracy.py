@@ -14,10 +14,11 @@ from tokenmill.bench.accuracy import (
     check_targets,
     exact_match,
     gates,
-    longest_common,
+    load_rouge,
+    match,
+    missed_gates,
     prompts,
     read_dataset,
-    rouge,
     score,
 )
 from tokenmill.bench.loadgen import ACCURACY, DETAIL, SUMMARY
@@ -58,7 +59,10 @@ def test_forms_of_a_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pkl", "", "datasets are .json or .jsonl"),
+        ("a.csv", "", "datasets are .json or .jsonl"),
+        ("a.pkl", "", r"pickle, which can run code .* pandas.read_pickle\('a.pkl'\).to_json"),
+        ("a.pkl.gz", "", r"pandas.read_pickle\('a.pkl.gz'\)"),
+        ("a.parquet", "", r"is not JSON; .* pandas.read_parquet\('a.parquet'\)"),
         ("a.json", "{", "cannot read the dataset"),
         ("a.json", "[]", "expected a list of samples"),
         ("a.json", '[{"output": "x"}]', "sample 0: has none of tok_input"),
@@ -85,20 +89,21 @@ def test_tokens_of_another_tokenizer_are_not_used() -> None:
 
 def test_rouge_by_hand() -> None:
     # 6 and 5 words; 5 words and 3 pairs in common, and "the cat on the mat" in order.
-    scores = rouge("The cat sat on the mat.", "the cat on the mat")
-    assert scores["rouge1"] == pytest.approx(10 / 11)
-    assert scores["rouge2"] == pytest.approx(6 / 9)
-    assert scores["rougeL"] == pytest.approx(10 / 11)
-    assert rouge("", "word") == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
-    assert rouge("b a", "a b")["rougeL"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "length"),
-    [("abcbdab", "bdcaba", 4), ("aaa", "aa", 2), ("abc", "xyz", 0), ("", "a", 0)],
-)
-def test_longest_common(left: str, right: str, length: int) -> None:
-    assert longest_common(left, right) == longest_common(right, left) == length
+    rouge = load_rouge(PRESETS["llama3.1-8b"])
+    assert rouge is not None
+    scores = rouge.score("The cat sat on the mat.", "the cat on the mat")
+    assert scores["rouge1"] == pytest.approx(100 * 10 / 11)
+    assert scores["rouge2"] == pytest.approx(100 * 6 / 9)
+    assert scores["rougeL"] == pytest.approx(100 * 10 / 11)
+    assert set(rouge.score("", "word").values()) == {0.0}
+    assert rouge.score("b a", "a b")["rougeL"] == pytest.approx(50)
+    assert rouge.score("It was sitting", "it was sits")["rouge1"] == pytest.approx(100)  # stems
+    # Sentence by sentence both are found, as one text only the longer order is.
+    swapped = [rouge.sentences(text) for text in ("Cats run. Dogs sleep.", "Dogs sleep. Cats run.")]
+    assert swapped[0] == "Cats run.\nDogs sleep."
+    scores = rouge.score(*swapped)
+    assert scores["rougeLsum"] == pytest.approx(100) and scores["rougeL"] == pytest.approx(50)
+    assert load_rouge(PRESETS["deepseek-r1"]) is None
 
 
 def test_exact_match() -> None:
@@ -108,17 +113,66 @@ def test_exact_match() -> None:
     assert not exact_match("It is not Paris", "Paris")
 
 
+@pytest.mark.parametrize(
+    ("kind", "answer", "target", "percent"),
+    [
+        ("gpqa", "So. **ANSWER: (C)**", "C", 100),
+        ("gpqa", "ANSWER: A. No: ANSWER: B", "A", 0),
+        ("mmlu_pro", "The answer is J.", "J", 100),
+        ("gpqa", "\\boxed{D}", "D", 100),
+        ("gpqa", "I do not know", "D", 0),
+        ("math500", "\\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 100),
+        ("aime", "It is 5.\nAnswer: 204", "204", 100),
+        ("qa_em", "He asks. Answer: New York", "york|newyork", 100),
+        ("qa_em", "Answer: Rome", "Paris", 0),
+        ("niah_em", "", "12345678-1234-1234-1234-123456789012", 0),
+        (
+            "niah_em",
+            "It is 12345678-1234-1234-1234-123456789012.",
+            "12345678-1234-1234-1234-123456789012",
+            100,
+        ),
+    ],
+)
+def test_kinds_of_questions(kind: str, answer: str, target: str, percent: float) -> None:
+    assert match(kind, answer, target) == percent
+
+
+def scores_of(name: str, rows: list[Row], answers: list[str], num_tokens: int) -> dict[str, float]:
+    preset = PRESETS[name]
+    return score(preset, rows, answers, [num_tokens] * len(rows), load_rouge(preset))
+
+
 def test_scores_and_gates() -> None:
-    scores = score(["a b", "c"], ["a b", "d"], [300, 280])
-    assert scores["rouge1"] == scores["exact_match"] == 50
+    rows = [Row(None, None, "a b"), Row(None, None, "d")]
+    scores = scores_of("llama2-70b", rows, [" a b", "c"], 290)
+    assert scores["rouge1"] == 50 and "exact_match" not in scores
     assert (scores["gen_len"], scores["gen_num"], scores["gen_tok_len"]) == (4, 2, 580)
     found = gates(PRESETS["llama2-70b"], scores)
     assert found["rouge1"]["passed"] and found["rouge1"]["min"] == pytest.approx(0.99 * 44.4312)
-    assert not found["rougeL"]["passed"] or scores["rougeL"] >= 28.3
-    assert found["tokens_per_sample"]["passed"]
-    assert not gates(PRESETS["llama2-70b"], scores | {"tokens_per_sample": 200.0})[
-        "tokens_per_sample"
-    ]["passed"]
+    assert found["tokens_per_sample"]["passed"] and "gen_len" not in found
+    shorter = gates(PRESETS["llama2-70b"], scores | {"tokens_per_sample": 200.0})
+    assert missed_gates(shorter, 0) == ["tokens_per_sample misses the accuracy gate"]
+
+
+def test_characters_of_a_quick_run_count_by_their_share() -> None:
+    scores = scores_of("llama3.1-8b", [Row(None, None, "x")] * 2, ["x" * 611] * 2, 128)
+    assert gates(PRESETS["llama3.1-8b"], scores)["gen_len"]["passed"]
+
+
+def test_every_row_is_scored_by_its_kind() -> None:
+    rows = [
+        Row(None, None, "a cat", "rouge"),
+        Row(None, None, "Paris", "qa_em"),
+        Row(None, None, "Rome", "qa_em"),
+    ]
+    scores = scores_of("llama3.1-405b", rows, ["a cat", "Answer: Paris", "no"], 10)
+    assert scores["rougeL"] == 100 and scores["exact_match"] == 50
+    code = [Row(None, None, "42", "aime"), Row(None, None, "[1]", "livecodebench")]
+    scores = scores_of("deepseek-r1", code, ["\\boxed{42}", "def f(): ..."], 10)
+    assert scores["exact_match"] == 100 and scores["num_unscored"] == 1
+    (reason,) = missed_gates({}, 1)
+    assert reason == "1 answers are programs, which are not run here: not scored"
 
 
 def test_submission_files(tmp_path: Path) -> None:
@@ -131,7 +185,11 @@ def test_submission_files(tmp_path: Path) -> None:
     (logs / ACCURACY).write_bytes(answers)
     submission.copy_performance(layout, logs)
     submission.copy_accuracy(layout, logs, {"rouge1": 44.5})
-    submission.write_system(layout, {"host_processor_core_count": "2"})
+    empty = submission.write_system(layout, {"host_processor_core_count": "2"})
+    assert "cooling" in empty and "host_processor_core_count" not in empty
+    written = json.loads(layout.system_file.read_text())
+    layout.system_file.write_text(json.dumps(written | {"cooling": "air"}))
+    assert "cooling" not in submission.write_system(layout, {"host_processor_core_count": "2"})
     results = tmp_path / "open/me/results/box/llama2-70b/Interactive"
     assert (results / "performance/run_1" / DETAIL).read_text() == DETAIL
     kept = (results / "accuracy" / ACCURACY).read_bytes()

@@ -47,15 +47,20 @@ def report_of(folder: Path, scenario: str, **options: Any) -> dict[str, Any]:
     return report
 
 
-def near(value_ms: float, expected_ms: float) -> bool:
+def near(value_ms: float, expected_ms: float, late_ms: float = 8) -> bool:
     """Never early, and late by no more than a busy machine's wake-up."""
-    return expected_ms - 0.1 <= value_ms < expected_ms + 8
+    return expected_ms - 0.1 <= value_ms < expected_ms + late_ms
+
+
+def about(value_ms: float, expected_ms: float) -> bool:
+    """A time between two outputs, of which the first may have been late too."""
+    return abs(value_ms - expected_ms) < 5
 
 
 def test_server_has_the_latencies_of_the_engine(tmp_path: Path) -> None:
     report = report_of(tmp_path, "Server")
     assert report["result"] == "VALID" and report["reasons"] == []
-    assert near(report["ttft_ms"]["p50"], 40) and near(report["tpot_ms"]["p50"], 10)
+    assert near(report["ttft_ms"]["p50"], 40) and about(report["tpot_ms"]["p50"], 10)
     assert near(report["latency_ms"]["p50"], 80)
     # Whole multiples of the samples, for a second at a hundred queries each.
     assert report["num_queries"] == report["log"]["result_query_count"] == 128
@@ -75,7 +80,7 @@ def test_offline_issues_all_at_once(tmp_path: Path) -> None:
     assert report["issued"] == list(range(40))
     seconds = report["log"]["result_max_latency_ns"] / 1e9
     assert report["metric"]["value"] == pytest.approx(40 * NUM_TOKENS / seconds, rel=1e-3)
-    assert near(report["ttft_ms"]["p50"], 40) and near(report["tpot_ms"]["p50"], 10)
+    assert near(report["ttft_ms"]["p50"], 40) and about(report["tpot_ms"]["p50"], 10)
     assert report["limits_ms"] is None
 
 
@@ -83,7 +88,7 @@ def test_single_stream_waits_for_each_answer(tmp_path: Path) -> None:
     report = report_of(tmp_path, "SingleStream", ttft_s=0.01, tpot_s=0.002)
     assert report["result"] == "VALID" and report["num_queries"] >= 64
     assert near(report["latency_ms"]["p50"], 18) and report["metric"]["unit"] == "ms"
-    assert near(report["ttft_ms"]["p50"], 10) and near(report["tpot_ms"]["p50"], 2)
+    assert near(report["ttft_ms"]["p50"], 10) and about(report["tpot_ms"]["p50"], 2)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +103,9 @@ def test_too_slow_for_interactive_but_not_for_server(
 ) -> None:
     for scenario in ("Server", "Interactive"):
         (tmp_path / scenario).mkdir()
-    assert report_of(tmp_path / "Server", "Server", **latencies)["result"] == "VALID"
-    report = report_of(tmp_path / "Interactive", "Interactive", **latencies)
+    options = latencies | {"qps": 250, "duration_ms": 200}
+    assert report_of(tmp_path / "Server", "Server", **options)["result"] == "VALID"
+    report = report_of(tmp_path / "Interactive", "Interactive", **options)
     assert report["result"] == "INVALID"
     assert report["reasons"][0].startswith(reason) and len(report["reasons"]) > 1
     limit = report["limits_ms"]["ttft" if "TTFT" in reason else "tpot"]
@@ -108,7 +114,9 @@ def test_too_slow_for_interactive_but_not_for_server(
 
 def test_accuracy_runs_every_sample_once(tmp_path: Path) -> None:
     report = report_of(tmp_path, "Offline", num_samples=9, accuracy=True)
-    assert report["answers"] == {str(index): [7] * NUM_TOKENS for index in range(9)}
+    assert report["answers"] == {
+        str(index): ["07000000" * NUM_TOKENS, NUM_TOKENS] for index in range(9)
+    }
 
 
 def test_an_unanswered_query_ends_the_test(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +57,7 @@ class Exchange:
     stream: bool
     keep_text: bool
     done: asyncio.Future[None]
+    on_first: Callable[[], None] | None = None  # called inside the read of the first output
     scanner: SseScanner = field(default_factory=SseScanner)
     body: bytearray = field(default_factory=bytearray)
     texts: list[str] = field(default_factory=list)
@@ -91,6 +93,8 @@ class Exchange:
             record.prompt_tokens = chunk.usage.prompt_tokens
             record.completion_tokens = chunk.usage.completion_tokens
             record.total_tokens = chunk.usage.total_tokens
+            if chunk.usage.prompt_tokens_details is not None:
+                record.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
         for choice in chunk.choices:
             if text := choice.output():
                 self._output(text, now_ns)
@@ -103,6 +107,8 @@ class Exchange:
             record.gaps_ns.append(now_ns - record.last_ns)
         else:
             record.first_ns = now_ns
+            if self.on_first is not None:
+                self.on_first()
         record.last_ns = now_ns
         record.num_outputs += 1
         record.num_bytes += len(text) if text.isascii() else len(text.encode())
@@ -268,13 +274,15 @@ class Client:
         ).encode()
         self._idle: list[Connection] = []
 
-    async def call(self, record: Record, body: bytes) -> Record:
+    async def call(
+        self, record: Record, body: bytes, on_first: Callable[[], None] | None = None
+    ) -> Record:
         """Send one request and wait for its end; what went wrong is in the record."""
         payload = self._head + b"%d\r\n\r\n" % len(body) + body
-        connection = await self._attempt(record, payload, self._take_idle())
+        connection = await self._attempt(record, payload, self._take_idle(), on_first)
         if connection is not None and self._went_stale(record, connection):
             record.error, record.detail, record.retried = None, "", True
-            await self._attempt(record, payload, None)
+            await self._attempt(record, payload, None, on_first)
         return record
 
     async def open(self, count: int) -> None:
@@ -294,7 +302,11 @@ class Client:
         return record.error == DROPPED and connection.is_used and not connection.answered
 
     async def _attempt(
-        self, record: Record, payload: bytes, connection: Connection | None
+        self,
+        record: Record,
+        payload: bytes,
+        connection: Connection | None,
+        on_first: Callable[[], None] | None,
     ) -> Connection | None:
         if connection is None:
             try:
@@ -304,15 +316,21 @@ class Client:
                 record.error, record.detail = CONNECT, str(error) or "timed out"
                 record.end_ns = time.monotonic_ns()
                 return None
-        await self._exchange(record, payload, connection)
+        await self._exchange(record, payload, connection, on_first)
         if connection.is_open:
             self._idle.append(connection)
         return connection
 
-    async def _exchange(self, record: Record, payload: bytes, connection: Connection) -> None:
+    async def _exchange(
+        self,
+        record: Record,
+        payload: bytes,
+        connection: Connection,
+        on_first: Callable[[], None] | None,
+    ) -> None:
         loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        exchange = Exchange(record, self._target.stream, self._target.keep_text, done)
+        done, target = loop.create_future(), self._target
+        exchange = Exchange(record, target.stream, target.keep_text, done, on_first)
         connection.send(payload, exchange)
         timer = loop.call_later(self._target.timeout_s, connection.time_out)
         try:

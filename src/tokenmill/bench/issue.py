@@ -226,7 +226,7 @@ def run_process(task: Task, counters: Any, tickets: Any, pipe: Pipe) -> None:
     """Entry of a client process: "ready", then the start is awaited; "done" with its health."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent says when to stop
-    _raise_file_limit()
+    raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         health = runner.run(_run(Issuer(Client(task.target), task, counters, tickets), pipe))
     pipe.send((health.cpu_s, health.wall_s, health.num_stalls, health.max_stall_ms))
@@ -294,7 +294,7 @@ async def _measure(issuer: Issuer, start_ns: int, orders: asyncio.Queue[int]) ->
     return health
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """A connection is a file: take as many as the system gives."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):

@@ -1,8 +1,9 @@
-"""MLPerf's LoadGen around an Engine: one system under test for every scenario.
+"""MLPerf's LoadGen around a system under test: one adapter for every scenario.
 
 LoadGen keeps its settings and loggers in globals, so a process runs one test. It issues queries
-from threads of its own; the engine is stepped in the caller's. An answer is reported in the step
-that made it: LoadGen counts from the scheduled arrival, so waiting is part of the latency.
+from threads of its own; the system is driven in the caller's: an engine that is stepped, or a
+server (loadgen_url.py). An answer is reported in the step that made it: LoadGen counts from the
+scheduled arrival, so waiting is part of the latency.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import RequestTimes
@@ -35,6 +36,7 @@ class Sample:
 
     prompt_token_ids: array[int]  # a library of lists would take ten times the memory
     sampling: SamplingParams
+    text: str = ""  # of the prompt, for a server that takes no token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,21 @@ class Test:
     folder: Path  # the logs go here
     accuracy: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SystemUnderTest(Protocol):
+    """Answers what LoadGen issues from its threads, while the caller's thread is in `drive`."""
+
+    times: list[RequestTimes]  # of answered queries, from their issue
+
+    def issue(self, queries: Iterable[Any]) -> None:
+        """LoadGen's callback: some samples to answer."""
+
+    def end(self) -> None:
+        """No query comes any more."""
+
+    def drive(self) -> None:
+        """Answer until the end."""
 
 
 @dataclass(slots=True)
@@ -65,17 +82,28 @@ def load_library() -> Any:
     return mlperf_loadgen
 
 
-class SystemUnderTest:
-    """Queries from LoadGen's threads, answered by an engine that one thread steps."""
+def respond(library: Any, complete: Any, answers: Iterable[tuple[int, array[int], int]]) -> None:
+    """Call `complete` of LoadGen with (query, data, number of tokens) of each answer."""
+    responses, kept = [], []
+    for query_id, data, num_tokens in answers:
+        address, length = data.buffer_info()
+        size = length * data.itemsize
+        responses.append(library.QuerySampleResponse(query_id, address, size, num_tokens))
+        kept.append(data)  # LoadGen copies the bytes inside the call
+    complete(responses)
 
-    def __init__(self, engine: Engine, samples: Sequence[Sample], library: Any) -> None:
-        self._engine = engine
+
+class EngineUnderTest:
+    """An engine that the caller's thread steps."""
+
+    def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
+        self.engine = engine
         self._samples = samples
-        self._library = library
+        self._library = load_library()
         self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._num_issued = 0
-        self.times: list[RequestTimes] = []  # of answered queries, from their issue
+        self.times: list[RequestTimes] = []
 
     def issue(self, queries: Iterable[Any]) -> None:
         """LoadGen's callback: some samples to answer."""
@@ -88,11 +116,11 @@ class SystemUnderTest:
     def drive(self) -> None:
         """Step the engine until the end; BenchError when it does not answer a query."""
         while self._take():
-            self._report(self._engine.step())
+            self._report(self.engine.step())
 
     def _take(self) -> bool:
         """Submit what has arrived; an idle engine waits for it. False at the end."""
-        while not (self._arrivals.empty() and self._engine.has_work()):
+        while not (self._arrivals.empty() and self.engine.has_work()):
             queries = self._arrivals.get()
             if queries is None:
                 return False
@@ -106,7 +134,7 @@ class SystemUnderTest:
         now_ns = time.monotonic_ns()
         self._jobs[request_id] = _Job(query_id, RequestTimes(now_ns))
         prompt = sample.prompt_token_ids.tolist()
-        self._engine.submit(Request(request_id, prompt, sample.sampling, arrival_ns=now_ns))
+        self.engine.submit(Request(request_id, prompt, sample.sampling, arrival_ns=now_ns))
 
     def _report(self, outputs: Sequence[RequestOutput]) -> None:
         """Tell LoadGen of first tokens, and of whole answers with their number of tokens."""
@@ -130,14 +158,8 @@ class SystemUnderTest:
             self._respond(self._library.QuerySamplesComplete, ended)
 
     def _respond(self, complete: Any, jobs: Sequence[_Job]) -> None:
-        # LoadGen copies the bytes inside the call, so they must live until it returns.
-        buffers = [array("i", job.token_ids) for job in jobs]
-        responses = []
-        for job, buffer in zip(jobs, buffers, strict=True):
-            address, length = buffer.buffer_info()
-            size = length * buffer.itemsize
-            responses.append(self._library.QuerySampleResponse(job.query_id, address, size, length))
-        complete(responses)
+        answers = ((j.query_id, array("i", j.token_ids), len(j.token_ids)) for j in jobs)
+        respond(self._library, complete, answers)
 
 
 def _check(output: RequestOutput) -> None:
@@ -150,19 +172,15 @@ def _check(output: RequestOutput) -> None:
         )
 
 
-def run_test(engine: Engine, samples: Sequence[Sample], test: Test) -> list[RequestTimes]:
+def run_test(sut: SystemUnderTest, num_samples: int, test: Test) -> None:
     """Run one test of LoadGen; its logs are in `test.folder` afterwards.
-
-    The stamps that come back are the adapter's own, from the moment a query was issued.
 
     After an error LoadGen's threads still wait for answers: the process must end.
     """
     library = load_library()
     settings = make_settings(test, library)
-    sut = SystemUnderTest(engine, samples, library)
     system = library.ConstructSUT(sut.issue, lambda: None)
-    count = len(samples)
-    qsl = library.ConstructQSL(count, count, lambda indices: None, lambda indices: None)
+    qsl = library.ConstructQSL(num_samples, num_samples, lambda indices: None, lambda indices: None)
     failures: list[BaseException] = []
 
     def start() -> None:
@@ -184,7 +202,6 @@ def run_test(engine: Engine, samples: Sequence[Sample], test: Test) -> list[Requ
     library.DestroySUT(system)
     if failures:
         raise BenchError(f"LoadGen failed: {failures[0]}")
-    return sut.times
 
 
 def make_settings(test: Test, library: Any) -> Any:
@@ -224,11 +241,14 @@ def read_detail(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return values, errors
 
 
-def read_answers(folder: Path) -> dict[int, list[int]]:
-    """Token ids by sample index of an accuracy run."""
-    answers: dict[int, list[int]] = {}
-    for entry in json.loads((folder / ACCURACY).read_text(encoding="utf-8")):
-        tokens = array("i")
-        tokens.frombytes(bytes.fromhex(entry["data"]))
-        answers[entry["qsl_idx"]] = tokens.tolist()
-    return answers
+def read_answers(folder: Path) -> dict[int, tuple[bytes, int]]:
+    """Data and number of tokens by sample index of an accuracy run."""
+    entries = json.loads((folder / ACCURACY).read_text(encoding="utf-8"))
+    return {e["qsl_idx"]: (bytes.fromhex(e["data"]), e["token_count"]) for e in entries}
+
+
+def token_ids(data: bytes) -> list[int]:
+    """The tokens of an answer that an engine gave."""
+    tokens = array("i")
+    tokens.frombytes(data)
+    return tokens.tolist()

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.loadgen import Sample, Test, run_test
+from tokenmill.bench.loadgen import Sample, SystemUnderTest, Test, run_test
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import Engine, SamplingParams
+from tokenmill.core.types import SamplingParams
 
 # The seeds of the v6.0 round; a LoadGen wheel has those of the round it was made for.
 SEEDS = {
@@ -65,6 +66,8 @@ class Preset:
     # The reference's figures; ACCURACY_SHARE of each must be reached.
     accuracy: Mapping[str, float] = field(default_factory=dict)
     tokens_per_sample: float | None = None  # the reference's; 10 % either way are allowed
+    gen_len: int | None = None  # characters of all its answers, likewise
+    folder: str = ""  # of results, where it is not the name
     # Where accuracy runs have a set and a cap of their own.
     accuracy_samples: int | None = None
     accuracy_output: int | None = None
@@ -119,7 +122,13 @@ PRESETS: dict[str, Preset] = {
             server=Limits(2000, 100),
             interactive=Limits(500, 30),
             output_len=128,
-            accuracy={"rouge1": 38.7792, "rouge2": 15.9075, "rougeL": 24.4957},
+            accuracy={
+                "rouge1": 38.7792,
+                "rouge2": 15.9075,
+                "rougeL": 24.4957,
+                "rougeLsum": 35.793,
+            },
+            gen_len=8_167_644,
         ),
         Preset(
             name="llama3.1-405b",
@@ -143,6 +152,7 @@ PRESETS: dict[str, Preset] = {
             output_scale=294.45 / 218.9,
             accuracy={"rouge1": 44.4312, "rouge2": 22.0352, "rougeL": 28.6162},
             tokens_per_sample=294.45,
+            folder="llama2-70b-99",
         ),
     )
 }
@@ -302,20 +312,20 @@ def dataset_samples(
 
 
 def execute(
-    engine: Engine, samples: Sequence[Sample], run: Run, folder: Path, accuracy: bool = False
-) -> list[RequestTimes]:
+    sut: SystemUnderTest, num_samples: int, run: Run, folder: Path, accuracy: bool = False
+) -> None:
     """Run the test; `folder` then has its logs and its user.conf."""
     conf = folder / USER_CONF
-    conf.write_text(run.user_conf(len(samples)), encoding="utf-8")
+    conf.write_text(run.user_conf(num_samples), encoding="utf-8")
     test = Test(
         key=run.preset.key_of(run.scenario),
         scenario=run.loadgen_scenario,
         user_conf=conf,
         folder=folder,
         accuracy=accuracy,
-        overrides=SEEDS | {"accuracy_sample_count_override": len(samples)},
+        overrides=SEEDS | {"accuracy_sample_count_override": num_samples},
     )
-    return run_test(engine, samples, test)
+    run_test(sut, num_samples, test)
 
 
 def performance_report(
@@ -349,6 +359,27 @@ def performance_report(
     }
 
 
+def with_reasons(report: Report, reasons: Sequence[str]) -> Report:
+    """The report of a run that is INVALID for these reasons too; as it is where there are none."""
+    found = [*reasons, *report["reasons"]]
+    return report | {"reasons": found, "result": "INVALID" if found else "VALID"}
+
+
+def given_up_report(run: Run, why: str, times: Sequence[RequestTimes]) -> Report:
+    """What is known of a test that was left before its end: LoadGen has given no figures."""
+    return {
+        "result": "INVALID",
+        "reasons": [why],
+        "given_up": True,
+        "metric": None,
+        "num_queries": len(times),
+        "num_output_tokens": sum(t.num_tokens for t in times),
+        "ttft_ms": _rounded(summarize(t.ttft_ms for t in times)),
+        "tpot_ms": _rounded(summarize(t.tpot_ms for t in times)),
+        "percentile": run.percentile,
+    }
+
+
 def metric(run: Run, values: Mapping[str, Any]) -> Report:
     """The figure that is published for the scenario."""
     if run.scenario == "SingleStream":
@@ -368,7 +399,10 @@ def invalid_reasons(
     tpot: Mapping[str, float],
 ) -> list[str]:
     """Why a run is INVALID; empty where it is VALID. LoadGen decides, the sentences are ours."""
-    reasons = [f"LoadGen error: {error}" for error in errors]
+    reasons = [
+        f"LoadGen error: {error}" + (f" ({count} times)" if count > 1 else "")
+        for error, count in Counter(errors).items()
+    ]
     if values.get("result_validity") == "VALID":
         return reasons
     limits = run.preset.limits(run.scenario)

@@ -31,6 +31,17 @@ SYSTEM_FIELDS = (
     *("accelerator_on-chip_memories", "cooling", "hw_notes", "sw_notes"),
     *("host_network_card_count", "system_type_detail"),
 )
+# Those of them that it refuses when they are empty.
+MEANINGFUL_FIELDS = (
+    *("division", "submitter", "system_type", "status", "system_name", "number_of_nodes"),
+    *("host_processor_model_name", "host_processors_per_node", "host_processor_core_count"),
+    *("host_memory_capacity", "host_memory_configuration", "host_storage_capacity"),
+    *("host_storage_type", "host_networking", "host_network_card_count"),
+    *("host_networking_topology", "accelerators_per_node", "accelerator_model_name"),
+    *("accelerator_memory_capacity", "accelerator_host_interconnect"),
+    *("accelerator_memory_configuration", "accelerator_interconnect", "cooling", "framework"),
+    *("operating_system", "other_software_stack"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,10 @@ class Layout:
         return self.root / self.division / self.submitter
 
     @property
+    def system_file(self) -> Path:
+        return self.submitter_folder / "systems" / f"{self.system}.json"
+
+    @property
     def scenario_folder(self) -> Path:
         results = self.submitter_folder / "results"
         return results / self.system / self.benchmark / self.scenario
@@ -62,8 +77,11 @@ class Layout:
         return self.scenario_folder / "accuracy"
 
 
-def write_system(layout: Layout, known: Mapping[str, Any]) -> None:
-    """systems/<system>.json with every required field."""
+def write_system(layout: Layout, known: Mapping[str, Any]) -> list[str]:
+    """systems/<system>.json with every required field; those that the submitter must still fill.
+
+    What the submitter has filled in an earlier one stays.
+    """
     own = {
         "division": layout.division,
         "submitter": layout.submitter,
@@ -72,12 +90,19 @@ def write_system(layout: Layout, known: Mapping[str, Any]) -> None:
         "system_type": "datacenter",
         "number_of_nodes": "1",
     }
-    fields = dict.fromkeys(SYSTEM_FIELDS, "") | own | dict(known)
-    _write_json(layout.submitter_folder / "systems" / f"{layout.system}.json", fields)
+    filled = {name: value for name, value in _read_json(layout.system_file).items() if value}
+    fields = dict.fromkeys(SYSTEM_FIELDS, "") | filled | own | dict(known)
+    _write_json(layout.system_file, fields)
+    return [name for name in MEANINGFUL_FIELDS if not fields[name]]
 
 
 def write_measurements(
-    layout: Layout, user_conf: str, weights: str, dtype: str, transformation: str
+    layout: Layout,
+    user_conf: str,
+    weights: str,
+    dtype: str,
+    transformation: str,
+    notices: list[str],
 ) -> None:
     """user.conf and measurements.json beside the results."""
     folder = layout.scenario_folder
@@ -89,6 +114,7 @@ def write_measurements(
         "starting_weights_filename": weights,
         "weight_data_types": dtype,
         "weight_transformations": transformation,
+        "notes": notices,
     }
     _write_json(folder / "measurements.json", fields)
 
@@ -129,6 +155,14 @@ def truncated(log: bytes) -> bytes:
     if len(log) <= MAX_ACCURACY_LOG:
         return log
     return log[:KEPT] + b"\n\n...\n\n" + log[-KEPT:]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

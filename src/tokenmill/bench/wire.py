@@ -49,12 +49,19 @@ class Choice(msgspec.Struct):
         return delta.content or (str(delta.tool_calls) if delta.tool_calls else "")
 
 
+class PromptDetails(msgspec.Struct):
+    """What a server says of the prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     """Tokens as the server counts them."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     total_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -82,6 +89,7 @@ class Record(msgspec.Struct):
     prompt_tokens: int | None = None  # as usage has them
     completion_tokens: int | None = None
     total_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, where the server says so
     counted_tokens: int | None = None  # by a tokenizer
     num_bytes: int = 0  # of the output text
     status: int = 0
@@ -160,8 +168,10 @@ class Target:
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
 
-def request_body(target: Target, content: str | Sequence[Message], max_tokens: int | None) -> bytes:
-    """The JSON of one request."""
+def request_body(
+    target: Target, content: str | Sequence[Message] | Sequence[int], max_tokens: int | None
+) -> bytes:
+    """The JSON of one request; a prompt may be token ids where the route is completions."""
     body: dict[str, Any] = {"model": target.model}
     if target.api == "completions":
         body["prompt"] = content

@@ -1,4 +1,4 @@
-"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, compare, published and others."""
+"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, compare, published and more."""
 
 from __future__ import annotations
 
