@@ -17,7 +17,6 @@ from tokenmill.bench.regions import (
     official_metrics,
     pareto_front,
 )
-from tokenmill.bench.tables import cell
 from tokenmill.bench.workload import BenchError
 from tokenmill.cli import console, endpoint
 from tokenmill.cli.endpoint import EndpointBench, here
@@ -327,6 +326,8 @@ def print_report(report: Report) -> None:
 
 
 def _table(points: Sequence[Report]) -> list[list[str]]:
+    from tokenmill.bench.tables import cell
+
     columns: dict[str, Callable[[Report], str]] = {
         "concurrency": lambda p: str(p["concurrency"]),
         "region": lambda p: str(p["region"]),
