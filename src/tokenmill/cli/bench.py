@@ -1,10 +1,10 @@
-"""tokenmill bench throughput | endpoint | ladder | mlperf | scheduler | frontend."""
+"""tokenmill bench throughput | endpoint | ladder | mlperf | scheduler | router | frontend."""
 
 from __future__ import annotations
 
 import typer
 
-from tokenmill.cli import console, endpoint, ladder, mlperf, simulate, steps, throughput
+from tokenmill.cli import console, endpoint, ladder, mlperf, routing, simulate, steps, throughput
 from tokenmill.cli.options import command
 from tokenmill.settings import SETTINGS, Settings
 
@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
     command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
+    command(group, "router", routing.PANELS, defaults=routing.DEFAULTS)(routing.router)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)
     app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")
