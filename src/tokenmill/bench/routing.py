@@ -7,7 +7,7 @@ import random
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ LIMITS = {
     "events_per_s": 300_000.0,
 }
 NUM_LIVE = 256  # requests that have been routed and not ended
+QUERIES_AHEAD = 100
 EVENT_BLOCKS = 16  # blocks of one stored event
 CHURN = 0.1  # share of the blocks that are removed and stored again
 PAGE = 4096
@@ -191,24 +192,31 @@ def _churn(
 
 
 def _decide(router: Router, shape: Shape, as_list: bool) -> list[float]:
-    rng = random.Random(shape.seed)
-    prompts, num_tokens = shape.prompts, shape.query_blocks * shape.block_size
     times_us = []
     live: deque[str] = deque()
-    for number in range(shape.num_decisions):
-        kept = rng.randrange(num_tokens + 1)
-        query: Sequence[int] = prompts.query(rng.randrange(shape.num_chains), kept)
-        if as_list:
-            query = list(query)
+    for number, query in enumerate(_queries(shape)):
+        tokens = list(query) if as_list else query
         live.append(f"{as_list}-{number}")
         begin = time.thread_time_ns()
-        router.decide(live[-1], query)
+        router.decide(live[-1], tokens)
         times_us.append((time.thread_time_ns() - begin) / 1000)
         if len(live) > NUM_LIVE:
             router.end(live.popleft())
     while live:
         router.end(live.popleft())
     return times_us
+
+
+def _queries(shape: Shape) -> Iterator[array[int]]:
+    """Prompts that leave a cached one anywhere; made ahead, so that decisions follow each other."""
+    rng = random.Random(shape.seed)
+    prompts, num_tokens = shape.prompts, shape.query_blocks * shape.block_size
+    for start in range(0, shape.num_decisions, QUERIES_AHEAD):
+        count = min(QUERIES_AHEAD, shape.num_decisions - start)
+        yield from [
+            prompts.query(rng.randrange(shape.num_chains), rng.randrange(num_tokens + 1))
+            for _ in range(count)
+        ]
 
 
 def resident_bytes() -> int:

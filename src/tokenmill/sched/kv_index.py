@@ -16,7 +16,9 @@ from tokenmill.sched.kv_events import Dump, Event, EventBatch, Removed, Stored
 MAX_PENDING = 256  # batches kept while a dump is on its way
 MAX_RETIRED = 16  # bits that wait to be cleaned up together
 MAX_MASKS = 1 << 16  # distinct sets of holders that are shared
-NUM_AGES = 4  # a prediction's lifetime is cut into so many ages
+NUM_AGES = 2  # spans into which the lifetime of a prediction is cut
+NUM_BOUNDED_AGES = 8  # the same where a worker's memory bounds them too
+MAX_AGES = 32  # beyond them the oldest goes, whatever it holds
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class KVIndex:
         self._retired = 0
         self._predict_s = predict_s
         self._capacity = capacity_blocks
+        self._num_ages = NUM_AGES if capacity_blocks is None else NUM_BOUNDED_AGES
         self._ages: deque[_Age] = deque()
 
     # Workers and their events.
@@ -167,6 +170,7 @@ class KVIndex:
             age.live &= ~self._retired
             age.holders = {h: mask & age.live for h, mask in age.holders.items()}
             age.live |= self._retired
+            age.counts = {bit: n for bit, n in age.counts.items() if bit & live}
         self._retired = 0
 
     # Predictions.
@@ -193,27 +197,31 @@ class KVIndex:
             self._bound(bit, self._capacity)
 
     def _current_age(self, bit: int, now_s: float) -> _Age:
+        """The age to write to: a new one when the last is over, or full of this worker's blocks."""
         ages = self._ages
-        span_s = self._predict_s / NUM_AGES
         while ages and now_s - ages[0].began_s >= self._predict_s:
             ages.popleft()
-        full = False
-        if ages and self._capacity is not None:
-            full = ages[-1].counts.get(bit, 0) * NUM_AGES >= self._capacity
-        if not ages or full or now_s - ages[-1].began_s >= span_s:
-            ages.append(_Age(now_s))
+        if ages:
+            last, full = ages[-1], False
+            if self._capacity is not None:
+                full = last.counts.get(bit, 0) * self._num_ages >= self._capacity
+            if not full and (now_s - last.began_s) * self._num_ages < self._predict_s:
+                return last
+        if len(ages) == MAX_AGES:
+            ages.popleft()
+        ages.append(_Age(now_s))
         return ages[-1]
 
     def _bound(self, bit: int, capacity: int) -> None:
-        """Let go of the oldest ages of a worker that together exceed its memory."""
+        """Let go of the oldest ages of a worker, as far as its blocks exceed its memory."""
         total = 0
         for age in reversed(self._ages):
             total += age.counts.get(bit, 0)
             if total > capacity and age is not self._ages[-1]:
                 age.counts.pop(bit, None)
                 age.live &= ~bit
-        while self._ages and not any(self._ages[0].counts.values()):
-            self._ages.popleft()
+        if not all(age.counts for age in self._ages):
+            self._ages = deque(age for age in self._ages if age.counts)
 
     # Lookup.
 
