@@ -62,7 +62,7 @@ def test_workers_leave_and_their_bits_come_back_clean() -> None:
         index.add_worker("guest")
         assert index.overlaps(CHAIN) == {"stays": 4}, turn
         index.apply("guest", stored(1, CHAIN[: turn % 20 + 1]))
-        index.predict("guest", CHAIN[: turn % 20 + 1], 0.0)
+        index.predict("guest", CHAIN[: turn % 20 + 1], 0.0, 2)
         assert index.overlaps(CHAIN)["guest"] == turn % 20 + 1
         index.remove_worker("guest")
     assert index.overlaps(CHAIN) == {"stays": 4}
@@ -72,11 +72,11 @@ def test_workers_leave_and_their_bits_come_back_clean() -> None:
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=70), st.randoms(use_true_random=False))
 def test_overlaps_equal_a_walk_block_by_block(depths: list[int], rng: random.Random) -> None:
     names = [f"w{i}" for i in range(len(depths))]
-    index = index_of(*names, predict_s=10.0)
+    index = index_of(*names, predict_s=10.0, capacity_blocks=1000)
     for name, depth in zip(names, depths, strict=True):
         told = rng.randint(0, depth)
         index.apply(name, stored(1, CHAIN[:told]))
-        index.predict(name, CHAIN[told:depth], rng.choice([0.0, 6.0]))
+        index.predict(name, CHAIN[:depth], rng.choice([0.0, 6.0]), told)
     held = {name: depth for name, depth in zip(names, depths, strict=True) if depth}
     assert index.overlaps(CHAIN, 7.0) == held
     assert index.overlaps([]) == {} and index.overlaps([1, 2, 3], 7.0) == {}
@@ -84,10 +84,10 @@ def test_overlaps_equal_a_walk_block_by_block(depths: list[int], rng: random.Ran
 
 def test_predictions_expire() -> None:
     index = index_of("a", "b", predict_s=4.0)
-    index.predict("a", CHAIN[:5], 10.0)
-    index.predict("b", CHAIN[:9], 12.5)
-    assert index.overlaps(CHAIN, 13.9) == {"a": 5, "b": 9}
-    assert index.overlaps(CHAIN, 14.1) == {"b": 9}
+    index.predict("a", CHAIN[:9], 10.0)
+    index.predict("b", CHAIN[:15], 12.5, start=3)
+    assert index.overlaps(CHAIN, 13.9) == {"a": 8, "b": 12}, "in groups of four"
+    assert index.overlaps(CHAIN, 14.1) == {"b": 12}
     assert index.overlaps(CHAIN, 17.0) == {}
 
 

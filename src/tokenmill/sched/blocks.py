@@ -56,6 +56,7 @@ def _terms(tokens: U64, block_size: int, indices: slice | list[int]) -> U64:
     return _mix(words @ _multipliers(block_size) + np.uint64(_GOLDEN)) * powers
 
 
+@lru_cache(maxsize=256)
 def chain_seed(salt: str = "") -> int:
     """The hash that stands before the first block; every salt has its own."""
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little")

@@ -18,6 +18,7 @@ MAX_RETIRED = 16  # bits that wait to be cleaned up together
 MAX_MASKS = 1 << 16  # distinct sets of holders that are shared
 NUM_AGES = 2  # spans into which the lifetime of a prediction is cut
 NUM_BOUNDED_AGES = 8  # the same where a worker's memory bounds them too
+STRIDE = 4  # beside events one block in so many stands for all of them: a decision must be quick
 MAX_AGES = 32  # beyond them the oldest goes, whatever it holds
 
 
@@ -55,6 +56,7 @@ class KVIndex:
         self._predict_s = predict_s
         self._capacity = capacity_blocks
         self._num_ages = NUM_AGES if capacity_blocks is None else NUM_BOUNDED_AGES
+        self._stride = STRIDE if capacity_blocks is None else 1
         self._ages: deque[_Age] = deque()
 
     # Workers and their events.
@@ -175,8 +177,10 @@ class KVIndex:
 
     # Predictions.
 
-    def predict(self, name: str, hashes: Sequence[int], now_s: float) -> None:
-        """A prompt with these blocks was sent to a worker: it will hold them soon."""
+    def predict(self, name: str, chain: Sequence[int], now_s: float, start: int = 0) -> None:
+        """A prompt was sent to a worker: it will soon hold the blocks from `start` on."""
+        stride = self._stride
+        hashes = chain[start + (stride - 1 - start) % stride :: stride]
         if not self._predict_s or not hashes:
             return
         bit = self._workers[name].bit
@@ -248,14 +252,18 @@ class KVIndex:
             if now_s - age.began_s < self._predict_s
         ]
 
+        stride, count = self._stride, len(hashes)
+
         def probe(index: int) -> int:
-            block_hash = hashes[index]
-            mask = known(block_hash, 0) & live
-            for predicted, counted in ages:
-                mask |= predicted(block_hash, 0) & counted
+            mask = known(hashes[index], 0) & live
+            index += stride - 1 - index % stride
+            if index < count:
+                block_hash = hashes[index]
+                for predicted, counted in ages:
+                    mask |= predicted(block_hash, 0) & counted
             return mask
 
-        last = len(hashes) - 1
+        last = count - 1
         first_mask = probe(0)
         last_mask = probe(last) & first_mask
         if last_mask:

@@ -170,7 +170,7 @@ class Router:
             cached,
             config.prefill_weight,
         )
-        self.index.predict(name, hashes[num_cached // size if config.events else 0 :], now_s)
+        self.index.predict(name, hashes, now_s, num_cached // size if config.events else 0)
         self.free(request_id)  # routed before, to another worker
         routed = _Routed(name, num_tokens - num_cached, size * -(-num_tokens // size))
         self._routed[request_id] = routed
