@@ -60,6 +60,13 @@ def test_kv_keeps_sessions_where_they_are() -> None:
         assert kv["prefix_reuse"] > other["prefix_reuse"]
 
 
+def test_without_events_sessions_stay_too() -> None:
+    config = ReplayConfig(4, num_blocks=64, block_size=4, timing=TIMING, trace_block_tokens=8)
+    router = RouterConfig(block_size=4, events=False, approximate_blocks=64)
+    blind = Replay(sessions(3, 6), config, router).run()
+    assert blind["prefix_reuse"] == play(sessions(3, 6), num_workers=4)["prefix_reuse"] > 0
+
+
 def test_a_floor_that_is_full_preempts_and_ends() -> None:
     trace = [TraceRequest(0, 16, 20, [i, i + 1]) for i in range(0, 20, 2)]
     report = play(trace, num_workers=1, num_blocks=16)

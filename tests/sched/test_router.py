@@ -44,7 +44,7 @@ def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
     assert terms["a"]["cost"] == terms["c"]["cost"] == 80.0
     after = target.route("s", prompt(500), 0.0).terms()["b"]
     assert after["queued_tokens"] == 20 and after["decode_tokens"] == 40
-    assert after["num_requests"] == 1 and after["cost"] == 80 + 20 + 0.05 * 40 + 100
+    assert after["num_requests"] == 1 and after["cost"] == 80 + 20 + 0.05 * 40 + 10
 
 
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:

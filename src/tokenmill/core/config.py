@@ -68,7 +68,7 @@ class RouterConfig:
     prefill_weight: float = 2.0
     queued_weight: float = 1.0
     decode_weight: float = 0.05
-    request_weight: float = 100.0
+    request_weight: float = 10.0
     events: bool = True  # workers publish their blocks; else they are predicted
     predict_s: float = 5.0  # lifetime of a prediction beside events
     approximate_s: float = 120.0  # and without them

@@ -103,7 +103,7 @@ class SimWorker:
             samples = end == len(seq.token_ids)
             tokens.append([OUTPUT_TOKEN + int(seq.request_id)] if samples else [])
         outputs = self.scheduler.update(batch, StepResult(tokens))
-        events = self._publisher.take()
+        events = self._publisher.take() if router.config.events else None
         if events is not None and not router.apply(self.name, events):
             router.load(self.name, self._publisher.dump(self._pool.cached_hashes()))
         return outputs
