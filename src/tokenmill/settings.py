@@ -573,8 +573,12 @@ REPLAY = (
     Setting("workers", "Workers that share the requests.", _count(1, 4096), default=8),
     Setting("trace-block-tokens", "Tokens of a trace's hash id.", _count(1), default=512),
     Setting("num-blocks", "Blocks in a worker's KV cache.", _count(1), default=16384),
-    Setting("prefill-ms", "Time of a step in its prompt tokens that are not cached.", POLYNOMIAL),
-    Setting("decode-ms", "And in the share of KV in use, where it decodes.", POLYNOMIAL),
+    Setting(
+        "prefill-ms",
+        "Time of a step in its prompt tokens that are not cached; as Dynamo's simulated engine.",
+        POLYNOMIAL,
+    ),
+    Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
 )
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),

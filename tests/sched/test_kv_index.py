@@ -65,7 +65,8 @@ def test_workers_leave_and_their_bits_come_back_clean() -> None:
         index.predict("guest", CHAIN[: turn % 20 + 1], 0.0, 2)
         assert index.overlaps(CHAIN)["guest"] == turn % 20 + 1
         index.remove_worker("guest")
-    assert index.overlaps(CHAIN) == {"stays": 4}
+    assert index.apply("guest", stored(2, CHAIN)) and index.load("guest", Dump(9, CHAIN))
+    assert index.overlaps(CHAIN) == {"stays": 4}, "late events change nothing"
     assert len(index) <= 20
 
 

@@ -81,8 +81,13 @@ class KVIndex:
         return len(self._holders)
 
     def apply(self, name: str, batch: EventBatch) -> bool:
-        """Take a batch; False: one was missed, pull a dump. Batches meanwhile are kept for it."""
-        worker = self._workers[name]
+        """Take a batch; False: one was missed, pull a dump. Batches meanwhile are kept for it.
+
+        What comes late from a worker that has left is ignored.
+        """
+        worker = self._workers.get(name)
+        if worker is None:
+            return True
         if worker.pending is not None:
             worker.pending.append(batch)
             return False
@@ -98,7 +103,9 @@ class KVIndex:
 
     def load(self, name: str, dump: Dump) -> bool:
         """Replace a worker's state, then take the batches kept; False: pull another dump."""
-        worker = self._workers[name]
+        worker = self._workers.get(name)
+        if worker is None:
+            return True
         pending, worker.pending = worker.pending or (), None
         self._clear(name, worker)
         self._store(worker, dump.hashes)
