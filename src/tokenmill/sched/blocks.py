@@ -53,7 +53,8 @@ def _terms(tokens: U64, block_size: int, indices: slice | list[int]) -> U64:
     words = tokens.reshape(-1, block_size)
     last = indices.stop if isinstance(indices, slice) else max(indices) + 1
     powers = _powers(1 << int(last).bit_length())[indices]
-    return _mix(words @ _multipliers(block_size) + np.uint64(_GOLDEN)) * powers
+    sums: U64 = np.einsum("ij,j->i", words, _multipliers(block_size))  # quicker here than @
+    return _mix(sums + np.uint64(_GOLDEN)) * powers
 
 
 @lru_cache(maxsize=256)

@@ -171,7 +171,8 @@ class Router:
             config.prefill_weight,
         )
         self.index.predict(name, hashes, now_s, num_cached // size if config.events else 0)
-        self.free(request_id)  # routed before, to another worker
+        if request_id in self._routed:  # again, to another worker
+            self.free(request_id)
         routed = _Routed(name, num_tokens - num_cached, size * -(-num_tokens // size))
         self._routed[request_id] = routed
         self._add(name, routed.queued_tokens, routed.decode_tokens, 1)
@@ -220,9 +221,10 @@ class Router:
         if cached:  # what is cached lowers the cost
             weight, slots = self.config.prefill_weight, self._slots
             reduced = {name: costs[slots[name]] - weight * n for name, n in cached.items()}
-            lowest = min(lowest, min(reduced.values()))
-            best = [name for name, cost in reduced.items() if cost == lowest]
-        if lowest in costs:
+            least = min(reduced.values())
+            if least <= lowest:
+                best = [name for name, cost in reduced.items() if cost == least]
+        if not best or least == lowest:
             best += [n for n, cost in zip(names, costs, strict=True) if cost == lowest]
         return best[0] if len(best) == 1 else self._rng.choice(best)
 
