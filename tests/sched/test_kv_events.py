@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def test_stored_events_name_their_parents() -> None:
 def check(index: KVIndex, pool: BlockPool, ever: set[int]) -> None:
     cached = set(pool.cached_hashes())
     ever |= cached
-    assert {h for h in ever if index.overlaps([h])} == cached
+    assert {h for h in ever if index.overlaps(np.array([h], np.uint64))} == cached
     assert index.num_blocks("w") == len(cached)
 
 

@@ -20,7 +20,7 @@ LIMITS = {
     "events_per_s": 300_000.0,
 }
 NUM_LIVE = 256  # requests that have been routed and not ended
-QUERIES_AHEAD = 100
+QUERIES_AHEAD = 500
 EVENT_BLOCKS = 16  # blocks of one stored event
 CHURN = 0.1  # share of the blocks that are removed and stored again
 PAGE = 4096
@@ -195,7 +195,7 @@ def _decide(router: Router, shape: Shape, as_list: bool) -> list[float]:
     times_us = []
     live: deque[str] = deque()
     for number, query in enumerate(_queries(shape)):
-        tokens = list(query) if as_list else query
+        tokens = list(query) if as_list else query[:]  # just written, as a tokenizer leaves them
         live.append(f"{as_list}-{number}")
         begin = time.thread_time_ns()
         router.decide(live[-1], tokens)

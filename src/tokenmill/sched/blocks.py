@@ -74,13 +74,24 @@ def block_hashes(
     `start` continues a chain without rehashing: (hash of its last block, how many blocks it has).
     Without it the chain begins at the salt's seed.
     """
+    hashes: list[int] = hash_chain(token_ids, block_size, start, salt).tolist()
+    return hashes
+
+
+def hash_chain(
+    token_ids: Sequence[int],
+    block_size: int,
+    start: tuple[int, int] | None = None,
+    salt: str = "",
+) -> U64:
+    """block_hashes() as an array, for those who look at few of them."""
     count = len(token_ids) // block_size
     if count == 0:
-        return []
+        return np.empty(0, np.uint64)
     chain, index = start if start is not None else (chain_seed(salt), 0)
     tokens = _words(token_ids, count * block_size)
     terms = _terms(tokens, block_size, slice(index, index + count))
-    hashes: list[int] = (np.add.accumulate(terms) + np.uint64(chain)).tolist()
+    hashes: U64 = np.add.accumulate(terms) + np.uint64(chain)
     return hashes
 
 

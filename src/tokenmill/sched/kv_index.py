@@ -7,19 +7,18 @@ for a while keep a block whose parent it evicted; the overlap is then too long b
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tokenmill.sched.blocks import U64
 from tokenmill.sched.kv_events import Dump, Event, EventBatch, Removed, Stored
 
 MAX_PENDING = 256  # batches kept while a dump is on its way
 MAX_RETIRED = 16  # bits that wait to be cleaned up together
 MAX_MASKS = 1 << 16  # distinct sets of holders that are shared
-NUM_AGES = 2  # spans into which the lifetime of a prediction is cut
-NUM_BOUNDED_AGES = 8  # the same where a worker's memory bounds them too
-STRIDE = 4  # beside events one block in so many stands for all of them: a decision must be quick
-MAX_AGES = 32  # beyond them the oldest goes, whatever it holds
+MAX_EXPIRED = 4  # predictions of one call
+STRIDE = 8  # of predicted blocks one in so many is kept: a decision must be quick
 
 
 @dataclass(slots=True)
@@ -30,34 +29,21 @@ class _Worker:
     sequence: int = 0  # the last batch applied
     num_blocks: int = 0
     pending: deque[EventBatch] | None = None  # after a gap, until the dump comes
-
-
-@dataclass(slots=True)
-class _Age:
-    """What was routed in a span of time."""
-
-    began_s: float
-    holders: dict[int, int] = field(default_factory=dict)  # hash -> mask of bits
-    counts: dict[int, int] = field(default_factory=dict)  # blocks by bit
-    live: int = -1  # bits that still count
+    assumed: OrderedDict[int, float] = field(default_factory=OrderedDict)  # hash -> when, by age
 
 
 class KVIndex:
     """Block hash -> the workers that hold it, as the bits of one integer."""
 
-    def __init__(self, predict_s: float = 0.0, capacity_blocks: int | None = None) -> None:
-        """Predictions live `predict_s` at most, the newest `capacity_blocks` of each worker."""
+    def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         self._masks: dict[int, int] = {}  # equal masks are one object
         self._workers: dict[str, _Worker] = {}
         self._names: dict[int, str] = {}  # by bit number
         self._live = 0
         self._retired = 0
-        self._predict_s = predict_s
-        self._capacity = capacity_blocks
-        self._num_ages = NUM_AGES if capacity_blocks is None else NUM_BOUNDED_AGES
-        self._stride = STRIDE if capacity_blocks is None else 1
-        self._ages: deque[_Age] = deque()
+        self._predicted: dict[int, int] = {}
+        self._ends: deque[tuple[float, int, list[int]]] = deque()  # (when, bit, hashes)
 
     # Workers and their events.
 
@@ -175,115 +161,101 @@ class KVIndex:
         masks.clear()
         kept = ((block_hash, mask & live) for block_hash, mask in self._holders.items())
         self._holders = {h: masks.setdefault(mask, mask) for h, mask in kept if mask}
-        for age in self._ages:
-            age.live &= ~self._retired
-            age.holders = {h: mask & age.live for h, mask in age.holders.items()}
-            age.live |= self._retired
-            age.counts = {bit: n for bit, n in age.counts.items() if bit & live}
+        self._predicted = {h: mask & live for h, mask in self._predicted.items()}
+        self._ends = deque(end for end in self._ends if end[1] & live)
         self._retired = 0
 
-    # Predictions.
+    # Without events, or before the first one.
 
-    def predict(self, name: str, chain: Sequence[int], now_s: float, start: int = 0) -> None:
-        """A prompt was sent to a worker: it will soon hold the blocks from `start` on."""
-        stride = self._stride
-        hashes = chain[start + (stride - 1 - start) % stride :: stride]
-        if not self._predict_s or not hashes:
-            return
-        bit = self._workers[name].bit
-        age = self._current_age(bit, now_s)
-        holders = age.holders
-        if holders.keys().isdisjoint(hashes):
-            holders.update(dict.fromkeys(hashes, bit))
-            added = len(hashes)
-        else:
-            added = 0
+    def predict(self, name: str, chain: U64, start: int, until_s: float) -> None:
+        """A prompt was sent to a worker: events will tell of its blocks from `start` on.
+
+        `until_s` must not decrease from call to call. What is known already needs no prediction.
+        """
+        hashes = chain[start + (STRIDE - 1 - start) % STRIDE :: STRIDE].tolist()
+        bit, predicted = self._workers[name].bit, self._predicted
+        for block_hash in hashes:
+            predicted[block_hash] = predicted.get(block_hash, 0) | bit
+        self._ends.append((until_s, bit, hashes))
+
+    def expire(self, now_s: float) -> None:
+        """Drop predictions whose time is over, a few at a time: there is one more per decision."""
+        ends, predicted = self._ends, self._predicted
+        for _ in range(MAX_EXPIRED):
+            if not ends or ends[0][0] > now_s:
+                return
+            _, bit, hashes = ends.popleft()
             for block_hash in hashes:
-                mask = holders.get(block_hash, 0)
-                if not mask & bit:
-                    holders[block_hash] = mask | bit
-                    added += 1
-        age.counts[bit] = age.counts.get(bit, 0) + added
-        if self._capacity is not None:
-            self._bound(bit, self._capacity)
+                mask = predicted.get(block_hash, 0) & ~bit
+                if mask:
+                    predicted[block_hash] = mask
+                else:
+                    predicted.pop(block_hash, None)
 
-    def _current_age(self, bit: int, now_s: float) -> _Age:
-        """The age to write to: a new one when the last is over, or full of this worker's blocks."""
-        ages = self._ages
-        while ages and now_s - ages[0].began_s >= self._predict_s:
-            ages.popleft()
-        if ages:
-            last, full = ages[-1], False
-            if self._capacity is not None:
-                full = last.counts.get(bit, 0) * self._num_ages >= self._capacity
-            if not full and (now_s - last.began_s) * self._num_ages < self._predict_s:
-                return last
-        if len(ages) == MAX_AGES:
-            ages.popleft()
-        ages.append(_Age(now_s))
-        return ages[-1]
+    def assume(self, name: str, chain: U64, now_s: float, capacity: int) -> None:
+        """No events will come: a worker holds the blocks that it was sent last, as an LRU does."""
+        worker = self._workers[name]
+        assumed = worker.assumed
+        hashes: list[int] = chain.tolist()
+        for block_hash in reversed(hashes):  # as a pool releases them: prefixes go last
+            assumed[block_hash] = now_s
+            assumed.move_to_end(block_hash)
+        self._store(worker, hashes)
+        self._remove(worker, [assumed.popitem(False)[0] for _ in range(len(assumed) - capacity)])
 
-    def _bound(self, bit: int, capacity: int) -> None:
-        """Let go of the oldest ages of a worker, as far as its blocks exceed its memory."""
-        total = 0
-        for age in reversed(self._ages):
-            total += age.counts.get(bit, 0)
-            if total > capacity and age is not self._ages[-1]:
-                age.counts.pop(bit, None)
-                age.live &= ~bit
-        if not all(age.counts for age in self._ages):
-            self._ages = deque(age for age in self._ages if age.counts)
+    def forget(self, before_s: float) -> None:
+        """Drop what was assumed before a time."""
+        for worker in self._workers.values():
+            assumed, gone = worker.assumed, []
+            while assumed and next(iter(assumed.values())) <= before_s:
+                gone.append(assumed.popitem(False)[0])
+            self._remove(worker, gone)
 
     # Lookup.
 
-    def overlaps(self, hashes: Sequence[int], now_s: float = 0.0) -> dict[str, int]:
+    def overlaps(self, chain: U64) -> dict[str, int]:
         """How many leading blocks of a chain each worker holds or will; none: not in the dict."""
-        names = self._names
         found: dict[str, int] = {}
-        for depth, mask in self._drops(hashes, now_s):
-            while mask:
-                number = mask.bit_length() - 1
-                found[names[number]] = depth
-                mask ^= 1 << number
+        left = self._live
+        drops = list(_drops(self._holders, chain, left))
+        for depth, mask in drops:
+            left ^= mask
+            self._note(found, mask, depth)
+        if self._predicted:
+            marks = chain[STRIDE - 1 :: STRIDE]
+            for depth, mask in (*drops, (0, left)):  # a prediction begins where knowledge ended
+                first = depth // STRIDE
+                for more, further in _drops(self._predicted, marks[first:], mask):
+                    self._note(found, further, STRIDE * (first + more))
         return found
 
-    def _drops(self, hashes: Sequence[int], now_s: float) -> Iterator[tuple[int, int]]:
-        """(depth, mask of the workers that hold exactly so many blocks), by bisection."""
-        if not hashes:
-            return
-        live = self._live
-        known = self._holders.get
-        ages = [
-            (age.holders.get, age.live & live)
-            for age in self._ages
-            if now_s - age.began_s < self._predict_s
-        ]
+    def _note(self, found: dict[str, int], mask: int, depth: int) -> None:
+        names = self._names
+        while mask:
+            number = mask.bit_length() - 1
+            found[names[number]] = depth
+            mask ^= 1 << number
 
-        stride, count = self._stride, len(hashes)
 
-        def probe(index: int) -> int:
-            mask = known(hashes[index], 0) & live
-            index += stride - 1 - index % stride
-            if index < count:
-                block_hash = hashes[index]
-                for predicted, counted in ages:
-                    mask |= predicted(block_hash, 0) & counted
-            return mask
-
-        last = count - 1
-        first_mask = probe(0)
-        last_mask = probe(last) & first_mask
-        if last_mask:
-            yield last + 1, last_mask
-        spans = [(0, first_mask, last, last_mask)] if first_mask != last_mask else []
-        while spans:
-            low, low_mask, high, high_mask = spans.pop()
-            if high - low == 1:
-                yield high, low_mask ^ high_mask
-                continue
-            middle = (low + high) // 2
-            mask = (probe(middle) & low_mask) | high_mask
-            if mask != low_mask:
-                spans.append((low, low_mask, middle, mask))
-            if mask != high_mask:
-                spans.append((middle, mask, high, high_mask))
+def _drops(holders: dict[int, int], chain: U64, among: int) -> Iterator[tuple[int, int]]:
+    """By bisection: (depth, mask of those `among` that hold exactly so many blocks, but some)."""
+    known, item = holders.get, chain.item
+    last = len(chain) - 1
+    low_mask = known(item(0), 0) & among if last >= 0 else 0
+    if not low_mask:
+        return
+    last_mask = known(item(last), 0) & low_mask
+    if last_mask:
+        yield last + 1, last_mask
+    spans = [(0, low_mask, last, last_mask)] if low_mask != last_mask else []
+    while spans:
+        low, low_mask, high, high_mask = spans.pop()
+        if high - low == 1:
+            yield high, low_mask ^ high_mask
+            continue
+        middle = (low + high) // 2
+        mask = (known(item(middle), 0) & low_mask) | high_mask
+        if mask != low_mask:
+            spans.append((low, low_mask, middle, mask))
+        if mask != high_mask:
+            spans.append((middle, mask, high, high_mask))

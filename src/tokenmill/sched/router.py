@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.sched.blocks import block_hashes
+from tokenmill.sched.blocks import U64, hash_chain
 from tokenmill.sched.kv_events import Dump, EventBatch
 from tokenmill.sched.kv_index import KVIndex
 
@@ -88,10 +88,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.index = KVIndex(
-            config.predict_s if config.events else config.approximate_s,
-            None if config.events else config.approximate_blocks,
-        )
+        self.index = KVIndex()
         self._weights = _weights(config)
         self._rng = random.Random(config.seed)
         self._slots: dict[str, int] = {}
@@ -152,13 +149,8 @@ class Router:
             raise NoWorkerError("no worker is ready")
         config, num_tokens = self.config, len(token_ids)
         size = config.block_size
-        hashes: list[int] = []
-        cached: dict[str, int] = {}
-        if config.policy == "kv":
-            hashes = block_hashes(token_ids, size, salt=salt)
-            most = (num_tokens - 1) // size * size  # a worker computes one token at least
-            overlaps = self.index.overlaps(hashes, now_s)
-            cached = {name: min(depth * size, most) for name, depth in overlaps.items()}
+        chain = hash_chain(token_ids, size, salt=salt) if config.policy == "kv" else None
+        cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
         name = self._choose(cached)
         num_cached = cached.get(name, 0)
         decision = Decision(
@@ -170,7 +162,10 @@ class Router:
             cached,
             config.prefill_weight,
         )
-        self.index.predict(name, hashes, now_s, num_cached // size if config.events else 0)
+        if chain is not None and config.events:
+            self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
+        elif chain is not None:
+            self.index.assume(name, chain, now_s, config.approximate_blocks)
         if request_id in self._routed:  # again, to another worker
             self.free(request_id)
         routed = _Routed(name, num_tokens - num_cached, size * -(-num_tokens // size))
@@ -209,6 +204,17 @@ class Router:
             + decode * account.decode_tokens[slot]
             + request * account.num_requests[slot]
         )
+
+    def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
+        """Prompt tokens that each worker has cached, as far as is known; one is always computed."""
+        if self.config.events:
+            self.index.expire(now_s)
+        else:
+            self.index.forget(now_s - self.config.approximate_s)
+        size = self.config.block_size
+        most = (num_tokens - 1) // size * size
+        overlaps = self.index.overlaps(chain)
+        return {name: min(depth * size, most) for name, depth in overlaps.items()}
 
     def _choose(self, cached: dict[str, int]) -> str:
         """The worker with the lowest cost, any of several; round-robin takes them in turn."""
