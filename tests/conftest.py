@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tokenmill.models import store
+
+
+def pytest_configure() -> None:
+    """Commands under test hear Ctrl-C, even where the tests themselves run in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -63,5 +63,3 @@ def test_fp8_perplexity_stays_close(smollm2_path: Path, monkeypatch: pytest.Monk
     cost = perplexity(runner, token_ids) / expected - 1
     print(f"fp8 costs {cost:.2%}")
     assert abs(cost) < 0.015
-    once = perplexity(load(smollm2_path, "fp8", monkeypatch), token_ids) / expected - 1
-    assert once > cost  # what the second rounding is for

@@ -1,7 +1,6 @@
-"""Compare one sampling kernel with its reference: `triton_sampling_parity.py KERNEL [cpu|cuda]`."""
+"""Checks of the sampling kernels against their references, by name and for a device."""
 
 import math
-import sys
 from itertools import product
 
 import torch
@@ -181,9 +180,3 @@ CHECKS = {
     "capacity": check_capacity,
     "adjust": check_adjust,
 }
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    name, device = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cpu"
-    CHECKS[name](device)
-    print(f"{name}: ok on {device}")
