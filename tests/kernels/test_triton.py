@@ -35,3 +35,11 @@ def test_triton_matches_reference(kernel: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{kernel}: ok")
+
+
+def test_experts_and_latent_attention_match_their_references() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(SCRIPT.with_name("triton_moe_parity.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(": ok on cpu") == 5

@@ -50,20 +50,21 @@ def _cache_kernel(
         latent = latent * inverse * tl.load(norm + channels)
         slot = tl.load(slots + token).to(tl.int64)
         tl.store(latent_cache + slot * LATENT + channels, latent.to(latent_cache.dtype.element_ty))
-        a = tl.load(line + LATENT + low).to(tl.float32)
-        b = tl.load(line + LATENT + high).to(tl.float32)
+        key_a = tl.load(line + LATENT + low).to(tl.float32)
+        key_b = tl.load(line + LATENT + high).to(tl.float32)
         place = rope_cache + slot * (2 * HALF)
-        tl.store(place + low, (a * cos - b * sin).to(rope_cache.dtype.element_ty))
-        tl.store(place + high, (b * cos + a * sin).to(rope_cache.dtype.element_ty))
+        tl.store(place + low, (key_a * cos - key_b * sin).to(rope_cache.dtype.element_ty))
+        tl.store(place + high, (key_b * cos + key_a * sin).to(rope_cache.dtype.element_ty))
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head < heads)[:, None]
         base = q + token * q_stride + (head * head_dim + head_dim - 2 * HALF)[:, None]
         a = tl.load(base + low[None, :], mask=inside, other=0.0).to(tl.float32)
         b = tl.load(base + high[None, :], mask=inside, other=0.0).to(tl.float32)
-        cos, sin = cos[None, :], sin[None, :]
-        tl.store(base + low[None, :], (a * cos - b * sin).to(q.dtype.element_ty), mask=inside)
-        tl.store(base + high[None, :], (b * cos + a * sin).to(q.dtype.element_ty), mask=inside)
+        turned_a = a * cos[None, :] - b * sin[None, :]
+        turned_b = b * cos[None, :] + a * sin[None, :]
+        tl.store(base + low[None, :], turned_a.to(q.dtype.element_ty), mask=inside)
+        tl.store(base + high[None, :], turned_b.to(q.dtype.element_ty), mask=inside)
 
 
 @triton.jit

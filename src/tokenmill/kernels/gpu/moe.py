@@ -179,7 +179,7 @@ class Tiles(NamedTuple):
     sorted_rows: torch.Tensor  # int32 [most * rows]
     experts: torch.Tensor  # int32 [most]
     sizes: torch.Tensor  # int32 [most]: rows of a tile that are used
-    count: torch.Tensor  # int32 [1]: tiles that are used
+    num_used: torch.Tensor  # int32 [1]: tiles that are used
     rows: int
     most: int  # tiles that there can be
 
@@ -187,7 +187,7 @@ class Tiles(NamedTuple):
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts int32 [t, top_k] and their weights fp32 [t, top_k]; equal scores: the first expert."""
+    """Experts int32 [t, top_k] and their weights fp32 [t, top_k]; of equal scores the first."""
     tokens, num_experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
@@ -207,7 +207,8 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows per tile: about what an expert gets, as tensor cores take them."""
     if MODE.batch_invariant:
         return 64
-    return min(128, max(16, triton.next_power_of_2(-(-num_rows // num_experts))))
+    per_expert: int = triton.next_power_of_2(-(-num_rows // num_experts))
+    return min(128, max(16, per_expert))
 
 
 def sort_by_expert(ids: torch.Tensor, num_experts: int) -> Tiles:
@@ -244,11 +245,15 @@ def grouped_matmul(
     wide = tiles.rows == 128
     _grouped_kernel[(tiles.most * triton.cdiv(n, COLUMNS),)](
         values, data, out, scales, weight.scales, tiles.sorted_rows, tiles.experts, tiles.sizes,
-        tiles.count, n, k,
+        tiles.num_used, n, k,
         SHARE=share, BM=tiles.rows, BN=COLUMNS, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
         SCALED=scales is not None, num_warps=8 if wide else 4, num_stages=4, **launch_options(),
     )  # fmt: skip
     return out
+
+
+def _rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | QuantizedRows:
+    return values if scales is None else QuantizedRows(values, scales)
 
 
 def mix_experts(
@@ -263,11 +268,10 @@ def mix_experts(
     (tokens, top_k), n = ids.shape, down.n
     assert add_to.is_contiguous() and add_to.shape == (tokens, n)
     fp8 = gate_up.scales is not None
-    rows = QuantizedRows(*gpu_rows.quantize_rows(x)) if fp8 else x
+    rows = _rows(*gpu_rows.quantize_rows(x)) if fp8 else x
     tiles = sort_by_expert(ids, gate_up.num_experts)
     inner = grouped_matmul(rows, gate_up, tiles, tokens * top_k, share=top_k)
-    values, scales = gpu_rows.silu_mul(inner, fp8)
-    gated = values if scales is None else QuantizedRows(values, scales)
+    gated = _rows(*gpu_rows.silu_mul(inner, fp8))
     results = grouped_matmul(gated, down, tiles, tokens * top_k, share=1)
     _sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
         results, weights, add_to, n, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=4, **launch_options()
