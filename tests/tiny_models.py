@@ -1,4 +1,4 @@
-"""Tiny random transformers models, one for each variant of the Llama family."""
+"""Tiny random transformers models, one for each variant of the families."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SMALL: dict[str, Any] = {
@@ -26,6 +29,40 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "eos_token_id": 2,
 }
+QWEN3_MOE: dict[str, Any] = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
@@ -33,6 +70,9 @@ VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": 8}),
     "qwen2": (Qwen2Config, {}),
     "qwen3-tied": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-moe": (Qwen3MoeConfig, QWEN3_MOE),
+    "mixtral": (MixtralConfig, {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6}),
+    "deepseek-v3": (DeepseekV3Config, DEEPSEEK),
 }
 
 
@@ -43,7 +83,19 @@ def make_model(variant: str, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config_class(**(SMALL | own | changes)))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     return model
+
+
+def tame(model: PreTrainedModel, scale: float = 0.15) -> PreTrainedModel:
+    """Weights small enough for logits of ordinary size, norms near one."""
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(scale)
+        if "norm" in name:
+            parameter.data.add_(1.0)
+    return model.eval()
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -51,10 +103,26 @@ def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def assert_same(found: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
-    expected = dict(model.state_dict())
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of its checkpoints, where experts lie one by one."""
+    tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
-        del expected["lm_head.weight"]
+        del tensors["lm_head.weight"]
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        fused, module = tensors.pop(name), name.rpartition(".")[0]
+        for i, matrix in enumerate(fused):
+            parts = {down: matrix}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip((gate, up), matrix.chunk(2), strict=True))
+            tensors |= {f"{module}.{i}.{part}.weight": value for part, value in parts.items()}
+    moe = ".block_sparse_moe." if mixtral else ".mlp."
+    return {name.replace(".mlp.", moe): tensor for name, tensor in tensors.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
+    expected = stored_tensors(model)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), expected[name].float()), name

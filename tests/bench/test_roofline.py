@@ -90,7 +90,7 @@ def test_fewest_decode_steps() -> None:
 
 
 def test_bytes_of_the_weights_by_type() -> None:
-    sizes = {dtype: step_weight_bytes(SPEC, dtype) for dtype in ("fp32", "bf16", "int8", "fp8")}
+    sizes = {dtype: step_weight_bytes(SPEC, dtype, 7) for dtype in ("fp32", "bf16", "int8", "fp8")}
     assert sizes == {"fp32": 4 * 1952, "bf16": 2 * 1952, "int8": 1952, "fp8": 1152 + 2 * 800}
 
 

@@ -10,7 +10,8 @@ import torch
 from tokenmill.core.types import Request
 from tokenmill.engine import calibrate
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
-from tokenmill.models import llama
+from tokenmill.layers.linear import Linear
+from tokenmill.models import decoder, llama
 from tokenmill.models.llama import Llama
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
@@ -26,7 +27,7 @@ def attention_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
 
 
-class CastingLinear(llama.Linear):
+class CastingLinear(Linear):
     """Attention comes in fp32 here; a bf16 product takes bf16."""
 
     def __call__(self, x: Any, add_to: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,7 +35,7 @@ class CastingLinear(llama.Linear):
 
 
 def load(path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    monkeypatch.setattr(llama, "Linear", CastingLinear)
+    monkeypatch.setattr(decoder, "Linear", CastingLinear)
     checkpoint = open_checkpoint(path)
     model = Llama(checkpoint.spec, checkpoint.tensors(), dtype, 1024)
     return ModelRunner(model, allocate_kv_cache(checkpoint.spec, 80, 16), 16, 4, 1024)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+import triton_moe_parity
 import triton_parity
 
 from driver import Answer, complete
@@ -35,9 +36,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprob
 PLAIN = ExecutionConfig(cuda_graphs=False, overlap=False)
 
 
-@pytest.mark.parametrize("kernel", triton_parity.CHECKS)
+CHECKS = triton_parity.CHECKS | triton_moe_parity.CHECKS
+
+
+@pytest.mark.parametrize("kernel", CHECKS)
 def test_kernels(kernel: str) -> None:
-    triton_parity.CHECKS[kernel]("cuda")
+    CHECKS[kernel]("cuda")
 
 
 def build(

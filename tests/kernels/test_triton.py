@@ -24,6 +24,13 @@ KERNELS = {
         "paged_attention",
         "layers",
     ),
+    "triton_moe_parity": (
+        "route",
+        "sort_by_expert",
+        "mix_experts",
+        "latent_cache",
+        "latent_attention",
+    ),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }
 

@@ -313,7 +313,7 @@ def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str)
         qkv, by_channel, fp8_v.clone(), cos_sin, batch, heads, dim**-0.5, norms, 1e-6
     )
     torch.testing.assert_close(twin.unflatten(1, (heads, dim)), spread, rtol=2e-3, atol=2e-3)
-    stored = attention._by_token(by_channel)[places].float()
+    stored = attention.by_token(by_channel)[places].float()
     torch.testing.assert_close(stored, expected, rtol=0.07, atol=0.01)
 
 

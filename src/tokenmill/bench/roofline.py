@@ -2,6 +2,9 @@
 
 Linear layers run at the GEMM rate of their type or read their weights once a step; attention runs
 at the rate of the KV cache's type or reads the cache. Norms, sampling and Python are free here.
+
+Of E experts, k for each token, a step of B tokens reads E * (1 - (1 - k / E) ** B): as many as are
+hit when tokens choose evenly, B being the mean batch. Skewed routing reads less.
 """
 
 from __future__ import annotations
@@ -62,20 +65,24 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     num_decoded = cell.num_output_tokens - cell.num_prompts
     prefill_seen = sum(spec.attended_positions(i) for i, _ in cell.lengths)
     decode_seen = sum(spec.attended_positions(i + o - 1) for i, o in cell.lengths) - prefill_seen
-    seen_flops, seen_bytes = 4 * spec.q_size, 2 * spec.kv_size * BYTES[setup.kv_dtype]
+    prefill_flops = prefill_seen * spec.seen_flops(decode=False)
+    decode_flops = decode_seen * spec.seen_flops(decode=True)
+    seen_bytes = spec.num_kv_heads * sum(spec.cache_dims) * BYTES[setup.kv_dtype]
     steps = min_decode_steps(cell, setup.max_num_seqs, setup.kv_tokens)
-    weights_s = steps * step_weight_bytes(spec, setup.dtype) / machine.read_bytes_per_s
+    weight_bytes = step_weight_bytes(spec, setup.dtype, num_decoded / steps) if steps else 0.0
+    weights_s = steps * weight_bytes / machine.read_bytes_per_s
     cache_s = decode_seen * seen_bytes / machine.read_bytes_per_s
 
     prefill_s = cell.num_input_tokens * layers / layer_rate + cell.num_prompts * head / head_rate
-    prefill_s += prefill_seen * seen_flops / attention_rate
+    prefill_s += prefill_flops / attention_rate
     linear_s = num_decoded * (layers / layer_rate + head / head_rate)
-    attention_s = decode_seen * seen_flops / attention_rate
+    attention_s = decode_flops / attention_rate
     return Roofline(
         flops=cell.num_input_tokens * layers
         + cell.num_output_tokens * head
         + num_decoded * layers
-        + (prefill_seen + decode_seen) * seen_flops,
+        + prefill_flops
+        + decode_flops,
         bytes_read=(weights_s + cache_s) * machine.read_bytes_per_s,
         num_steps=steps,
         serial_s=prefill_s + max(linear_s, weights_s) + max(attention_s, cache_s),
@@ -93,11 +100,11 @@ def min_decode_steps(cell: Cell, max_num_seqs: int, kv_tokens: int) -> float:
     return max(num_decoded / max_num_seqs, max(cell.output_lens) - 1, held / kv_tokens)
 
 
-def step_weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the weights that one step reads: all linear layers and the output head."""
-    head = spec.vocab_size * spec.hidden_size
-    layers = spec.flops_per_token(0) // 2 - head
-    return layers * BYTES[dtype] + head * BYTES[HEAD_DTYPE.get(dtype, dtype)]
+def step_weight_bytes(spec: ModelSpec, dtype: str, num_tokens: float) -> float:
+    """Bytes of the weights that a step of so many tokens reads: linear layers, output head."""
+    rounded, plain = spec.step_params(num_tokens)
+    plain += spec.vocab_size * spec.hidden_size
+    return rounded * BYTES[dtype] + plain * BYTES[HEAD_DTYPE.get(dtype, dtype)]
 
 
 def _triangle(n: int) -> int:

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from tokenmill.core.fields import Settings, count, flag, number, positive_int
+from tokenmill.core.mla import MLA_DEFAULTS, MLASpec, read_mla
+from tokenmill.core.moe import MOE_DEFAULTS, MoESpec, read_moe
 from tokenmill.core.quantization import QuantizationSpec, read_quantization
 from tokenmill.core.types import ModelLoadError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
-Settings = dict[str, Any]
 
 # What transformers assumes for a key that config.json leaves out.
 _COMMON_DEFAULTS: Settings = {
@@ -47,6 +49,29 @@ ARCHITECTURES: dict[str, Settings] = {
     },
     "Qwen2ForCausalLM": _COMMON_DEFAULTS | _QWEN_DEFAULTS | {"attention_bias": True},
     "Qwen3ForCausalLM": _COMMON_DEFAULTS | _QWEN_DEFAULTS | {"head_dim": 128},
+    "MixtralForCausalLM": _COMMON_DEFAULTS
+    | MOE_DEFAULTS["MixtralForCausalLM"]
+    | {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "Qwen3MoeForCausalLM": _COMMON_DEFAULTS
+    | _QWEN_DEFAULTS
+    | MOE_DEFAULTS["Qwen3MoeForCausalLM"]
+    | {"num_key_value_heads": 4, "intermediate_size": 6144},
+    "DeepseekV3ForCausalLM": _COMMON_DEFAULTS
+    | MLA_DEFAULTS
+    | MOE_DEFAULTS["DeepseekV3ForCausalLM"]
+    | {
+        "max_position_embeddings": 4096,
+        "num_nextn_predict_layers": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 }
 # Keys whose value the architecture fixes: any other value in config.json is a different model.
 _FIXED: dict[str, tuple[str, ...]] = {
@@ -54,6 +79,9 @@ _FIXED: dict[str, tuple[str, ...]] = {
     "MistralForCausalLM": ("attention_bias", "mlp_bias"),
     "Qwen2ForCausalLM": ("attention_bias", "mlp_bias"),
     "Qwen3ForCausalLM": ("mlp_bias",),
+    "MixtralForCausalLM": ("attention_bias", "mlp_bias"),
+    "Qwen3MoeForCausalLM": ("mlp_bias",),
+    "DeepseekV3ForCausalLM": ("attention_bias", "mlp_bias", "sliding_window"),
 }
 _LAYER_TYPES_DECIDE = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _BY_MODEL_TYPE = {
@@ -61,7 +89,12 @@ _BY_MODEL_TYPE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+_FAMILIES = {"DeepseekV3ForCausalLM": "deepseek_v3"}  # the others are "llama"
+_QK_NORM = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -131,6 +164,9 @@ class ModelSpec:
     hidden_act: str
     dtype: str
     quantization: QuantizationSpec | None = None  # of the weights as stored
+    moe: MoESpec | None = None
+    mla: MLASpec | None = None  # then num_kv_heads is 1: all heads share what is cached
+    num_mtp_layers: int = 0  # of the checkpoint, after the model's own; not used
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:
@@ -138,28 +174,30 @@ class ModelSpec:
         architecture = _architecture(config)
         settings = ARCHITECTURES[architecture] | config
         _check_supported(architecture, config, settings)
-        num_heads = _positive_int(settings, "num_attention_heads")
-        num_layers = _positive_int(settings, "num_hidden_layers")
+        num_heads = positive_int(settings, "num_attention_heads")
+        num_layers = positive_int(settings, "num_hidden_layers")
         windows = _layer_windows(architecture, settings, num_layers)
-        bias = _flag(settings, "attention_bias")
+        bias = flag(settings, "attention_bias")
+        mla = read_mla(architecture, settings)
+        head_dim = mla.nope_dim + mla.rope_dim if mla else _head_dim(settings, num_heads)
         return cls(
             architecture=architecture,
-            family="llama",
-            vocab_size=_positive_int(settings, "vocab_size"),
-            hidden_size=_positive_int(settings, "hidden_size"),
-            intermediate_size=_positive_int(settings, "intermediate_size"),
+            family=_FAMILIES.get(architecture, "llama"),
+            vocab_size=positive_int(settings, "vocab_size"),
+            hidden_size=positive_int(settings, "hidden_size"),
+            intermediate_size=positive_int(settings, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(settings, num_heads),
-            head_dim=_head_dim(settings, num_heads),
-            rms_eps=_number(settings, "rms_norm_eps"),
-            max_position=_positive_int(settings, "max_position_embeddings"),
-            tie_embeddings=_flag(settings, "tie_word_embeddings"),
+            num_kv_heads=1 if mla else _num_kv_heads(settings, num_heads),
+            head_dim=head_dim,
+            rms_eps=number(settings, "rms_norm_eps"),
+            max_position=positive_int(settings, "max_position_embeddings"),
+            tie_embeddings=flag(settings, "tie_word_embeddings"),
             rope=_rope(settings),
             attention_bias=bias,
             output_bias=bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=_flag(settings, "mlp_bias"),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            mlp_bias=flag(settings, "mlp_bias"),
+            qk_norm=architecture in _QK_NORM,
             sliding_window=next((window for window in windows if window), None),
             layer_windows=windows,
             eos_token_ids=token_ids(settings, "eos_token_id"),
@@ -167,6 +205,9 @@ class ModelSpec:
             hidden_act=settings["hidden_act"],
             dtype=_dtype(settings),
             quantization=read_quantization(config),
+            moe=read_moe(architecture, settings, num_layers),
+            mla=mla,
+            num_mtp_layers=count(settings, "num_nextn_predict_layers") if mla else 0,
         )
 
     @property
@@ -177,14 +218,26 @@ class ModelSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def cache_dims(self) -> tuple[int, int]:
+        """Channels per token and KV head in the two parts of the cache.
+
+        Keys and values; with latent attention the rotated part of the keys, and the latent that is
+        both the rest of the keys and the values.
+        """
+        return (self.mla.rope_dim, self.mla.kv_rank) if self.mla else (self.head_dim, self.head_dim)
+
     def num_params(self) -> int:
         """Parameters of the model; a tied output head counts once."""
         hidden = self.hidden_size
         norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
+        norms += self.mla.norm_params() if self.mla else 0
         biases = (self.q_size + 2 * self.kv_size) * self.attention_bias
         biases += hidden * self.output_bias
         biases += (2 * self.intermediate_size + hidden) * self.mlp_bias
-        layers = self.num_layers * (self._layer_matmul_params() + norms + biases)
+        layers = self.num_layers * (norms + biases) + round(self._matmul_params())
+        if self.moe:
+            layers += sum(self.moe.layers) * self.moe.num_experts * self.moe.correction_bias
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
         return embeddings + layers + hidden
 
@@ -193,14 +246,33 @@ class ModelSpec:
         return round(self.num_params() * bytes_per_param)
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
-        """Bytes of keys and values that one token leaves in the cache, over all layers."""
-        return 2 * self.num_layers * self.kv_size * dtype_bytes
+        """Bytes that one token leaves in the cache, over all layers."""
+        return self.num_layers * self.num_kv_heads * sum(self.cache_dims) * dtype_bytes
 
     def flops_per_token(self, context_len: int) -> int:
-        """FLOPs of one token that sees `context_len` positions, logits included."""
-        matmul = self.num_layers * self._layer_matmul_params() + self.vocab_size * self.hidden_size
+        """FLOPs of one decoded token that sees `context_len` positions, logits included."""
+        experts = self.moe.top_k if self.moe else 0
+        matmul = self._matmul_params(experts) + self.vocab_size * self.hidden_size
         seen = sum(min(context_len, window or context_len) for window in self.layer_windows)
-        return 2 * matmul + 4 * self.q_size * seen
+        return round(2 * matmul) + self.seen_flops(decode=True) * seen
+
+    def seen_flops(self, decode: bool) -> int:
+        """FLOPs of one token for each position that it attends to, in one layer."""
+        return self.mla.seen_flops(self.num_heads, decode) if self.mla else 4 * self.q_size
+
+    def step_params(self, num_tokens: float) -> tuple[float, float]:
+        """Matrix parameters of the layers that a step of `num_tokens` reads.
+
+        First those that fp8 rounds, then those that keep the stream's type. Of the experts it reads
+        as many as tokens that choose evenly hit: see MoESpec.distinct_experts.
+        """
+        plain = 0
+        if self.mla:
+            plain += self.num_layers * self.mla.unpacked(self.num_heads)
+        if self.moe:
+            plain += sum(self.moe.layers) * self.hidden_size * self.moe.num_experts
+        experts = self.moe.distinct_experts(num_tokens) if self.moe else 0.0
+        return self._matmul_params(experts) - plain, plain
 
     def attended_positions(self, num_tokens: int) -> int:
         """Positions that the first `num_tokens` tokens of a sequence attend to, over all layers."""
@@ -210,9 +282,23 @@ class ModelSpec:
             total += ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
         return total
 
-    def _layer_matmul_params(self) -> int:
-        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+    def _matmul_params(self, num_experts: float | None = None) -> float:
+        """Matrix parameters of all layers, with so many experts of each sparse one; or with all."""
+        hidden = self.hidden_size
+        attention = hidden * (2 * self.q_size + 2 * self.kv_size)
+        if self.mla:
+            attention = self.mla.matmul_params(hidden, self.num_heads)
+        dense, moe = 3 * hidden * self.intermediate_size, self.moe
+        if moe is None:
+            return self.num_layers * (attention + dense)
+        read = moe.num_experts if num_experts is None else num_experts
+        sparse = moe.other_params(hidden) + read * moe.expert_params(hidden)
+        num_sparse = sum(moe.layers)
+        return (
+            self.num_layers * attention
+            + num_sparse * sparse
+            + (self.num_layers - num_sparse) * dense
+        )
 
 
 def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
@@ -244,31 +330,10 @@ def _check_supported(architecture: str, config: Settings, settings: Settings) ->
             raise ModelLoadError(f"{key}: {architecture} has {fixed}, got {config[key]!r}")
 
 
-def _positive_int(settings: Settings, key: str) -> int:
-    value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"{key}: expected a positive integer, got {value!r}")
-    return value
-
-
-def _number(settings: Settings, key: str) -> float:
-    value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelLoadError(f"{key}: expected a positive number, got {value!r}")
-    return float(value)
-
-
-def _flag(settings: Settings, key: str) -> bool:
-    value = settings[key]
-    if not isinstance(value, bool):
-        raise ModelLoadError(f"{key}: expected true or false, got {value!r}")
-    return value
-
-
 def _num_kv_heads(settings: Settings, num_heads: int) -> int:
     if settings["num_key_value_heads"] is None:
         return num_heads
-    num_kv_heads = _positive_int(settings, "num_key_value_heads")
+    num_kv_heads = positive_int(settings, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ModelLoadError(
             f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads {num_heads}"
@@ -277,9 +342,9 @@ def _num_kv_heads(settings: Settings, num_heads: int) -> int:
 
 
 def _head_dim(settings: Settings, num_heads: int) -> int:
-    hidden = _positive_int(settings, "hidden_size")
+    hidden = positive_int(settings, "hidden_size")
     if settings["head_dim"] is not None:
-        head_dim = _positive_int(settings, "head_dim")
+        head_dim = positive_int(settings, "head_dim")
     elif hidden % num_heads:
         raise ModelLoadError(
             f"hidden_size: {hidden} is not a multiple of num_attention_heads {num_heads}"
@@ -302,7 +367,7 @@ def _layer_windows(
     architecture: str, settings: Settings, num_layers: int
 ) -> tuple[int | None, ...]:
     uses_window = settings["use_sliding_window"] and settings["sliding_window"] is not None
-    window = _positive_int(settings, "sliding_window") if uses_window else None
+    window = positive_int(settings, "sliding_window") if uses_window else None
     if window and architecture == "LlamaForCausalLM":
         raise ModelLoadError(f"sliding_window: LlamaForCausalLM has none, got {window}")
     first = settings["max_window_layers"] if architecture in _LAYER_TYPES_DECIDE else 0
@@ -354,7 +419,7 @@ def _rope(settings: Settings) -> RopeSpec:
     rotary = params.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
     if rotary not in (None, 1.0):
         raise ModelLoadError(f"partial_rotary_factor: only 1.0 is supported, got {rotary!r}")
-    max_position = _positive_int(settings, "max_position_embeddings")
+    max_position = positive_int(settings, "max_position_embeddings")
     fallback = {
         "rope_theta": settings.get("rope_theta", 10_000.0),
         _ORIGINAL: settings.get(_ORIGINAL, max_position),
@@ -363,13 +428,13 @@ def _rope(settings: Settings) -> RopeSpec:
 
 
 def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSpec:
-    theta = _number(params, "rope_theta")
+    theta = number(params, "rope_theta")
     if kind == "default":
         return RopeSpec(theta=theta)
-    original = _positive_int(params, _ORIGINAL)
+    original = positive_int(params, _ORIGINAL)
     if kind == "yarn" and params.get("factor") is None:
         params = params | {"factor": max_position / original}
-    factor = _number(params, "factor")
+    factor = number(params, "factor")
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=factor)
     if kind == "llama3":
@@ -377,8 +442,8 @@ def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSp
             theta=theta,
             kind=kind,
             factor=factor,
-            low_freq_factor=_number(params, "low_freq_factor"),
-            high_freq_factor=_number(params, "high_freq_factor"),
+            low_freq_factor=number(params, "low_freq_factor"),
+            high_freq_factor=number(params, "high_freq_factor"),
             original_max_position=original,
         )
     return RopeSpec(
@@ -395,7 +460,7 @@ def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSp
 
 def _yarn_attention_factor(params: Settings, factor: float) -> float:
     if params.get("attention_factor") is not None:
-        return _number(params, "attention_factor")
+        return number(params, "attention_factor")
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

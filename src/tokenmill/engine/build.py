@@ -83,7 +83,9 @@ def build_engine(
     _check_compute(spec, dtype, device)
     _check_memory(spec, dtype, device)
     scheduler = _limits(scheduler, device, max_len)
-    narrow = dtype == "fp8" and spec.hidden_size < NARROW
+    narrow = (
+        dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
+    )
     network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, progress)
     reserve = _reserve(spec, scheduler, execution, device)
     block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
@@ -177,10 +179,10 @@ def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
         )
     if needed is None:
         return
-    if spec.head_dim & (spec.head_dim - 1):
-        raise ModelLoadError(
-            f"head_dim is {spec.head_dim}: cuda takes powers of two, use --device cpu"
-        )
+    for dim in spec.cache_dims:
+        if dim & (dim - 1):
+            name = "head_dim" if spec.mla is None else "qk_rope_head_dim or kv_lora_rank"
+            raise ModelLoadError(f"{name} is {dim}: cuda takes powers of two, use --device cpu")
     found = torch.cuda.get_device_capability()
     if found < needed:
         raise ModelLoadError(
@@ -210,6 +212,8 @@ def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> str:
         raise ModelLoadError(
             f"kv_cache_dtype {cache.dtype} does not run on {device}: use {' or '.join(known)}"
         )
+    if cache.dtype == "fp8" and spec.mla is not None:
+        raise ModelLoadError("kv_cache_dtype fp8 does not run with latent attention: use bf16")
     if cache.dtype == "fp8" and spec.head_dim < 32:
         raise ModelLoadError(
             f"kv_cache_dtype fp8 needs a head_dim of 32 or more, the model has {spec.head_dim}"
@@ -272,6 +276,11 @@ def _reserve(
     if device != "cuda":
         return _RESERVE_BYTES
     widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 8 * spec.hidden_size
+    if spec.moe is not None:
+        inner, shared = spec.moe.intermediate_size, spec.moe.shared_size
+        widest += spec.moe.top_k * (3 * inner + spec.hidden_size) + 2 * shared
+    if spec.mla is not None:
+        widest += 2 * spec.num_heads * spec.mla.kv_rank
     activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
     logits = scheduler.max_num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
     return 2**30 + 2 * activations + logits + execution.graph_memory_bytes

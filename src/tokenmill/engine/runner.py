@@ -49,16 +49,17 @@ def allocate_kv_cache(
 
     On CPU numpy asks the system for zeroed pages, which take no memory before their first use.
     """
-    values = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    key_dim, value_dim = spec.cache_dims
     on_cpu = torch.device(device).type == "cpu"
-    keys = (*values[:2], spec.head_dim, block_size) if on_cpu else values
+    keys = (key_dim, block_size) if on_cpu else (block_size, key_dim)
 
-    def zeros(shape: tuple[int, ...]) -> torch.Tensor:
+    def zeros(block: tuple[int, int]) -> torch.Tensor:
+        shape = (num_blocks, spec.num_kv_heads, *block)
         if on_cpu:
             return torch.from_numpy(np.zeros(shape, np.float32))
         return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
 
-    return [(zeros(keys), zeros(values)) for _ in range(spec.num_layers)]
+    return [(zeros(keys), zeros((block_size, value_dim))) for _ in range(spec.num_layers)]
 
 
 @dataclass(slots=True)

@@ -80,9 +80,9 @@ def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) 
     return plans
 
 
-def num_splits(num_programs: int) -> int:
+def num_splits(num_programs: int, enough: int = GPU_PROGRAMS) -> int:
     """Programs per tile, a power of two, so that all together fill a GPU."""
-    wanted = min(MAX_SPLITS, GPU_PROGRAMS // num_programs)
+    wanted = min(MAX_SPLITS, enough // num_programs)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -197,7 +197,7 @@ def rope_and_cache_reference(
         spread = spread_matrix(dim).to(q)
         q, k = q @ spread, k @ spread
     blocks, offsets = batch.slots // block_size, batch.slots % block_size
-    _by_token(k_cache)[blocks, :, offsets] = k.to(k_cache.dtype)
+    by_token(k_cache)[blocks, :, offsets] = k.to(k_cache.dtype)
     v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
     return q.flatten(1).to(qkv.dtype)
 
@@ -218,7 +218,7 @@ def spread_matrix(dim: int) -> torch.Tensor:
     return matrix.mul((2 * width) ** -0.5)
 
 
-def _by_token(k_cache: torch.Tensor) -> torch.Tensor:
+def by_token(k_cache: torch.Tensor) -> torch.Tensor:
     """The keys as [blocks, kv_heads, block_size, head_dim], which they are on a GPU."""
     return k_cache if k_cache.is_cuda else k_cache.mT
 
@@ -270,7 +270,7 @@ def paged_attention_reference(
         rows = slice(starts[i], starts[i + 1])
         length = context + starts[i + 1] - starts[i]
         blocks = batch.block_tables[table_rows[i], : -(-length // block_size)].long()
-        k = _by_token(k_cache[blocks]).transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
+        k = by_token(k_cache[blocks]).transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
         v = v_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
         queries = q[rows].unflatten(1, (num_heads, dim)).transpose(0, 1)
         keys = torch.arange(length, device=q.device)

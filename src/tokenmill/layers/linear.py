@@ -18,6 +18,7 @@ from tokenmill.kernels.matmul import (
 
 ComputeType = Literal["fp32", "int8", "bf16", "fp8"]
 Device = torch.device | str
+Tensors = dict[str, torch.Tensor]
 
 
 def activation_dtype(dtype: ComputeType) -> torch.dtype:
@@ -38,6 +39,15 @@ class Linear:
         stacked = torch.cat([weight.to(device) for weight in weights])
         self.weight: PackedWeight = pack(stacked, dtype, device)
         self.bias = torch.cat(biases).to(device, activation_dtype(dtype)) if biases else None
+
+    @classmethod
+    def named(
+        cls, tensors: Tensors, names: list[str], dtype: ComputeType, device: Device = "cpu"
+    ) -> Linear:
+        """The modules of these names, stacked."""
+        weights = [tensors[f"{name}.weight"] for name in names]
+        biases = [tensors[key] for name in names if (key := f"{name}.bias") in tensors]
+        return cls(weights, biases, dtype, device)
 
     def to_fp8(self, channels: torch.Tensor | None = None) -> None:
         """Replace the bf16 weight by an fp8 one that rounds these channels twice."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenmill.kernels.matmul import QuantizedRows, Rounding
-from tokenmill.kernels.norm import norm_matmul, norm_matmul_gated
+from tokenmill.kernels.norm import norm_matmul, norm_matmul_gated, rms_norm
 from tokenmill.layers.linear import Linear
 
 
@@ -25,6 +25,12 @@ class Residual:
     def project(self, norm: torch.Tensor, linear: Linear) -> torch.Tensor:
         """linear(RMSNorm(x)), [tokens, n]."""
         return norm_matmul(self.x, norm, self.eps, linear.weight, linear.bias, self._take())
+
+    def normed(self, norm: torch.Tensor) -> torch.Tensor:
+        """RMSNorm(x), [tokens, hidden]; nothing is left to be added to x then."""
+        rows = rms_norm(self.x, norm, self.eps, None, self._take())
+        assert isinstance(rows, torch.Tensor)
+        return rows
 
     def gate(
         self, norm: torch.Tensor, gate_up: Linear, rounding: Rounding | None

@@ -1,3 +1,6 @@
 """Model families by ModelSpec.family; one file each."""
 
-MODELS = {"llama": "tokenmill.models.llama:Llama"}
+MODELS = {
+    "llama": "tokenmill.models.llama:Llama",
+    "deepseek_v3": "tokenmill.models.deepseek_v3:DeepseekV3",
+}

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from tokenmill.core.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import gguf
+from tokenmill.models.names import EMBEDDING, STATIC_SCALES, Shape, expected_tensors, ignorable
 
-Shape = tuple[int, ...]
 Progress = Callable[[int, int], None]  # stored bytes read so far, and in all
 
 SINGLE_FILE = "model.safetensors"
@@ -28,17 +28,6 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-IGNORABLE = (
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    r"model\.rotary_emb\.inv_freq",
-)
-IGNORABLE_WHEN_TIED = (r"lm_head\.weight",)
-# Read past on purpose: activations are scaled per row as they come, the KV cache by no file.
-STATIC_SCALES = (
-    r".+\.(input|activation)_scale",
-    r"model\.layers\.\d+\.self_attn\.[kv]_scale",
-)
-EMBEDDING = "model.embed_tokens.weight"
 _FP8 = "F8_E4M3"
 _PLAIN_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _SAFETENSORS_BYTES = _PLAIN_BYTES | {_FP8: 1}
@@ -244,40 +233,6 @@ def _naming(file: Path) -> Iterator[None]:
         raise ModelLoadError(f"{file}: {error}") from error
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    """Canonical name -> shape of every tensor that the model needs."""
-    layer = _expected_in_layer(spec)
-    tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
-    for index in range(spec.num_layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    tensors["model.norm.weight"] = (spec.hidden_size,)
-    if not spec.tie_embeddings:
-        tensors["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-    return tensors
-
-
-def _expected_in_layer(spec: ModelSpec) -> dict[str, Shape]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    matrices: dict[str, tuple[int, int, bool]] = {  # rows, columns, bias
-        "self_attn.q_proj": (spec.q_size, hidden, spec.attention_bias),
-        "self_attn.k_proj": (spec.kv_size, hidden, spec.attention_bias),
-        "self_attn.v_proj": (spec.kv_size, hidden, spec.attention_bias),
-        "self_attn.o_proj": (hidden, spec.q_size, spec.output_bias),
-        "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
-        "mlp.up_proj": (inner, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, inner, spec.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if spec.qk_norm:
-        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
-    expected: dict[str, Shape] = {f"{name}.weight": (size,) for name, size in norms.items()}
-    for name, (rows, columns, bias) in matrices.items():
-        expected[f"{name}.weight"] = (rows, columns)
-        if bias:
-            expected[f"{name}.bias"] = (rows,)
-    return expected
-
-
 def random_tensors(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield fp32 weights for shapes alone; a tensor depends on seed and name only."""
     return _read_all(_random(spec, seed), spec, None)
@@ -292,13 +247,13 @@ def check_tensors(stored: Mapping[str, StoredTensor], spec: ModelSpec, path: Pat
     """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors."""
     scales = scale_names(stored, spec)
     expected = _allowed_shapes(scales, spec)
-    ignorable = _ignorable(spec)
+    known = ignorable(spec)
     missing = [f"{name} {_or(shapes)}" for name, shapes in expected.items() if name not in stored]
     unexpected, misshaped, unreadable = [], [], []
     for name, tensor in stored.items():
         where = f"in {tensor.file.name}"
         if name not in expected:
-            if not ignorable.fullmatch(name):
+            if not known.fullmatch(name):
                 unexpected.append(f"{name} {list(tensor.shape)} {where}")
         elif tensor.shape not in expected[name]:
             found = f"expected {_or(expected[name])}, found {list(tensor.shape)}"
@@ -339,11 +294,6 @@ def _allowed_shapes(scales: Mapping[str, str], spec: ModelSpec) -> dict[str, tup
         assert spec.quantization is not None
         allowed[scale] = spec.quantization.scale_shapes(*expected[weight])
     return allowed
-
-
-def _ignorable(spec: ModelSpec) -> re.Pattern[str]:
-    static = STATIC_SCALES if spec.quantization else ()
-    return re.compile("|".join(IGNORABLE + IGNORABLE_WHEN_TIED * spec.tie_embeddings + static))
 
 
 def _or(shapes: Iterable[Shape]) -> str:

@@ -1,0 +1,278 @@
+"""Experts on a GPU: routing, tokens sorted by expert into tiles, one product over all tiles, sum.
+
+The number of tiles is known to the device alone; as many programs run as there can be at most, and
+those beyond the last tile end at once. So a CUDA graph holds all of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.kernels import MODE
+from tokenmill.kernels.gpu import rows as gpu_rows
+from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.matmul import _load
+from tokenmill.kernels.matmul import QuantizedRows
+from tokenmill.kernels.moe import PackedExperts, Routing
+
+COLUMNS = 128  # of W per tile
+LINE_BYTES = 128  # of k per step
+GROUP = 8  # tiles that share their columns of W in L2
+RANK_BLOCK = 256
+PLACE_BLOCK = 32
+SUM_BLOCK = 1024
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, ids, weights, num_experts, scaling,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    release(EARLY)
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < num_experts
+    lowest = float("-inf")
+    values = tl.load(logits + row * num_experts + expert, mask=inside, other=lowest)
+    if SIGMOID:
+        scores = tl.sigmoid(values)
+    else:
+        scores = tl.exp(values - tl.max(values, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    choice = scores
+    if BIAS:
+        choice += tl.load(bias + expert, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, lowest)
+    if GROUPS > 1:
+        group = tl.arange(0, GROUP_SLOTS)
+        member = expert[None, :] // (num_experts // GROUPS) == group[:, None]
+        member = member & inside[None, :]
+        per_group = tl.where(member, choice[None, :], lowest)
+        first = tl.argmax(per_group, axis=1)
+        rest = tl.where(expert[None, :] == first[:, None], lowest, per_group)
+        total = tl.max(per_group, axis=1) + tl.max(rest, axis=1)
+        total = tl.where(group < GROUPS, total, lowest)
+        kept = tl.zeros([GROUP_SLOTS], tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            top = tl.argmax(total, axis=0)
+            kept = tl.where(group == top, 1, kept)
+            total = tl.where(group == top, lowest, total)
+        allowed = tl.sum(tl.where(member, kept[:, None], 0), axis=0) > 0
+        choice = tl.where(allowed, choice, lowest)
+    slot = tl.arange(0, SLOTS)
+    chosen = tl.zeros([SLOTS], tl.int32)
+    weight = tl.zeros([SLOTS], tl.float32)
+    for i in tl.static_range(TOP_K):
+        top = tl.argmax(choice, axis=0)
+        chosen = tl.where(slot == i, top, chosen)
+        weight = tl.where(slot == i, tl.sum(tl.where(expert == top, scores, 0.0), axis=0), weight)
+        choice = tl.where(expert == top, lowest, choice)
+    if RENORMALISE:
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
+    tl.store(ids + row * TOP_K + slot, chosen, mask=slot < TOP_K)
+    tl.store(weights + row * TOP_K + slot, weight * scaling, mask=slot < TOP_K)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rank_kernel(ids, counts, ranks, count, BLOCK: tl.constexpr):
+    """Number each row among those of its expert; the order is any, and no result depends on it."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    expert = tl.load(ids + index, mask=inside, other=0)
+    rank = tl.atomic_add(counts + expert, 1, mask=inside)
+    tl.store(ranks + index, rank, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _place_kernel(
+    ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put each row into its tile; a tile's first row says whose it is and how many rows it has."""
+    expert = tl.arange(0, EXPERTS)
+    sizes = tl.load(counts + expert, mask=expert < num_experts, other=0)
+    tiles = tl.cdiv(sizes, ROWS)
+    ends = tl.cumsum(tiles, axis=0)
+    starts = ends - tiles
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    own = tl.load(ids + index, mask=inside, other=0)
+    rank = tl.load(ranks + index, mask=inside, other=0)
+    mine = own[:, None] == expert[None, :]
+    tile = tl.sum(tl.where(mine, starts[None, :], 0), axis=1) + rank // ROWS
+    left = tl.sum(tl.where(mine, sizes[None, :], 0), axis=1) - rank
+    tl.store(sorted_rows + tile * ROWS + rank % ROWS, index, mask=inside)
+    leads = inside & (rank % ROWS == 0)
+    tl.store(tile_experts + tile, own, mask=leads)
+    tl.store(tile_sizes + tile, tl.minimum(left, ROWS), mask=leads)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles, tl.sum(tiles, axis=0))
+
+
+@triton.jit
+def _grouped_kernel(
+    x, weight, out, row_scales, column_scales, sorted_rows, tile_experts, tile_sizes, num_tiles,
+    n, k,
+    SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    release(EARLY)
+    wait(EARLY)
+    program, column_tiles = tl.program_id(0), tl.cdiv(n, BN)
+    count = tl.load(num_tiles)
+    if program >= count * column_tiles:
+        return
+    first = program // (GROUP * column_tiles) * GROUP
+    height = tl.minimum(count - first, GROUP)
+    inner = program % (GROUP * column_tiles)
+    tile = first + inner % height
+    columns = inner // height * BN + tl.arange(0, BN)
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    valid = tl.arange(0, BM) < tl.load(tile_sizes + tile)
+    rows = tl.load(sorted_rows + tile * BM + tl.arange(0, BM), mask=valid, other=0)
+    source, column = rows // SHARE, tl.minimum(columns, n - 1)
+    x_line = x + source.to(tl.int64)[:, None] * k
+    line = weight + expert * n * k + column.to(tl.int64)[None, :] * k
+    steps = tl.arange(0, BK)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, k, BK):
+        inside = steps < k - start
+        values = _load(x_line + start + steps[None, :], inside[None, :], EVEN)
+        weights = _load(line + start + steps[:, None], inside[:, None], EVEN)
+        acc = tl.dot(values, weights, acc)
+    if SCALED:
+        acc = acc * tl.load(row_scales + source)[:, None]
+        acc = acc * tl.load(column_scales + expert * n + column)[None, :]
+    places = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    mask = valid[:, None] & (columns[None, :] < n)
+    tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    results, weights, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    release(EARLY)
+    wait(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        row = token * TOP_K + i
+        values = tl.load(results + row * n + columns, mask=inside, other=0.0).to(tl.float32)
+        total += values * tl.load(weights + row)
+    total += tl.load(out + token * n + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * n + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+class Tiles(NamedTuple):
+    """Rows of tokens' choices (token * top_k + choice) sorted by expert, `rows` to a tile."""
+
+    sorted_rows: torch.Tensor  # int32 [most * rows]
+    experts: torch.Tensor  # int32 [most]
+    sizes: torch.Tensor  # int32 [most]: rows of a tile that are used
+    num_used: torch.Tensor  # int32 [1]: tiles that are used
+    rows: int
+    most: int  # tiles that there can be
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts int32 [t, top_k] and their weights fp32 [t, top_k]; of equal scores the first."""
+    tokens, num_experts = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32
+    ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, routing.top_k, device=logits.device)
+    _route_kernel[(tokens,)](
+        logits, bias, ids, weights, num_experts, routing.scaling,
+        SIGMOID=routing.sigmoid, RENORMALISE=routing.renormalise, BIAS=bias is not None,
+        TOP_K=routing.top_k, SLOTS=triton.next_power_of_2(routing.top_k),
+        GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
+        GROUP_SLOTS=triton.next_power_of_2(routing.num_groups),
+        EXPERTS=triton.next_power_of_2(num_experts), num_warps=1, **launch_options(),
+    )  # fmt: skip
+    return ids, weights
+
+
+def tile_rows(num_rows: int, num_experts: int) -> int:
+    """Rows per tile: about what an expert gets, as tensor cores take them."""
+    if MODE.batch_invariant:
+        return 64
+    per_expert: int = triton.next_power_of_2(-(-num_rows // num_experts))
+    return min(128, max(16, per_expert))
+
+
+def sort_by_expert(ids: torch.Tensor, num_experts: int) -> Tiles:
+    """Tiles of the rows of ids[t, top_k]."""
+    count, device = ids.numel(), ids.device
+    rows = tile_rows(count, num_experts)
+    most = min(count, count // rows + num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    ranks = torch.empty(count, dtype=torch.int32, device=device)
+    sorted_rows = torch.empty(most * rows, dtype=torch.int32, device=device)
+    experts, sizes = torch.empty(2, most, dtype=torch.int32, device=device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    _rank_kernel[(triton.cdiv(count, RANK_BLOCK),)](
+        ids, counts, ranks, count, BLOCK=RANK_BLOCK, num_warps=4
+    )
+    _place_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
+        ids, ranks, counts, sorted_rows, experts, sizes, num_tiles, count, num_experts,
+        ROWS=rows, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=PLACE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
+
+
+def grouped_matmul(
+    x: torch.Tensor | QuantizedRows, weight: PackedExperts, tiles: Tiles, num_rows: int, share: int
+) -> torch.Tensor:
+    """Each tile's rows of x times its expert's W.T -> [num_rows, n]; row r reads x[r // share]."""
+    values, scales = x if isinstance(x, QuantizedRows) else (x, None)
+    data, n, k = weight.data, weight.n, weight.k
+    assert data is not None and data.is_contiguous() and values.is_contiguous()
+    assert values.dtype == data.dtype and (scales is None) == (weight.scales is None)
+    dtype = values.dtype if scales is None else torch.bfloat16
+    out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
+    bk = LINE_BYTES // values.element_size()
+    wide = tiles.rows == 128
+    _grouped_kernel[(tiles.most * triton.cdiv(n, COLUMNS),)](
+        values, data, out, scales, weight.scales, tiles.sorted_rows, tiles.experts, tiles.sizes,
+        tiles.num_used, n, k,
+        SHARE=share, BM=tiles.rows, BN=COLUMNS, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
+        SCALED=scales is not None, num_warps=8 if wide else 4, num_stages=4, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | QuantizedRows:
+    return values if scales is None else QuantizedRows(values, scales)
+
+
+def mix_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    add_to: torch.Tensor,
+) -> None:
+    """Add to add_to[t, k] each token's experts: weight * down(silu(gate(x)) * up(x)) of x[t, k]."""
+    (tokens, top_k), n = ids.shape, down.n
+    assert add_to.is_contiguous() and add_to.shape == (tokens, n)
+    fp8 = gate_up.scales is not None
+    rows = _rows(*gpu_rows.quantize_rows(x)) if fp8 else x
+    tiles = sort_by_expert(ids, gate_up.num_experts)
+    inner = grouped_matmul(rows, gate_up, tiles, tokens * top_k, share=top_k)
+    gated = _rows(*gpu_rows.silu_mul(inner, fp8))
+    results = grouped_matmul(gated, down, tiles, tokens * top_k, share=1)
+    _sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
+        results, weights, add_to, n, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=4, **launch_options()
+    )

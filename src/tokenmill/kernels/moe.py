@@ -1,0 +1,158 @@
+"""Mixture of experts: the router's choice, the products of each expert's tokens, their sum.
+
+On a GPU nothing of this waits for the host: tokens are sorted by expert into tiles whose number has
+a bound that the shapes alone give, and programs beyond the last tile end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tokenmill.kernels import MODE, triton_kernels, use_triton
+from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
+from tokenmill.kernels.norm import silu_mul
+
+
+class Routing(NamedTuple):
+    """How a token chooses `top_k` experts by the router's logits."""
+
+    top_k: int
+    sigmoid: bool = False  # scores are sigmoids, else a softmax over all experts
+    renormalise: bool = True  # weights of the chosen sum to one
+    scaling: float = 1.0  # then times this
+    num_groups: int = 1  # the choice is among the experts of the best groups
+    top_groups: int = 1
+
+
+@dataclass(slots=True)
+class PackedExperts:
+    """The same matrix W[n, k] of every expert, packed one by one into one tensor."""
+
+    num_experts: int
+    data: torch.Tensor | None = None  # [experts, ...] as PackedWeight.data
+    scales: torch.Tensor | None = None  # fp32 [experts, n]
+    n: int = 0
+    k: int = 0
+    tiled: bool = False
+
+    def put(self, expert: int, weight: PackedWeight) -> None:
+        """Keep an expert's weight; the first one decides the shape."""
+        if self.data is None:
+            self.n, self.k, self.tiled = weight.n, weight.k, weight.tiled
+            self.data = weight.data.new_empty(self.num_experts, *weight.data.shape)
+            if weight.scales is not None:
+                self.scales = weight.scales.new_empty(self.num_experts, *weight.scales.shape)
+        self.data[expert] = weight.data
+        if weight.scales is not None:
+            assert self.scales is not None
+            self.scales[expert] = weight.scales
+
+    def expert(self, index: int) -> PackedWeight:
+        """One expert's weight."""
+        assert self.data is not None
+        scales = None if self.scales is None else self.scales[index]
+        return PackedWeight(self.data[index], scales, self.n, self.k, self.tiled)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.expert(0).rounding
+
+    @property
+    def num_bytes(self) -> int:
+        assert self.data is not None
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """x[t, k] times the router's W[experts, k], in fp32 whatever x is: [t, experts]."""
+    if weight.tiled:
+        return matmul(x, weight)
+    if not use_triton(x):
+        return x.float() @ weight.data.float().T
+    if MODE.batch_invariant:
+        zeros = torch.zeros(x.shape[0], weight.n, device=x.device)
+        out: torch.Tensor = triton_kernels("matmul").matmul(x, weight, None, zeros)
+        return out
+    return torch.mm(x, weight.data.T, out_dtype=torch.float32)
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts int32 [t, top_k] and their weights fp32 [t, top_k], from logits[t, experts].
+
+    `bias` is added to the scores for the choice alone.
+    """
+    if use_triton(logits):
+        ids, weights = triton_kernels("moe").route(logits, bias, routing)
+        return ids, weights
+    return route_reference(logits, bias, routing)
+
+
+def route_reference(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        groups = choice.unflatten(1, (routing.num_groups, -1))
+        best = groups.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
+        kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    ids = choice.topk(routing.top_k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.scaling
+
+
+def mix_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    add_to: torch.Tensor,
+) -> None:
+    """Add to add_to[t, k] each token's experts: weight * down(silu(gate(x)) * up(x)) of x[t, k]."""
+    mix = triton_kernels("moe").mix_experts if use_triton(x) else mix_experts_reference
+    mix(x, ids, weights, gate_up, down, add_to)
+
+
+def mix_experts_reference(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    add_to: torch.Tensor,
+) -> None:
+    """Expert by expert, all its tokens at once; a token's sum runs in the order of its choice."""
+    flat, top_k = ids.flatten().long(), ids.shape[1]
+    order = flat.argsort(stable=True)
+    rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
+    results = x.new_empty(flat.shape[0], down.n)
+    counts = torch.bincount(flat, minlength=gate_up.num_experts).tolist()
+    for expert, places in enumerate(order.split(counts)):
+        if places.shape[0]:
+            inner = matmul(_pick(rows, places // top_k), gate_up.expert(expert))
+            results[places] = matmul(silu_mul(inner, down.rounding), down.expert(expert))
+    by_token = results.unflatten(0, (-1, top_k))
+    total = torch.zeros(add_to.shape, device=x.device)
+    for choice in range(top_k):
+        total += by_token[:, choice].float() * weights[:, choice, None]
+    add_to += total
+
+
+def _pick(x: torch.Tensor | QuantizedRows, rows: torch.Tensor) -> torch.Tensor | QuantizedRows:
+    if isinstance(x, QuantizedRows):
+        values = x.values
+        if values.dtype.itemsize == 1:  # fp8 has no indexing of its own on CPU
+            values = values.view(torch.uint8)[rows].view(values.dtype)
+        else:
+            values = values[rows]
+        return QuantizedRows(values, x.scales[rows])
+    return x[rows]

@@ -1,0 +1,143 @@
+"""What all decoder-only families share: embedding, layers one after the other, norm and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from tokenmill.core.spec import ModelSpec
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.linear import (
+    ComputeType,
+    Device,
+    Embedding,
+    Linear,
+    Tensors,
+    activation_dtype,
+)
+from tokenmill.layers.mlp import MLP, MoE, RoutedExperts
+from tokenmill.layers.residual import Residual
+from tokenmill.layers.rotary import rotary_table
+from tokenmill.models.names import canonical, expert_of, layer_tensors
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # two parts per layer: ModelSpec.cache_dims
+
+
+class Layer(Protocol):
+    """Adds its attention and its MLP to the stream."""
+
+    def __call__(
+        self,
+        stream: Residual,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> None: ...
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class LayerTensors:
+    """The tensors of one layer as they come; those of routed experts are packed at once."""
+
+    def __init__(self, spec: ModelSpec, index: int, dtype: ComputeType, device: Device) -> None:
+        self.spec, self.index, self.dtype, self.device = spec, index, dtype, device
+        self.plain: Tensors = {}
+        self.missing = len(layer_tensors(spec, index))
+        self.experts: RoutedExperts | None = None
+        if spec.moe and spec.moe.layers[index]:
+            self.experts = RoutedExperts(spec.moe.num_experts, dtype, device)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor under its short name."""
+        self.missing -= 1
+        if self.experts is not None and (found := expert_of(name)):
+            self.experts.put(*found, tensor)
+        else:
+            self.plain[name] = tensor
+
+    def norm(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A norm's weights, in the stream's type unless asked otherwise."""
+        return self.plain[f"{name}.weight"].to(self.device, dtype or activation_dtype(self.dtype))
+
+    def linear(self, *names: str) -> Linear:
+        return Linear.named(self.plain, list(names), self.dtype, self.device)
+
+    def mlp(self) -> MLP | MoE:
+        """What follows the attention in this layer."""
+        norm = self.norm("post_attention_layernorm")
+        if self.experts is None:
+            return MLP(norm, self.plain, self.dtype, self.device)
+        assert self.spec.moe is not None
+        return MoE(self.spec.moe, norm, self.plain, self.experts, self.dtype, self.device)
+
+
+class Decoder:
+    """A decoder-only transformer over a paged KV cache."""
+
+    layer_type: Callable[[LayerTensors], Layer]
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: ComputeType,
+        max_model_len: int,
+        device: Device = "cpu",
+    ) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.stream: Callable[[torch.Tensor, float], Residual] = Residual
+        self.cos_sin = rotary_table(spec.rope, spec.cache_dims[0], max_model_len).to(device)
+        self.layers, outer = self._load(tensors)
+        table = outer["model.embed_tokens.weight"]
+        self.norm = outer["model.norm.weight"].to(device, activation_dtype(dtype))
+        head = table if spec.tie_embeddings else outer["lm_head.weight"]
+        self.head = Linear([head], [], "bf16" if dtype == "fp8" else dtype, device)
+        rows = self.head.weight if spec.tie_embeddings else table.to(device)
+        self.embedding = Embedding(rows, dtype)
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
+        """Pack each layer as soon as it is complete; the rest belongs to no layer."""
+        outer: Tensors = {}
+        parts: dict[int, LayerTensors] = {}
+        done: dict[int, Layer] = {}
+        for name, tensor in tensors:
+            if not name.startswith("model.layers."):
+                outer[name] = tensor
+                continue
+            number, _, short = name.removeprefix("model.layers.").partition(".")
+            index = int(number)
+            if index not in parts:
+                parts[index] = LayerTensors(self.spec, index, self.dtype, self.device)
+            parts[index].put(canonical(self.spec, short), tensor)
+            if not parts[index].missing:
+                done[index] = self.layer_type(parts.pop(index))
+        return [done[i] for i in range(self.spec.num_layers)], outer
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
+        stream = self.stream(self.embedding(token_ids), self.spec.rms_eps)
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            layer(stream, cache, self.cos_sin, batch)
+        return stream.complete()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab], in the stream's type."""
+        return Residual(hidden, self.spec.rms_eps).project(self.norm, self.head)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The products of all layers; the head and routed experts are not among them."""
+        return [linear for layer in self.layers for linear in layer.linears]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights as they lie in memory."""
+        layers = sum(layer.num_bytes for layer in self.layers)
+        return self.embedding.num_bytes + self.head.num_bytes + layers

@@ -1,0 +1,112 @@
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then experts beside a shared one.
+
+Attention is computed in the latent space, in prefill and decode alike. A head's scores are
+(W_UK^T q_nope) . latent + q_rope . k_rope, its result is W_UV (sum of weighted latents), where
+kv_b_proj stacks W_UK and W_UV of each head; only latent and k_rope are cached.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.core.mla import LATENT_NORM_EPS
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.kernels.mla import latent_attention, latent_cache
+from tokenmill.kernels.norm import norm_matmul
+from tokenmill.layers.linear import Linear, activation_dtype
+from tokenmill.layers.residual import Residual
+from tokenmill.models.decoder import Decoder, LayerTensors
+
+
+class LatentAttention:
+    """The attention of one layer, from the normed stream to the input of its output product."""
+
+    def __init__(self, tensors: LayerTensors) -> None:
+        spec, mla = tensors.spec, tensors.spec.mla
+        assert mla is not None
+        self.mla, self.num_heads = mla, spec.num_heads
+        queries = "q_proj" if mla.q_rank is None else "q_a_proj"
+        self.down = tensors.linear(f"self_attn.{queries}", "self_attn.kv_a_proj_with_mqa")
+        self.q_norm, self.q_up = None, None
+        if mla.q_rank is not None:
+            self.q_norm = tensors.norm("self_attn.q_a_layernorm")
+            self.q_up = tensors.linear("self_attn.q_b_proj")
+        self.kv_norm = tensors.norm("self_attn.kv_a_layernorm", torch.float32)
+        kv_up = tensors.plain["self_attn.kv_b_proj.weight"].to(tensors.device)
+        kv_up = kv_up.to(activation_dtype(tensors.dtype)).unflatten(0, (self.num_heads, -1))
+        # [heads, nope, kv_rank] into the latent space, [heads, kv_rank, value] out of it
+        self.into = kv_up[:, : mla.nope_dim].contiguous()
+        self.out_of = kv_up[:, mla.nope_dim :].mT.contiguous()
+
+    def __call__(
+        self,
+        stream: Residual,
+        norm: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """[t, heads * value_dim]."""
+        mla = self.mla
+        latent_size = mla.kv_rank + mla.rope_dim
+        projected = stream.project(norm, self.down)
+        q, kv = projected[:, :-latent_size], projected[:, -latent_size:]
+        if self.q_up is not None and self.q_norm is not None:
+            q_up = self.q_up
+            q = norm_matmul(q.contiguous(), self.q_norm, LATENT_NORM_EPS, q_up.weight, q_up.bias)
+        q = q.unflatten(1, (self.num_heads, -1))
+        latent_cache(q, kv, *cache, self.kv_norm, LATENT_NORM_EPS, cos_sin, batch, mla.interleaved)
+        q_latent = _per_head(q[..., : mla.nope_dim], self.into)
+        latents = latent_attention(q_latent, q, *cache, batch, mla.softmax_scale)
+        return _per_head(latents, self.out_of).flatten(1)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.down,) if self.q_up is None else (self.down, self.q_up)
+
+    @property
+    def num_bytes(self) -> int:
+        unpacked: int = self.into.nbytes + self.out_of.nbytes
+        return unpacked + sum(linear.num_bytes for linear in self.linears)
+
+
+def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x[t, heads, k] times weight[heads, k, n] -> [t, heads, n], contiguous."""
+    out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out
+
+
+class DecoderLayer:
+    """Attention and MLP or experts, which both add to the residual stream."""
+
+    def __init__(self, tensors: LayerTensors) -> None:
+        self.norm = tensors.norm("input_layernorm")
+        self.attention = LatentAttention(tensors)
+        self.out = tensors.linear("self_attn.o_proj")
+        self.mlp = tensors.mlp()
+
+    def __call__(
+        self,
+        stream: Residual,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        """Add this layer's attention and MLP to the stream."""
+        stream.add(self.out, self.attention(stream, self.norm, cache, cos_sin, batch))
+        self.mlp(stream)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.attention.linears, self.out, *self.mlp.linears
+
+    @property
+    def num_bytes(self) -> int:
+        return self.attention.num_bytes + self.out.num_bytes + self.mlp.num_bytes
+
+
+class DeepseekV3(Decoder):
+    """A decoder-only transformer with latent attention; its MTP layers are left in the file."""
+
+    layer_type = DecoderLayer

@@ -1,0 +1,143 @@
+"""Which tensors a checkpoint of each family holds: names and shapes are data.
+
+Layers are built from the same short names whatever the family calls them; see `canonical`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tokenmill.core.mla import MLASpec
+from tokenmill.core.moe import MoESpec
+from tokenmill.core.spec import ModelSpec
+
+Shape = tuple[int, ...]
+
+EMBEDDING = "model.embed_tokens.weight"
+IGNORABLE = (
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    r"model\.rotary_emb\.inv_freq",
+)
+IGNORABLE_WHEN_TIED = (r"lm_head\.weight",)
+# Read past on purpose: activations are scaled per row as they come, the KV cache by no file.
+STATIC_SCALES = (
+    r".+\.(input|activation)_scale",
+    r"model\.layers\.\d+\.self_attn\.[kv]_scale",
+)
+_EXPERTS = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_TO_MIXTRAL = {ours: theirs for theirs, ours in _MIXTRAL.items()}
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of every tensor that the model needs."""
+    tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    for index in range(spec.num_layers):
+        for name, shape in layer_tensors(spec, index).items():
+            tensors[f"model.layers.{index}.{_stored(spec, name)}"] = shape
+    tensors["model.norm.weight"] = (spec.hidden_size,)
+    if not spec.tie_embeddings:
+        tensors["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return tensors
+
+
+def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
+    """Short name -> shape of the tensors of one layer."""
+    hidden = spec.hidden_size
+    expected: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    expected |= _latent_attention(spec, spec.mla) if spec.mla else _attention(spec)
+    if spec.moe and spec.moe.layers[index]:
+        return expected | _experts(spec.moe, hidden)
+    inner = spec.intermediate_size
+    expected |= _mlp("mlp", hidden, inner)
+    if spec.mlp_bias:
+        expected |= {f"mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+        expected["mlp.down_proj.bias"] = (hidden,)
+    return expected
+
+
+def canonical(spec: ModelSpec, name: str) -> str:
+    """The short name of a layer's tensor, from the family's own."""
+    if spec.architecture != "MixtralForCausalLM":
+        return name
+    return ".".join(_MIXTRAL.get(part, part) for part in name.split("."))
+
+
+def expert_of(name: str) -> tuple[int, str] | None:
+    """Number and kind ("gate", "up", "down") of a routed expert's tensor, by its short name."""
+    found = _EXPERTS.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def ignorable(spec: ModelSpec) -> re.Pattern[str]:
+    """Names of tensors that a checkpoint may hold and the model does not need."""
+    static = STATIC_SCALES if spec.quantization else ()
+    last = spec.num_layers + spec.num_mtp_layers
+    mtp = tuple(rf"model\.layers\.{index}\..+" for index in range(spec.num_layers, last))
+    return re.compile(
+        "|".join(IGNORABLE + IGNORABLE_WHEN_TIED * spec.tie_embeddings + static + mtp)
+    )
+
+
+def _stored(spec: ModelSpec, name: str) -> str:
+    if spec.architecture != "MixtralForCausalLM" or not name.startswith("mlp."):
+        return name
+    return ".".join(_TO_MIXTRAL.get(part, part) for part in name.split("."))
+
+
+def _attention(spec: ModelSpec) -> dict[str, Shape]:
+    hidden = spec.hidden_size
+    matrices: dict[str, tuple[int, int, bool]] = {  # rows, columns, bias
+        "q_proj": (spec.q_size, hidden, spec.attention_bias),
+        "k_proj": (spec.kv_size, hidden, spec.attention_bias),
+        "v_proj": (spec.kv_size, hidden, spec.attention_bias),
+        "o_proj": (hidden, spec.q_size, spec.output_bias),
+    }
+    expected: dict[str, Shape] = {}
+    for name, (rows, columns, bias) in matrices.items():
+        expected[f"self_attn.{name}.weight"] = (rows, columns)
+        if bias:
+            expected[f"self_attn.{name}.bias"] = (rows,)
+    if spec.qk_norm:
+        expected |= {f"self_attn.{x}_norm.weight": (spec.head_dim,) for x in ("q", "k")}
+    return expected
+
+
+def _latent_attention(spec: ModelSpec, mla: MLASpec) -> dict[str, Shape]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    queries: dict[str, Shape] = {"q_proj": (spec.q_size, hidden)}
+    if mla.q_rank is not None:
+        queries = {
+            "q_a_proj": (mla.q_rank, hidden),
+            "q_a_layernorm": (mla.q_rank,),
+            "q_b_proj": (spec.q_size, mla.q_rank),
+        }
+    modules = queries | {
+        "kv_a_proj_with_mqa": (mla.kv_rank + mla.rope_dim, hidden),
+        "kv_a_layernorm": (mla.kv_rank,),
+        "kv_b_proj": (heads * (mla.nope_dim + mla.value_dim), mla.kv_rank),
+        "o_proj": (hidden, heads * mla.value_dim),
+    }
+    return {f"self_attn.{name}.weight": shape for name, shape in modules.items()}
+
+
+def _experts(moe: MoESpec, hidden: int) -> dict[str, Shape]:
+    expected: dict[str, Shape] = {"mlp.gate.weight": (moe.num_experts, hidden)}
+    if moe.correction_bias:
+        expected["mlp.gate.e_score_correction_bias"] = (moe.num_experts,)
+    if moe.shared_size:
+        expected |= _mlp("mlp.shared_experts", hidden, moe.shared_size)
+    for expert in range(moe.num_experts):
+        expected |= _mlp(f"mlp.experts.{expert}", hidden, moe.intermediate_size)
+    return expected
+
+
+def _mlp(module: str, hidden: int, inner: int) -> dict[str, Shape]:
+    return {
+        f"{module}.gate_proj.weight": (inner, hidden),
+        f"{module}.up_proj.weight": (inner, hidden),
+        f"{module}.down_proj.weight": (hidden, inner),
+    }

@@ -1,0 +1,45 @@
+"""One sequence driven through a model by hand."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill.core.types import Request, SamplingParams
+from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.models import MODELS
+from tokenmill.models.weights import open_checkpoint
+from tokenmill.sched.sequence import Batch, Sequence
+
+BLOCK_SIZE = 16
+
+
+class Harness:
+    """A checkpoint, and one sequence of it over scattered blocks."""
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        checkpoint = open_checkpoint(folder)
+        module, _, name = MODELS[checkpoint.spec.family].partition(":")
+        family = getattr(import_module(module), name)
+        self.model = family(checkpoint.spec, checkpoint.tensors(), dtype, 256)
+        cache = allocate_kv_cache(checkpoint.spec, 16, BLOCK_SIZE)
+        self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, max_model_len=256)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+        """Logits after every token, computed chunk by chunk over scattered blocks."""
+        seq = Sequence(Request("r", token_ids, SamplingParams()), (0, 0, 0), 256, frozenset())
+        seq.block_ids = [11, 3, 7, 0, 15, 8, 2]
+        seq.slot = 3
+        builder = self.runner.builder
+        builder.tables.update([(seq, 0)], builder.staging)
+        rows = []
+        for size in chunks:
+            inputs = builder.build(Batch([(seq, size)], size))
+            hidden = self.model.forward(inputs.token_ids, self.runner.kv_cache, inputs.attention)
+            rows.append(self.model.logits(hidden))
+            seq.num_computed_tokens += size
+        return torch.cat(rows)

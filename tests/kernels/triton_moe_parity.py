@@ -1,0 +1,136 @@
+"""Experts and latent attention against their torch references, by name and for a device.
+
+The limits are those of triton_parity.py.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from triton_parity import BLOCKS, _cpu_batch, make_batch
+
+from tokenmill.kernels import MODE, mla, moe
+from tokenmill.kernels import matmul as mm
+from tokenmill.kernels.gpu import mla as gpu_mla
+from tokenmill.kernels.gpu import moe as gpu_moe
+from tokenmill.kernels.moe import PackedExperts, Routing
+
+TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
+
+
+def check_route(device: str) -> None:
+    for tokens, experts, routing, biased in (
+        (1, 8, Routing(2), False),
+        (6, 12, Routing(3, renormalise=False), False),
+        (9, 256, Routing(8, True, True, 2.5, 8, 4), True),
+        (5, 24, Routing(5, True, False, 1.5, 3, 2), True),
+    ):
+        logits = torch.randn(tokens, experts, device=device)
+        bias = torch.randn(experts, device=device) * 0.3 if biased else None
+        ids, weights = gpu_moe.route(logits, bias, routing)
+        expected_ids, expected_weights = moe.route_reference(logits, bias, routing)
+        assert ids.dtype == torch.int32 and torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights)
+
+
+def check_sort_by_expert(device: str) -> None:
+    """Every row is in a tile of its expert once, and tiles do not mix experts."""
+    for tokens, top_k, experts in ((1, 2, 8), (9, 3, 5), (60, 8, 256), (300, 2, 3)):
+        ids = torch.rand(tokens, experts).pow(2).topk(top_k, dim=1)[1].int().to(device)
+        tiles = gpu_moe.sort_by_expert(ids, experts)
+        used = int(tiles.num_used)
+        assert 0 < used <= tiles.most
+        seen, flat = [], ids.flatten().tolist()
+        for tile in range(used):
+            size, expert = int(tiles.sizes[tile]), int(tiles.experts[tile])
+            start = tile * tiles.rows
+            rows = tiles.sorted_rows[start : start + size].tolist()
+            assert 0 < size <= tiles.rows and {flat[row] for row in rows} == {expert}
+            seen += rows
+        assert sorted(seen) == list(range(tokens * top_k))
+
+
+def packed(experts: int, n: int, k: int, dtype: str, device: str) -> PackedExperts:
+    stack = PackedExperts(experts)
+    for expert in range(experts):
+        dense = torch.randn(n, k, device=device) / k**0.5
+        weight = mm.PackedWeight(dense, None, n, k, tiled=False)
+        stack.put(expert, mm.pack(dense, "fp8", device) if dtype == "fp8" else weight)
+    return stack
+
+
+def check_mix_experts(device: str) -> None:
+    shapes = ((1, 2, 8, 64, 32), (27, 3, 4, 96, 40))
+    for (tokens, top_k, experts, hidden, inner), dtype in itertools.product(
+        shapes, ("fp32", "fp8")
+    ):
+        gate_up = packed(experts, 2 * inner, hidden, dtype, device)
+        down = packed(experts, hidden, inner, dtype, device)
+        kind = torch.bfloat16 if dtype == "fp8" else torch.float32
+        x, start = torch.randn(2, tokens, hidden, device=device).to(kind)
+        ids = torch.rand(tokens, experts, device=device).topk(top_k, dim=1)[1].int()
+        weights = torch.rand(tokens, top_k, device=device)
+        own, expected = start.clone(), start.clone()
+        gpu_moe.mix_experts(x, ids, weights, gate_up, down, own)
+        moe.mix_experts_reference(x, ids, weights, gate_up, down, expected)
+        if dtype == "fp8":
+            assert (own - expected).norm() / (expected - start).norm() < 0.02
+        else:
+            limit = TOLERANCE[device]
+            torch.testing.assert_close(own, expected, atol=limit, rtol=limit)
+
+
+# heads, nope, rope, latent, block size, interleaved
+SHAPES = ((4, 12, 16, 32, 16, True), (40, 8, 16, 16, 64, False))
+
+
+def _latent_inputs(shape: tuple[int, int, int, int, int, bool], device: str) -> tuple[Any, ...]:
+    heads, nope, rope, latent, block_size, _ = shape
+    batch = make_batch([1, 1, 5, 40, 33], [0, 97, 11, 50, 0], block_size, (heads, 1), device)
+    tokens = len(batch.positions)
+    rope_cache = torch.randn(BLOCKS, 1, block_size, rope, device=device)
+    latent_cache = torch.randn(BLOCKS, 1, block_size, latent, device=device)
+    projected = torch.randn(tokens, heads * (nope + rope) + latent + rope, device=device)
+    q = projected[:, : heads * (nope + rope)].unflatten(1, (heads, -1))
+    return batch, rope_cache, latent_cache, q, projected[:, heads * (nope + rope) :]
+
+
+def check_latent_cache(device: str) -> None:
+    for shape in SHAPES:
+        rope, latent, interleaved = shape[2], shape[3], shape[5]
+        batch, rope_cache, latent_cache, q, kv = _latent_inputs(shape, device)
+        norm, cos_sin = torch.rand(latent, device=device), torch.randn(128, rope, device=device)
+        ropes, latents, turned = rope_cache.clone(), latent_cache.clone(), q.clone()
+        as_stored = ropes.mT.contiguous() if device == "cpu" else ropes  # a CPU's keys by channel
+        rest = (norm, 1e-6, cos_sin, batch, interleaved)
+        mla.latent_cache_reference(turned, kv, as_stored, latents, *rest)
+        gpu_mla.latent_cache(q, kv, rope_cache, latent_cache, *rest)
+        torch.testing.assert_close(q, turned)
+        torch.testing.assert_close(latent_cache, latents)
+        torch.testing.assert_close(rope_cache, as_stored.mT if device == "cpu" else as_stored)
+
+
+def check_latent_attention(device: str) -> None:
+    tolerance = 1e-5 if device == "cpu" else 5e-3
+    for shape, invariant in zip((*SHAPES, SHAPES[0]), (False, False, True), strict=True):
+        MODE.batch_invariant = invariant
+        batch, rope_cache, latent_cache, q, _ = _latent_inputs(shape, device)
+        q_latent = torch.randn(*q.shape[:2], shape[3], device=device)
+        expected = mla.latent_attention_reference(
+            q_latent.cpu(), q.cpu(), rope_cache.mT.cpu(), latent_cache.cpu(), _cpu_batch(batch),
+            0.11,
+        )  # fmt: skip
+        out = torch.empty_like(expected, device=device)
+        for tiles in batch.tiles:
+            gpu_mla.latent_attention(q_latent, q, out, rope_cache, latent_cache, tiles, batch, 0.11)
+        torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
+        MODE.batch_invariant = False
+
+
+CHECKS = {
+    "route": check_route,
+    "sort_by_expert": check_sort_by_expert,
+    "mix_experts": check_mix_experts,
+    "latent_cache": check_latent_cache,
+    "latent_attention": check_latent_attention,
+}
