@@ -263,6 +263,17 @@ def test_stream_events(server: SimServer) -> None:
     assert all("usage" not in c for c in without[:-1])
 
 
+def test_usage_in_every_event(server: SimServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for ask in (server.chat, server.complete):
+        *chunks, last, _ = ask("hi", stream=True, stream_options=options, max_tokens=3).events
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[0] == 1 and counts[-1] == 3 and counts == sorted(counts)
+        assert last["choices"] == [] and last["usage"] == chunks[-1]["usage"]
+        alone = {"continuous_usage_stats": True}  # include_usage decides, as in vLLM
+        assert "usage" not in ask("hi", stream=True, stream_options=alone).events[0]
+
+
 def test_text_is_escaped_in_events(server: SimServer) -> None:
     text = 'quotes " and \\ and \n\nnewlines\u2028 data: x 😀 数字'
     events = server.chat(f"say: {text}", stream=True).events[:-1]

@@ -23,6 +23,7 @@ from tokenmill.bench.wire import (
     SseError,
     SseScanner,
     Target,
+    Usage,
     decode_chunk,
     error_text,
 )
@@ -75,45 +76,43 @@ class Exchange:
     def _scan(self, data: bytes, now_ns: int) -> None:
         try:
             for event in self.scanner.feed(data):
-                self._take_event(event, now_ns)
+                if event == DONE:
+                    self.is_complete = True
+                else:
+                    self._take(decode_chunk(event), now_ns)
         except SseError as error:
             self.fail(MALFORMED_SSE, str(error))
 
-    def _take_event(self, event: bytes, now_ns: int) -> None:
-        if event == DONE:
-            self.is_complete = True
-        else:
-            self._take(decode_chunk(event), now_ns)
-
     def _take(self, chunk: Chunk, now_ns: int) -> None:
+        """This runs for every token: nothing more is called than must be."""
         record = self.record
         if chunk.error is not None:
             self.fail(IN_STREAM, str(chunk.error)[:200])
         if chunk.usage is not None:
-            record.prompt_tokens = chunk.usage.prompt_tokens
-            record.completion_tokens = chunk.usage.completion_tokens
-            record.total_tokens = chunk.usage.total_tokens
-            if chunk.usage.prompt_tokens_details is not None:
-                record.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+            self._take_usage(chunk.usage)
         for choice in chunk.choices:
             if text := choice.output():
-                self._output(text, now_ns)
+                if record.first_ns:
+                    record.gaps_ns.append(now_ns - record.last_ns)
+                else:
+                    record.first_ns = now_ns
+                    if self.on_first is not None:
+                        self.on_first()
+                record.last_ns = now_ns
+                record.num_outputs += 1
+                record.num_bytes += len(text) if text.isascii() else len(text.encode())
+                if self.keep_text:
+                    self.texts.append(text)
             if choice.finish_reason is not None:
                 record.finish_reason = choice.finish_reason
 
-    def _output(self, text: str, now_ns: int) -> None:
+    def _take_usage(self, usage: Usage) -> None:
         record = self.record
-        if record.first_ns:
-            record.gaps_ns.append(now_ns - record.last_ns)
-        else:
-            record.first_ns = now_ns
-            if self.on_first is not None:
-                self.on_first()
-        record.last_ns = now_ns
-        record.num_outputs += 1
-        record.num_bytes += len(text) if text.isascii() else len(text.encode())
-        if self.keep_text:
-            self.texts.append(text)
+        record.prompt_tokens = usage.prompt_tokens
+        record.completion_tokens = usage.completion_tokens
+        record.total_tokens = usage.total_tokens
+        if usage.prompt_tokens_details is not None:
+            record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def fail(self, error: str, detail: str = "") -> None:
         """The first error counts."""
@@ -166,6 +165,7 @@ class Connection(asyncio.Protocol):
         self._has_length = False
         self._got_bytes = False
         self._parts: list[bytes] = []
+        self.on_body = self._parts.append
 
     @property
     def answered(self) -> bool:
@@ -220,9 +220,6 @@ class Connection(asyncio.Protocol):
             status = self._parser.get_status_code()
             self.exchange.record.status = status
             self.exchange.is_stream &= status == 200 and self.exchange.stream
-
-    def on_body(self, data: bytes) -> None:
-        self._parts.append(data)
 
     def on_message_complete(self) -> None:
         exchange = self.exchange

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -73,13 +74,12 @@ def _corpus() -> tuple[str, tuple[int, ...]]:
 
 def words(key: str, number: int, count: int) -> str:
     """`count` words that begin unlike those of any other (key, number): no cache can help."""
-    rng = random.Random(f"{key}/{number}")
     head = [WORDS[number // len(WORDS) ** place % len(WORDS)] for place in range(UNIQUE_WORDS)]
     text, starts = _corpus()
     parts = [" ".join((*head, _salt(key))[:count]) + " "]
     left = count - UNIQUE_WORDS - 1
     while left > 0:
-        begin = rng.randrange(CORPUS_WORDS)
+        begin = zlib.crc32(f"{key}/{number}/{len(parts)}".encode()) % CORPUS_WORDS
         end = min(begin + left, CORPUS_WORDS)
         parts.append(text[starts[begin] : starts[end]])
         left -= end - begin

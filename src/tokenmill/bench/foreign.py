@@ -147,8 +147,9 @@ def _guidellm_point(raw: Json) -> Point:
     rates = {"output_tok_s": "output_tokens_per_second", "total_tok_s": "tokens_per_second"}
     rates["request_s"] = "requests_per_second"
     point.values = present({name: summary(theirs).get("mean") for name, theirs in rates.items()})
-    point.add("ttft_ms", summary("time_to_first_token_ms"))
-    point.add("tpot_ms", summary("inter_token_latency_ms"))
+    if summary("time_to_first_token_ms").get("max"):  # all 0 where nothing was streamed
+        point.add("ttft_ms", summary("time_to_first_token_ms"))
+        point.add("tpot_ms", summary("inter_token_latency_ms"))
     point.add("e2e_ms", summary("request_latency"), 1e3)
     count = (metrics.get("request_totals") or {}).get("successful")
     point.facts = present(

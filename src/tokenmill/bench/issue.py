@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import resource
 import signal
 import time
@@ -125,24 +124,22 @@ class Issuer:
     async def _slot(self, planned_ns: int, start_ns: int, slot: int) -> None:
         """One user of a closed loop: the next session when the last one has ended."""
         await _sleep_until(planned_ns)
-        for index in self._indices(slot, start_ns):
+        for own in count(slot, self.task.load.concurrency or 1):
+            index = self._next(own, (planned_ns - start_ns) / 1e9)
+            if index is None:
+                return
             await self._session(self.task.dataset.session(index), index, planned_ns)
             planned_ns = time.monotonic_ns()
 
-    def _indices(self, slot: int, start_ns: int) -> Iterator[int]:
-        """Sessions of a slot: its own share, or whichever is next where passes are whole."""
+    def _next(self, own: int, planned_s: float) -> int | None:
+        """The session of a user: its own, or whichever is next where passes are whole."""
         load = self.task.load
-        seconds = math.inf if load.duration_s is None else load.duration_s
-        for own in count(slot, load.concurrency or 1):
-            is_over = (time.monotonic_ns() - start_ns) / 1e9 >= seconds
-            if self.tickets is None:
-                ended = is_over or (load.num_sessions is not None and own >= load.num_sessions)
-                index = None if ended else own
-            else:
-                index = take_ticket(self.tickets, load.pass_size or 1, is_over)
-            if index is None:
-                return
-            yield index
+        is_over = load.duration_s is not None and planned_s >= load.duration_s
+        if self.tickets is not None:
+            return take_ticket(self.tickets, load.pass_size or 1, is_over)
+        if is_over or (load.num_sessions is not None and own >= load.num_sessions):
+            return None
+        return own
 
     async def _session(self, session: Session, index: int, planned_ns: int) -> None:
         """Turn by turn; the answers become part of what follows."""

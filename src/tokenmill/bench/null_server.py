@@ -11,26 +11,38 @@ from typing import Any
 from tokenmill.bench.issue import loop_factory
 
 NUM_TOKENS = 32
+OBJECTS = {"chat": "chat.completion", "completions": "text_completion"}
 _LENGTH = b"content-length:"
 
 
 def answer_of(api: str, stream: bool) -> bytes:
     """The bytes of the one answer, with NUM_TOKENS tokens."""
-    usage = {
-        "prompt_tokens": 1,
-        "completion_tokens": NUM_TOKENS,
-        "total_tokens": NUM_TOKENS + 1,
-    }
-    if not stream:
-        choice = _choice(api, " null" * NUM_TOKENS, "message") | {"finish_reason": "length"}
-        body = json.dumps({"choices": [choice], "usage": usage}).encode()
-        return _head("application/json", f"Content-Length: {len(body)}") + body
-    tokens = [{"choices": [_choice(api, " null", "delta")]} for _ in range(NUM_TOKENS)]
+    if stream:
+        return STREAM_HEAD + b"".join(stream_chunks(api, NUM_TOKENS))
+    choice = _choice(api, " null" * NUM_TOKENS, "message") | {"finish_reason": "length"}
+    whole = {"object": OBJECTS[api], "choices": [choice], "usage": _usage(NUM_TOKENS)}
+    body = json.dumps(whole).encode()
+    return _head("application/json", f"Content-Length: {len(body)}") + body
+
+
+def stream_chunks(api: str, num_tokens: int) -> list[bytes]:
+    """A chunk of HTTP per token, and one with all that follows the last token."""
+    token = {"choices": [_choice(api, " null", "delta")]}
     end = {"choices": [_choice(api, "", "delta") | {"finish_reason": "length"}]}
-    events = [json.dumps(e) for e in (*tokens, end, {"choices": [], "usage": usage})]
-    chunks = [f"data: {event}\n\n".encode() for event in (*events, "[DONE]")]
-    body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
-    return _head("text/event-stream", "Transfer-Encoding: chunked") + body
+    usage: dict[str, Any] = {"choices": [], "usage": _usage(num_tokens)}
+    kind = {"object": OBJECTS[api] + (".chunk" if api == "chat" else "")}
+    text, *last = (b"data: %s\n\n" % json.dumps(kind | e).encode() for e in (token, end, usage))
+    tail = b"".join(_chunk(event) for event in (*last, b"data: [DONE]\n\n", b""))
+    return [*[_chunk(text)] * num_tokens, tail]
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    total = num_tokens + 1
+    return {"prompt_tokens": 1, "completion_tokens": num_tokens, "total_tokens": total}
 
 
 def _choice(api: str, text: str, name: str) -> dict[str, Any]:
@@ -42,22 +54,29 @@ def _head(content_type: str, length: str) -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{length}\r\n\r\n".encode()
 
 
+STREAM_HEAD = _head("text/event-stream", "Transfer-Encoding: chunked")
+
+
 class NullProtocol(asyncio.Protocol):
     """Reads whole requests by their length and writes the answer."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
         self._buffer = b""
-        self._transport: Any = None
+        self.transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self.transport = transport
+
+    def answer(self) -> None:
+        """A whole request has come."""
+        self.transport.write(self._answer)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         while size := _request_size(self._buffer):
             self._buffer = self._buffer[size:]
-            self._transport.write(self._answer)
+            self.answer()
 
 
 def _request_size(buffer: bytes) -> int:

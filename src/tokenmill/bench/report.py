@@ -26,6 +26,7 @@ from tokenmill.bench.point_charts import (
     timelines,
 )
 from tokenmill.bench.tables import (
+    curve_table,
     error_table,
     events_csv,
     latency_table,
@@ -63,6 +64,8 @@ def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Pa
         Point(summary, [r for r in records if r.point == index], report["stream"])
         for index, summary in enumerate(report["points"])
     ]
+    points.sort(key=lambda point: _load_order(point.summary))  # a search goes up and down
+    report = report | {"points": [point.summary for point in points]}
     sections = [*_point_sections(points, report["points"])]
     if any({"goodput", "price"} & point.keys() for point in report["points"]):
         sections.append(_value_section(report["points"]))
@@ -86,6 +89,10 @@ def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Pa
         sections=sections,
         notices=_notices(report),
     )
+
+
+def _load_order(point: Report) -> tuple[float, float]:
+    return point["concurrency"] or 0, point["rate"] or 0
 
 
 def _headline(points: Sequence[Report]) -> list[Tile]:
@@ -244,12 +251,15 @@ def _timeline_section(point: Point) -> Section:
 
 def sweep_section(points: Sequence[Point], summaries: Sequence[Report]) -> Section:
     """All points side by side: table, Pareto curve, and each figure against the load."""
+    is_campaign = "region" in summaries[0]
     blocks = [html.table("Points of the sweep", points_table(summaries))]
+    if is_campaign:
+        blocks.insert(0, html.table("Points of the curve", curve_table(summaries), text_columns=2))
     streamed = [point.summary for point in points if USER in point.summary.get("tok_s_user", {})]
     if len(streamed) > 1:
         blocks.append(html.grid([pareto(streamed)]))
     charts = [*against_load([point.summary for point in points]), *sweep_curves(points)]
-    return Section("Sweep", [*blocks, html.grid(charts)])
+    return Section("Curve" if is_campaign else "Sweep", [*blocks, html.grid(charts)])
 
 
 def _folded_points(points: Sequence[Point]) -> Section:
@@ -271,7 +281,8 @@ def _value_section(points: Sequence[Report]) -> Section:
         blocks.append(html.table("Goodput", _goodput_rows(points), text_columns=2))
     if "price" in points[0]:
         price = points[0]["price"]
-        text = f"{price['gpus']} GPUs at ${price['usd_per_gpu_hour']:g} per GPU and hour."
+        gpus = "1 GPU" if price["gpus"] == 1 else f"{price['gpus']} GPUs"
+        text = f"{gpus} at ${price['usd_per_gpu_hour']:g} per GPU and hour."
         blocks += [html.table("Price", _price_rows(points)), html.paragraph(text)]
     return Section("Goodput and price", blocks)
 

@@ -40,6 +40,24 @@ def points_table(points: Sequence[Report]) -> list[list[str]]:
     return [list(columns), *([show(point) for show in columns.values()] for point in points)]
 
 
+def curve_table(points: Sequence[Report]) -> list[list[str]]:
+    """A row per point of a campaign, in the words of MLPerf Endpoints."""
+    columns: dict[str, Callable[[Report], str]] = {
+        "concurrency": lambda p: str(p["concurrency"]),
+        "region": lambda p: str(p["region"]),
+        "done": lambda p: f"{p['num_completed']:,}",
+        "failed": lambda p: f"{p['num_failed']:,}",
+        "seconds": lambda p: cell(p["seconds"], 1),
+        "system_tps": lambda p: cell(p["system_tps"], 1),
+        "tps_per_user": lambda p: cell(p["tps_per_user"]),
+        "ttft_p90_ms": lambda p: cell(p["ttft_p90_ms"]),
+        "on the curve": lambda p: "yes" if p["on_front"] else "no",
+    }
+    if any("price" in point for point in points):
+        columns["$/M out"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
+    return [list(columns), *([show(point) for show in columns.values()] for point in points)]
+
+
 def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
     return lambda point: cell(point.get(key, {}).get(percent))
 

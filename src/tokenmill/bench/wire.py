@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenmill.bench.datasets import Message
 Api = Literal["chat", "completions"]
 
 DONE = b"[DONE]"
+_PLAIN = re.compile(rb"data: [^\n]*\Z").match  # one line, as nearly every event has it
 _IGNORED = (b":", b"event:", b"id:", b"retry:")
 
 
@@ -21,7 +23,7 @@ class SseError(ValueError):
     """A line that no server-sent event has, or data that is not a chunk."""
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """New text of a chunk, or the message of an answer."""
 
     content: str | None = None
@@ -30,7 +32,7 @@ class Delta(msgspec.Struct):
     tool_calls: Any = None
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, gc=False):
     """A choice of a chat or of a completion, whole or in part."""
 
     delta: Delta | None = None
@@ -49,13 +51,13 @@ class Choice(msgspec.Struct):
         return delta.content or (str(delta.tool_calls) if delta.tool_calls else "")
 
 
-class PromptDetails(msgspec.Struct):
+class PromptDetails(msgspec.Struct, gc=False):
     """What a server says of the prompt's tokens."""
 
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, gc=False):
     """Tokens as the server counts them."""
 
     prompt_tokens: int
@@ -64,7 +66,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Chunk(msgspec.Struct):
+class Chunk(msgspec.Struct, gc=False):
     """The data of one event, or a whole answer."""
 
     choices: list[Choice] = []
@@ -72,7 +74,7 @@ class Chunk(msgspec.Struct):
     error: Any = None
 
 
-class Record(msgspec.Struct):
+class Record(msgspec.Struct, gc=False):
     """All that is known of one request; times in ns of the monotonic clock."""
 
     session: int
@@ -138,12 +140,14 @@ class SseScanner:
             data = data.removesuffix(b"\r").replace(b"\r\n", b"\n")
         *events, rest = data.split(b"\n\n")
         self._rest = rest + held
-        return [found for event in events if (found := _data_of(event)) is not None]
+        return [
+            found
+            for event in events
+            if (found := event[6:] if _PLAIN(event) else _data_of(event)) is not None
+        ]
 
 
 def _data_of(event: bytes) -> bytes | None:
-    if event.startswith(b"data: ") and b"\n" not in event:
-        return event[6:]
     lines = []
     for line in event.split(b"\n"):
         if line.startswith(b"data:"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -310,6 +309,8 @@ def _quick_word(report: Report) -> str:
 
 def print_report(report: Report) -> None:
     """The table of the curve, what the client and the server say, and what is missing."""
+    from tokenmill.bench.tables import curve_table
+
     points = report["points"]
     c_max, source = report["max_concurrency"], report["max_concurrency_source"]
     found = "" if source == "given" else ", found by a search"
@@ -318,27 +319,8 @@ def print_report(report: Report) -> None:
     if report["search"] is not None:
         print_saturation(report["search"])
     if points:
-        console.print_table(_table(points))
+        console.print_table(curve_table(points))
         endpoint.print_points(points)
     console.out.print(f"not a valid submission{_quick_word(report)}:", markup=False)
     for reason in report["not_valid_because"]:
         console.out.print(f"- {reason}", markup=False)
-
-
-def _table(points: Sequence[Report]) -> list[list[str]]:
-    from tokenmill.bench.tables import cell
-
-    columns: dict[str, Callable[[Report], str]] = {
-        "concurrency": lambda p: str(p["concurrency"]),
-        "region": lambda p: str(p["region"]),
-        "done": lambda p: f"{p['num_completed']:,}",
-        "failed": lambda p: f"{p['num_failed']:,}",
-        "seconds": lambda p: cell(p["seconds"], 1),
-        "system_tps": lambda p: cell(p["system_tps"], 1),
-        "tps_per_user": lambda p: cell(p["tps_per_user"]),
-        "ttft_p90_ms": lambda p: cell(p["ttft_p90_ms"]),
-        "on the curve": lambda p: "yes" if p["on_front"] else "no",
-    }
-    if any("price" in point for point in points):
-        columns["$/M out"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
-    return [list(columns), *([show(point) for show in columns.values()] for point in points)]

@@ -118,7 +118,8 @@ def print_saturation(report: Report) -> None:
     found, by = report["found"], report["by"]
     unit = "requests/s" if by == "rate" else "users at once"
     if report["criterion"] == "goodput":
-        what = f"{report['required_share']:.4g} of the requests keep the limits"
+        share = 100 * report["required_share"]
+        what = f"at least {share:.4g} % of the requests keep the limits"
     else:
         what = "the knee of throughput"
     shown = "nothing" if found is None else f"{found:g} {unit}"

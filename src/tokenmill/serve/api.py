@@ -20,6 +20,7 @@ from tokenmill.serve.api_stream import ApiState, GenerationResponse
 from tokenmill.serve.errors import ApiError, of_decoding, of_invalid, unknown_model
 from tokenmill.serve.format_chat import ChatFormat
 from tokenmill.serve.format_completion import CompletionFormat
+from tokenmill.serve.format_stream import UsageIn
 from tokenmill.serve.metrics import CONTENT_TYPE, ServerMetrics
 from tokenmill.serve.openapi import docs_page, document
 from tokenmill.serve.prepare import Preparer
@@ -149,12 +150,15 @@ def _check_model(name: str | None, state: ApiState) -> None:
         raise unknown_model(name, state.model)
 
 
-def _include_usage(call: GenerationRequest) -> bool:
-    if call.stream_options is None:
-        return False
+def _usage_in(call: GenerationRequest) -> UsageIn:
+    options = call.stream_options
+    if options is None:
+        return "none"
     if not call.stream:
         raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
-    return bool(call.stream_options.include_usage)
+    if not options.include_usage:
+        return "none"
+    return "every" if options.continuous_usage_stats else "end"
 
 
 def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
@@ -166,9 +170,9 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
         state.admit()
         call = await _read(request, ChatCompletionRequest, limit)
         _check_model(call.model, state)
-        include_usage = _include_usage(call)
+        usage_in = _usage_in(call)
         job = await preparer.chat(call)
-        form = ChatFormat(job, state.model, state.tokenizer, include_usage)
+        form = ChatFormat(job, state.model, state.tokenizer, usage_in)
         return GenerationResponse(state, job, form, bool(call.stream))
 
     @app.post("/v1/completions", dependencies=guard)
@@ -176,9 +180,9 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
         state.admit()
         call = await _read(request, CompletionRequest, limit)
         _check_model(call.model, state)
-        include_usage = _include_usage(call)
+        usage_in = _usage_in(call)
         job = await preparer.completion(call)
-        form = CompletionFormat(job, state.model, state.tokenizer, include_usage, bool(call.echo))
+        form = CompletionFormat(job, state.model, state.tokenizer, usage_in, bool(call.echo))
         return GenerationResponse(state, job, form, bool(call.stream))
 
     @app.post("/tokenize", dependencies=guard)

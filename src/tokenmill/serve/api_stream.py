@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.format_stream import EventFrame
 from tokenmill.serve.generation import Generation, TextDelta, join_deltas
 from tokenmill.serve.metrics import ServerMetrics
 from tokenmill.serve.prepare import Job
@@ -56,9 +57,9 @@ class ApiState:
 class Format(Protocol):
     """How one kind of call is written."""
 
-    def event(self, delta: TextDelta) -> bytes: ...
+    frame: EventFrame
 
-    def end(self, usage: Usage) -> bytes: ...
+    def event(self, delta: TextDelta) -> bytes: ...
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes: ...
 
@@ -108,18 +109,22 @@ class GenerationResponse(Response):
     async def _send_events(
         self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
     ) -> None:
-        event = self._form.event
         self._started = True
         await send(SSE_START)
         while generation.num_open:
             self._abort_stopped(generation)
-            body = b"".join([event(delta) for delta in deltas])
-            if body:
+            if body := self._events(generation, deltas):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             deltas = generation.advance(await stream.get())
         self._abort_stopped(generation)
-        body = b"".join([event(delta) for delta in deltas]) + self._form.end(generation.usage())
+        body = self._events(generation, deltas) + self._form.frame.end(generation.usage())
         await send({"type": "http.response.body", "body": body})
+
+    def _events(self, generation: Generation, deltas: list[TextDelta]) -> bytes:
+        frame, event = self._form.frame, self._form.event
+        if frame.counts:
+            frame.count(generation.usage())
+        return b"".join([event(delta) for delta in deltas])
 
     async def _send_whole(
         self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from tokenmill.core.types import TokenLogprobs
+from tokenmill.serve.format_stream import EventFrame, UsageIn
 from tokenmill.serve.generation import TextDelta
 from tokenmill.serve.logprobs import chat_logprobs
 from tokenmill.serve.parsers import (
@@ -33,13 +34,13 @@ from tokenmill.serve.responses import (
 )
 from tokenmill.serve.tokenizer import Tokenizer
 
-DONE = b"data: [DONE]\n\n"
+_AFTER = b'},"logprobs":null,"finish_reason":null}'
 
 
 class ChatFormat:
-    """Formats one chat call: `event` and `end` for a stream, `answer` for a whole answer."""
+    """Formats one chat call: `event` and `frame` for a stream, `answer` for a whole answer."""
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer, usage_in: UsageIn) -> None:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
@@ -49,18 +50,11 @@ class ChatFormat:
         parses = job.tool_use is not None or job.reasoning_opened is not None
         # Plain text needs no struct: only the JSON string between two constant pieces changes.
         self._plain = not (parses or self._wants_logprobs or job.return_token_ids)
-        self._include_usage = include_usage
-        identity = b'"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b' % (
-            json_encode(job.job_id),
-            job.created,
-            json_encode(model),
-        )
-        self._head = b"data: {" + identity + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self.frame = EventFrame(job, model, "chat.completion.chunk", usage_in)
         self._before = [
-            self._head + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.requests))
+            self.frame.head + b'{"index":%d,"delta":{"content":' % i
+            for i in range(len(job.requests))
         ]
-        self._after = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
     def event(self, delta: TextDelta) -> bytes:
         """The events of one delta; b"" when nothing is certain yet."""
@@ -68,7 +62,8 @@ class ChatFormat:
         if self._plain and choice.started and delta.finish_reason is None:
             if not delta.text:
                 return b""
-            return b"%b%b%b" % (self._before[delta.index], json_encode(delta.text), self._after)
+            before, text = self._before[delta.index], json_encode(delta.text)
+            return b"%b%b%b%b" % (before, text, _AFTER, self.frame.tail)
         events = [] if choice.started else [self._role_event(delta.index)]
         choice.started = True
         message = choice.split(delta)
@@ -77,12 +72,6 @@ class ChatFormat:
         if delta.finish_reason is not None:
             events.append(self._finish_event(choice, delta))
         return b"".join(events)
-
-    def end(self, usage: Usage) -> bytes:
-        """What closes the stream."""
-        if not self._include_usage:
-            return DONE
-        return self._head + b'],"usage":' + json_encode(usage) + b"}\n\n" + DONE
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
         """The JSON of the whole answer, one whole delta per choice."""
@@ -105,11 +94,11 @@ class ChatFormat:
 
     def _role_event(self, index: int) -> bytes:
         delta = ChatDelta(role="assistant", content="")
-        tail = self._tail
+        tail = self.frame.tail
         if self._job.return_token_ids:
             prompt = json_encode(self._job.prompts[0].token_ids)
             tail = b'],"prompt_token_ids":' + prompt + tail.removeprefix(b"]")
-        return self._head + json_encode(ChatChunkChoice(index=index, delta=delta)) + tail
+        return self.frame.head + json_encode(ChatChunkChoice(index=index, delta=delta)) + tail
 
     def _content_event(self, message: ChatDelta, delta: TextDelta) -> bytes:
         choice = ChatChunkChoice(
@@ -117,7 +106,7 @@ class ChatFormat:
         )
         if self._job.return_token_ids:
             choice.token_ids = delta.token_ids
-        return self._head + json_encode(choice) + self._tail
+        return self.frame.head + json_encode(choice) + self.frame.tail
 
     def _finish_event(self, state: _ChatChoice, delta: TextDelta) -> bytes:
         choice = ChatChunkChoice(
@@ -126,7 +115,7 @@ class ChatFormat:
             finish_reason=_finish_reason(delta.finish_reason, state.called),
             stop_reason=delta.stop_reason,
         )
-        return self._head + json_encode(choice) + self._tail
+        return self.frame.head + json_encode(choice) + self.frame.tail
 
     def _logprobs(self, positions: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, positions) if positions is not None else None

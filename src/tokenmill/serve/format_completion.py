@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.core.types import TokenLogprobs
-from tokenmill.serve.format_chat import DONE
+from tokenmill.serve.format_stream import EventFrame, UsageIn
 from tokenmill.serve.generation import TextDelta
 from tokenmill.serve.logprobs import completion_logprobs
 from tokenmill.serve.prepare import Job
@@ -15,42 +15,39 @@ from tokenmill.serve.responses import (
 )
 from tokenmill.serve.tokenizer import Tokenizer
 
+_AFTER = b',"logprobs":null,"finish_reason":null}'
+
 
 class CompletionFormat:
     """Formats one text completion call; `echo` puts the prompt before the text."""
 
     def __init__(
-        self, job: Job, model: str, tokenizer: Tokenizer, include_usage: bool, echo: bool
+        self, job: Job, model: str, tokenizer: Tokenizer, usage_in: UsageIn, echo: bool
     ) -> None:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
         self._echo = echo
-        self._include_usage = include_usage
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
         self._plain = not (self._wants_logprobs or job.return_token_ids)
         self._started = [False] * len(job.requests)
         self._offsets = [0] * len(job.requests)  # of the next token in the text
-        identity = b'"id":%b,"object":"text_completion","created":%d,"model":%b' % (
-            json_encode(job.job_id),
-            job.created,
-            json_encode(model),
-        )
-        self._head = b"data: {" + identity + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._before = [self._head + b'{"index":%d,"text":' % i for i in range(len(job.requests))]
-        self._after = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self.frame = EventFrame(job, model, "text_completion", usage_in)
+        self._before = [
+            self.frame.head + b'{"index":%d,"text":' % i for i in range(len(job.requests))
+        ]
 
     def event(self, delta: TextDelta) -> bytes:
         """The events of one delta; b"" when nothing is certain yet."""
         if self._plain and self._started[delta.index] and delta.finish_reason is None:
             if not delta.text:
                 return b""
-            return b"%b%b%b" % (self._before[delta.index], json_encode(delta.text), self._after)
+            before, text = self._before[delta.index], json_encode(delta.text)
+            return b"%b%b%b%b" % (before, text, _AFTER, self.frame.tail)
         events = []
         piece = self._take(delta)
         if piece.text or piece.logprobs is not None or self._job.return_token_ids:
-            events.append(self._head + json_encode(piece) + self._tail)
+            events.append(self.frame.head + json_encode(piece) + self.frame.tail)
         if delta.finish_reason is not None:
             last = CompletionChoice(
                 index=delta.index,
@@ -59,14 +56,8 @@ class CompletionFormat:
                 finish_reason=delta.finish_reason,
                 stop_reason=delta.stop_reason,
             )
-            events.append(self._head + json_encode(last) + self._tail)
+            events.append(self.frame.head + json_encode(last) + self.frame.tail)
         return b"".join(events)
-
-    def end(self, usage: Usage) -> bytes:
-        """What closes the stream."""
-        if not self._include_usage:
-            return DONE
-        return self._head + b'],"usage":' + json_encode(usage) + b"}\n\n" + DONE
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
         """The JSON of the whole answer, one whole delta per choice."""

@@ -139,6 +139,7 @@ class StructuredOutputs(Schema, kw_only=True):
 
 class StreamOptions(Schema, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, in every event
     include_obfuscation: Literal[False] | None = None
 
 
