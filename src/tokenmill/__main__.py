@@ -1,4 +1,4 @@
-"""tokenmill serve | chat | generate | pull | bench."""
+"""tokenmill serve | chat | generate | pull | bench | plan."""
 
 from __future__ import annotations
 

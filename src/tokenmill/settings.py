@@ -22,6 +22,7 @@ from tokenmill.core.config import (
     EndpointConfig,
     ExecutionConfig,
     ModelConfig,
+    RouterConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -170,7 +171,15 @@ def _numbers(read: Callable[[Any], Any], low: float, metavar: str) -> Kind:
     return Kind(read_all, f"numbers of at least {low:g}, separated by commas", metavar)
 
 
+def _read_polynomial(value: Any) -> tuple[float, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if len(parts) != 3:
+        raise ValueError(value)
+    return tuple(_read_float(part) for part in parts)
+
+
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
+POLYNOMIAL = Kind(_read_polynomial, "three numbers A,B,C for A x^2 + B x + C", "A,B,C")
 SWITCH = Kind(_read_switch, "true or false", "")
 SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")
 SECONDS = _number(0, math.inf, "SECONDS")
@@ -585,6 +594,55 @@ PUBLISHED = (
         _number(0, math.inf, "X"),
     ),
 )
+ROUTER = (
+    _of(
+        RouterConfig,
+        "router",
+        _one_of("kv", "round-robin", "least-loaded", "random"),
+        "Who chooses a request's worker; kv: cached prefix against load.",
+        field="policy",
+    ),
+    _of(
+        RouterConfig,
+        "router-prefill-weight",
+        _number(0, math.inf),
+        "Cost of an uncached prompt token.",
+        field="prefill_weight",
+    ),
+    _of(
+        RouterConfig,
+        "router-queued-weight",
+        _number(0, math.inf),
+        "Cost of a token that waits for prefill at a worker.",
+        field="queued_weight",
+    ),
+    _of(
+        RouterConfig,
+        "router-decode-weight",
+        _number(0, math.inf),
+        "Cost of a token of KV in use at a worker.",
+        field="decode_weight",
+    ),
+    _of(
+        RouterConfig,
+        "router-events",
+        SWITCH,
+        "Workers tell which blocks they hold; off: predicted from what was routed.",
+        field="events",
+    ),
+    _of(RouterConfig, "router-seed", _count(0), "Seed of the router's ties.", field="seed"),
+)
+REPLAY = (
+    Setting("workers", "Workers that share the requests.", _count(1, 4096), default=8),
+    Setting("trace-block-tokens", "Tokens of a trace's hash id.", _count(1), default=512),
+    Setting("num-blocks", "Blocks in a worker's KV cache.", _count(1), default=16384),
+    Setting(
+        "prefill-ms",
+        "Time of a step in its prompt tokens that are not cached; as Dynamo's simulated engine.",
+        POLYNOMIAL,
+    ),
+    Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
@@ -595,13 +653,18 @@ COMMANDS = (
     Setting("num-steps", "Steps to measure.", _count(1), default=200),
     Setting("num-streams", "Streams at once.", _count(1), default=128),
     Setting("stream-tokens", "Tokens of each stream.", _count(1), default=512),
+    Setting("router-workers", "Workers that the router knows.", _count(1), default=64),
+    Setting("index-blocks", "Distinct cached blocks.", _count(1), default=1_400_000),
+    Setting("query-blocks", "Blocks of a prompt.", _count(1), default=200),
+    Setting("num-decisions", "Decisions to measure.", _count(1), default=5000),
     Setting("step-ms", "Time of a step of the simulated engine.", _number(0, 1000), default=4.0),
 )
 SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED, COMMANDS),
+        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
+        *(ROUTER, REPLAY, COMMANDS),
     )
     for s in group
 }

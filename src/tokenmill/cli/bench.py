@@ -12,6 +12,7 @@ from tokenmill.cli import (
     ladder,
     mlperf,
     published,
+    routing,
     simulate,
     steps,
     throughput,
@@ -36,6 +37,7 @@ def register(app: typer.Typer) -> None:
     command(group, "compare", compare.PANELS)(compare.compare)
     command(group, "published", published.PANELS)(published.published)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
+    command(group, "router", routing.PANELS, defaults=routing.DEFAULTS)(routing.router)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)
     app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")

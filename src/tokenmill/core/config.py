@@ -60,6 +60,23 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How to choose a worker, and how long to believe in what was routed."""
+
+    policy: Literal["kv", "round-robin", "least-loaded", "random"] = "kv"
+    block_size: int = 16
+    prefill_weight: float = 2.0
+    queued_weight: float = 1.0
+    decode_weight: float = 0.05
+    request_weight: float = 10.0
+    events: bool = True  # workers publish their blocks; else they are predicted
+    predict_s: float = 5.0  # lifetime of a prediction beside events
+    approximate_s: float = 120.0  # and without them
+    approximate_blocks: int = 16384  # a worker's memory, where nothing tells
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front."""
 

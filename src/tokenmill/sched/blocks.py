@@ -7,9 +7,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from struct import pack
 
 import numpy as np
 import numpy.typing as npt
+
+from tokenmill.sched.kv_events import EventJournal
 
 U64 = npt.NDArray[np.uint64]
 
@@ -38,14 +41,23 @@ def _powers(count: int) -> U64:
     return np.multiply.accumulate(powers)
 
 
-def _terms(tokens: array[int], block_size: int, indices: slice | list[int]) -> U64:
+def _words(token_ids: Sequence[int], count: int) -> U64:
+    """The first tokens as words, [count]; an array("q") is read where it lies."""
+    if isinstance(token_ids, array) and token_ids.typecode == "q":
+        return np.frombuffer(token_ids, np.uint64, count)
+    return np.frombuffer(pack(f"{count}q", *token_ids[:count]), np.uint64)
+
+
+def _terms(tokens: U64, block_size: int, indices: slice | list[int]) -> U64:
     """What each block adds to the chain at its index, [blocks]."""
-    words = np.frombuffer(tokens, dtype=np.uint64).reshape(-1, block_size)
+    words = tokens.reshape(-1, block_size)
     last = indices.stop if isinstance(indices, slice) else max(indices) + 1
     powers = _powers(1 << int(last).bit_length())[indices]
-    return _mix(words @ _multipliers(block_size) + np.uint64(_GOLDEN)) * powers
+    sums: U64 = np.einsum("ij,j->i", words, _multipliers(block_size))  # quicker here than @
+    return _mix(sums + np.uint64(_GOLDEN)) * powers
 
 
+@lru_cache(maxsize=256)
 def chain_seed(salt: str = "") -> int:
     """The hash that stands before the first block; every salt has its own."""
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little")
@@ -62,13 +74,24 @@ def block_hashes(
     `start` continues a chain without rehashing: (hash of its last block, how many blocks it has).
     Without it the chain begins at the salt's seed.
     """
+    hashes: list[int] = hash_chain(token_ids, block_size, start, salt).tolist()
+    return hashes
+
+
+def hash_chain(
+    token_ids: Sequence[int],
+    block_size: int,
+    start: tuple[int, int] | None = None,
+    salt: str = "",
+) -> U64:
+    """block_hashes() as an array, for those who look at few of them."""
     count = len(token_ids) // block_size
     if count == 0:
-        return []
+        return np.empty(0, np.uint64)
     chain, index = start if start is not None else (chain_seed(salt), 0)
-    tokens = array("q", token_ids[: count * block_size])
+    tokens = _words(token_ids, count * block_size)
     terms = _terms(tokens, block_size, slice(index, index + count))
-    hashes: list[int] = (np.add.accumulate(terms) + np.uint64(chain)).tolist()
+    hashes: U64 = np.add.accumulate(terms) + np.uint64(chain)
     return hashes
 
 
@@ -80,7 +103,7 @@ def next_block_hashes(
     for block in blocks:
         tokens.fromlist(block)
     chains, indices = zip(*starts, strict=True)
-    terms = _terms(tokens, block_size, list(indices))
+    terms = _terms(_words(tokens, len(tokens)), block_size, list(indices))
     hashes: list[int] = (terms + np.array(chains, dtype=np.uint64)).tolist()
     return hashes
 
@@ -111,6 +134,17 @@ class BlockPool:
         self._identities = [0] * num_blocks
         self._parents: list[int | str] = [""] * num_blocks  # an identity, or the salt at the root
         self._next_identity = 1
+        self._journal: EventJournal | None = None
+
+    def record_events(self) -> EventJournal:
+        """The journal of what is cached and forgotten from now on; without one nobody listens."""
+        if self._journal is None:
+            self._journal = EventJournal()
+        return self._journal
+
+    def cached_hashes(self) -> list[int]:
+        """The hash of every cached block."""
+        return list(self._by_hash)
 
     @property
     def num_free(self) -> int:
@@ -184,7 +218,12 @@ class BlockPool:
         return self._identities[block_id]
 
     def insert(
-        self, block_id: int, block_hash: int, parent: int | str, tokens: tuple[int, ...]
+        self,
+        block_id: int,
+        block_hash: int,
+        parent: int | str,
+        tokens: tuple[int, ...],
+        parent_hash: int | None = None,
     ) -> int:
         """Cache a full, referenced block; returns the identity that its child names as parent.
 
@@ -203,6 +242,8 @@ class BlockPool:
         self._tokens[block_id] = tokens
         self._parents[block_id] = parent
         self._identities[block_id] = identity
+        if self._journal is not None:
+            self._journal.stored(parent_hash, block_hash)
         return identity
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -215,9 +256,18 @@ class BlockPool:
                 del self._evictable[block_id]
                 self._plain.append(block_id)
 
+    def clear(self) -> None:
+        """Forget every cached block; whoever references one keeps it."""
+        self.forget(list(self._by_hash.values()))
+        if self._journal is not None:
+            self._journal.cleared()
+
     def _forget(self, block_id: int) -> None:
-        del self._by_hash[self._hashes[block_id]]
+        block_hash = self._hashes[block_id]
+        del self._by_hash[block_hash]
         self._tokens[block_id] = None
+        if self._journal is not None:
+            self._journal.removed(block_hash)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError where ref-counts, free lists and hash map disagree.

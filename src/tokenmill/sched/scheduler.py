@@ -376,7 +376,8 @@ class Scheduler:
             parent = seq.parent
             for index in range(seq.num_inserted_blocks, end // size):
                 tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
-                parent = pool.insert(seq.block_ids[index], seq.chain[index + 1], parent, tokens)
+                above, own = seq.chain[index : index + 2]
+                parent = pool.insert(seq.block_ids[index], own, parent, tokens, above)
             seq.parent = parent
             seq.num_inserted_blocks = end // size
 

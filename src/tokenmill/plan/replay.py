@@ -1,0 +1,206 @@
+"""A trace in virtual time over the real router, schedulers and block pools."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.core.config import RouterConfig, SchedulerConfig
+from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
+from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
+from tokenmill.plan.trace import TraceRequest
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.kv_events import EventPublisher
+from tokenmill.sched.router import Router
+from tokenmill.sched.scheduler import Batch, Scheduler
+
+OUTPUT_TOKEN = 1 << 62  # plus the request's number: no answer is another's prefix
+START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Milliseconds of a step: polynomials, highest power first, in tokens and in KV share.
+
+    The defaults are those of Dynamo's simulated engine.
+    """
+
+    prefill: tuple[float, float, float] = (4.209989e-7, 1.518344e-2, 16.50142)
+    decode: tuple[float, float, float] = (-25.74, 54.01, 5.74)
+
+    def step_ms(self, num_prefill_tokens: int, decodes: bool, kv_share: float) -> float:
+        """A step that computes so many prompt tokens, and decodes with this share of KV in use."""
+        time_ms = 0.0
+        if num_prefill_tokens:
+            a, b, c = self.prefill
+            time_ms += (a * num_prefill_tokens + b) * num_prefill_tokens + c
+        if decodes:
+            a, b, c = self.decode
+            time_ms += (a * kv_share + b) * kv_share + c
+        return time_ms
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """The floor that a trace is replayed on."""
+
+    num_workers: int = 8
+    num_blocks: int = 16384  # of each worker
+    block_size: int = 64
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    trace_block_tokens: int = 512
+    timing: StepTiming = field(default_factory=StepTiming)
+
+
+class SimWorker:
+    """A real scheduler and block pool whose steps take the time that a formula says."""
+
+    def __init__(self, name: str, config: ReplayConfig, max_model_len: int, max_waiting: int):
+        self.name = name
+        self._timing = config.timing
+        self._pool = BlockPool(config.num_blocks, config.block_size)
+        self._publisher = EventPublisher(self._pool.record_events())
+        limits = SchedulerConfig(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_waiting=max_waiting,
+            max_model_len=max_model_len,
+        )
+        self.scheduler = Scheduler(limits, self._pool, frozenset())
+        self._batch: Batch | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._batch is not None
+
+    def start(self, now_ns: int) -> int | None:
+        """Choose a step; returns when it ends, None when there is nothing to do."""
+        batch = self.scheduler.schedule(now_ns) if self.scheduler.has_work() else Batch()
+        if not batch.items:
+            return None
+        self._batch = batch
+        num_prefill, decodes = 0, False
+        for seq, num_new in batch.items:
+            if seq.num_computed_tokens < seq.num_prompt_tokens:
+                num_prefill += num_new
+            else:
+                decodes = True
+        share = self._pool.num_used / self._pool.num_blocks
+        return now_ns + round(self._timing.step_ms(num_prefill, decodes, share) * NS_PER_MS)
+
+    def finish(self, router: Router) -> list[RequestOutput]:
+        """End the step: tell the router what was computed and cached; what is new comes out."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        tokens: list[list[int]] = []
+        for seq, num_new in batch.items:
+            end = seq.num_computed_tokens + num_new
+            if end <= seq.num_prompt_tokens:
+                router.prefill_progress(seq.request_id, num_new)
+            samples = end == len(seq.token_ids)
+            tokens.append([OUTPUT_TOKEN + int(seq.request_id)] if samples else [])
+        outputs = self.scheduler.update(batch, StepResult(tokens))
+        events = self._publisher.take() if router.config.events else None
+        if events is not None and not router.apply(self.name, events):
+            router.load(self.name, self._publisher.dump(self._pool.cached_hashes()))
+        return outputs
+
+
+class Replay:
+    """One run of a trace."""
+
+    def __init__(
+        self, trace: Items[TraceRequest], config: ReplayConfig, router: RouterConfig
+    ) -> None:
+        self._trace = trace
+        self._config = config
+        self._router = Router(router)
+        longest = max(r.num_prompt_tokens + r.num_output_tokens for r in trace) + 1
+        names = [f"worker-{number}" for number in range(config.num_workers)]
+        self._workers = {
+            name: SimWorker(name, config, longest, max(len(trace), 1)) for name in names
+        }
+        for name in names:
+            self._router.add_worker(name)
+        self._ends: list[tuple[int, str]] = []  # (when its step ends, worker): a heap
+        self._times: dict[str, RequestTimes] = {}
+        self._itl_ms: list[float] = []
+        self._cached: dict[str, int] = {}
+        self._num_finished: dict[str, int] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Play all arrivals and steps in order of time; the report."""
+        for number, request in enumerate(self._trace):
+            arrival_ns = START_NS + round(request.arrival_ms * NS_PER_MS)
+            self._run_steps(arrival_ns)
+            self._arrive(str(number), request, arrival_ns)
+        self._run_steps(None)
+        return self._report()
+
+    def _run_steps(self, until_ns: int | None) -> None:
+        """End every step that ends by then, and start the next ones."""
+        while self._ends and (until_ns is None or self._ends[0][0] <= until_ns):
+            now_ns, name = heapq.heappop(self._ends)
+            for output in self._workers[name].finish(self._router):
+                self._record(output, now_ns)
+            self._start(name, now_ns)
+
+    def _arrive(self, request_id: str, request: TraceRequest, now_ns: int) -> None:
+        prompt = request.prompt(self._config.trace_block_tokens)
+        name = self._router.route(request_id, prompt, now_ns / 1e9).worker
+        sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+        scheduler = self._workers[name].scheduler
+        scheduler.add(Request(request_id, prompt, sampling, arrival_ns=now_ns))
+        self._times[request_id] = RequestTimes(now_ns)
+        for output in scheduler.take_finished():  # refused
+            self._record(output, now_ns)
+        if not self._workers[name].running:
+            self._start(name, now_ns)
+
+    def _start(self, name: str, now_ns: int) -> None:
+        end_ns = self._workers[name].start(now_ns)
+        if end_ns is not None:
+            heapq.heappush(self._ends, (end_ns, name))
+
+    def _record(self, output: RequestOutput, now_ns: int) -> None:
+        request_id = output.request_id
+        if output.token_ids:
+            itl_ms = self._times[request_id].record(now_ns, len(output.token_ids))
+            if itl_ms is None:
+                self._cached[request_id] = output.num_cached_tokens
+                self._router.prefill_done(request_id)
+            else:
+                self._itl_ms.append(itl_ms)
+        if output.finish_reason is not None:
+            reason = output.finish_reason.value
+            self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
+            self._router.free(request_id)
+
+    def _report(self) -> dict[str, Any]:
+        times = self._times.values()
+        prompt_tokens = sum(request.num_prompt_tokens for request in self._trace)
+        output_tokens = sum(t.num_tokens for t in times)
+        end_ns = max((t.last_ns for t in times), default=0)
+        duration_s = (end_ns - min(t.arrival_ns for t in times)) / 1e9
+        stats = [worker.scheduler.stats() for worker in self._workers.values()]
+        return {
+            "num_requests": len(self._trace),
+            "num_finished": self._num_finished,
+            "ttft_ms": _rounded(summarize(t.ttft_ms for t in times)),
+            "itl_ms": _rounded(summarize(self._itl_ms)),
+            "prefix_reuse": round(sum(self._cached.values()) / prompt_tokens, 4),
+            "duration_s": round(duration_s, 3),
+            "output_tok_s": round(output_tokens / duration_s, 1) if duration_s > 0 else None,
+            "total_tok_s": (
+                round((prompt_tokens + output_tokens) / duration_s, 1) if duration_s > 0 else None
+            ),
+            "num_steps": sum(s.num_steps for s in stats),
+            "num_preemptions": sum(s.num_preemptions for s in stats),
+        }
+
+
+def _rounded(summary: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 2) for key, value in summary.items()}

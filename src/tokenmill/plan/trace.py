@@ -1,0 +1,67 @@
+"""Request traces in Mooncake's format: when, how long, and which blocks of a prompt are shared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.core.types import TokenmillError
+
+
+class TraceError(TokenmillError):
+    """A trace cannot be used; the message names file, line and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace; equal hash ids stand for equal content after an equal prefix."""
+
+    arrival_ms: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hash_ids: list[int]
+
+    def prompt(self, block_tokens: int) -> list[int]:
+        """Token ids that are shared exactly as the trace's blocks are."""
+        tokens: list[int] = []
+        for hash_id in self.hash_ids:
+            tokens += [hash_id] * block_tokens
+        return tokens[: self.num_prompt_tokens]
+
+
+def read_trace(path: str, block_tokens: int, speed: float = 1.0) -> list[TraceRequest]:
+    """All requests of a JSONL file by arrival; above 1 `speed` brings them closer together."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise TraceError(f"--trace {path}: {reason}") from None
+    requests = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                requests.append(_request(json.loads(line), block_tokens, speed))
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+                raise TraceError(f"--trace {path}, line {number}: {reason}") from None
+    if not requests:
+        raise TraceError(f"--trace {path}: no request in it")
+    return sorted(requests, key=lambda request: request.arrival_ms)
+
+
+def _request(line: object, block_tokens: int, speed: float) -> TraceRequest:
+    if not isinstance(line, dict):
+        raise TypeError("expected a JSON object")
+    for name in ("timestamp", "input_length", "output_length"):
+        if type(line[name]) not in (int, float) or line[name] < (name != "timestamp"):
+            raise ValueError(f"{name} must be a positive number, got {line[name]!r}")
+    ids, length = line["hash_ids"], int(line["input_length"])
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**62 for i in ids):
+        raise ValueError("hash_ids must be a list of whole numbers")
+    if len(ids) != -(-length // block_tokens):
+        raise ValueError(
+            f"input_length {length} needs {-(-length // block_tokens)} hash_ids of "
+            f"{block_tokens} tokens, got {len(ids)}; see --trace-block-tokens"
+        )
+    return TraceRequest(line["timestamp"] / speed, length, int(line["output_length"]), ids)

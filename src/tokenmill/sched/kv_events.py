@@ -1,0 +1,96 @@
+"""What a worker tells a router about its cached blocks: events, numbered batches and dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Hash = int
+
+
+@dataclass(slots=True)
+class Stored:
+    """A run of blocks is cached; each hash's parent is the one before it."""
+
+    parent: Hash | None  # of the first; the salt's seed at a root, None where it is not known
+    hashes: list[Hash]
+
+
+@dataclass(slots=True)
+class Removed:
+    """Blocks are no longer cached."""
+
+    hashes: list[Hash]
+
+
+@dataclass(slots=True)
+class Cleared:
+    """Nothing is cached any more."""
+
+
+Event = Stored | Removed | Cleared
+
+
+@dataclass(slots=True)
+class EventBatch:
+    """The events of a step or more, in order; a publisher numbers its batches from 1."""
+
+    sequence: int
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Dump:
+    """All cached blocks, at least as new as the batch of this number."""
+
+    sequence: int
+    hashes: list[Hash]
+
+
+class EventJournal:
+    """Collects the events of a block pool until they are taken."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def stored(self, parent: Hash | None, block_hash: Hash) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, Stored) and last.hashes[-1] == parent:
+            last.hashes.append(block_hash)
+        else:
+            self._events.append(Stored(parent, [block_hash]))
+
+    def removed(self, block_hash: Hash) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, Removed):
+            last.hashes.append(block_hash)
+        else:
+            self._events.append(Removed([block_hash]))
+
+    def cleared(self) -> None:
+        """Whatever came before no longer matters."""
+        self._events = [Cleared()]
+
+    def take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+class EventPublisher:
+    """Numbers the batches of one journal."""
+
+    def __init__(self, journal: EventJournal) -> None:
+        self._journal = journal
+        self._sequence = 0
+
+    def take(self) -> EventBatch | None:
+        """What happened since the last call, None for nothing."""
+        events = self._journal.take()
+        if not events:
+            return None
+        self._sequence += 1
+        return EventBatch(self._sequence, events)
+
+    def dump(self, hashes: Iterable[Hash]) -> Dump:
+        """The pool's state now. Events not taken yet are in it too; to apply them again is safe."""
+        return Dump(self._sequence, list(hashes))

@@ -1,0 +1,152 @@
+"""Who gets a request, why, and what the router remembers of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tokenmill.core.config import RouterConfig
+from tokenmill.sched.blocks import block_hashes
+from tokenmill.sched.kv_events import Dump, EventBatch, Stored
+from tokenmill.sched.router import NoWorkerError, Router
+
+SIZE = 4
+
+
+def router(*names: str, **options: Any) -> Router:
+    made = Router(RouterConfig(block_size=SIZE, **options))
+    for name in names:
+        made.add_worker(name)
+    return made
+
+
+def prompt(start: int, length: int = 40) -> list[int]:
+    return list(range(start, start + length))
+
+
+def hold(target: Router, name: str, tokens: list[int]) -> None:
+    target.apply(name, EventBatch(1, [Stored(None, block_hashes(tokens, SIZE))]))
+
+
+def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
+    target = router("a", "b", "c")
+    hold(target, "b", prompt(0)[:20])
+    decision = target.route("r", prompt(0), 0.0)
+    assert decision.worker == "b" and decision.num_cached_tokens == 20
+    terms = decision.terms()
+    assert terms["b"] == {
+        **{"uncached_tokens": 20, "queued_tokens": 0, "decode_tokens": 0, "num_requests": 0},
+        "cost": 40.0,
+    }
+    assert terms["a"]["cost"] == terms["c"]["cost"] == 80.0
+    after = target.route("s", prompt(500), 0.0).terms()["b"]
+    assert after["queued_tokens"] == 20 and after["decode_tokens"] == 40
+    assert after["num_requests"] == 1 and after["cost"] == 80 + 20 + 0.05 * 40 + 10
+
+
+def test_a_long_queue_outweighs_a_cached_prefix() -> None:
+    target = router("a", "b")
+    hold(target, "b", prompt(0))
+    for number in range(3):
+        target.route(f"long-{number}", prompt(0) + prompt(1000 * (number + 1), 200), 0.0)
+    assert target.route("r", prompt(0), 0.0).worker == "a"
+
+
+def test_one_token_is_always_computed() -> None:
+    target = router("a")
+    hold(target, "a", prompt(0))
+    assert target.route("r", prompt(0), 0.0).num_cached_tokens == 36
+
+
+def test_a_burst_with_one_prefix_stays_together_before_the_first_event() -> None:
+    target = router(*"abcdefgh")
+    chosen = {target.route(str(i), [*prompt(0, 400), i], 0.1).worker for i in range(4)}
+    assert len(chosen) == 1
+    later = router(*"abcdefgh", predict_s=1.0)
+    first = later.route("x", prompt(0, 400), 0.0).worker
+    assert later.route("y", prompt(0, 400), 9.0).worker != first, "a prediction ends"
+
+
+def test_ties_are_random_and_repeatable() -> None:
+    def picks(seed: int) -> list[str]:
+        target = router("a", "b", "c", seed=seed)
+        chosen = []
+        for number in range(60):
+            chosen.append(target.route(str(number), prompt(1000 * number), 0.0).worker)
+            target.free(str(number))
+        return chosen
+
+    assert picks(1) == picks(1) != picks(2)
+    assert all(count > 5 for count in Counter(picks(1)).values()) and len(set(picks(1))) == 3
+
+
+def test_policies() -> None:
+    turns = router("a", "b", "c", policy="round-robin")
+    assert len({turns.route(str(i), prompt(0), 0.0).worker for i in range(3)}) == 3
+    least = router("a", "b", policy="least-loaded")
+    first = least.route("1", prompt(0), 0.0).worker
+    second = least.route("2", prompt(0), 0.0).worker
+    least.free("1")
+    assert {first, second} == {"a", "b"} and least.route("3", prompt(0), 0.0).worker == first
+    chance = router("a", "b", policy="random")
+    assert {chance.route(str(i), prompt(0), 0.0).worker for i in range(30)} == {"a", "b"}
+
+
+def test_the_account_is_empty_when_all_has_ended() -> None:
+    target = router("a", "b")
+    for number in range(20):
+        target.route(str(number), prompt(100 * number, 10 + number), 0.0)
+    target.route("3", prompt(0), 0.0)  # again: it counts once
+    for number in range(20):
+        target.prefill_progress(str(number), 7)
+        if number % 2:
+            target.prefill_done(str(number))
+        target.free(str(number))
+        target.free(str(number))
+    target.prefill_done("unknown")
+    for terms in target.route("last", prompt(9000), 0.0).terms().values():
+        assert terms["queued_tokens"] == terms["decode_tokens"] == terms["num_requests"] == 0
+        assert terms["cost"] == 80
+
+
+def test_workers_leave_with_their_requests() -> None:
+    target = router("a", "b", "c")
+    placed = {str(i): target.route(str(i), prompt(100 * i), 0.0).worker for i in range(9)}
+    lost = target.remove_worker("b")
+    assert sorted(lost) == sorted(key for key, name in placed.items() if name == "b")
+    assert target.workers == ["a", "c"] and target.remove_worker("b") == []
+    for request_id in placed:
+        target.free(request_id)
+    assert target.route("x", prompt(1), 0.0).worker in ("a", "c")
+    for name in ("a", "c"):
+        target.remove_worker(name)
+    with pytest.raises(NoWorkerError, match="no worker is ready"):
+        target.route("y", prompt(1), 0.0)
+
+
+def test_without_events_the_router_remembers_what_it_routed() -> None:
+    target = router("a", "b", events=False)
+    first = target.route("1", prompt(0), 0.0).worker
+    target.free("1")
+    again = target.route("2", prompt(0), 60.0)
+    target.free("2")
+    assert again.worker == first and again.num_cached_tokens == 36
+    assert target.route("3", prompt(0), 170.0).num_cached_tokens == 36, "use renews it"
+    assert target.route("4", prompt(0), 900.0).num_cached_tokens == 0
+
+
+def test_a_gap_and_a_dump_pass_through() -> None:
+    target = router("a")
+    hashes = block_hashes(prompt(0), SIZE)
+    assert not target.apply("a", EventBatch(5, []))
+    assert target.load("a", Dump(5, hashes))
+    assert target.route("r", [*prompt(0), 1], 0.0).num_cached_tokens == 40
+
+
+def test_tokens_in_an_array_hash_as_in_a_list() -> None:
+    tokens = prompt(7, 43)
+    assert block_hashes(array("q", tokens), SIZE) == block_hashes(tokens, SIZE)
+    assert block_hashes(array("i", tokens), SIZE) == block_hashes(tuple(tokens), SIZE)
