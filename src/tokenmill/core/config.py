@@ -77,6 +77,21 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FloorConfig:
+    """The workers behind the front, and what happens when one of them fails."""
+
+    workers: int = 1
+    placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
+    ray_address: str | None = None  # of a cluster; None: a local Ray is started
+    max_migrations: int = 3  # of one request, then it ends in ERROR
+    heartbeat_s: float = 1.0
+    hang_timeout_s: float = 60.0  # without a sign of life for so long, a worker is killed
+    max_restarts: int = 5  # of one worker in a row, then its place is given up
+    backoff_s: float = 0.5  # before the first restart; doubles with each
+    stable_s: float = 60.0  # a worker that lived this long starts the count anew
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front."""
 

@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's routes over an EngineClient."""
+"""The HTTP front: OpenAI's routes over a Floor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.serve.api_stream import ApiState, GenerationResponse
 from tokenmill.serve.errors import ApiError, of_decoding, of_invalid, unknown_model
+from tokenmill.serve.floor import Floor
 from tokenmill.serve.format_chat import ChatFormat
 from tokenmill.serve.format_completion import CompletionFormat
 from tokenmill.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -41,7 +42,6 @@ from tokenmill.serve.responses import (
 )
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tools import tool_definitions
-from tokenmill.serve.wire import EngineClient
 
 # A body over the limit is read on and dropped up to this many times the limit: a client that is
 # still sending when the connection is closed would not see the answer.
@@ -51,9 +51,7 @@ T = TypeVar("T")
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
-def create_app(
-    client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: str
-) -> FastAPI:
+def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model: str) -> FastAPI:
     """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")

@@ -11,12 +11,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.floor import Floor
 from tokenmill.serve.generation import Generation, TextDelta, join_deltas
 from tokenmill.serve.metrics import ServerMetrics
 from tokenmill.serve.prepare import Job
 from tokenmill.serve.responses import Usage
 from tokenmill.serve.tokenizer import Tokenizer
-from tokenmill.serve.wire import EngineClient, OutputStream, StreamClosedError, WorkerDownError
+from tokenmill.serve.wire import OutputStream, StreamClosedError, WorkerDownError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 SSE_START: Message = {
@@ -34,7 +35,7 @@ SSE_START: Message = {
 class ApiState:
     """What the handlers share."""
 
-    client: EngineClient
+    client: Floor
     tokenizer: Tokenizer
     config: ServerConfig
     model: str

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from tokenmill.core.config import ServerConfig
+from tokenmill.core.config import FloorConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.serve.api import create_app
 from tokenmill.serve.api_stream import ApiState
+from tokenmill.serve.floor import Floor
 from tokenmill.serve.tokenizer import Tokenizer
-from tokenmill.serve.wire import EngineClient, ModelFacts
+from tokenmill.serve.wire import ModelFacts
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 60  # of idle connections, which clients pool
@@ -40,6 +41,8 @@ def serve(
     config: ServerConfig,
     model: str,
     on_listening: OnListening | None = None,
+    floor: FloorConfig | None = None,
+    router: RouterConfig | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
@@ -50,7 +53,9 @@ def serve(
     with contextlib.closing(_bind(config.host, config.port)) as listener:
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_run(listener, worker_argv, tokenizer, config, model, on_listening))
+            runner.run(
+                _run(listener, worker_argv, tokenizer, config, model, on_listening, floor, router)
+            )
 
 
 async def _run(
@@ -60,9 +65,11 @@ async def _run(
     config: ServerConfig,
     model: str,
     on_listening: OnListening | None,
+    floor: FloorConfig | None,
+    router: RouterConfig | None,
 ) -> None:
     signals = _Signals()
-    client = EngineClient(lambda address: _spawn([*worker_argv, "--address", address]))
+    client = Floor(lambda address: _spawn([*worker_argv, "--address", address]), floor, router)
     try:
         facts = await signals.interrupt(client.start())
         if facts is None:
