@@ -101,6 +101,9 @@ class ServerConfig:
     served_model_name: str | None = None
     max_body_bytes: int = 16 * 2**20
     max_concurrency: int = 1024  # open requests over all connections; more answer 429
+    max_concurrency_per_key: int | None = None  # the same for each API key
+    max_pending: int | None = None  # requests without a first token, per worker; more answer 429
+    control_token: str | None = None  # lets callers from elsewhere see and change the floor
     request_timeout_s: float | None = None  # deadline given to every request
     drain_timeout_s: float = 30.0
     tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"

@@ -132,6 +132,11 @@ class Floor:
         return len(self._open)
 
     @property
+    def num_pending(self) -> int:
+        """Open requests without a first token."""
+        return sum(not entry.token_ids for entry in self._open.values())
+
+    @property
     def num_restarts(self) -> int:
         """Times that a worker was started in place of another."""
         return self._num_past_restarts + sum(p.num_restarts for p in self._places.values())

@@ -28,6 +28,10 @@ class WorkerView(msgspec.Struct, frozen=True):
     hangs: int
     last_failure: str
 
+    @property
+    def up(self) -> bool:
+        return self.state == "ready"
+
 
 class DecisionView(msgspec.Struct, frozen=True):
     """Why a request went where it went."""
