@@ -56,6 +56,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "httptools": ("bench/client",),
     "uvloop": ("bench/issue",),
     "zmq": ("serve/wire", "serve/worker"),
+    "ray": ("serve/supervisor",),
     "mlperf_loadgen": ("bench/loadgen",),
     "rouge_score": ("bench/accuracy",),
     "nltk": ("bench/accuracy",),

@@ -21,6 +21,7 @@ from tokenmill.core.config import (
     CacheConfig,
     EndpointConfig,
     ExecutionConfig,
+    FloorConfig,
     ModelConfig,
     RouterConfig,
     SchedulerConfig,
@@ -299,6 +300,24 @@ SERVER = (
     _of(ServerConfig, "served-model-name", TEXT, "Name that clients ask for."),
     _of(ServerConfig, "max-body-size", SIZE, "Largest request body.", field="max_body_bytes"),
     _of(ServerConfig, "max-concurrency", _count(1), "Most open requests; more answer 429."),
+    _of(
+        ServerConfig,
+        "max-concurrency-per-key",
+        _count(1),
+        "Most open requests of one API key; more answer 429.",
+    ),
+    _of(
+        ServerConfig,
+        "max-pending",
+        _count(1),
+        "Most requests without a first token, for each worker; more answer 429.",
+    ),
+    _of(
+        ServerConfig,
+        "control-token",
+        TEXT,
+        "Token for /floor from other hosts; without it, only this machine may ask.",
+    ),
     _of(
         ServerConfig,
         "request-timeout",
@@ -594,6 +613,54 @@ PUBLISHED = (
         _number(0, math.inf, "X"),
     ),
 )
+FLOOR = (
+    _of(FloorConfig, "workers", _count(1, 4096), "Workers that share the requests."),
+    _of(
+        FloorConfig,
+        "placement",
+        _one_of("auto", "process", "ray"),
+        "Who starts the workers; auto: Ray where there are several and it is installed.",
+    ),
+    _of(
+        FloorConfig,
+        "ray-address",
+        TEXT,
+        "Ray cluster to place workers on, such as 10.0.0.1:6379; a local Ray is started else.",
+    ),
+    _of(
+        FloorConfig,
+        "max-migrations",
+        _count(0),
+        "How often a request goes on elsewhere when its worker dies; then it is an error.",
+    ),
+    _of(
+        FloorConfig,
+        "heartbeat",
+        _number(0.01, 3600, "SECONDS"),
+        "Time between two signs of life that a worker is asked for.",
+        field="heartbeat_s",
+    ),
+    _of(
+        FloorConfig,
+        "hang-timeout",
+        _number(0.01, math.inf, "SECONDS"),
+        "A worker without a sign of life for so long is killed; a step must be shorter.",
+        field="hang_timeout_s",
+    ),
+    _of(
+        FloorConfig,
+        "start-timeout",
+        _number(0.01, math.inf, "SECONDS"),
+        "A worker that is not ready within this time is started again.",
+        field="start_timeout_s",
+    ),
+    _of(
+        FloorConfig,
+        "max-restarts",
+        _count(0),
+        "Restarts of one worker in a row before it is given up.",
+    ),
+)
 ROUTER = (
     _of(
         RouterConfig,
@@ -633,7 +700,6 @@ ROUTER = (
     _of(RouterConfig, "router-seed", _count(0), "Seed of the router's ties.", field="seed"),
 )
 REPLAY = (
-    Setting("workers", "Workers that share the requests.", _count(1, 4096), default=8),
     Setting("trace-block-tokens", "Tokens of a trace's hash id.", _count(1), default=512),
     Setting("num-blocks", "Blocks in a worker's KV cache.", _count(1), default=16384),
     Setting(
@@ -663,7 +729,8 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED, ROUTER, REPLAY, COMMANDS),
+        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
+        *(FLOOR, ROUTER, REPLAY, COMMANDS),
     )
     for s in group
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -380,6 +381,18 @@ def test_structured_texts_are_the_same_preempted_chunked_or_not(grammar: Grammar
     squeezed = engine_of(grammar, num_blocks=num_blocks, max_num_batched_tokens=5)
     assert texts(squeezed, grammar) == plain
     assert squeezed.stats().num_preemptions > 0
+
+
+def test_structured_output_goes_on_where_another_engine_left_it(grammar: GrammarBackend) -> None:
+    grammar.compile_async(DIGITS).result()
+    whole = request("r", structured=DIGITS, max_tokens=None, seed=7)
+    engine = engine_of(grammar)
+    engine.submit(whole)
+    expected = tokens(run(engine)["r"])
+    for cut in (1, 17, len(expected) - 1):
+        engine = engine_of(grammar)
+        engine.submit(replace(whole, output_token_ids=expected[:cut]))
+        assert tokens(run(engine)["r"]) == expected[cut:]
 
 
 def test_eos_in_the_stop_ids_of_the_request_still_ends_it(grammar: GrammarBackend) -> None:

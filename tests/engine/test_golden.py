@@ -9,7 +9,7 @@ import pytest
 from driver import Answer, complete
 from tiny_models import make_model, save
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
-from tokenmill.core.types import SamplingParams
+from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -134,3 +134,46 @@ def test_abort_at_any_step_leaves_nothing_behind(folder: Path, overlap: bool) ->
     assert {a.terminals[0].finish_reason for a in answers} >= {"abort"}
     assert engine.stats().num_kv_blocks_used == 0
     engine._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_goes_on_where_another_engine_left_it(folder: Path, overlap: bool) -> None:
+    """As a floor continues the streams of a worker that died."""
+    samplings = [
+        GREEDY,
+        SamplingParams(
+            temperature=1.0,
+            top_p=0.95,
+            seed=11,
+            max_tokens=24,
+            min_tokens=8,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            logprobs=1,
+        ),
+    ]
+    prompt = prompts()[5]
+    for sampling in samplings:
+        whole = build(
+            folder, "int8", chunked=False, prefix_cache=False, num_blocks=64, overlap=overlap
+        )
+        (expected,) = complete(whole.engine, [prompt], sampling)
+        for cut in (1, 5, len(expected.token_ids) - 1):
+            other = build(
+                folder, "int8", chunked=True, prefix_cache=True, num_blocks=64, overlap=overlap
+            )
+            known = expected.token_ids[:cut]
+            other.engine.submit(Request("0", prompt, sampling, output_token_ids=known))
+            rest = Answer()
+            while other.engine.has_work():
+                for output in other.engine.step():
+                    rest.add(output)
+            assert known + rest.token_ids == expected.token_ids
+            for mine, theirs in zip(rest.logprobs, expected.logprobs[cut:], strict=True):
+                # Overlapped steps sample on the device, the first ones on the host.
+                within = 1e-6 if overlap else 0.0
+                assert mine.token_ids == theirs.token_ids and mine.rank == theirs.rank
+                assert mine.logprobs == pytest.approx(theirs.logprobs, rel=0.0, abs=within)
+            assert rest.terminals[0].finish_reason == expected.terminals[0].finish_reason
+            assert rest.num_cached_tokens <= len(prompt)

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from tokenmill.core.config import SchedulerConfig, ServerConfig
+from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import Request
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
@@ -140,9 +140,16 @@ def worker_argv(limits: SchedulerConfig, step_ms: float) -> list[str]:
     return [sys.executable, str(Path(__file__)), "worker", "--options", options]
 
 
-def server_argv(config: ServerConfig, limits: SchedulerConfig, step_ms: float) -> list[str]:
-    """The command that starts a server with its worker; it prints its URL."""
-    options = json.dumps({"config": asdict(config), "limits": asdict(limits), "step_ms": step_ms})
+def server_argv(
+    config: ServerConfig,
+    limits: SchedulerConfig,
+    step_ms: float,
+    floor: FloorConfig,
+    router: RouterConfig,
+) -> list[str]:
+    """The command that starts a server with its workers; it prints its URL."""
+    parts = {"config": config, "limits": limits, "floor": floor, "router": router}
+    options = json.dumps({"step_ms": step_ms} | {k: asdict(v) for k, v in parts.items()})
     return [sys.executable, str(Path(__file__)), "server", "--options", options]
 
 
@@ -166,6 +173,8 @@ def main() -> None:
         config,
         MODEL,
         on_listening=lambda url, facts: print(url, flush=True),
+        floor=FloorConfig(**args.options["floor"]),
+        router=RouterConfig(**args.options["router"]),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serve.sim import MAX_MODEL_LEN, MODEL, server_argv
-from tokenmill.core.config import SchedulerConfig, ServerConfig
+from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig, ServerConfig
 
 GENEROUS_S = 60.0
 Json = dict[str, Any]
@@ -107,11 +107,13 @@ class SimServer:
                 return float(line.rpartition(" ")[2])
         return 0.0
 
-    def worker_pid(self) -> int:
+    def worker_pids(self) -> list[int]:
         pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def worker_pid(self) -> int:
+        (pid,) = self.worker_pids()
+        return pid
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -127,13 +129,14 @@ def sim_server(
     config: ServerConfig | None = None,
     limits: SchedulerConfig | None = None,
     step_ms: float = 0.0,
+    floor: FloorConfig | None = None,
+    router: RouterConfig | None = None,
 ) -> Iterator[SimServer]:
     """A running server; it must still end well when the caller is done."""
     config = config or ServerConfig(port=0)
     limits = limits or SchedulerConfig(max_model_len=MAX_MODEL_LEN)
-    process = subprocess.Popen(
-        server_argv(config, limits, step_ms), stdout=subprocess.PIPE, text=True
-    )
+    argv = server_argv(config, limits, step_ms, floor or FloorConfig(), router or RouterConfig())
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield SimServer(process, process.stdout.readline().strip())

@@ -20,7 +20,7 @@ import pytest
 
 from serve.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL
 from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
-from tokenmill.core.config import SchedulerConfig, ServerConfig
+from tokenmill.core.config import FloorConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.serve.server import serve
 
@@ -179,8 +179,8 @@ def test_a_drain_has_an_end() -> None:
         assert server.process.wait(GENEROUS_S) == 0
 
 
-def test_a_killed_worker_ends_each_request_once_and_is_replaced() -> None:
-    with sim_server(step_ms=20.0) as server:
+def test_a_killed_worker_is_replaced_and_its_requests_go_on() -> None:
+    with sim_server(step_ms=10.0) as server:
         streams = [server.open_stream("count: 400", n=2) for _ in range(3)]
         whole = ThreadPoolExecutor(1).submit(server.chat, "count: 400")
         wait_until(lambda: server.metric("num_requests_running") == 7, "all run")
@@ -188,11 +188,9 @@ def test_a_killed_worker_ends_each_request_once_and_is_replaced() -> None:
         os.kill(worker, signal.SIGKILL)
         for stream in streams:
             *chunks, last = events(read_all(stream))
-            assert last["error"]["code"] == "worker_died"
-            assert not any("error" in chunk for chunk in chunks)
+            assert last == "[DONE]" and not any("error" in chunk for chunk in chunks)
         answer = whole.result(GENEROUS_S)
-        assert answer.status == 500 and answer.error["code"] == "worker_died"
-        wait_until(lambda: server.call("GET", "/health").status == 200, "a new worker serves")
+        assert answer.json["usage"]["completion_tokens"] == 401
         assert server.worker_pid() != worker
         assert server.chat("say: back").json["choices"][0]["message"]["content"] == "back"
         assert server.metric("worker_restarts_total") == 1
@@ -208,8 +206,8 @@ def test_health_turns_while_there_is_no_worker() -> None:
         assert server.chat("hi").status == 200
 
 
-def test_a_request_that_ends_the_worker_does_not_end_the_server() -> None:
-    with sim_server() as server:
+def test_a_request_that_ends_every_worker_does_not_end_the_server() -> None:
+    with sim_server(floor=FloorConfig(max_migrations=1)) as server:
         answer = server.chat("exit: now")
         assert answer.status == 500 and "code 9" in answer.error["message"]
         wait_until(lambda: server.call("GET", "/health").status == 200, "it is back")
@@ -244,7 +242,8 @@ except TokenmillError as error:
 
 
 def test_a_worker_that_does_not_start_is_told() -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-c", START],
         capture_output=True,

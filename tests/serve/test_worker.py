@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve.counting_engine import CRASH, EXIT, FACTS, REFUSE
+from tokenmill.core.config import FloorConfig
 from tokenmill.core.types import (
     FinishReason,
     Request,
@@ -21,8 +22,8 @@ from tokenmill.core.types import (
     StructuredOutput,
     TokenLogprobs,
 )
+from tokenmill.serve.floor import Floor
 from tokenmill.serve.wire import (
-    EngineClient,
     Outputs,
     OutputStream,
     StreamClosedError,
@@ -36,6 +37,7 @@ from tokenmill.serve.wire import (
 
 WORKER = [sys.executable, str(Path(__file__).with_name("counting_engine.py"))]
 GENEROUS_S = 60.0
+PYTHONPATH = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
 
 
 class Spawner:
@@ -54,8 +56,8 @@ class Spawner:
 
 
 @asynccontextmanager
-async def running(spawner: Spawner) -> AsyncIterator[EngineClient]:
-    client = EngineClient(spawner, backoff_s=0.01)
+async def running(spawner: Spawner) -> AsyncIterator[Floor]:
+    client = Floor(spawner, FloorConfig(max_migrations=0, backoff_s=0.01, heartbeat_s=60.0))
     await client.start()
     try:
         async with asyncio.timeout(GENEROUS_S):
@@ -81,7 +83,7 @@ async def collect(stream: OutputStream) -> list[RequestOutput]:
     return [merged[i] for i in range(len(stream.request_ids))]
 
 
-async def ready_again(client: EngineClient) -> None:
+async def ready_again(client: Floor) -> None:
     while not client.ready:
         await asyncio.sleep(0.01)
 
@@ -201,7 +203,7 @@ def test_a_request_sent_to_a_worker_that_just_died_ends_in_error() -> None:
 def test_a_start_can_be_cancelled() -> None:
     async def main() -> None:
         spawner = Spawner("--start-s", "3600")
-        client = EngineClient(spawner)
+        client = Floor(spawner)
         start = asyncio.create_task(client.start())
         while not spawner.processes:
             await asyncio.sleep(0.01)
@@ -233,7 +235,7 @@ def test_group_signals_are_left_to_the_parent() -> None:
 )
 def test_start_up_errors_are_told(extra: tuple[str, ...], message: str) -> None:
     async def main() -> None:
-        client = EngineClient(Spawner(*extra))
+        client = Floor(Spawner(*extra))
         with pytest.raises(WorkerStartError, match=message):
             await client.start()
         await client.close()
@@ -246,7 +248,7 @@ def test_a_command_that_does_not_exist_is_told() -> None:
         return await asyncio.create_subprocess_exec("/nonexistent/worker", address)
 
     async def main() -> None:
-        client = EngineClient(spawn)
+        client = Floor(spawn)
         with pytest.raises(WorkerStartError, match="cannot be started"):
             await client.start()
         await client.close()
@@ -257,7 +259,7 @@ def test_a_command_that_does_not_exist_is_told() -> None:
 def test_a_worker_that_keeps_dying_is_given_up() -> None:
     async def main() -> None:
         spawner = Spawner()
-        client = EngineClient(spawner, backoff_s=0.01, max_restarts=2)
+        client = Floor(spawner, FloorConfig(backoff_s=0.01, max_restarts=2))
         await client.start()
         spawner.extra = ("--exit-code", "5")
         spawner.processes[0].kill()
@@ -272,10 +274,10 @@ def test_a_worker_that_keeps_dying_is_given_up() -> None:
 PARENT = """
 import asyncio, sys
 from serve.test_worker import Spawner, request
-from tokenmill.serve.wire import EngineClient
+from tokenmill.serve.floor import Floor
 async def main():
     spawner = Spawner()
-    client = EngineClient(spawner)
+    client = Floor(spawner)
     await client.start()
     if sys.argv[1] == "busy":
         await client.submit([request("x", 10**9)]).get()
@@ -288,7 +290,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("load", ["idle", "busy"])
 def test_the_worker_goes_when_the_api_process_is_gone(load: str) -> None:
     async def main(folder: str) -> None:
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": folder}
+        env = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": folder}
         parent = await asyncio.create_subprocess_exec(
             sys.executable, "-c", PARENT, load, stdout=asyncio.subprocess.PIPE, env=env
         )

@@ -15,13 +15,19 @@ from tokenmill.settings import REPLAY, ROUTER, SETTINGS, Settings, SettingsError
 PANELS = {
     "Trace": tuple(SETTINGS[key] for key in ("trace", "trace-speed")),
     "Floor": (
+        SETTINGS["workers"],
         *REPLAY,
         *(SETTINGS[key] for key in ("block-size", "max-num-batched-tokens", "max-num-seqs")),
     ),
     "Router": ROUTER,
     "Output": (SETTINGS["json-only"],),
 }
-DEFAULTS = {"block-size": 64, "max-num-batched-tokens": 8192, "max-num-seqs": 256}
+DEFAULTS = {
+    "workers": 8,
+    "block-size": 64,
+    "max-num-batched-tokens": 8192,
+    "max-num-seqs": 256,
+}
 
 
 def register(app: typer.Typer) -> None:

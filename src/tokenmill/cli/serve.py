@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,13 +14,27 @@ from tokenmill.cli import console
 from tokenmill.cli.options import command
 from tokenmill.cli.pull import fetch
 from tokenmill.core.config import (
+    GPU_MEMORY_SHARE,
+    MEMORY_SHARE,
     CacheConfig,
     ExecutionConfig,
+    FloorConfig,
     ModelConfig,
+    RouterConfig,
     SchedulerConfig,
     ServerConfig,
 )
-from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, SERVER, SETTINGS, Settings
+from tokenmill.settings import (
+    CACHE,
+    EXECUTION,
+    FLOOR,
+    MODEL,
+    ROUTER,
+    SCHEDULER,
+    SERVER,
+    SETTINGS,
+    Settings,
+)
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
@@ -37,7 +51,8 @@ WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, SETTINGS["log-level"]
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    command(app, "serve", {"Server": SERVER, **ENGINE_PANELS}, positional="model")(serve)
+    panels = {"Server": SERVER, "Floor": FLOOR, "Router": ROUTER, **ENGINE_PANELS}
+    command(app, "serve", panels, positional="model")(serve)
     command(app, "worker", {"Engine": WORKER_SETTINGS}, hidden=True)(worker)
 
 
@@ -47,6 +62,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve
     tokenmill serve Qwen/Qwen3-0.6B --port 8080 --kv-cache-memory 2GiB
     tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
+    tokenmill serve --workers 3 --router kv
 
     Then, for example:
 
@@ -73,7 +89,9 @@ def serve(settings: Settings) -> None:
         )
 
     tokenizer = load_tokenizer(path, config.chat_template)
-    run_server(worker_command(settings, path), tokenizer, config, name, on_listening)
+    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
+    argv = worker_command(_share(settings, floor.workers), path)
+    run_server(argv, tokenizer, config, name, on_listening, floor, router)
 
 
 def worker(
@@ -99,6 +117,18 @@ def worker_command(settings: Settings, path: Path) -> list[str]:
     given = Settings(settings.values | {"model": str(path)})
     # -P: a folder named tokenmill in the working directory is not the package.
     return [sys.executable, "-P", "-m", "tokenmill", "worker", *given.flags(WORKER_SETTINGS)]
+
+
+def _share(settings: Settings, num_workers: int) -> Settings:
+    """The settings of one of several workers on a machine: its part of the cores and the memory."""
+    if num_workers == 1:
+        return settings
+    own: dict[str, Any] = {"num-threads": max(1, len(os.sched_getaffinity(0)) // num_workers)}
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if "kv-cache-memory" not in settings and num_gpus < num_workers:
+        share = MEMORY_SHARE if num_gpus == 0 else GPU_MEMORY_SHARE
+        own["kv-cache-share"] = round(share / num_workers, 4)
+    return Settings(own | settings.values)
 
 
 def model_name(model: str) -> str:

@@ -77,6 +77,22 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FloorConfig:
+    """The workers behind the front, and what happens when one of them fails."""
+
+    workers: int = 1
+    placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
+    ray_address: str | None = None  # of a cluster; None: a local Ray is started
+    max_migrations: int = 3  # of one request, then it ends in ERROR
+    heartbeat_s: float = 1.0
+    hang_timeout_s: float = 60.0  # without a sign of life for so long, a worker is killed
+    start_timeout_s: float = 1800.0  # to load the model
+    max_restarts: int = 5  # of one worker in a row, then its place is given up
+    backoff_s: float = 0.5  # before the first restart; doubles with each
+    stable_s: float = 60.0  # a worker that lived this long starts the count anew
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front."""
 
@@ -86,6 +102,9 @@ class ServerConfig:
     served_model_name: str | None = None
     max_body_bytes: int = 16 * 2**20
     max_concurrency: int = 1024  # open requests over all connections; more answer 429
+    max_concurrency_per_key: int | None = None  # the same for each API key
+    max_pending: int | None = None  # requests without a first token, per worker; more answer 429
+    control_token: str | None = None  # lets callers from elsewhere see and change the floor
     request_timeout_s: float | None = None  # deadline given to every request
     drain_timeout_s: float = 30.0
     tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"

@@ -144,6 +144,7 @@ class Request:
     arrival_ns: int = 0  # time.monotonic_ns() at the front door
     deadline_ns: int | None = None  # monotonic; past it the request ends in ABORT
     cache_salt: str = ""  # requests with different salts never share cached blocks
+    output_token_ids: list[int] = field(default_factory=list)  # generated elsewhere; goes on there
 
 
 @dataclass(slots=True)

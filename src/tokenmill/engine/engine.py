@@ -15,11 +15,11 @@ from tokenmill.core.types import (
     InvalidRequestError,
     Request,
     RequestOutput,
-    SamplingParams,
     StepResult,
 )
 from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
 from tokenmill.engine.sampling import state_of
+from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 
 COMPILE_TIMEOUT_NS = 60 * 10**9
@@ -89,6 +89,7 @@ class LanguageEngine:
         self._finished: list[RequestOutput] = []  # ended outside the scheduler
         self._num_finished: dict[str, int] = {}
         self._draining = False
+        self._publisher: EventPublisher | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
@@ -143,6 +144,16 @@ class LanguageEngine:
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
         return stats
 
+    def kv_events(self) -> EventPublisher:
+        """The events of the prefix cache from now on, numbered."""
+        if self._publisher is None:
+            self._publisher = EventPublisher(self._scheduler.pool.record_events())
+        return self._publisher
+
+    def kv_dump(self) -> Dump:
+        """All blocks that are cached now."""
+        return self.kv_events().dump(self._scheduler.pool.cached_hashes())
+
     # Requests come and go outside the scheduler.
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
@@ -154,7 +165,7 @@ class LanguageEngine:
         problem = self._out_of_vocabulary(request)
         if problem:
             return "invalid_request", problem
-        return self._structured_refusal(request.sampling) if request.sampling.structured else None
+        return self._structured_refusal(request) if request.sampling.structured else None
 
     def _out_of_vocabulary(self, request: Request) -> str | None:
         if self._vocab_size is None:
@@ -162,6 +173,7 @@ class LanguageEngine:
         sampling = request.sampling
         fields: tuple[tuple[str, Iterable[int]], ...] = (
             ("prompt_token_ids", request.prompt_token_ids),
+            ("output_token_ids", request.output_token_ids),
             ("logit_bias", sampling.logit_bias or ()),
             ("stop_token_ids", sampling.stop_token_ids),
         )
@@ -174,7 +186,8 @@ class LanguageEngine:
                 )
         return None
 
-    def _structured_refusal(self, sampling: SamplingParams) -> tuple[str, str] | None:
+    def _structured_refusal(self, request: Request) -> tuple[str, str] | None:
+        sampling, resumed = request.sampling, bool(request.output_token_ids)
         if self._grammar is None:
             return "invalid_request", "this engine has no structured output"
         if sampling.ignore_eos or sampling.min_tokens:
@@ -184,7 +197,7 @@ class LanguageEngine:
                 f"{name} does not go with structured output, which ends itself",
             )
         num_waiting = self.stats().num_waiting
-        if num_waiting >= self._scheduler.config.max_waiting:
+        if num_waiting >= self._scheduler.config.max_waiting and not resumed:
             return "queue_full", f"{num_waiting} requests are waiting, the queue is full"
         return None
 
@@ -342,7 +355,10 @@ class LanguageEngine:
     def _matcher(self, seq: Sequence) -> Matcher:
         """A new sequence's matcher, to be ended by what ends the sequence: EOS."""
         stop_ids = seq.stop_ids.difference(seq.request.sampling.stop_token_ids) or seq.stop_ids
-        return self._compiled.pop(seq.request_id).matcher(stop_ids)
+        matcher = self._compiled.pop(seq.request_id).matcher(stop_ids)
+        for token in seq.request.output_token_ids:
+            matcher.accept(token)
+        return matcher
 
     def _advance(self, batch: Batch, result: StepResult, lost: dict[str, str]) -> None:
         """Move the matchers on by what was sampled; a lost request gets no token."""

@@ -137,14 +137,14 @@ class Scheduler:
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt = len(request.prompt_token_ids) + len(request.output_token_ids)
         max_len, max_waiting = self.config.max_model_len, self.config.max_waiting
         capacity = self.pool.num_blocks * self.pool.block_size
         if self._draining:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._live:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        if num_prompt == 0:
+        if not request.prompt_token_ids:
             return "empty_prompt", "the prompt has no tokens, at least 1 is needed"
         if num_prompt > max_len - 1:
             return (
@@ -158,7 +158,7 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens; the KV cache holds {capacity} "
                 "and must have room for one more",
             )
-        if self._num_waiting >= max_waiting:
+        if self._num_waiting >= max_waiting and not request.output_token_ids:
             return "queue_full", f"{self._num_waiting} requests are waiting, the queue is full"
         return None
 
@@ -597,7 +597,7 @@ class Scheduler:
     def _count_start(self, seq: Sequence) -> None:
         seq.started = True
         seq.scheduled_ns = self._now_ns
-        seq.num_cached_tokens = seq.num_computed_tokens
+        seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
         counters = self._counters
         counters.num_prompt_tokens += seq.num_prompt_tokens
         if self.pool.prefix_cache and seq.prompt_logprobs is None:

@@ -10,7 +10,6 @@ from tokenmill.sched.blocks import chain_seed
 PENDING = -1  # a token that is sampled but not known yet: its step still runs
 Key = tuple[int, int, int]  # (priority, arrival_ns, order of add): the best runs first
 Item = tuple["Sequence", int]  # and its num_new_tokens
-PENDING = -1  # the last of token_ids while the device alone knows it
 
 
 class Sequence:
@@ -42,8 +41,9 @@ class Sequence:
     def __init__(self, request: Request, key: Key, max_len: int, stop_ids: frozenset[int]) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.token_ids = list(request.prompt_token_ids)  # prompt, then output
-        self.num_prompt_tokens = len(self.token_ids)
+        # Prompt, then output: what was generated elsewhere is known like after a preemption.
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, at the first admission
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (

@@ -1,13 +1,11 @@
-"""The HTTP front: OpenAI's routes over an EngineClient."""
+"""The HTTP front: OpenAI's routes over a Floor."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
@@ -16,8 +14,11 @@ from starlette.responses import HTMLResponse, Response
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
+from tokenmill.serve.api_access import authorizer, read_body
+from tokenmill.serve.api_floor import add_floor
 from tokenmill.serve.api_stream import ApiState, GenerationResponse
-from tokenmill.serve.errors import ApiError, of_decoding, of_invalid, unknown_model
+from tokenmill.serve.errors import ApiError, of_invalid, unknown_model
+from tokenmill.serve.floor import Floor
 from tokenmill.serve.format_chat import ChatFormat
 from tokenmill.serve.format_completion import CompletionFormat
 from tokenmill.serve.format_stream import UsageIn
@@ -42,19 +43,11 @@ from tokenmill.serve.responses import (
 )
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tools import tool_definitions
-from tokenmill.serve.wire import EngineClient
 
-# A body over the limit is read on and dropped up to this many times the limit: a client that is
-# still sending when the connection is closed would not see the answer.
-DISCARD_FACTOR = 8
-
-T = TypeVar("T")
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
-def create_app(
-    client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: str
-) -> FastAPI:
+def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model: str) -> FastAPI:
     """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
@@ -72,6 +65,7 @@ def create_app(
     _add_generation(app, state, Preparer(tokenizer, client.facts, config))
     _add_models(app, state)
     _add_operations(app, state)
+    add_floor(app, state)
     return app
 
 
@@ -107,44 +101,6 @@ def _json(answer: msgspec.Struct) -> Response:
     return Response(json_encode(answer), media_type="application/json")
 
 
-def _authorizer(config: ServerConfig) -> Callable[[Request], None]:
-    """A dependency that compares the bearer key with every known one in constant time."""
-    digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
-
-    def authorize(request: Request) -> None:
-        if not digests:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
-
-    return authorize
-
-
-async def _read(request: Request, kind: type[T], limit: int) -> T:
-    """The body as `kind`; too large, malformed or unfit bodies raise ApiError."""
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > DISCARD_FACTOR * limit:
-        raise too_large
-    body = bytearray()
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-        elif size > DISCARD_FACTOR * limit:
-            break
-    if size > limit:
-        raise too_large
-    try:
-        return msgspec.json.decode(bytes(body), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise of_decoding(error) from None
-
-
 def _check_model(name: str | None, state: ApiState) -> None:
     if name is not None and name != state.model:
         raise unknown_model(name, state.model)
@@ -162,38 +118,38 @@ def _usage_in(call: GenerationRequest) -> UsageIn:
 
 
 def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
-    guard = [Depends(_authorizer(state.config))]
+    guard = [Depends(authorizer(state.config))]
     limit = state.config.max_body_bytes
 
     @app.post("/v1/chat/completions", dependencies=guard)
     async def chat_completions(request: Request) -> Response:
-        state.admit()
-        call = await _read(request, ChatCompletionRequest, limit)
+        state.admit(request.state.key)
+        call = await read_body(request, ChatCompletionRequest, limit)
         _check_model(call.model, state)
         usage_in = _usage_in(call)
         job = await preparer.chat(call)
         form = ChatFormat(job, state.model, state.tokenizer, usage_in)
-        return GenerationResponse(state, job, form, bool(call.stream))
+        return GenerationResponse(state, job, form, bool(call.stream), request.state.key)
 
     @app.post("/v1/completions", dependencies=guard)
     async def completions(request: Request) -> Response:
-        state.admit()
-        call = await _read(request, CompletionRequest, limit)
+        state.admit(request.state.key)
+        call = await read_body(request, CompletionRequest, limit)
         _check_model(call.model, state)
         usage_in = _usage_in(call)
         job = await preparer.completion(call)
         form = CompletionFormat(job, state.model, state.tokenizer, usage_in, bool(call.echo))
-        return GenerationResponse(state, job, form, bool(call.stream))
+        return GenerationResponse(state, job, form, bool(call.stream), request.state.key)
 
     @app.post("/tokenize", dependencies=guard)
     async def tokenize(request: Request) -> Response:
-        call = await _read(request, TokenizeRequest, limit)
+        call = await read_body(request, TokenizeRequest, limit)
         _check_model(call.model, state)
         return _json(await _tokenize(call, state, preparer))
 
     @app.post("/detokenize", dependencies=guard)
     async def detokenize(request: Request) -> Response:
-        call = await _read(request, DetokenizeRequest, limit)
+        call = await read_body(request, DetokenizeRequest, limit)
         _check_model(call.model, state)
         text = state.tokenizer.decode(call.tokens, skip_special_tokens=False)
         return _json(DetokenizeAnswer(prompt=text))
@@ -227,7 +183,7 @@ async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) 
 
 
 def _add_models(app: FastAPI, state: ApiState) -> None:
-    guard = [Depends(_authorizer(state.config))]
+    guard = [Depends(authorizer(state.config))]
     facts = state.client.facts
     assert facts is not None
     card = ModelCard(
@@ -263,7 +219,7 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         stats = await state.client.stats()
-        text = state.metrics.render(stats, state.client.num_restarts)
+        text = state.metrics.render(stats, state.client.num_restarts, state.client.view())
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/docs")

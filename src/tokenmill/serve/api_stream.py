@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.responses import Response
@@ -11,13 +12,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.errors import ApiError
+from tokenmill.serve.floor import Floor
 from tokenmill.serve.format_stream import EventFrame
 from tokenmill.serve.generation import Generation, TextDelta, join_deltas
 from tokenmill.serve.metrics import ServerMetrics
 from tokenmill.serve.prepare import Job
 from tokenmill.serve.responses import Usage
 from tokenmill.serve.tokenizer import Tokenizer
-from tokenmill.serve.wire import EngineClient, OutputStream, StreamClosedError, WorkerDownError
+from tokenmill.serve.wire import OutputStream, StreamClosedError, WorkerDownError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 SSE_START: Message = {
@@ -35,15 +37,16 @@ SSE_START: Message = {
 class ApiState:
     """What the handlers share."""
 
-    client: EngineClient
+    client: Floor
     tokenizer: Tokenizer
     config: ServerConfig
     model: str
     metrics: ServerMetrics
     draining: bool = False
     num_calls: int = 0  # generation calls being answered
+    calls_by_key: Counter[int] = field(default_factory=Counter)
 
-    def admit(self) -> None:
+    def admit(self, key: int) -> None:
         """Raise what a new generation call is to be answered with, if it cannot be taken."""
         if self.draining:
             raise ApiError(503, "the server is draining and takes no new requests", code="draining")
@@ -52,6 +55,13 @@ class ApiState:
         limit = self.config.max_concurrency
         if self.num_calls >= limit:
             raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
+        limit = self.config.max_concurrency_per_key or limit
+        if self.calls_by_key[key] >= limit:
+            message = f"{limit} requests of this key are open, the limit"
+            raise ApiError(429, message, code="max_concurrency_per_key")
+        pending = self.config.max_pending
+        if pending is not None and self.client.num_pending >= pending * self.client.num_ready:
+            raise ApiError(429, "too many requests wait for their first token", code="queue_full")
 
 
 class Format(Protocol):
@@ -67,22 +77,24 @@ class Format(Protocol):
 class GenerationResponse(Response):
     """Submits a job when it is called, and aborts it when the client goes away."""
 
-    def __init__(self, state: ApiState, job: Job, form: Format, streams: bool) -> None:
+    def __init__(self, state: ApiState, job: Job, form: Format, streams: bool, key: int) -> None:
         super().__init__()
         self._state = state
         self._job = job
         self._form = form
         self._streams = streams
+        self._key = key
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._state.admit()
+            self._state.admit(self._key)
             stream = self._state.client.submit(self._job.requests)
         except (ApiError, WorkerDownError) as error:
             await send_error(send, _as_api_error(error))
             return
         self._state.num_calls += 1
+        self._state.calls_by_key[self._key] += 1
         generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
@@ -97,6 +109,7 @@ class GenerationResponse(Response):
             generation.close()
             self._state.client.abort(stream.request_ids)
             self._state.num_calls -= 1
+            self._state.calls_by_key[self._key] -= 1
 
     async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:
         # The status line waits for the first output, which may be a refusal.

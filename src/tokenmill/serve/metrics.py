@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -13,10 +14,26 @@ from prometheus_client.metrics_core import Metric
 
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import EngineStats
+from tokenmill.serve.floor_view import FloorView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG_SECONDS = (*_SECONDS, 60.0, 120.0, 300.0)
+# (name, help, attribute of WorkerView)
+_WORKER_GAUGES = (
+    ("up", "1 while the worker takes requests.", "up"),
+    ("requests", "Requests routed there that have not ended.", "num_requests"),
+    ("queued_tokens", "Tokens of prompts that wait for prefill there.", "queued_tokens"),
+    ("tokens_per_second", "Tokens sent by the worker, over ten seconds.", "tokens_per_s"),
+    ("cached_blocks", "KV blocks that it told it has cached.", "cached_blocks"),
+)
+_WORKER_COUNTERS = (
+    ("routed_requests", "Requests routed there.", "routed"),
+    ("routed_tokens", "Tokens of the prompts routed there.", "routed_tokens"),
+    ("overlap_tokens", "Of these, tokens that the router knew to be cached.", "overlap_tokens"),
+    ("output_tokens", "Tokens sent by the worker.", "output_tokens"),
+    ("failures", "Times that it died, hung or could not be reached.", "failures"),
+)
 
 
 class Histogram:
@@ -53,6 +70,7 @@ class ServerMetrics:
     def __init__(self, model: str) -> None:
         self._model = model
         self._stats = EngineStats()
+        self._floor: FloorView | None = None
         self.num_worker_restarts = 0
         self.ttft_s = Histogram(_LONG_SECONDS)
         self.inter_token_s = Histogram(_SECONDS)
@@ -83,9 +101,10 @@ class ServerMetrics:
         if times.tpot_ms is not None:
             self.tpot_s.observe(times.tpot_ms / 1e3)
 
-    def render(self, stats: EngineStats, num_worker_restarts: int) -> bytes:
-        """The exposition text with the engine's counters of now."""
+    def render(self, stats: EngineStats, num_worker_restarts: int, floor: FloorView) -> bytes:
+        """The exposition text with the engines' counters of now."""
         self._stats = stats
+        self._floor = floor
         self.num_worker_restarts = num_worker_restarts
         return generate_latest(self._registry)
 
@@ -94,6 +113,7 @@ class ServerMetrics:
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
+        yield from self._workers()
 
     def _gauges(self) -> Iterator[Metric]:
         s = self._stats
@@ -131,6 +151,31 @@ class ServerMetrics:
         for reason, count in sorted(self.finished.items()):
             success.add_metric([self._model, reason], float(count))
         yield success
+
+    def _workers(self) -> Iterator[Metric]:
+        """One sample for each worker."""
+        floor = self._floor
+        if floor is None:
+            return
+        migrations = CounterMetricFamily(
+            "tokenmill_request_migrations",
+            "Times a request went on at another worker.",
+            labels=["model_name"],
+        )
+        migrations.add_metric([self._model], float(floor.migrations))
+        yield migrations
+        kinds: tuple[tuple[type[Metric], tuple[tuple[str, str, str], ...]], ...] = (
+            (GaugeMetricFamily, _WORKER_GAUGES),
+            (CounterMetricFamily, _WORKER_COUNTERS),
+        )
+        for family_type, rows in kinds:
+            for name, text, attribute in rows:
+                labels = ["model_name", "worker"]
+                family: Any = family_type(f"tokenmill_worker_{name}", text, labels=labels)  # type: ignore[call-arg,arg-type]
+                for worker in floor.workers:
+                    value = float(getattr(worker, attribute))
+                    family.add_metric([self._model, worker.name], value)
+                yield family
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from tokenmill.core.config import ServerConfig
+from tokenmill.core.config import FloorConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.serve.api import create_app
 from tokenmill.serve.api_stream import ApiState
+from tokenmill.serve.floor import Floor
+from tokenmill.serve.supervisor import open_placement
 from tokenmill.serve.tokenizer import Tokenizer
-from tokenmill.serve.wire import EngineClient, ModelFacts
+from tokenmill.serve.wire import ModelFacts
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 60  # of idle connections, which clients pool
@@ -40,29 +42,35 @@ def serve(
     config: ServerConfig,
     model: str,
     on_listening: OnListening | None = None,
+    floor: FloorConfig | None = None,
+    router: RouterConfig | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    `worker_argv` followed by "--address ADDRESS" starts the worker; `on_listening` gets the URL.
+    `worker_argv` followed by "--address ADDRESS" starts a worker; `on_listening` gets the URL.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
     _raise_file_limit()
-    with contextlib.closing(_bind(config.host, config.port)) as listener:
+    floor = floor or FloorConfig()
+    with (
+        contextlib.closing(_bind(config.host, config.port)) as listener,
+        open_placement(worker_argv, floor) as placement,
+    ):
+        client = Floor(placement.spawn, floor, router, placement.host)
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_run(listener, worker_argv, tokenizer, config, model, on_listening))
+            runner.run(_run(listener, client, tokenizer, config, model, on_listening))
 
 
 async def _run(
     listener: socket.socket,
-    worker_argv: Sequence[str],
+    client: Floor,
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: str,
     on_listening: OnListening | None,
 ) -> None:
     signals = _Signals()
-    client = EngineClient(lambda address: _spawn([*worker_argv, "--address", address]))
     try:
         facts = await signals.interrupt(client.start())
         if facts is None:
@@ -171,10 +179,3 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-async def _spawn(argv: Sequence[str]) -> asyncio.subprocess.Process:
-    # A session of its own: Ctrl-C in the terminal is for the server to handle.
-    return await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-    )

@@ -1,33 +1,26 @@
-"""The link between the API process and the worker: messages, and the API side of the socket.
+"""The link between the API process and a worker: messages, and the API side of the socket.
 
-One PAIR socket per worker process on a private ipc:// path; every message is msgpack of the
-structs below. The API side binds and the worker connects, so a restarted worker gets a new path.
+One PAIR socket per worker process; every message is msgpack of the structs below. The API side
+binds and the worker connects, so a restarted worker gets a new address: a private ipc:// path, or
+tcp:// with CURVE, where the key that only this worker is given lets it in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tokenmill.core.types import (
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    TokenmillError,
-)
-
-_log = logging.getLogger(__name__)
+from tokenmill.core.types import EngineStats, Request, RequestOutput, TokenmillError
+from tokenmill.sched.kv_events import Cleared, Dump, Event, EventBatch, Removed, Stored
 
 MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
 EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
@@ -52,12 +45,12 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
-class Drain(msgspec.Struct, tag=True):
-    """Refuse new requests from now on; running ones finish."""
-
-
 class GetStats(msgspec.Struct, tag=True):
-    """Answered by one Stats."""
+    """Answered by one Stats: the heartbeat."""
+
+
+class GetKV(msgspec.Struct, tag=True):
+    """Answered by a KVDump and, from then on, by KVEvents; by an engine that knows of these."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -82,8 +75,50 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToWorker = Submit | Abort | Drain | GetStats | Shutdown
-FromWorker = Ready | Failed | Outputs | Stats
+class KVEvent(msgspec.Struct, array_like=True):
+    """A Stored, Removed or Cleared of sched/kv_events.py."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    hashes: list[int] = []
+    parent: int | None = None
+
+
+class KVEvents(msgspec.Struct, tag=True):
+    """What the prefix cache took in and dropped since the last batch."""
+
+    sequence: int
+    events: list[KVEvent]
+
+    @classmethod
+    def of(cls, batch: EventBatch) -> KVEvents:
+        return cls(batch.sequence, [_to_wire(event) for event in batch.events])
+
+    def batch(self) -> EventBatch:
+        return EventBatch(self.sequence, [_from_wire(event) for event in self.events])
+
+
+class KVDump(msgspec.Struct, tag=True):
+    dump: Dump
+
+
+def _to_wire(event: Event) -> KVEvent:
+    match event:
+        case Stored(parent=parent, hashes=hashes):
+            return KVEvent("stored", hashes, parent)
+        case Removed(hashes=hashes):
+            return KVEvent("removed", hashes)
+        case Cleared():
+            return KVEvent("cleared")
+
+
+def _from_wire(event: KVEvent) -> Event:
+    if event.kind == "stored":
+        return Stored(event.parent, event.hashes)
+    return Removed(event.hashes) if event.kind == "removed" else Cleared()
+
+
+ToWorker = Submit | Abort | GetStats | GetKV | Shutdown
+FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
@@ -168,26 +203,52 @@ def _merge(into: RequestOutput, output: RequestOutput) -> None:
     into.scheduled_ns = into.scheduled_ns or output.scheduled_ns
 
 
-class WorkerLink:
-    """One worker process and the socket to it, from spawn to death."""
+def beat(socket: zmq.Socket[bytes]) -> None:
+    """Have ZeroMQ notice when the other host is gone."""
+    socket.heartbeat_ivl = 5_000
+    socket.heartbeat_timeout = 30_000
 
-    def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
+
+class WorkerLink:
+    """One worker process and the socket to it, from spawn to death.
+
+    With a `host`, an address of this machine, the socket is TCP; "#" and its key end the address.
+    """
+
+    def __init__(self, on_message: Callable[[FromWorker], None], host: str | None = None) -> None:
         self._on_message = on_message
         self._directory = Path(tempfile.mkdtemp(prefix="tokenmill-"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self.address = f"ipc://{self._directory / 'worker.sock'}"
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.bind(self.address)
+        # Over TCP anyone may connect and leave; there the process and its heartbeats tell.
+        events = zmq.EVENT_DISCONNECTED if host is None else 0
+        self._monitor = self._socket.get_monitor_socket(events)
+        self.address = self._bind(host)
         self._process: WorkerProcess | None = None
         self._num_at_once = 1
         self._receive_due = False
         self._watcher: asyncio.Task[None] | None = None
+        self.num_unanswered = 0  # heartbeats since it was last heard of
         self.reason = ""  # why it died, once `dead` is set
         self.dead = asyncio.Event()
         self.ready: asyncio.Future[ModelFacts] = asyncio.get_running_loop().create_future()
+
+    def _bind(self, host: str | None) -> str:
+        if host is None:
+            address = f"ipc://{self._directory / 'worker.sock'}"
+            self._socket.bind(address)
+            return address
+        beat(self._socket)
+        public, secret = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = secret
+        self._socket.ipv6 = ":" in host
+        port = self._socket.bind_to_random_port(
+            f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        )
+        return f"tcp://{host}:{port}#{public.hex()}"
 
     async def start(self, spawn: Spawn) -> ModelFacts:
         """Spawn the worker and wait until it is ready; raises WorkerStartError."""
@@ -206,8 +267,17 @@ class WorkerLink:
         if not self.dead.is_set():
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(message), zmq.NOBLOCK)
+            self.num_unanswered += isinstance(message, GetStats)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
             self._schedule_receive()
+
+    def kill(self, reason: str) -> None:
+        """Give up a worker that no longer answers; nothing it may still send is read."""
+        self._receive_rest()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        self._die(reason)
 
     async def close(self, grace_s: float) -> None:
         """Ask the worker to exit, kill it after `grace_s`, and free the socket."""
@@ -258,6 +328,9 @@ class WorkerLink:
                 self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
 
     def _handle(self, message: FromWorker) -> None:
+        if self.dead.is_set():
+            return
+        self.num_unanswered = 0
         match message:
             case Ready(facts=facts) if not self.ready.done():
                 self.ready.set_result(facts)
@@ -296,169 +369,3 @@ class WorkerLink:
         self._socket.close(0)
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-class EngineClient:
-    """The engine as the API process sees it: submit, abort, stats, and a worker that is kept alive.
-
-    When the worker dies, every open request gets one ERROR output and a new worker is spawned, up
-    to `max_restarts` times in a row with growing pauses; then `gave_up` is set.
-    """
-
-    def __init__(
-        self,
-        spawn: Spawn,
-        *,
-        max_restarts: int = 5,
-        backoff_s: float = 0.5,
-        stable_s: float = 60.0,
-    ) -> None:
-        self._spawn = spawn
-        self._max_restarts = max_restarts
-        self._backoff_s = backoff_s
-        self._stable_s = stable_s  # a worker that lived this long starts the count anew
-        self._link: WorkerLink | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._streams: dict[str, tuple[OutputStream, int]] = {}
-        self._stats_waiters: list[asyncio.Future[EngineStats]] = []
-        self._stats = EngineStats()
-        self._draining = False
-        self.facts: ModelFacts | None = None
-        self.num_restarts = 0
-        self.gave_up = asyncio.Event()
-
-    @property
-    def ready(self) -> bool:
-        """True while a worker is there to take requests."""
-        return self._link is not None and self._link.ready.done() and not self._link.dead.is_set()
-
-    @property
-    def num_open(self) -> int:
-        """Requests submitted and not yet finished."""
-        return len(self._streams)
-
-    async def start(self) -> ModelFacts:
-        """Spawn the first worker; raises WorkerStartError when it does not come up."""
-        facts = await self._launch()
-        self._supervisor = asyncio.create_task(self._supervise())
-        return facts
-
-    def submit(self, requests: list[Request]) -> OutputStream:
-        """Send requests to the worker; their outputs come by their index in the stream."""
-        if not self.ready or self._link is None:
-            raise WorkerDownError("the engine is restarting; try again shortly")
-        stream = OutputStream([r.request_id for r in requests])
-        for index, request_id in enumerate(stream.request_ids):
-            self._streams[request_id] = (stream, index)
-        self._link.send(Submit(requests))
-        return stream
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Forget requests and free what the engine holds for them; finished ids are ignored."""
-        open_ids = [i for i in request_ids if self._streams.pop(i, None) is not None]
-        if open_ids and self._link is not None:
-            self._link.send(Abort(open_ids))
-
-    async def stats(self, timeout_s: float = 1.0) -> EngineStats:
-        """The engine's counters; the last known ones when a long step keeps it from answering."""
-        if self.ready and self._link is not None:
-            waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-            self._stats_waiters.append(waiter)
-            self._link.send(GetStats())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    self._stats = await waiter
-        return self._stats
-
-    def drain(self) -> None:
-        """Make the engine refuse new requests; also a worker that is started later."""
-        self._draining = True
-        if self._link is not None:
-            self._link.send(Drain())
-
-    def fail_open(self, message: str, stop_reason: str) -> None:
-        """End every open request with one ERROR output and abort it in the engine."""
-        streams = list(self._streams.items())
-        self.abort([request_id for request_id, _ in streams])
-        for request_id, (stream, index) in streams:
-            stream.put(index, _error_output(request_id, message, stop_reason))
-
-    async def close(self, grace_s: float = 5.0) -> None:
-        """Stop the worker; open requests end in ERROR."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-        self.fail_open("the server is shutting down", "shutdown")
-        if self._link is not None:
-            link, self._link = self._link, None
-            await link.close(grace_s)
-
-    async def _launch(self) -> ModelFacts:
-        link = self._link = WorkerLink(self._on_message)
-        try:
-            self.facts = await link.start(self._spawn)
-        except BaseException:
-            self._link = None
-            await link.close(grace_s=0.0)
-            raise
-        if self._draining:
-            link.send(Drain())
-        return self.facts
-
-    async def _supervise(self) -> None:
-        loop = asyncio.get_running_loop()
-        attempts = 0
-        while self._link is not None:
-            started_s = loop.time()
-            link = self._link
-            await link.dead.wait()
-            _log.error("the engine stopped: %s", link.reason)
-            self.fail_open(f"the engine stopped: {link.reason}", "worker_died")
-            await link.close(grace_s=self._backoff_s)
-            attempts = 0 if loop.time() - started_s > self._stable_s else attempts
-            attempts = await self._restart(attempts)
-
-    async def _restart(self, attempts: int) -> int:
-        """Launch until a worker is ready; returns the attempts used, or sets `gave_up`."""
-        while attempts < self._max_restarts:
-            await asyncio.sleep(self._backoff_s * 2**attempts)
-            attempts += 1
-            try:
-                await self._launch()
-            except WorkerStartError as error:
-                _log.error("restart %d of the engine failed: %s", attempts, error)
-                continue
-            _log.warning("the engine was restarted")
-            self.num_restarts += 1
-            return attempts
-        self._link = None
-        self.gave_up.set()
-        return attempts
-
-    def _on_message(self, message: FromWorker) -> None:
-        match message:
-            case Outputs(outputs=outputs):
-                for output in outputs:
-                    self._dispatch(output)
-            case Stats(stats=stats):
-                self._stats = stats
-                waiters, self._stats_waiters = self._stats_waiters, []
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(stats)
-
-    def _dispatch(self, output: RequestOutput) -> None:
-        entry = self._streams.get(output.request_id)
-        if entry is None:  # aborted here before the engine heard of it
-            return
-        stream, index = entry
-        if output.finish_reason is not None:
-            del self._streams[output.request_id]
-        stream.put(index, output)
-
-
-def _error_output(request_id: str, message: str, stop_reason: str) -> RequestOutput:
-    return RequestOutput(
-        request_id, [], finish_reason=FinishReason.ERROR, stop_reason=stop_reason, error=message
-    )

@@ -8,31 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 import traceback
+from typing import Protocol, runtime_checkable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, TokenmillError
+from tokenmill.core.types import Engine, TokenmillError
+from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.serve.wire import (
     Abort,
-    Drain,
     Failed,
     FromWorker,
+    GetKV,
     GetStats,
+    KVDump,
+    KVEvents,
     ModelFacts,
     Outputs,
     Ready,
     Shutdown,
     Stats,
     Submit,
+    beat,
     decode_to_worker,
     encode,
 )
 
 CONNECT_TIMEOUT_MS = 10_000
+KEY_VARIABLE = "TOKENMILL_LINK_KEY"  # the key to a tcp:// address: not for the process list
 LINGER_MS = 2_000  # last words may take this long to leave
 
 
@@ -85,9 +92,14 @@ class _Link:
         self._socket.set_hwm(0)
         self._socket.linger = LINGER_MS
         self._socket.reconnect_ivl = -1
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
-        )
+        connected = zmq.EVENT_CONNECTED
+        if address.startswith("tcp:"):
+            self._socket.curve_serverkey = bytes.fromhex(os.environ.get(KEY_VARIABLE, ""))
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+            self._socket.ipv6 = "[" in address
+            beat(self._socket)
+            connected = zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._socket.get_monitor_socket(connected | zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         if not self._monitor.poll(CONNECT_TIMEOUT_MS):
             self.close()
@@ -119,50 +131,52 @@ class _Link:
         self._context.term()
 
 
+@runtime_checkable
+class KVSource(Protocol):
+    """An engine that tells which blocks it has cached."""
+
+    def kv_events(self) -> EventPublisher: ...
+
+    def kv_dump(self) -> Dump: ...
+
+
 class _Loop:
     def __init__(self, engine: Engine, link: _Link) -> None:
         self._engine = engine
         self._link = link
-        self._draining = False
+        self._publisher: EventPublisher | None = None
         self._running = True
 
     def run(self) -> None:
         """Receive, step, send; sleep in poll while there is nothing to do."""
         while self._running:
-            refused = self._receive(block=not self._engine.has_work())
-            outputs = refused + self._engine.step()
+            self._receive(block=not self._engine.has_work())
+            outputs = self._engine.step()
             if outputs:
                 self._link.send(Outputs(outputs))
+            batch = self._publisher.take() if self._publisher is not None else None
+            if batch is not None:
+                self._link.send(KVEvents.of(batch))
 
-    def _receive(self, block: bool) -> list[RequestOutput]:
-        """Apply what arrived; returns the outputs of requests that are refused here."""
-        messages, connected = self._link.receive(block)
-        self._running = connected
-        refused: list[RequestOutput] = []
+    def _receive(self, block: bool) -> None:
+        """Apply what arrived."""
+        messages, self._running = self._link.receive(block)
         for data in messages:
             match decode_to_worker(data):
-                case Submit(requests=requests) if self._draining:
-                    refused.extend(_refuse(r) for r in requests)
                 case Submit(requests=requests):
                     for request in requests:
                         self._engine.submit(request)
                 case Abort(request_ids=request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
-                case Drain():
-                    self._draining = True
                 case GetStats():
                     self._link.send(Stats(self._engine.stats()))
+                case GetKV():
+                    self._publish()
                 case Shutdown():
                     self._running = False
-        return refused
 
-
-def _refuse(request: Request) -> RequestOutput:
-    return RequestOutput(
-        request.request_id,
-        [],
-        finish_reason=FinishReason.REJECT,
-        stop_reason="draining",
-        error="the server is draining and takes no new requests",
-    )
+    def _publish(self) -> None:
+        if isinstance(self._engine, KVSource):
+            self._publisher = self._engine.kv_events()
+            self._link.send(KVDump(self._engine.kv_dump()))

@@ -1,0 +1,108 @@
+"""tokenmill status | scale | drain: the workers of a running server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill.cli import console
+from tokenmill.cli.options import command
+from tokenmill.cli.remote import RemoteError
+from tokenmill.settings import SETTINGS, Settings, SettingsError
+
+URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
+SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
+OUTPUT = (SETTINGS["json-only"],)
+COLUMNS = (
+    ("worker", "name"),
+    ("state", "state"),
+    ("role", "role"),
+    ("open", "num_requests"),
+    ("running", "num_running"),
+    ("waiting", "num_waiting"),
+    ("tok/s", "tokens_per_s"),
+    ("routed", "routed"),
+    ("cached blocks", "cached_blocks"),
+    ("failures", "failures"),
+    ("restarts", "restarts"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    panels = {"Server": SERVER, "Output": OUTPUT}
+    command(app, "status", panels)(status)
+    command(app, "scale", {"Floor": (SETTINGS["workers"],), **panels})(scale)
+    command(app, "drain", panels)(drain)
+
+
+def status(settings: Settings) -> None:
+    """Show the workers of a running server.
+
+    tokenmill status
+    tokenmill status --url http://10.0.0.1:8000 --control-token secret
+    """
+    _show(_call(settings, "/floor"), settings)
+
+
+def scale(settings: Settings) -> None:
+    """Change the number of workers of a running server; no request is lost.
+
+    tokenmill scale --workers 2
+    """
+    if "workers" not in settings:
+        raise SettingsError("--workers is needed: how many there shall be")
+    _show(_call(settings, "/floor/scale", {"workers": settings.get("workers")}), settings)
+
+
+def drain(
+    settings: Settings,
+    worker: Annotated[str, typer.Argument(help="Its name, as tokenmill status shows it.")],
+) -> None:
+    """Take a worker off the floor of a running server once its requests are done.
+
+    tokenmill drain w1
+    """
+    _show(_call(settings, "/floor/drain", {"worker": worker}), settings)
+
+
+def _call(settings: Settings, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    url = (settings.get("url") or URL).rstrip("/").removesuffix("/v1") + path
+    headers = {"Content-Type": "application/json"}
+    if token := settings.get("control-token"):
+        headers["Authorization"] = f"Bearer {token}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, headers), timeout=TIMEOUT_S
+        ) as response:
+            view: dict[str, Any] = json.load(response)
+            return view
+    except urllib.error.HTTPError as error:
+        raise RemoteError(f"{url}: {_message(error)}") from None
+    except (OSError, ValueError) as error:
+        raise RemoteError(f"{url}: {getattr(error, 'reason', error)}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"
+
+
+def _show(view: dict[str, Any], settings: Settings) -> None:
+    if not settings.get("json-only"):
+        rows = [[title for title, _ in COLUMNS]]
+        rows += [[str(worker[name]) for _, name in COLUMNS] for worker in view["workers"]]
+        console.print_table(rows)
+        console.note(
+            f"router {view['router']}, {view['num_open']} requests open, "
+            f"{view['migrations']} went on at another worker"
+        )
+    console.print_json({key: view[key] for key in view if key != "decisions"})

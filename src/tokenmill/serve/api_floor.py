@@ -1,0 +1,93 @@
+"""The floor over HTTP: see it, scale it, drain a worker. For this machine, or with the token."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+
+import msgspec
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill.serve.api_access import key_matcher, read_body
+from tokenmill.serve.api_stream import ApiState
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.floor import FloorError
+from tokenmill.serve.responses import json_encode
+from tokenmill.serve.wire import WorkerStartError
+
+MAX_BODY_BYTES = 4096
+# A proxy on this machine makes everybody a local caller; it says so in one of these.
+PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
+    workers: int
+
+
+class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
+    worker: str
+
+
+def add_floor(app: FastAPI, state: ApiState) -> None:
+    """Add GET /floor, POST /floor/scale and POST /floor/drain."""
+    guard = [Depends(_controller(state))]
+
+    @app.get("/floor", dependencies=guard)
+    async def floor() -> Response:
+        return _view(state)
+
+    @app.post("/floor/scale", dependencies=guard)
+    async def scale(request: Request) -> Response:
+        call = await read_body(request, ScaleRequest, MAX_BODY_BYTES)
+        try:
+            await state.client.scale(call.workers)
+        except FloorError as error:
+            raise ApiError(400, str(error), "workers", "invalid_value") from None
+        except WorkerStartError as error:
+            raise ApiError(503, f"a worker did not start: {error}", code="no_worker") from None
+        return _view(state)
+
+    @app.post("/floor/drain", dependencies=guard)
+    async def drain(request: Request) -> Response:
+        call = await read_body(request, DrainRequest, MAX_BODY_BYTES)
+        try:
+            await state.client.drain_worker(call.worker, state.config.drain_timeout_s)
+        except FloorError as error:
+            raise ApiError(400, str(error), "worker", "invalid_value") from None
+        return _view(state)
+
+
+def _view(state: ApiState) -> Response:
+    return Response(json_encode(state.client.view()), media_type="application/json")
+
+
+def _controller(state: ApiState) -> Callable[[Request], None]:
+    """A dependency: the control token where there is one, else a caller on this machine."""
+    token = state.config.control_token
+    bears_token = key_matcher([token] if token else [])
+
+    def check(request: Request) -> None:
+        if token is not None:
+            if bears_token(request) is None:
+                raise ApiError(401, "missing or wrong control token", code="invalid_token")
+        elif not _is_local(request):
+            message = "/floor answers callers on this machine; set --control-token for others"
+            raise ApiError(403, message, code="not_local")
+        # A page in a browser can post a form to this machine, but not JSON without being asked.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            raise ApiError(415, "content-type: must be application/json", code="not_json")
+
+    return check
+
+
+def _is_local(request: Request) -> bool:
+    if request.client is None or any(name in request.headers for name in PROXY_HEADERS):
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

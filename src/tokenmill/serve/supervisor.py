@@ -1,0 +1,185 @@
+"""Where workers run: processes of this machine, or placed by Ray on this machine or a cluster.
+
+A placement starts a worker's command and lets the floor wait for its end; requests and tokens
+never pass through it. Ray's actor on the chosen node does nothing but own that process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from tokenmill.core.config import FloorConfig
+from tokenmill.core.types import TokenmillError
+from tokenmill.serve.wire import WorkerProcess, WorkerStartError
+from tokenmill.serve.worker import KEY_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there
+LOST = -1  # exit code of a worker whose node is gone
+
+
+class PlacementError(TokenmillError):
+    """Workers cannot be placed as asked; the message says why."""
+
+
+class Placement(Protocol):
+    """Starts workers; `host` is the address of this machine that they connect to, if by TCP."""
+
+    @property
+    def host(self) -> str | None: ...
+
+    async def spawn(self, address: str) -> WorkerProcess: ...
+
+
+@contextlib.contextmanager
+def open_placement(argv: Sequence[str], config: FloorConfig) -> Iterator[Placement]:
+    """The placement that the config asks for; `argv` and "--address ADDRESS" start a worker."""
+    if not _wants_ray(config):
+        yield ProcessPlacement(argv)
+        return
+    with _connected(config.ray_address) as host:
+        yield RayPlacement(argv, host, config.workers)
+
+
+def _wants_ray(config: FloorConfig) -> bool:
+    installed = importlib.util.find_spec("ray") is not None
+    wanted = config.placement == "ray" or config.ray_address is not None
+    if wanted and config.placement == "process":
+        raise PlacementError("ray-address does not go with placement process")
+    if wanted and not installed:
+        raise PlacementError("ray is not installed: pip install 'tokenmill[ray]'")
+    return wanted or (config.placement == "auto" and config.workers > 1 and installed)
+
+
+class ProcessPlacement:
+    """Workers are child processes, each in a session of its own: Ctrl-C is for the server."""
+
+    host = None
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = list(argv)
+
+    async def spawn(self, address: str) -> WorkerProcess:
+        return await asyncio.create_subprocess_exec(
+            *self._argv,
+            "--address",
+            address,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+class RayPlacement:
+    """Workers are processes of Ray actors, spread over the nodes; each has a GPU if there are."""
+
+    def __init__(self, argv: Sequence[str], host: str, num_workers: int) -> None:
+        import ray
+
+        self.host = host
+        self._argv = list(argv)
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        self._actor: Any = ray.remote(_WorkerHost).options(
+            num_cpus=0,
+            num_gpus=min(1.0, int(1000 * num_gpus / num_workers) / 1000),
+            max_concurrency=4,  # kill() comes while wait() waits
+            scheduling_strategy="SPREAD",
+        )
+
+    async def spawn(self, address: str) -> WorkerProcess:
+        import ray
+
+        plain, _, key = address.partition("#")
+        actor: Any = self._actor.remote()
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S):
+                await actor.start.remote([*self._argv, "--address", plain], {KEY_VARIABLE: key})
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            ray.kill(actor)
+            reason = str(error) or f"no room was found in {PLACE_TIMEOUT_S:g} s"
+            raise WorkerStartError(f"Ray cannot place the worker: {reason}") from None
+        return _RayProcess(actor)
+
+
+class _WorkerHost:
+    """The actor: one process of a worker, on the node that Ray chose."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, argv: list[str], env: dict[str, str]) -> int:
+        """Start the command with this node's Python; returns its process id."""
+        self._process = subprocess.Popen(
+            [sys.executable, *argv[1:]], stdin=subprocess.DEVNULL, env={**os.environ, **env}
+        )
+        return self._process.pid
+
+    def wait(self) -> int:
+        """The exit code, once there is one."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+class _RayProcess:
+    """A worker's process as the link sees it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._code: asyncio.Task[int] = asyncio.create_task(self._wait())
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def kill(self) -> None:
+        self._actor.kill.remote()
+
+    async def _wait(self) -> int:
+        import ray
+
+        try:
+            code: int = await self._actor.wait.remote()
+        except ray.exceptions.RayError:  # its node or its actor is gone
+            return LOST
+        ray.kill(self._actor)
+        return code
+
+
+@contextlib.contextmanager
+def _connected(address: str | None) -> Iterator[str]:
+    """A connection to Ray, to a local one of our own without an address; gives our own address."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides none
+    if address is None:  # Ray's ports are open to the network: only we know the token
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    import ray
+
+    local: dict[str, Any] = {
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    try:
+        ray.init(address or "local", logging_level=logging.ERROR, **({} if address else local))
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        where = f"at {address}" if address else "on this machine"
+        raise PlacementError(f"cannot reach Ray {where}: {error}") from None
+    try:
+        yield LOOPBACK if address is None else ray.util.get_node_ip_address()
+    finally:
+        ray.shutdown()

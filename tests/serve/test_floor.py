@@ -1,0 +1,236 @@
+"""Many workers behind one front: routing, migration, hangs, restarts, scaling and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from serve.counting_engine import EXIT
+from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN, worker_argv
+from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig
+from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.serve.floor import Floor, FloorError
+from tokenmill.serve.wire import OutputStream
+
+COUNTING = [sys.executable, str(Path(__file__).with_name("counting_engine.py"))]
+SIM = worker_argv(SchedulerConfig(max_model_len=MAX_MODEL_LEN), step_ms=5.0)
+GENEROUS_S = 60.0
+PROMPT = list(range(3, 3 + 6 * BLOCK_SIZE))
+
+
+class Spawner:
+    """Starts worker processes and remembers them."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.argv = argv
+        self.processes: list[asyncio.subprocess.Process] = []
+
+    async def __call__(self, address: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(*self.argv, "--address", address)
+        self.processes.append(process)
+        return process
+
+    @property
+    def live(self) -> list[int]:
+        return [p.pid for p in self.processes if p.returncode is None]
+
+
+@asynccontextmanager
+async def running(
+    spawner: Spawner, floor: FloorConfig | None = None, router: RouterConfig | None = None
+) -> AsyncIterator[Floor]:
+    client = Floor(spawner, floor or FloorConfig(workers=2, backoff_s=0.01), router)
+    try:
+        async with asyncio.timeout(GENEROUS_S):
+            await client.start()
+            yield client
+    finally:
+        await client.close()
+    assert not spawner.live
+
+
+def request(name: str, num_tokens: int, prompt: list[int] | None = None) -> Request:
+    return Request(name, prompt or [1], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+
+
+async def read(stream: OutputStream) -> list[RequestOutput]:
+    """Read a stream to its end; every request ends once."""
+    merged: dict[int, RequestOutput] = {}
+    while len([o for o in merged.values() if o.finish_reason]) < len(stream.request_ids):
+        for index, output in (await stream.get()).items():
+            if index in merged:
+                assert merged[index].finish_reason is None
+                output.token_ids[:0] = merged[index].token_ids
+            merged[index] = output
+    return [merged[i] for i in range(len(stream.request_ids))]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(GENEROUS_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def states(floor: Floor) -> list[str]:
+    return [worker.state for worker in floor.view().workers]
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
+def test_load_is_spread(policy: str) -> None:
+    async def main() -> None:
+        router = RouterConfig(policy=policy)  # type: ignore[arg-type]
+        async with running(Spawner(SIM), FloorConfig(workers=2), router) as floor:
+            streams = [floor.submit([request(f"r{i}", 20)]) for i in range(8)]
+            for stream in streams:
+                (output,) = await read(stream)
+                assert len(output.token_ids) == 20
+            view = floor.view()
+            assert view.router == policy and [w.routed for w in view.workers] == [4, 4]
+            assert view.decisions[0].terms.keys() == {"w0", "w1"}
+            stats = await floor.stats()
+            assert stats.num_output_tokens == 160 and floor.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_prompts_that_begin_alike_meet_at_one_worker() -> None:
+    async def main() -> None:
+        async with running(Spawner(SIM)) as floor:
+            other = [t + 100 for t in PROMPT]
+            homes: dict[str, set[str]] = {"a": set(), "b": set()}
+            for turn in range(4):
+                for family, prompt in (("a", PROMPT), ("b", other)):
+                    name = f"{family}{turn}"
+                    (output,) = await read(floor.submit([request(name, 3, [*prompt, turn])]))
+                    assert output.num_cached_tokens == (len(PROMPT) if turn else 0)
+                    homes[family].add(floor.view().decisions[-1].worker)
+            assert len(homes["a"]) == len(homes["b"]) == 1
+            view = floor.view()
+            assert sum(w.cached_blocks for w in view.workers) == 2 * len(PROMPT) // BLOCK_SIZE
+            assert sum(w.overlap_tokens for w in view.workers) == 6 * len(PROMPT)
+
+    asyncio.run(main())
+
+
+def test_a_killed_worker_loses_no_token() -> None:
+    async def main() -> None:
+        spawner = Spawner(SIM)
+        async with running(spawner, FloorConfig(workers=3, backoff_s=0.01)) as floor:
+            (whole,) = await read(floor.submit([request("whole", 300)]))
+            streams = [
+                floor.submit([request(f"{i}a", 100 + i), request(f"{i}b", 300)]) for i in range(6)
+            ]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            await asyncio.sleep(0.2)
+            os.kill(random.choice(spawner.live), signal.SIGKILL)
+            for i, task in enumerate(reading):
+                short, long = await task
+                assert short.token_ids == whole.token_ids[: 100 + i]
+                assert long.token_ids == whole.token_ids
+                assert short.finish_reason is long.finish_reason is FinishReason.LENGTH
+            assert floor.num_migrations > 0
+            await until(lambda: states(floor) == ["ready"] * 3)
+            assert floor.num_restarts == 1 and floor.num_ready == 3
+
+    asyncio.run(main())
+
+
+def test_a_request_that_kills_workers_ends_in_error() -> None:
+    async def main() -> None:
+        config = FloorConfig(workers=2, backoff_s=0.01, max_migrations=2)
+        async with running(Spawner(COUNTING), config) as floor:
+            (output,) = await read(floor.submit([request("bad", 9, [EXIT])]))
+            assert (output.finish_reason, output.stop_reason) == ("error", "worker_died")
+            assert output.token_ids == [0, 0, 0]  # this engine does not resume
+            assert floor.num_migrations == 2
+            await until(lambda: states(floor) == ["ready"] * 2)
+            (healthy,) = await read(floor.submit([request("h", 3)]))
+            assert healthy.token_ids == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_hung_worker_is_replaced() -> None:
+    async def main() -> None:
+        spawner = Spawner(SIM)
+        config = FloorConfig(workers=2, backoff_s=0.01, heartbeat_s=0.1, hang_timeout_s=0.5)
+        async with running(spawner, config) as floor:
+            streams = [floor.submit([request(f"r{i}", 200)]) for i in range(4)]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            await asyncio.sleep(0.1)
+            os.kill(spawner.live[0], signal.SIGSTOP)
+            for task in reading:
+                (output,) = await task
+                assert len(output.token_ids) == 200
+            await until(lambda: states(floor) == ["ready"] * 2)
+            assert sum(w.hangs for w in floor.view().workers) == 1
+            assert sum("no sign of life" in w.last_failure for w in floor.view().workers) == 1
+
+    asyncio.run(main())
+
+
+def test_scale_and_drain_lose_nothing() -> None:
+    async def main() -> None:
+        spawner = Spawner(SIM)
+        async with running(spawner, FloorConfig(workers=1)) as floor:
+            streams = [floor.submit([request(f"r{i}", 100)]) for i in range(4)]
+            await floor.scale(3)
+            assert [w.name for w in floor.view().workers] == ["w0", "w1", "w2"]
+            assert floor.view().router == "kv"
+            streams += [floor.submit([request(f"s{i}", 100)]) for i in range(6)]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            await floor.drain_worker("w0")
+            await floor.scale(1)
+            assert [w.name for w in floor.view().workers] == ["w1"] and len(spawner.live) == 1
+            for task in reading:
+                (output,) = await task
+                assert len(output.token_ids) == 100
+            assert floor.num_migrations == 0
+            with pytest.raises(FloorError, match="only one"):
+                await floor.drain_worker("w1")
+            with pytest.raises(FloorError, match="'w0'; the floor has w1"):
+                await floor.drain_worker("w0")
+            with pytest.raises(FloorError, match="at least 1"):
+                await floor.scale(0)
+
+    asyncio.run(main())
+
+
+def test_a_drain_that_takes_too_long_moves_the_rest() -> None:
+    async def main() -> None:
+        async with running(Spawner(SIM)) as floor:
+            streams = [floor.submit([request(f"r{i}", 300)]) for i in range(4)]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            await asyncio.sleep(0.2)
+            await floor.drain_worker("w0", timeout_s=0.0)
+            for task in reading:
+                (output,) = await task
+                assert len(output.token_ids) == 300
+            assert floor.num_migrations == 2
+
+    asyncio.run(main())
+
+
+def test_a_floor_whose_workers_keep_dying_is_given_up() -> None:
+    async def main() -> None:
+        spawner = Spawner(COUNTING)
+        config = FloorConfig(workers=2, backoff_s=0.01, max_restarts=1)
+        async with running(spawner, config) as floor:
+            stream = floor.submit([request("x", 10**9)])
+            spawner.argv = [*COUNTING, "--exit-code", "5"]
+            for pid in spawner.live:
+                os.kill(pid, signal.SIGKILL)
+            (output,) = await read(stream)
+            assert (output.finish_reason, output.stop_reason) == ("error", "worker_died")
+            await floor.gave_up.wait()
+            assert states(floor) == ["failed"] * 2 and not floor.ready
+
+    asyncio.run(main())
