@@ -149,6 +149,12 @@ def test_sweep_has_a_frontier() -> None:
     assert len(line.split("L")) == 2 and len(hover(chart)) == 3
 
 
+def test_points_of_a_search_are_shown_by_load() -> None:
+    text = page_text(*endpoint_run((4, 16, 8), 24))
+    loads = re.findall(r"concurrency (\d+)", text[text.index("<table") :])
+    assert loads[:3] == ["4", "8", "16"]
+
+
 def test_nothing_answered_is_a_page_too() -> None:
     for concurrencies in ((2,), (1, 2)):
         options: dict[str, Any] = {"price": Price(1, 1.0), "slo": Slo(ttft_ms=1)}

@@ -89,6 +89,15 @@ def test_guidellm_by_hand(tmp_path: Path) -> None:
     assert found.config["model"] == "simulated"
 
 
+def test_guidellm_without_streams_has_no_ttft(tmp_path: Path) -> None:
+    data = json.loads((FOREIGN / "benchmarks.json").read_text())
+    for name in ("time_to_first_token_ms", "inter_token_latency_ms"):
+        data["benchmarks"][0]["metrics"][name]["successful"] = {"mean": 0.0, "max": 0.0}
+    (tmp_path / "benchmarks.json").write_text(json.dumps(data))
+    values = read_round(tmp_path).points[0].values
+    assert "e2e_ms.p50" in values and "ttft_ms.mean" not in values and "tpot_ms.mean" not in values
+
+
 def median_latency(benchmark: dict[str, Any]) -> float:
     return float(benchmark["metrics"]["request_latency"]["successful"]["percentiles"]["p50"])
 

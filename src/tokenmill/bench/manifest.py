@@ -159,7 +159,9 @@ def read_manifest(folder: Path) -> Facts:
         raise BenchError(f"{folder} is not a folder")
     path = folder / MANIFEST
     if not path.is_file():
-        raise BenchError(f"{folder} has no {MANIFEST}: it is not the folder of a result")
+        below = next(folder.rglob(MANIFEST), None)
+        hint = f"; {below.parent} is one" if below else ""
+        raise BenchError(f"{folder} has no {MANIFEST}: it is not the folder of a result{hint}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

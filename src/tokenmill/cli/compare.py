@@ -112,7 +112,8 @@ def _machines(one: Report) -> str:
     if not one["gpus"]:
         return ""
     price = one["usd_per_gpu_hour"]
-    return f", {one['gpus']} GPUs" + (f" at ${price:g} an hour each" if price else "")
+    gpus = "1 GPU" if one["gpus"] == 1 else f"{one['gpus']} GPUs"
+    return f", {gpus}" + (f" at ${price:g} an hour each" if price else "")
 
 
 def _print_comparison(comparison: Report, threshold: float) -> None:

@@ -263,13 +263,21 @@ def write_submission(
     if "accuracy" in reports:
         scores = reports["accuracy"]["accuracy"]
         submission.copy_accuracy(layout, Path(reports["accuracy"]["logs"]), scores)
-    configuration = {setting.key: settings.get(setting.key) for setting in OFFERED}
-    facts = manifest.make_facts("mlperf", configuration, started_at)
+    facts = manifest.make_facts("mlperf", _configuration(settings, report), started_at)
     joined, folder = _joined(settings, run, reports), layout.scenario_folder
     mlperf_report.write_result(folder, joined, Path(report["logs"]), facts)
     console.note(f"Written: {folder / mlperf_report.PAGE}, LoadGen's logs beside it")
     if empty and not run.quick:
         console.note(f"To be filled in {layout.system_file}: {', '.join(empty)}")
+
+
+def _configuration(settings: Settings, report: Report) -> Report:
+    """The settings that the run had; those of an engine say nothing of a server, and vice versa."""
+    if not settings.get("url"):
+        return {s.key: settings.get(s.key) for s in OFFERED if s not in SERVER}
+    kept = (*PANELS["MLPerf"], *SERVER, *(SETTINGS[key] for key in REMOTE))
+    given = {setting.key: settings.get(setting.key) for setting in kept}
+    return given | {"model": report["model"], "api": report["api"]}
 
 
 def _system() -> dict[str, str]:
