@@ -161,6 +161,8 @@ class _RayProcess:
 def _connected(address: str | None) -> Iterator[str]:
     """A connection to Ray, to a local one of our own without an address; gives our own address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides none
     if address is None:  # Ray's ports are open to the network: only we know the token
         os.environ["RAY_AUTH_MODE"] = "token"
