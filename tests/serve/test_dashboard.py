@@ -101,7 +101,7 @@ def test_the_data_tell_of_requests(server: SimServer) -> None:
     assert data["output_tokens"] - before["output_tokens"] == 3 * 9  # with the end of sequence
     assert data["finished"]["stop"] - before["finished"].get("stop", 0) == 3
     assert 0 < data["tpot_ms"]["p50"] <= data["tpot_ms"]["p99"]
-    assert data["ttft_ms"]["p50"] >= STEP_MS and data["uptime_s"] > 0
+    assert 0 < data["ttft_ms"]["p50"] <= data["ttft_ms"]["p99"] and data["uptime_s"] > 0
     assert [w["name"] for w in data["floor"]["workers"]] == ["w0", "w1"]
     assert data["floor"]["decisions"][-1]["terms"].keys() == {"w0", "w1"}
     assert data["engine"]["num_kv_blocks"] == sum(w["kv_blocks"] for w in data["floor"]["workers"])
@@ -188,7 +188,7 @@ def test_figures_follow_the_requests(browser: Browser, server: SimServer) -> Non
 def test_the_chat_box_streams(browser: Browser, server: SimServer) -> None:
     with opened(browser, server) as live:
         page = live.page
-        page.fill("#say", f"hi {HOSTILE} count: 60")
+        page.fill("#say", f"hi {HOSTILE} count: 150")
         page.keyboard.press("Enter")
         answer = page.locator(".said.model p").last
         wait(page, "document.querySelector('.said.model p')?.textContent")
@@ -196,8 +196,9 @@ def test_the_chat_box_streams(browser: Browser, server: SimServer) -> None:
         page.locator(".said.model small").wait_for()
         whole = answer.inner_text()
         assert busy == "true" and whole.startswith(early) and len(early) < len(whole)
-        assert text(page, ".said.model small").startswith("61 tokens · first after ")
+        assert text(page, ".said.model small").startswith("151 tokens · first after ")
         assert HOSTILE in text(page, ".said.user p") and page.locator("img").count() == 0
+        page.click("#chat-clear")
         page.fill("#say", "count: 400")
         page.click("#chat-send")
         page.click("#chat-stop")

@@ -4,7 +4,7 @@ import { Chart, Spark, clock, el } from "./charts.js";
 import { startChat } from "./chat.js";
 
 const POLL_MS = 1000, TIMEOUT_MS = 5000, SPANS_S = [60, 120, 300], SPARK_S = 60, RATE_S = 60;
-const NUM_DECISIONS = 12, NUM_EVENTS = 50;
+const NUM_DECISIONS = 8, NUM_EVENTS = 50;
 const STATES = { ready: "good", starting: "note", restarting: "warn", draining: "warn", failed: "bad" };
 const ROLES = { both: "prefill + decode" };
 const POLICIES = {
@@ -232,9 +232,9 @@ function reason(decision, policy) {
   const [next, terms] = others.reduce((best, each) => each[1][field] < best[1][field] ? each : best);
   if (terms[field] === mine[field]) return `a tie with ${next}, drawn`;
   if (policy !== "kv") return `${mine.num_requests} requests there, ${next} has ${terms.num_requests}`;
-  const gains = TERMS.slice(0, 4).map(([term, name]) => [terms[term] - mine[term], name]);
-  const [gain, name] = gains.reduce((best, each) => each[0] > best[0] ? each : best);
-  const why = gain > 0 ? `, ${num(gain)} fewer ${name}` : "";
+  const gains = TERMS.slice(0, 4).map(([term]) => [terms[term] - mine[term], term]);
+  const [gain, term] = gains.reduce((best, each) => each[0] > best[0] ? each : best);
+  const why = gain > 0 ? `: ${num(gain)} fewer ${term.replace("num_", "").replace("_", " ")}` : "";
   return `cost ${num(mine.cost)} against ${num(terms.cost)} at ${next}${why}`;
 }
 
