@@ -23,5 +23,5 @@ def smollm2_path() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--chaos-s", type=float, default=12.0, help="Seconds that workers are killed under load."
+        "--chaos-s", type=float, default=8.0, help="Seconds that workers are killed under load."
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
 from bench.sample_runs import (
     CLIENT_WARNING,
@@ -18,24 +17,18 @@ from bench.sample_runs import (
     mlperf_run,
     mlperf_times,
 )
-from browser import FLAGS, MISSING, find_browser
+from pages import DARK, LIGHT, Opened, open_browser
 from tokenmill.bench.events import Price
 from tokenmill.bench.mlperf_report import mlperf_page
 from tokenmill.bench.page import render
 from tokenmill.bench.report import endpoint_page
 from tokenmill.core.metrics import Slo
 
-LIGHT, DARK = "rgb(244, 246, 248)", "rgb(14, 18, 22)"
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = find_browser()
-    assert path is not None, MISSING
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+    with open_browser() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +46,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: (folder / f"{name}.html").as_uri() for name in texts}
-
-
-class Opened:
-    """A page, and all that it said and asked for."""
-
-    def __init__(self, browser: Browser, url: str, width: int, scheme: Any = "light") -> None:
-        self.page: Page = browser.new_page(
-            viewport={"width": width, "height": 900}, color_scheme=scheme
-        )
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(url)
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

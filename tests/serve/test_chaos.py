@@ -29,7 +29,7 @@ def test_chaos(request: pytest.FixtureRequest) -> None:
         report = Chaos(server, seed=1).run(duration_s, num_clients=8)
         print(report.line())
         assert report.faults == [] and report.lost == report.changed == 0
-        assert report.requests > 20 and report.kills > 0 and report.migrations > 0
+        assert report.requests > 5 and report.kills > 0 and report.migrations > 0
         wait_until(
             lambda: all(
                 worker["state"] == "ready" and worker["num_requests"] == 0

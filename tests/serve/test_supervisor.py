@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from serve.sim import MAX_MODEL_LEN, worker_argv
-from serve.test_floor import read, request, states, until
+from serve.test_floor import read, request, states
 from tokenmill.core.config import FloorConfig, SchedulerConfig
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.supervisor import PlacementError, ProcessPlacement, open_placement
@@ -42,9 +43,9 @@ def test_one_worker_and_plain_processes_need_no_ray() -> None:
         pass
 
 
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_ray_places_workers_and_their_streams_go_on() -> None:
-    pytest.importorskip("ray")
-    config = FloorConfig(workers=2, placement="ray", backoff_s=0.05)
+    config = FloorConfig(workers=1, placement="ray", backoff_s=0.05)
 
     async def main(floor: Floor) -> None:
         try:
@@ -57,7 +58,7 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
                 (output,) = await task
                 assert len(output.token_ids) == 200
             assert floor.num_migrations > 0
-            await until(lambda: states(floor) == ["ready"] * 2)
+            assert states(floor) == ["ready"] and floor.num_restarts == 1
         finally:
             await floor.close()
 

@@ -70,6 +70,8 @@ def serve(settings: Settings) -> None:
       -H "Content-Type: application/json" \\
       -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'
 
+    http://127.0.0.1:8000/dashboard shows it at work, live, with a chat box.
+
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
     config = settings.build(ServerConfig)
@@ -87,6 +89,7 @@ def serve(settings: Settings) -> None:
             f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens} tokens) "
             f"is served at {url}/v1; {url}/docs describes it"
         )
+        logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
 
     tokenizer = load_tokenizer(path, config.chat_template)
     floor, router = settings.build(FloorConfig), settings.build(RouterConfig)

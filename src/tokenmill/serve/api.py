@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.serve.api_access import authorizer, read_body
+from tokenmill.serve.api_dashboard import add_dashboard
 from tokenmill.serve.api_floor import add_floor
 from tokenmill.serve.api_stream import ApiState, GenerationResponse
 from tokenmill.serve.errors import ApiError, of_invalid, unknown_model
@@ -66,6 +67,7 @@ def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model:
     _add_models(app, state)
     _add_operations(app, state)
     add_floor(app, state)
+    add_dashboard(app, state)
     return app
 
 

@@ -183,6 +183,10 @@ class Floor:
     async def stats(self, timeout_s: float = 1.0) -> EngineStats:
         """The sums over all workers; last known figures of those that do not answer in time."""
         await asyncio.gather(*(place.refresh(timeout_s) for place in self._places.values()))
+        return self.known_stats()
+
+    def known_stats(self) -> EngineStats:
+        """The sums over all workers as they last told, a heartbeat ago at most; asks nobody."""
         total = EngineStats()
         for place in self._places.values():
             total = add_stats(total, place.stats())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from tokenmill.core.metrics import RequestTimes
+from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import EngineStats
 from tokenmill.serve.floor_view import FloorView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+RECENT_S = 60.0
+NUM_RECENT = 2048  # values at most: an upper bound of what a summary sorts
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG_SECONDS = (*_SECONDS, 60.0, 120.0, 300.0)
 # (name, help, attribute of WorkerView)
@@ -64,6 +67,27 @@ class Histogram:
         return family
 
 
+class Recent:
+    """The values of the last seconds, the latest of them where there are very many."""
+
+    __slots__ = ("_values", "window_s")
+
+    def __init__(self, window_s: float = RECENT_S) -> None:
+        self.window_s = window_s
+        self._values: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)  # (time, value)
+
+    def add(self, value: float) -> None:
+        """Note a value of now."""
+        self._values.append((time.monotonic(), value))
+
+    def summary(self) -> dict[str, float]:
+        """Mean and percentiles; {} when there is no value."""
+        since_s = time.monotonic() - self.window_s
+        while self._values and self._values[0][0] < since_s:
+            self._values.popleft()
+        return summarize(value for _, value in self._values)
+
+
 class ServerMetrics:
     """What the frontend sees of each request, with the engine's own counters."""
 
@@ -77,6 +101,8 @@ class ServerMetrics:
         self.tpot_s = Histogram(_SECONDS)
         self.e2e_s = Histogram(_LONG_SECONDS)
         self.queue_s = Histogram(_LONG_SECONDS)
+        self.recent_ttft_ms = Recent()
+        self.recent_tpot_ms = Recent()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -91,6 +117,7 @@ class ServerMetrics:
             self.inter_token_s.observe(gap_ms / 1e3)
         elif times.ttft_ms is not None:
             self.ttft_s.observe(times.ttft_ms / 1e3)
+            self.recent_ttft_ms.add(times.ttft_ms)
 
     def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
         """Count the end of a request."""
@@ -100,6 +127,7 @@ class ServerMetrics:
             self.e2e_s.observe(times.e2e_ms / 1e3)
         if times.tpot_ms is not None:
             self.tpot_s.observe(times.tpot_ms / 1e3)
+            self.recent_tpot_ms.add(times.tpot_ms)
 
     def render(self, stats: EngineStats, num_worker_restarts: int, floor: FloorView) -> bytes:
         """The exposition text with the engines' counters of now."""

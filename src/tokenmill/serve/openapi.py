@@ -117,6 +117,7 @@ def _paths() -> dict[str, dict[str, Json]]:
         "/health": {"get": _operation("Whether requests are taken", "Health", (503,))},
         "/version": {"get": _operation("The server's version", "Version", ())},
         "/metrics": {"get": _plain("Prometheus metrics", "text/plain")},
+        "/dashboard": {"get": _plain("The live page", "text/html")},
         "/docs": {"get": _plain("This page", "text/html")},
         "/openapi.json": {"get": _plain("This document", "application/json")},
     }

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from tokenmill.core.config import FloorConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.serve.wire import WorkerProcess, WorkerStartError
+from tokenmill.serve.wire import LOOPBACK, WorkerProcess, WorkerStartError
 from tokenmill.serve.worker import KEY_VARIABLE
 
-LOOPBACK = "127.0.0.1"
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there
 LOST = -1  # exit code of a worker whose node is gone

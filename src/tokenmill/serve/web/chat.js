@@ -1,0 +1,127 @@
+/* The chat box: streams from /v1/chat/completions of this server. */
+
+import { el } from "./charts.js";
+
+const byId = (id) => document.getElementById(id);
+const talk = byId("talk"), form = byId("chat-form"), say = byId("say");
+const send = byId("chat-send"), stop = byId("chat-stop");
+let messages = []; // of the conversation, as the server wants them
+let running = null; // an AbortController while an answer comes
+
+/* The data of each server-sent event. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
+  }
+}
+
+function bubble(role, text) {
+  const item = talk.appendChild(el("article", `said ${role}`));
+  item.append(el("b", "", role === "user" ? "You" : "Model"), el("p", "", text));
+  follow();
+  return item;
+}
+
+function follow() { talk.scrollTop = talk.scrollHeight; }
+
+function busy(controller) {
+  running = controller;
+  stop.hidden = controller === null;
+  send.hidden = controller !== null;
+  talk.setAttribute("aria-busy", String(controller !== null));
+}
+
+async function failure(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+/* Stream one answer into its bubble. */
+async function answer(item, messages, headers, signal) {
+  const started = performance.now();
+  let first = null, usage = null, text = "", thought = "";
+  const body = item.querySelector("p"), thinking = el("p", "thought");
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST",
+    headers: { ...headers, "Content-Type": "application/json" },
+    body: JSON.stringify({
+      messages,
+      max_tokens: Number(byId("max-tokens").value) || 256,
+      temperature: Number(byId("temperature").value),
+      stream: true,
+      stream_options: { include_usage: true },
+    }),
+    signal,
+  });
+  if (!response.ok) throw new Error(await failure(response));
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    usage = chunk.usage ?? usage;
+    const delta = chunk.choices[0]?.delta ?? {};
+    if (delta.content || delta.reasoning_content) first ??= performance.now();
+    if (delta.reasoning_content) {
+      if (!thought) body.before(thinking);
+      thinking.textContent = thought += delta.reasoning_content;
+    }
+    if (delta.content) body.textContent = text += delta.content;
+    follow();
+  }
+  item.append(el("small", "", figures(started, first, performance.now(), usage)));
+}
+
+function figures(started, first, ended, usage) {
+  if (first === null || usage === null) return "no text";
+  const count = usage.completion_tokens, cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  const rate = count > 1 ? ` · ${(1000 * (count - 1) / (ended - first)).toFixed(1)} tok/s` : "";
+  const known = cached ? ` · ${cached} of ${usage.prompt_tokens} prompt tokens cached` : "";
+  return `${count} tokens · first after ${Math.round(first - started)} ms${rate}${known}`;
+}
+
+export function startChat(authorization) {
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const content = say.value.trim();
+    if (!content || running) return;
+    const controller = new AbortController();
+    busy(controller);
+    const conversation = messages;
+    conversation.push({ role: "user", content });
+    bubble("user", content);
+    say.value = "";
+    const item = bubble("model", "");
+    try {
+      await answer(item, conversation, authorization(), controller.signal);
+    } catch (error) {
+      const stopped = controller.signal.aborted;
+      item.append(el("small", stopped ? "" : "wrong", stopped ? "stopped" : error.message));
+    }
+    const text = item.querySelector("p:not(.thought)").textContent;
+    if (text) conversation.push({ role: "assistant", content: text });
+    else conversation.pop();
+    follow();
+    busy(null);
+  });
+  say.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+  stop.addEventListener("click", () => running?.abort());
+  byId("chat-clear").addEventListener("click", () => {
+    running?.abort();
+    messages = [];
+    talk.replaceChildren();
+    say.focus();
+  });
+}
