@@ -229,6 +229,13 @@ CACHE = (
         field="dtype",
     ),
     _of(CacheConfig, "prefix-cache", SWITCH, "Reuse the blocks of prompts that begin alike."),
+    _of(
+        CacheConfig,
+        "kv-connector",
+        _one_of("none", "auto", "nixl", "shm"),
+        "How KV moves to and from other engines; auto: nixl where it is installed, else shm.",
+        field="connector",
+    ),
 )
 SCHEDULER = (
     _of(SchedulerConfig, "max-num-seqs", _count(1), "Most requests that run at once."),
