@@ -600,6 +600,7 @@ COMMANDS = (
     Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
     Setting("num-running", "Requests that decode at once.", _count(1), default=512),
     Setting("num-steps", "Steps to measure.", _count(1), default=200),
+    Setting("kv-tokens", "Tokens whose KV moves.", _count(16), default=2048),
     Setting("num-streams", "Streams at once.", _count(1), default=128),
     Setting("stream-tokens", "Tokens of each stream.", _count(1), default=512),
     Setting("step-ms", "Time of a step of the simulated engine.", _number(0, 1000), default=4.0),

@@ -43,6 +43,12 @@ class KVLink:
         pages = SharedPages(engine_id) if connector == "shm" else None
         return cls(engine_id, connector, pages)
 
+    def connect(self, tensors: list[torch.Tensor]) -> Connector:
+        """The connector over the tensors of a cache."""
+        if self.pages is not None:
+            return SharedMemoryConnector(self.pages, tensors)
+        return NixlConnector(self.engine_id, tensors)
+
     def open(
         self,
         scheduler: Scheduler,
@@ -52,23 +58,20 @@ class KVLink:
     ) -> KVTransfer:
         """Make the cache reachable."""
         tensors = [tensor for layer in kv_cache for tensor in layer]
-        connector = connect(self, tensors)
-        address = KVAddress(
+        connector, pool = self.connect(tensors), scheduler.pool
+        shape = geometry(spec, tensors, dtype, pool.block_size)
+        return KVTransfer(scheduler, connector, self.address(connector, shape, pool.num_blocks))
+
+    def address(self, connector: Connector, shape: KVGeometry, num_blocks: int) -> KVAddress:
+        """What a peer has to know."""
+        return KVAddress(
             engine_id=self.engine_id,
             connector=connector.name,
-            geometry=geometry(spec, tensors, dtype, scheduler.pool.block_size),
-            num_blocks=scheduler.pool.num_blocks,
+            geometry=shape,
+            num_blocks=num_blocks,
             regions=connector.regions,
             endpoint=connector.endpoint,
         )
-        return KVTransfer(scheduler, connector, address)
-
-
-def connect(link: KVLink, tensors: list[torch.Tensor]) -> Connector:
-    """The connector over the tensors of a cache."""
-    if link.pages is not None:
-        return SharedMemoryConnector(link.pages, tensors)
-    return NixlConnector(link.engine_id, tensors)
 
 
 def geometry(

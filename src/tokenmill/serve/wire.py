@@ -19,12 +19,22 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tokenmill.core.kv import KVAddress
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
     Request,
     RequestOutput,
     TokenmillError,
+)
+from tokenmill.serve.kv_wire import (
+    ConnectKV,
+    DisconnectKV,
+    KVConnected,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
+    ReleaseKV,
 )
 
 _log = logging.getLogger(__name__)
@@ -42,6 +52,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     block_size: int
     dtype: str
     device: str = "cpu"
+    kv: KVAddress | None = None  # how other engines reach its KV
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -82,8 +93,10 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToWorker = Submit | Abort | Drain | GetStats | Shutdown
-FromWorker = Ready | Failed | Outputs | Stats
+KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
+KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
+ToWorker = Submit | Abort | Drain | GetStats | Shutdown | KVToWorker
+FromWorker = Ready | Failed | Outputs | Stats | KVFromWorker
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -15,13 +15,24 @@ import traceback
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tokenmill.core.kv import KVExchange
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, TokenmillError
+from tokenmill.serve.kv_wire import (
+    ConnectKV,
+    DisconnectKV,
+    KVConnected,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
+    ReleaseKV,
+)
 from tokenmill.serve.wire import (
     Abort,
     Drain,
     Failed,
     FromWorker,
     GetStats,
+    KVToWorker,
     ModelFacts,
     Outputs,
     Ready,
@@ -36,9 +47,12 @@ CONNECT_TIMEOUT_MS = 10_000
 LINGER_MS = 2_000  # last words may take this long to leave
 
 
-def run_worker(engine: Engine, address: str, facts: ModelFacts) -> None:
+def run_worker(
+    engine: Engine, address: str, facts: ModelFacts, kv: KVExchange | None = None
+) -> None:
     """Announce the engine at `address` and run its step loop until the API process ends it.
 
+    `kv` is the engine's own, where its KV moves to or from other engines.
     An exception out of the engine is sent to the API process as its last words, then raised.
     """
     _leave_signals_to_the_parent()
@@ -46,7 +60,7 @@ def run_worker(engine: Engine, address: str, facts: ModelFacts) -> None:
     try:
         link.send(Ready(facts))
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        _Loop(engine, link).run()
+        _Loop(engine, link, kv).run()
     except Exception as error:
         link.send(Failed(describe(error)))
         raise
@@ -102,9 +116,9 @@ class _Link:
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
-    def receive(self, block: bool) -> tuple[list[bytes], bool]:
+    def receive(self, wait_ms: int | None) -> tuple[list[bytes], bool]:
         """The messages that arrived, and whether the other side is still there."""
-        ready = dict(self._poller.poll(None if block else 0))
+        ready = dict(self._poller.poll(wait_ms))
         messages = []
         if self._socket in ready:
             with contextlib.suppress(zmq.Again):
@@ -120,23 +134,41 @@ class _Link:
 
 
 class _Loop:
-    def __init__(self, engine: Engine, link: _Link) -> None:
+    def __init__(self, engine: Engine, link: _Link, kv: KVExchange | None) -> None:
         self._engine = engine
         self._link = link
+        self._kv = kv
         self._draining = False
         self._running = True
 
     def run(self) -> None:
         """Receive, step, send; sleep in poll while there is nothing to do."""
         while self._running:
-            refused = self._receive(block=not self._engine.has_work())
+            refused = self._receive(self._wait_ms())
             outputs = refused + self._engine.step()
             if outputs:
                 self._link.send(Outputs(outputs))
+            if self._kv is not None:
+                self._send_events(self._kv)
 
-    def _receive(self, block: bool) -> list[RequestOutput]:
+    def _wait_ms(self) -> int | None:
+        """How long to wait for messages; None: until one comes."""
+        if self._engine.has_work():
+            return 0
+        return None if self._kv is None else self._kv.wait_ms()
+
+    def _send_events(self, kv: KVExchange) -> None:
+        events = kv.take_events()
+        if events.notices:
+            self._link.send(KVNotices(events.notices))
+        if events.received:
+            self._link.send(KVReceived(events.received))
+        if events.expired:
+            self._link.send(LeasesExpired(events.expired))
+
+    def _receive(self, wait_ms: int | None) -> list[RequestOutput]:
         """Apply what arrived; returns the outputs of requests that are refused here."""
-        messages, connected = self._link.receive(block)
+        messages, connected = self._link.receive(wait_ms)
         self._running = connected
         refused: list[RequestOutput] = []
         for data in messages:
@@ -155,7 +187,22 @@ class _Loop:
                     self._link.send(Stats(self._engine.stats()))
                 case Shutdown():
                     self._running = False
+                case message if self._kv is not None:
+                    self._move_kv(message, self._kv)
         return refused
+
+    def _move_kv(self, message: KVToWorker, kv: KVExchange) -> None:
+        match message:
+            case ConnectKV(peer=peer):
+                self._link.send(KVConnected(peer.engine_id, kv.connect(peer)))
+            case DisconnectKV(engine_id=engine_id):
+                kv.disconnect(engine_id)
+            case KVNotices(notices=notices):
+                for notice in notices:
+                    kv.notice(notice)
+            case ReleaseKV(request_ids=request_ids):
+                for request_id in request_ids:
+                    kv.release(request_id)
 
 
 def _refuse(request: Request) -> RequestOutput:
