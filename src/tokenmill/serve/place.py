@@ -236,4 +236,5 @@ def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
 def _counters(stats: EngineStats) -> EngineStats:
     """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
+    stats.num_receiving = stats.num_leases = 0
     return stats
