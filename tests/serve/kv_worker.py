@@ -16,10 +16,11 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--connector", required=True)
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
     built = build_engine(
         ModelConfig(args.model, "fp32", "cpu", random_weights=True, num_threads=1),
-        CacheConfig(num_blocks=256, connector=args.connector),
+        CacheConfig(args.block_size, num_blocks=256, connector=args.connector),
         SchedulerConfig(max_num_batched_tokens=args.budget, max_num_seqs=16),
         ExecutionConfig(fused_kernels=False),  # nothing to compile
     )
