@@ -656,6 +656,13 @@ FLOOR = (
     ),
     _of(
         FloorConfig,
+        "start-timeout",
+        _number(0.01, math.inf, "SECONDS"),
+        "A worker that is not ready within this time is started again.",
+        field="start_timeout_s",
+    ),
+    _of(
+        FloorConfig,
         "max-restarts",
         _count(0),
         "Restarts of one worker in a row before it is given up.",

@@ -90,6 +90,7 @@ class FloorConfig:
     max_migrations: int = 3  # of one request, then it ends in ERROR
     heartbeat_s: float = 1.0
     hang_timeout_s: float = 60.0  # without a sign of life for so long, a worker is killed
+    start_timeout_s: float = 1800.0  # to load the model
     max_restarts: int = 5  # of one worker in a row, then its place is given up
     backoff_s: float = 0.5  # before the first restart; doubles with each
     stable_s: float = 60.0  # a worker that lived this long starts the count anew

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 10
 BUSY_SAMPLES = 60  # signs of life over which busy() is a mean
+MAX_BACKOFF_S = 30.0
 State = Literal["starting", "ready", "draining", "restarting", "failed"]
 Role = Literal["both", "prefill", "decode"]
 
@@ -129,7 +130,7 @@ class Place:
     async def _launch(self) -> ModelFacts:
         link = self._link = WorkerLink(self._on_message, self._host)
         try:
-            self.facts = await link.start(self._spawn)
+            self.facts = await self._started(link)
             if self.state != "draining":
                 self.state = "ready"
             self._owner.on_ready(self)
@@ -138,6 +139,14 @@ class Place:
             await link.close(grace_s=0.0)
             raise
         return self.facts
+
+    async def _started(self, link: WorkerLink) -> ModelFacts:
+        limit_s = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await link.start(self._spawn)
+        except TimeoutError:
+            raise WorkerStartError(f"the worker was not ready within {limit_s:g} s") from None
 
     async def _supervise(self) -> None:
         """Replace the worker whenever it dies."""
@@ -168,7 +177,7 @@ class Place:
         """Launch until a worker is ready; returns the attempts used, or gives up."""
         config = self._config
         while attempts < config.max_restarts:
-            await asyncio.sleep(config.backoff_s * 2**attempts)
+            await asyncio.sleep(min(config.backoff_s * 2 ** min(attempts, 16), MAX_BACKOFF_S))
             attempts += 1
             try:
                 await self._launch()

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from tokenmill.core.config import FloorConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.serve.wire import WorkerProcess, WorkerStartError
+from tokenmill.serve.wire import LOOPBACK, WorkerProcess, WorkerStartError
 from tokenmill.serve.worker import KEY_VARIABLE
 
-LOOPBACK = "127.0.0.1"
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there
 LOST = -1  # exit code of a worker whose node is gone
@@ -161,6 +160,8 @@ class _RayProcess:
 def _connected(address: str | None) -> Iterator[str]:
     """A connection to Ray, to a local one of our own without an address; gives our own address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides none
     if address is None:  # Ray's ports are open to the network: only we know the token
         os.environ["RAY_AUTH_MODE"] = "token"

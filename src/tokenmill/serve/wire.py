@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -32,6 +34,7 @@ from tokenmill.serve.kv_wire import (
     ReleaseKV,
 )
 
+LOOPBACK = "127.0.0.1"
 MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
 EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
 
@@ -70,6 +73,7 @@ class Shutdown(msgspec.Struct, tag=True):
 
 class Ready(msgspec.Struct, tag=True):
     facts: ModelFacts
+    clock_ns: int = 0  # the worker's time.monotonic_ns(): another host's clock is another one
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -216,6 +220,16 @@ def _merge(into: RequestOutput, output: RequestOutput) -> None:
     into.scheduled_ns = into.scheduled_ns or output.scheduled_ns
 
 
+def _shifted(request: Request, offset_ns: int) -> Request:
+    """The request with its times in a worker's clock."""
+    deadline_ns = request.deadline_ns
+    return replace(
+        request,
+        arrival_ns=request.arrival_ns + offset_ns,
+        deadline_ns=None if deadline_ns is None else deadline_ns + offset_ns,
+    )
+
+
 def beat(socket: zmq.Socket[bytes]) -> None:
     """Have ZeroMQ notice when the other host is gone."""
     socket.heartbeat_ivl = 5_000
@@ -243,6 +257,8 @@ class WorkerLink:
         self._num_at_once = 1
         self._receive_due = False
         self._watcher: asyncio.Task[None] | None = None
+        self._elsewhere = host not in (None, LOOPBACK)
+        self._offset_ns = 0  # of the clock of a worker on another host
         self.num_unanswered = 0  # heartbeats since it was last heard of
         self.reason = ""  # why it died, once `dead` is set
         self.dead = asyncio.Event()
@@ -278,6 +294,8 @@ class WorkerLink:
     def send(self, message: ToWorker) -> None:
         """Queue a message; never blocks. It is lost when the worker is gone, which `dead` tells."""
         if not self.dead.is_set():
+            if isinstance(message, Submit) and self._offset_ns:
+                message = Submit([_shifted(r, self._offset_ns) for r in message.requests])
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(message), zmq.NOBLOCK)
             self.num_unanswered += isinstance(message, GetStats)
@@ -345,10 +363,15 @@ class WorkerLink:
             return
         self.num_unanswered = 0
         match message:
-            case Ready(facts=facts) if not self.ready.done():
+            case Ready(facts=facts, clock_ns=clock_ns) if not self.ready.done():
+                self._offset_ns = clock_ns - time.monotonic_ns() if self._elsewhere else 0
                 self.ready.set_result(facts)
             case Failed(message=reason):
                 self.reason = self.reason or reason
+            case Outputs(outputs=outputs) if self._offset_ns:
+                for output in outputs:
+                    output.scheduled_ns -= self._offset_ns if output.scheduled_ns else 0
+                self._on_message(message)
             case _:
                 self._on_message(message)
 

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import traceback
 from typing import Protocol, runtime_checkable
 
@@ -65,7 +66,7 @@ def run_worker(
     _leave_signals_to_the_parent()
     link = _Link(address)
     try:
-        link.send(Ready(facts))
+        link.send(Ready(facts, time.monotonic_ns()))
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
         _Loop(engine, link, kv).run()
     except Exception as error:

@@ -1,0 +1,116 @@
+"""The floor over HTTP: its page, its commands, who may use them, and what an overload is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from serve.sim import MAX_MODEL_LEN
+from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
+from tokenmill.__main__ import run
+from tokenmill.core.config import FloorConfig, SchedulerConfig, ServerConfig
+
+HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+JSON = {"content-type": "application/json"}
+LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN)
+TWO = FloorConfig(workers=2, placement="process", backoff_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    with sim_server(ServerConfig(port=0), LIMITS, step_ms=5.0, floor=TWO) as running:
+        yield running
+
+
+def command(capsys: pytest.CaptureFixture[str], server: SimServer, *words: str) -> dict[str, Any]:
+    assert run([*words, "--url", f"{server.url}/v1", "--json-only"]) == 0
+    view: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return view
+
+
+def test_commands_change_the_floor_under_load(
+    server: SimServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = ThreadPoolExecutor(8)
+    answers = [calls.submit(server.chat, "count: 200") for _ in range(8)]
+    wait_until(lambda: server.metric("num_requests_running") == 8, "all run")
+    view = command(capsys, server, "scale", "--workers", "3")
+    assert [worker["name"] for worker in view["workers"]] == ["w0", "w1", "w2"]
+    view = command(capsys, server, "drain", "w0")
+    assert [worker["name"] for worker in view["workers"]] == ["w1", "w2"]
+    for answer in answers:
+        assert answer.result(GENEROUS_S).json["usage"]["completion_tokens"] == 201
+    assert command(capsys, server, "status")["migrations"] == 0
+    assert server.metric("worker_up", 'worker="w1"') == 1
+    assert server.metric("worker_routed_requests_total", 'worker="w1"') > 0
+    assert run(["drain", "w0", "--url", server.url]) == 1
+    assert "there is no 'w0'" in capsys.readouterr().err
+
+
+def test_what_the_front_makes_of_tokens_survives_a_worker(server: SimServer) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    text = "one two " * 20 + "STOP here"
+    calls: list[tuple[str, dict[str, Any]]] = [
+        (f"say: {text}", {"stop": ["STOP"], "n": 2}),
+        (f"say: {HERMES_CALL}", {"tools": [tool]}),
+        ("say: 3141592653589793", {"guided_regex": "[0-9]{16}"}),
+        ("count: 150", {"logprobs": True, "top_logprobs": 2, "temperature": 1.0}),
+    ]
+    expected = [server.chat(prompt, **fields).json for prompt, fields in calls]
+    pool = ThreadPoolExecutor(8)
+    answers = [pool.submit(server.chat, prompt, **fields) for prompt, fields in calls * 2]
+    wait_until(lambda: server.metric("num_requests_running") > 0, "some run")
+    os.kill(server.worker_pids()[0], signal.SIGKILL)
+    for want, answer in zip(expected * 2, answers, strict=True):
+        got = answer.result(GENEROUS_S).json
+        for choice in (*want["choices"], *got["choices"]):
+            for call in choice["message"].get("tool_calls") or ():
+                call.pop("id", None)
+        assert got["choices"] == want["choices"]
+        for name in ("prompt_tokens", "completion_tokens"):
+            assert got["usage"][name] == want["usage"][name]
+    wait_until(
+        lambda: all(w["state"] == "ready" for w in server.call("GET", "/floor").json["workers"]),
+        "the worker is back",
+    )
+
+
+def test_strangers_may_not_look_or_change(server: SimServer) -> None:
+    proxied = server.call("GET", "/floor", headers={"x-forwarded-for": "192.0.2.1"})
+    assert proxied.status == 403 and proxied.error["code"] == "not_local"
+    form = server.call("POST", "/floor/scale", {"workers": 1})
+    assert form.status == 415
+    wrong = server.call("POST", "/floor/scale", {"workers": 0}, JSON)
+    assert wrong.status == 400 and wrong.error["param"] == "workers"
+    unknown = server.call("POST", "/floor/scale", {"decode": 1}, JSON)
+    assert unknown.status == 400 and unknown.error["code"] == "unknown_field"
+
+
+def test_a_token_opens_the_floor_to_others_and_overload_is_told() -> None:
+    config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=2, max_pending=3)
+    limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
+    with sim_server(config, limits, step_ms=20.0) as server:
+        assert server.call("GET", "/floor").status == 401
+        token = {"authorization": "Bearer secret", "x-forwarded-for": "192.0.2.1"}
+        assert server.call("GET", "/floor", headers=token).status == 200
+        first = server.open_stream("count: 400", n=4)
+        wait_until(lambda: server.metric("num_requests_running") == 1, "one of four runs")
+        refused = server.chat("hi")
+        assert refused.status == 429 and refused.error["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        first.close()
+        wait_until(lambda: server.metric("num_requests_waiting") == 0, "all are aborted")
+        streams = [server.open_stream("count: 400") for _ in range(2)]
+        wait_until(lambda: server.metric("num_requests_waiting") == 1, "one runs, one waits")
+        refused = server.chat("hi")
+        assert refused.status == 429 and refused.error["code"] == "max_concurrency_per_key"
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: server.chat("say: hi").status == 200, "there is room again")
