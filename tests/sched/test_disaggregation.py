@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fake_runner import EOS, VOCAB, FakeRunner, expected
+from fake_runner import EOS, VOCAB, FakeRunner, Launched, expected
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
@@ -23,10 +23,15 @@ MS = 10**6
 class Side:
     """A scheduler and a fake model whose KV can be copied."""
 
-    def __init__(self, num_blocks: int = 32, **config: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 32, overlap: bool = False, fault_rate: float = 0.0, **config: Any
+    ) -> None:
         config = {"max_model_len": 128, "max_num_batched_tokens": 8, "max_num_seqs": 6} | config
         self.scheduler = Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, BLOCK), EOS)
         self.runner = FakeRunner(num_blocks, BLOCK)
+        self.overlap, self.fault_rate = overlap, fault_rate
+        self.faults = random.Random(num_blocks)
+        self.flying: tuple[Batch, Launched] | None = None
         self.now_ns = 0
 
     def schedule(self) -> Batch:
@@ -36,12 +41,38 @@ class Side:
         return batch
 
     def step(self) -> list[RequestOutput]:
+        """One step; now and then it fails, before its launch or after it."""
         batch = self.schedule()
         outputs = self.scheduler.take_finished()
-        if batch.items:
-            outputs += self.scheduler.update(batch, self.runner.run(batch))
+        launched = None
+        if batch.items and not (fails := self._fails()):
+            launched = self.runner.launch(batch)
+        if self.overlap:
+            outputs += self._land()
+        if launched is not None:
+            self.flying = (batch, launched)
+            if self.overlap:
+                self.scheduler.advance(batch)
+        elif batch.items:
+            end = self.scheduler.preempt if fails > 1 else self.scheduler.fail
+            outputs += end(batch, "it failed")
+        if not self.overlap:
+            outputs += self._land()
         self.scheduler.check_integrity()
         return outputs
+
+    def _land(self) -> list[RequestOutput]:
+        if self.flying is None:
+            return []
+        (batch, launched), self.flying = self.flying, None
+        if self._fails():
+            launched.lose()
+            return self.scheduler.fail(batch, "it failed")
+        return self.scheduler.update(batch, launched.wait())
+
+    def _fails(self) -> int:
+        """0: no; 1: it raises; 2: it is out of memory."""
+        return self.faults.randrange(1, 3) if self.faults.random() < self.fault_rate else 0
 
 
 def request(name: str, length: int, seed: int, **options: Any) -> Request:
@@ -84,7 +115,9 @@ class Pair:
 
     def is_idle(self) -> bool:
         sides = (self.prefill.scheduler, self.decode.scheduler)
-        return not (self.receiving or any(s.has_work() or s.pool.num_used for s in sides))
+        flying = self.prefill.flying or self.decode.flying
+        used = any(side.has_work() or side.pool.num_used for side in sides)
+        return not (self.receiving or flying or used)
 
     def _note(self, notice: KVNotice) -> None:
         blocks = self.blocks.setdefault(notice.request_id, [])
@@ -121,10 +154,13 @@ class Pair:
                     side.scheduler.abort(output.request_id)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_chunks_arrivals_and_aborts(seed: int) -> None:
+@pytest.mark.parametrize("fault_rate", [0.0, 0.03])
+@pytest.mark.parametrize("seed", [0, 1, 2, 13])
+def test_any_order_of_chunks_arrivals_aborts_and_failures(seed: int, fault_rate: float) -> None:
     source = random.Random(seed)
-    pair = Pair(Side(num_blocks=24), Side(num_blocks=source.choice([14, 32])))
+    overlap = bool(seed % 2)
+    num_blocks = source.choice([14, 32])
+    pair = Pair(Side(24, overlap, fault_rate), Side(num_blocks, overlap, fault_rate))
     requests: dict[str, Request] = {}
     aborted: set[str] = set()
     for i in range(30):
@@ -157,7 +193,9 @@ def test_any_order_of_chunks_arrivals_and_aborts(seed: int) -> None:
         parts = pair.outputs[name]
         tokens = [token for part in parts for token in part.token_ids]
         assert parts[-1].finish_reason is not None
-        if name not in aborted:
+        if parts[-1].finish_reason is FinishReason.ERROR:
+            assert fault_rate > 0
+        elif name not in aborted:
             assert tokens == expected(one, 128, capacity)[0]
 
 

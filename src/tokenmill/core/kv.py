@@ -55,6 +55,7 @@ class KVNotice:
     first: int  # index of block_ids[0] in the sequence
     block_ids: list[int]  # in the engine that computed them
     token_id: int | None = None
+    hold_s: float = LEASE_S  # how long they are held once the prompt is computed
 
 
 @dataclass(slots=True)

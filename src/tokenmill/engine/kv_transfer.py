@@ -19,8 +19,8 @@ from tokenmill.core.types import Request, TokenmillError
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Sequence
 
-# Without news for so long a request gives up: long before its source's lease can have expired.
-TIMEOUT_S = LEASE_S / 2
+# Without news for this share of a lease a request gives up: long before the lease can expire.
+_PATIENCE = 0.5
 _READING_MS, _WATCHING_MS = 1, 50  # how often a worker without other work looks
 
 Run = tuple[int, int, int]  # (first block there, first block here, how many)
@@ -51,12 +51,16 @@ class _Incoming:
 
     request_id: str
     engine_id: str
-    give_up_ns: int
+    give_up_ns: int = 0
     seq: Sequence | None = None
     source: list[int] = field(default_factory=list)  # blocks announced, by index in the sequence
     num_started: int = 0  # of these, blocks that are cached here or read
     reads: list[Future[None]] = field(default_factory=list)
     token_id: int | None = None  # known once all blocks are announced
+
+    def wait(self, now_ns: int, hold_s: float) -> None:
+        """There was news."""
+        self.give_up_ns = now_ns + round(_PATIENCE * hold_s * 1e9)
 
     def reading(self) -> bool:
         return not all(read.done() for read in self.reads)
@@ -65,17 +69,10 @@ class _Incoming:
 class KVTransfer:
     """A KVExchange over a scheduler and a connector; the engine's thread calls it."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        connector: Connector,
-        address: KVAddress,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, connector: Connector, address: KVAddress) -> None:
         self.address = address
         self._scheduler = scheduler
         self._connector = connector
-        self._timeout_ns = round(timeout_s * 1e9)
         self._peers: set[str] = set()
         self._incoming: dict[str, _Incoming] = {}
         self._ended: list[_Incoming] = []  # their reads are not over
@@ -110,7 +107,7 @@ class KVTransfer:
         if notice.first == len(entry.source):  # else it is out of turn, and time ends it
             entry.source += notice.block_ids
             entry.token_id = notice.token_id
-            entry.give_up_ns = self._now_ns + self._timeout_ns
+            entry.wait(self._now_ns, notice.hold_s)
 
     def release(self, request_id: str) -> None:
         """End a lease; unknown ids are ignored."""
@@ -149,8 +146,8 @@ class KVTransfer:
         """A request was taken whose KV comes from a peer."""
         assert request.kv_from is not None
         self._now_ns = now_ns
-        give_up_ns = now_ns + self._timeout_ns
-        entry = _Incoming(request.request_id, request.kv_from, give_up_ns)
+        entry = _Incoming(request.request_id, request.kv_from)
+        entry.wait(now_ns, LEASE_S)
         self._incoming[request.request_id] = entry
 
     def forget(self, request_id: str) -> None:
@@ -180,7 +177,7 @@ class KVTransfer:
     def _advance(self, entry: _Incoming) -> str | None:
         """Take a request one step on; returns why it cannot go on."""
         if self._now_ns >= entry.give_up_ns:
-            return f"no news for {self._timeout_ns / 1e9:g} s"
+            return "there was no news of it for half a lease"
         if entry.engine_id not in self._peers:
             return f"engine {entry.engine_id!r} is gone"
         seq = entry.seq

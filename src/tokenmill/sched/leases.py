@@ -50,7 +50,8 @@ class Leases:
         if new or token_id is not None:
             self._pool.acquire(new)
             lease.block_ids += new
-            self._notices.append(KVNotice(request_id, first, new, token_id))
+            hold_s = lease.hold_ns / 1e9
+            self._notices.append(KVNotice(request_id, first, new, token_id, hold_s))
 
     def hold(self, request_id: str, now_ns: int) -> None:
         """The prompt is computed: from now on time runs."""

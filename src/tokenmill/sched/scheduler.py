@@ -549,6 +549,8 @@ class Scheduler:
             if len(tokens) == 1 and token not in seq.stop_ids and num_tokens + 1 < seq.max_len:
                 token_ids.append(token)
                 num_kept += 1
+            elif seq.request.hold_kv_s is not None and not seq.block_ids:
+                outputs.pop()  # preempted while its last chunk was in flight: it runs again
             else:
                 self._append(seq, output)
                 num_kept += len(output.token_ids)
@@ -590,6 +592,7 @@ class Scheduler:
             if not seq.finished:
                 self._running.remove(seq)
                 self._requeue(seq)
+        self._tell_again(batch)
         return [self._end(seq, FinishReason.ERROR, error=message) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
@@ -601,7 +604,16 @@ class Scheduler:
         self._late = []  # these sampled in the batch and end with it
         self._land(batch)
         error = FinishReason.ERROR
-        return [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
+        outputs = [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
+        self._tell_again(batch)
+        return outputs
+
+    def _tell_again(self, batch: Batch) -> None:
+        """The runner may not have heard of the blocks of sequences that run, but not in this batch.
+
+        Only received ones can be among them: the others get blocks for the batch they are in.
+        """
+        self._grown += [(seq, 0) for seq, _ in batch.grown if seq.slot >= 0 and not seq.finished]
 
     def _readers(self, batch: Batch) -> list[Sequence]:
         """Whoever will read what this batch was to write: it is received, or in the next batch."""

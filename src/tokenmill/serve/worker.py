@@ -210,6 +210,8 @@ class _Loop:
                     self._running = False
                 case message if self._kv is not None:
                     self._move_kv(message, self._kv)
+                case ConnectKV(peer=peer):
+                    self._link.send(KVConnected(peer.engine_id, "the worker has no kv_connector"))
 
     def _publish(self) -> None:
         if isinstance(self._engine, KVSource):
