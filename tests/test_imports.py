@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"core", "llm"},
 }
 PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2", "vllm")
-TORCH_BENCHES = ("cli/ceiling", "bench/peer_runners")
+TORCH_BENCHES = ("cli/ceiling", "cli/kv_transfer", "bench/peer_runners")
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": ("core/", "sched/", "kernels/", "layers/", "models/", "engine/", "bench/peer_runners"),
     "torch": ("parallel", "kernels/", "layers/", "models/", "engine/", *TORCH_BENCHES),
@@ -46,6 +46,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "gguf": ("models/gguf",),
     "huggingface_hub": ("models/store",),
     "xgrammar": ("engine/grammar",),
+    "nixl": ("engine/kv_nixl",),
     "fastapi": ("serve/api",),
     "starlette": ("serve/api",),
     "uvicorn": ("serve/server",),

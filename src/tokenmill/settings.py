@@ -239,6 +239,13 @@ CACHE = (
         field="dtype",
     ),
     _of(CacheConfig, "prefix-cache", SWITCH, "Reuse the blocks of prompts that begin alike."),
+    _of(
+        CacheConfig,
+        "kv-connector",
+        _one_of("none", "auto", "nixl", "shm"),
+        "How KV moves to and from other engines; auto: nixl where it is installed, else shm.",
+        field="connector",
+    ),
 )
 SCHEDULER = (
     _of(SchedulerConfig, "max-num-seqs", _count(1), "Most requests that run at once."),
@@ -717,6 +724,7 @@ COMMANDS = (
     Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
     Setting("num-running", "Requests that decode at once.", _count(1), default=512),
     Setting("num-steps", "Steps to measure.", _count(1), default=200),
+    Setting("kv-tokens", "Tokens whose KV moves.", _count(16), default=2048),
     Setting("num-streams", "Streams at once.", _count(1), default=128),
     Setting("stream-tokens", "Tokens of each stream.", _count(1), default=512),
     Setting("router-workers", "Workers that the router knows.", _count(1), default=64),

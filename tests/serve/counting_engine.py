@@ -46,6 +46,7 @@ class CountingEngine:
             if request.prompt_token_ids[:1] == [CRASH]:
                 raise RuntimeError("the counter jammed")
             if request.prompt_token_ids[:1] == [EXIT] and count:
+                time.sleep(0.05)  # what was said before is on its way
                 os._exit(7)
             outputs.append(self._next(request_id, request, count))
         return outputs

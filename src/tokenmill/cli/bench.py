@@ -9,6 +9,7 @@ from tokenmill.cli import (
     compare,
     console,
     endpoint,
+    kv_moves,
     ladder,
     mlperf,
     published,
@@ -38,6 +39,7 @@ def register(app: typer.Typer) -> None:
     command(group, "published", published.PANELS)(published.published)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "router", routing.PANELS, defaults=routing.DEFAULTS)(routing.router)
+    command(group, "kv-transfer", kv_moves.PANELS)(kv_moves.kv_transfer)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)
     app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")

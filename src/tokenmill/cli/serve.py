@@ -112,7 +112,7 @@ def worker(
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
         raise typer.Exit(1) from None
-    run_worker(built.engine, address, _facts(built))
+    run_worker(built.engine, address, _facts(built), built.engine.kv)
 
 
 def worker_command(settings: Settings, path: Path) -> list[str]:
@@ -169,4 +169,5 @@ def _facts(built: BuiltEngine) -> ModelFacts:
         block_size=built.block_size,
         dtype=built.dtype,
         device=built.device,
+        kv=built.engine.kv.address if built.engine.kv is not None else None,
     )

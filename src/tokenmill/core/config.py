@@ -34,6 +34,7 @@ class CacheConfig:
     memory_share: float | None = None  # None: 0.5 on CPU, 0.95 on a GPU
     num_blocks: int | None = None  # exact size, for tests and simulations
     prefix_cache: bool = True
+    connector: Literal["none", "auto", "nixl", "shm"] = "none"  # how KV moves between engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,9 @@ class FloorConfig:
     """The workers behind the front, and what happens when one of them fails."""
 
     workers: int = 1
+    prefill: int = 0  # with decode, instead of workers: those that compute prompts for others
+    decode: int = 0
+    remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
     placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
     max_migrations: int = 3  # of one request, then it ends in ERROR
@@ -90,6 +94,10 @@ class FloorConfig:
     max_restarts: int = 5  # of one worker in a row, then its place is given up
     backoff_s: float = 0.5  # before the first restart; doubles with each
     stable_s: float = 60.0  # a worker that lived this long starts the count anew
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode or self.workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,8 @@ class Request:
     deadline_ns: int | None = None  # monotonic; past it the request ends in ABORT
     cache_salt: str = ""  # requests with different salts never share cached blocks
     output_token_ids: list[int] = field(default_factory=list)  # generated elsewhere; goes on there
+    hold_kv_s: float | None = None  # compute the prompt and one token, then hold the KV so long
+    kv_from: str | None = None  # id of the engine that computes the prompt and the first token
 
 
 @dataclass(slots=True)
@@ -195,6 +197,10 @@ class EngineStats:
     num_output_tokens: int = 0
     num_steps: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    num_receiving: int = 0  # requests whose KV comes from another engine
+    num_leases: int = 0  # prompts whose KV is held for another engine
+    num_leases_expired: int = 0
+    num_kv_blocks_received: int = 0
 
 
 class Engine(Protocol):

@@ -28,6 +28,7 @@ from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
+from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
@@ -94,7 +95,9 @@ def build_engine(
     block_bytes = spec.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
     num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
     spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
-    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype)
+    link = KVLink.plan(cache.connector, device)
+    pages = link.pages if link is not None else None
+    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype, pages)
     # Requests that ended in a step under way keep their slots until it is over.
     runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
     if narrow:
@@ -104,12 +107,15 @@ def build_engine(
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
     overlap = device == "cuda" if execution.overlap is None else execution.overlap
     eos = _stop_ids(path, spec, grammar_vocab)
+    pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
+    policy = Scheduler(scheduler, pool, eos)
     engine = LanguageEngine(
-        Scheduler(scheduler, BlockPool(num_blocks, block_size, cache.prefix_cache), eos),
+        policy,
         runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
+        kv=None if link is None else link.open(policy, kv_cache, spec, kv_dtype),
     )
     return BuiltEngine(
         engine=engine,

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tokenmill.core.types import (
@@ -18,12 +18,14 @@ from tokenmill.core.types import (
     StepResult,
 )
 from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
+from tokenmill.engine.kv_transfer import KVTransfer
 from tokenmill.engine.sampling import state_of
 from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 
 COMPILE_TIMEOUT_NS = 60 * 10**9
 _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
+_BLOCKED_WAIT_S = 0.001  # and how long for blocks that are not the scheduler's to free
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +77,12 @@ class LanguageEngine:
         vocab_size: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         launcher: Launcher | None = None,
+        kv: KVTransfer | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._launcher = launcher
+        self.kv = kv
         self._flying: tuple[Batch, Launched] | None = None  # launched, its tokens not known yet
         self._host_bound: set[str] = set()  # live requests that need the plain loop
         self._grammar = grammar
@@ -96,8 +100,13 @@ class LanguageEngine:
         structured = request.sampling.structured
         refusal = self._refusal(request)
         if refusal is not None:
-            self._end(request.request_id, FinishReason.REJECT, *refusal)
-        elif structured is None or self._grammar is None:
+            self._tell(request.request_id, FinishReason.REJECT, *refusal)
+            return
+        if self.kv is not None and request.kv_from is not None:
+            self.kv.expect(request, self._clock())
+            # Whoever computes the prompt has told its log-probabilities.
+            request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+        if structured is None or self._grammar is None:
             self._add(request)
         else:
             grammar = self._grammar.compile_async(structured)
@@ -107,6 +116,8 @@ class LanguageEngine:
     def step(self) -> list[RequestOutput]:
         """Run one batch and return what it produced; [] when there is nothing to do."""
         now_ns = self._clock()
+        if self.kv is not None:
+            self.kv.poll(now_ns, self._lose)
         self._admit(now_ns)
         overlap = self._launcher is not None and not self._host_bound
         outputs = [] if overlap else self._land()
@@ -117,7 +128,7 @@ class LanguageEngine:
         elif batch.items:
             outputs += self._execute(batch)
         if not outputs and not batch.items:
-            self._await_grammar()
+            self._idle()
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -165,6 +176,11 @@ class LanguageEngine:
         problem = self._out_of_vocabulary(request)
         if problem:
             return "invalid_request", problem
+        if request.kv_from is not None or request.hold_kv_s is not None:
+            if self.kv is None:
+                return "invalid_request", "this engine moves no KV: give it a kv_connector"
+            if (refusal := self.kv.refusal(request)) is not None:
+                return refusal
         return self._structured_refusal(request) if request.sampling.structured else None
 
     def _out_of_vocabulary(self, request: Request) -> str | None:
@@ -208,6 +224,18 @@ class LanguageEngine:
         stop_reason: str | None = None,
         error: str | None = None,
     ) -> None:
+        """End a request that was taken."""
+        self._tell(request_id, reason, stop_reason, error)
+        if self.kv is not None:
+            self.kv.forget(request_id)
+
+    def _tell(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_reason: str | None = None,
+        error: str | None = None,
+    ) -> None:
         self._num_finished[reason.value] = self._num_finished.get(reason.value, 0) + 1
         self._finished.append(
             RequestOutput(
@@ -221,12 +249,21 @@ class LanguageEngine:
         return finished + self._forget(self._scheduler.take_finished())
 
     def _forget(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Drop the grammars of requests that the scheduler ended before they had a matcher."""
-        for output in outputs if self._host_bound else ():
+        """Drop what is kept here for requests that have ended: a grammar, KV on its way."""
+        for output in outputs if self._host_bound or self.kv is not None else ():
             if output.finish_reason is not None:
                 self._compiled.pop(output.request_id, None)
                 self._host_bound.discard(output.request_id)
+                if self.kv is not None:
+                    self.kv.forget(output.request_id)
         return outputs
+
+    def _lose(self, request_id: str, stop_reason: str, message: str) -> None:
+        """End a request whose KV will not come."""
+        if self._compiling.pop(request_id, None):
+            self._end(request_id, FinishReason.ERROR, stop_reason, message)
+        else:
+            self._scheduler.lose(request_id, stop_reason, message)
 
     def _add(self, request: Request) -> None:
         """Hand a request to the scheduler."""
@@ -264,11 +301,13 @@ class LanguageEngine:
             _log.error("the grammar compiler failed", exc_info=error)
             self._end(request.request_id, FinishReason.ERROR, error=_sentence(error))
 
-    def _await_grammar(self) -> None:
-        """Give the compile threads a moment instead of spinning."""
+    def _idle(self) -> None:
+        """Give others a moment instead of spinning: compile threads, engines that read blocks."""
         if self._compiling:
             grammars = [entry.grammar for entry in self._compiling.values()]
             wait(grammars, _IDLE_WAIT_S, FIRST_COMPLETED)
+        elif self.kv is not None and self.has_work():
+            time.sleep(_BLOCKED_WAIT_S)
 
     def _execute(self, batch: Batch) -> list[RequestOutput]:
         """Run the batch; if that fails, its requests end in ERROR and the engine goes on."""
@@ -353,10 +392,13 @@ class LanguageEngine:
         return lost
 
     def _matcher(self, seq: Sequence) -> Matcher:
-        """A new sequence's matcher, to be ended by what ends the sequence: EOS."""
+        """A new sequence's matcher, to be ended by what ends the sequence: EOS.
+
+        A sequence that began in another engine has tokens already.
+        """
         stop_ids = seq.stop_ids.difference(seq.request.sampling.stop_token_ids) or seq.stop_ids
         matcher = self._compiled.pop(seq.request_id).matcher(stop_ids)
-        for token in seq.request.output_token_ids:
+        for token in seq.token_ids[seq.num_prompt_tokens :]:
             matcher.accept(token)
         return matcher
 

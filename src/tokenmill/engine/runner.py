@@ -15,6 +15,7 @@ from tokenmill.engine.device_sampling import DeviceSampler, Sampled
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder
+from tokenmill.engine.kv_shared import SharedPages
 from tokenmill.engine.sampling import Sampler, grammar_masks, is_penalised
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.linear import Linear
@@ -43,11 +44,17 @@ class Model(Protocol):
 
 
 def allocate_kv_cache(
-    spec: ModelSpec, num_blocks: int, block_size: int, device: str = "cpu", dtype: str = "fp32"
+    spec: ModelSpec,
+    num_blocks: int,
+    block_size: int,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    pages: SharedPages | None = None,
 ) -> KVCache:
     """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
 
-    On CPU numpy asks the system for zeroed pages, which take no memory before their first use.
+    On CPU numpy asks the system for zeroed pages, which take no memory before their first use;
+    `pages` has such that other processes can read.
     """
     key_dim, value_dim = spec.cache_dims
     on_cpu = torch.device(device).type == "cpu"
@@ -56,7 +63,7 @@ def allocate_kv_cache(
     def zeros(block: tuple[int, int]) -> torch.Tensor:
         shape = (num_blocks, spec.num_kv_heads, *block)
         if on_cpu:
-            return torch.from_numpy(np.zeros(shape, np.float32))
+            return torch.from_numpy(pages.zeros(shape) if pages else np.zeros(shape, np.float32))
         return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
 
     return [(zeros(keys), zeros((block_size, value_dim))) for _ in range(spec.num_layers)]
@@ -64,7 +71,7 @@ def allocate_kv_cache(
 
 @dataclass(slots=True)
 class Launched:
-    """A step under way; wait() gives its result."""
+    """A step under way; wait() returns its result when all it writes is written."""
 
     result: StepResult
     ready: list[int] = field(default_factory=list)
@@ -74,9 +81,9 @@ class Launched:
 
     def wait(self) -> StepResult:
         """The tokens of the items that sampled, and their log-probabilities."""
+        if self.done is not None:
+            self.done.synchronize()
         if self.tokens is not None:
-            if self.done is not None:
-                self.done.synchronize()
             tokens = self.tokens.tolist()
             if min(tokens) < 0:
                 raise FloatingPointError("the largest logit of a row is not finite")
@@ -189,7 +196,7 @@ class ModelRunner:
         result = StepResult([[] for _ in batch.items])
         self._score_prompts(batch, hidden, result)
         if not inputs.ready:
-            return Launched(result)
+            return Launched(result, done=self._mark())
         seqs = [batch.items[i][0] for i in inputs.ready]
         logits = self.model.logits(hidden.index_select(0, inputs.ends))
         newest = inputs.token_ids.index_select(0, inputs.ends)
@@ -227,11 +234,15 @@ class ModelRunner:
         """Send the tokens to the host without waiting for them."""
         host = self.builder.staging.buffer(len(ready))
         host.copy_(tokens, non_blocking=True)
-        done = None
-        if self.on_gpu:
-            done = torch.cuda.Event()
-            done.record()
-        return Launched(result, ready, host, done, sampled)
+        return Launched(result, ready, host, self._mark(), sampled)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event after all that was launched, on a GPU."""
+        if not self.on_gpu:
+            return None
+        done = torch.cuda.Event()
+        done.record()
+        return done
 
     def _score_prompts(self, batch: Batch, hidden: torch.Tensor, result: StepResult) -> None:
         end = 0

@@ -7,6 +7,7 @@ from bisect import insort
 from operator import attrgetter
 
 from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
+from tokenmill.core.kv import PREFILLED
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -15,6 +16,7 @@ from tokenmill.core.types import (
     StepResult,
 )
 from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
+from tokenmill.sched.leases import Leases
 from tokenmill.sched.sequence import PENDING, Batch, Item, Key, Sequence
 
 __all__ = ["Batch", "Scheduler", "Sequence"]
@@ -35,6 +37,10 @@ class Scheduler:
     known yet are PENDING then; blocks that end with one are hashed when update() knows it. Blocks
     that schedule(n + 1) takes from a preempted sequence may still be used by batch n: a runner must
     execute batches in order.
+
+    A sequence whose prompt another engine computes gets blocks and is received outside the batch;
+    received() counts all its prompt as computed, and it runs. The engine that computes such a
+    prompt announces its blocks and holds them in `leases`.
     """
 
     def __init__(
@@ -68,6 +74,10 @@ class Scheduler:
         # (num_steps at its end, sequence): ended in flight; its blocks come back with that step.
         self._deferred: list[tuple[int, Sequence]] = []
         self._dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
+        self.leases = Leases(pool)
+        self._receiving: dict[str, Sequence] = {}  # they hold blocks that another engine fills
+        self._admitted: list[Sequence] = []  # of these, those that take_receiving() has not told
+        self._abandoned: list[Sequence] = []  # ended, but a transfer may still write to its blocks
         self._finished: list[RequestOutput] = []
         self._draining = False
         self._watermark = pool.num_blocks // 100  # left free by admission for the running to grow
@@ -94,24 +104,28 @@ class Scheduler:
             return
         seq = self._sequence(request)
         self._live[seq.request_id] = seq
+        if request.hold_kv_s is not None:
+            self.leases.open(request.request_id, request.hold_kv_s)
         self._enqueue(seq)
         if request.deadline_ns is not None:
             heapq.heappush(self._deadlines, (request.deadline_ns, self._order, seq))
         self._compact()
 
     def abort(self, request_id: str) -> None:
-        """End a request with ABORT; unknown or finished ids are ignored."""
+        """End a request with ABORT, or its lease; unknown or finished ids are ignored."""
         seq = self._live.get(request_id)
         if seq is not None:
             self._finished.append(self._end(seq, FinishReason.ABORT))
+        else:
+            self.leases.release(request_id)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those already here run to their end."""
         self._draining = True
 
     def has_work(self) -> bool:
-        """True while a request is live or a terminal output waits to be taken."""
-        return bool(self._live or self._finished)
+        """True while a request is live and here, or a terminal output waits to be taken."""
+        return bool(len(self._live) > len(self._receiving) or self._finished)
 
     def take_finished(self) -> list[RequestOutput]:
         """The terminal outputs of rejected, aborted and expired requests, each once."""
@@ -123,7 +137,7 @@ class Scheduler:
         c = self._counters
         return EngineStats(
             num_waiting=self._num_waiting,
-            num_running=len(self._live) - self._num_waiting,
+            num_running=len(self._live) - self._num_waiting - len(self._receiving),
             num_kv_blocks=c.num_kv_blocks,
             num_kv_blocks_used=self.pool.num_used,
             prefix_query_tokens=c.prefix_query_tokens,
@@ -133,6 +147,10 @@ class Scheduler:
             num_output_tokens=c.num_output_tokens,
             num_steps=c.num_steps,
             num_finished=dict(c.num_finished),
+            num_receiving=len(self._receiving),
+            num_leases=len(self.leases),
+            num_leases_expired=self.leases.num_expired,
+            num_kv_blocks_received=c.num_kv_blocks_received,
         )
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
@@ -142,7 +160,7 @@ class Scheduler:
         capacity = self.pool.num_blocks * self.pool.block_size
         if self._draining:
             return "draining", "the engine is draining and takes no new requests"
-        if request.request_id in self._live:
+        if request.request_id in self._live or request.request_id in self.leases:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
         if not request.prompt_token_ids:
             return "empty_prompt", "the prompt has no tokens, at least 1 is needed"
@@ -170,6 +188,8 @@ class Scheduler:
         max_len = min(self.config.max_model_len, self.pool.num_blocks * self.pool.block_size + 1)
         if sampling.max_tokens is not None:
             max_len = min(max_len, len(request.prompt_token_ids) + sampling.max_tokens)
+        if request.hold_kv_s is not None:
+            max_len = min(max_len, len(request.prompt_token_ids) + 1)
         stop_ids = frozenset() if sampling.ignore_eos else self._eos
         if sampling.stop_token_ids:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
@@ -203,7 +223,6 @@ class Scheduler:
             self._running = [seq for seq in self._running if not seq.finished]
             self._num_finished_running = 0
         self._reserved = 0
-        self._grown = []
         if self._budget < self._full_budget and self._counters.num_steps % _RECOVERY_STEPS == 0:
             self._budget = min(2 * self._budget, self._full_budget)
         singles: list[Item] = []
@@ -213,17 +232,21 @@ class Scheduler:
             budget = self._schedule_running(singles, chunks)
             if preemptions == self._counters.num_preemptions:
                 self._admit(budget, singles, chunks)
-        if singles or chunks:
-            self._num_in_flight += 1
-            self._counters.num_steps += 1
+        if not singles and not chunks:
+            return Batch()
+        self._num_in_flight += 1
+        self._counters.num_steps += 1
         num_tokens = len(singles) + sum(num_new for _, num_new in chunks)
-        return Batch(singles + chunks, num_tokens, self._grown)
+        grown, self._grown = self._grown, []
+        return Batch(singles + chunks, num_tokens, grown)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._now_ns:
             seq = heapq.heappop(self._deadlines)[2]
             if not seq.finished:
                 self._finished.append(self._end(seq, FinishReason.ABORT, "deadline"))
+        if self.leases:
+            self.leases.expire(self._now_ns)
 
     def _schedule_running(self, singles: list[Item], chunks: list[Item]) -> int:
         """Give each running sequence its next tokens; returns the budget that is left.
@@ -287,7 +310,7 @@ class Scheduler:
     def _admit_alone(self, chunks: list[Item]) -> bool:
         """Without chunking, give a step to a prompt that does not fit beside the running ones."""
         seq = None if self.config.chunked_prefill else self._next_waiting()
-        if seq is None or len(self._running) >= self.config.max_num_seqs:
+        if seq is None or seq.remote or self._is_full():
             return False
         num_new = seq.num_tokens - len(self._match(seq)) * self.pool.block_size
         if num_new <= self._budget - len(self._running):
@@ -296,14 +319,21 @@ class Scheduler:
 
     def _admit(self, budget: int, singles: list[Item], chunks: list[Item]) -> None:
         """Start waiting sequences in order until one has to wait."""
-        while budget > 0 and len(self._running) < self.config.max_num_seqs:
+        while budget > 0 and not self._is_full():
             seq = self._next_waiting()
             if seq is None:
                 return
+            if seq.remote:
+                if not self._receive(seq):
+                    return
+                continue
             num_new = self._start(seq, budget, singles, chunks)
             if num_new == 0:
                 return
             budget -= num_new
+
+    def _is_full(self) -> bool:
+        return len(self._running) + len(self._receiving) >= self.config.max_num_seqs
 
     def _next_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][1].finished:
@@ -324,28 +354,37 @@ class Scheduler:
         if end < seq.num_tokens and not self.config.chunked_prefill:
             return 0
         total = -(-seq.num_tokens // size)
-        needed = total - num_matched + pool.num_revived(matched)
-        if self._running:
-            needed += self._reserved + self._watermark
-        if needed > pool.num_free:
+        if not self._fits(matched, total):
             return 0
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+        self._occupy(seq, matched, -(-end // size))
         self._take_slot(seq)
-        pool.acquire(matched)
-        seq.block_ids = matched + pool.allocate(-(-end // size) - num_matched)
-        seq.capacity = len(seq.block_ids) * size
-        seq.num_computed_tokens = num_matched * size
-        seq.num_inserted_blocks = num_matched
-        seq.parent = pool.identity(matched[-1]) if matched else seq.request.cache_salt
-        if not seq.started:
-            self._count_start(seq)
         self._reserved += total - len(seq.block_ids)
         if pool.prefix_cache:
             self._insert([(seq, end)])
         insort(self._running, seq, key=_by_key)
         (singles if num_new == 1 else chunks).append((seq, num_new))
         return num_new
+
+    def _fits(self, matched: list[int], total: int) -> bool:
+        """Whether `total` blocks, the matched ones among them, fit beside the running ones."""
+        needed = total - len(matched) + self.pool.num_revived(matched)
+        if self._running:
+            needed += self._reserved + self._watermark
+        return needed <= self.pool.num_free
+
+    def _occupy(self, seq: Sequence, matched: list[int], total: int) -> None:
+        """Give the first of the waiting its blocks: the matched ones and others up to `total`."""
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        pool = self.pool
+        pool.acquire(matched)
+        seq.block_ids = matched + pool.allocate(total - len(matched))
+        seq.capacity = total * pool.block_size
+        seq.num_computed_tokens = len(matched) * pool.block_size
+        seq.num_inserted_blocks = len(matched)
+        seq.parent = pool.identity(matched[-1]) if matched else seq.request.cache_salt
+        if not seq.started:
+            self._count_start(seq)
 
     def _take_slot(self, seq: Sequence) -> None:
         if not self._free_slots:
@@ -355,7 +394,10 @@ class Scheduler:
         self._grown.append((seq, 0))
 
     def _match(self, seq: Sequence) -> list[int]:
-        """The cached blocks a waiting sequence can start from; one token is left to compute."""
+        """The cached blocks a waiting sequence can start from.
+
+        One token is left to compute, unless another engine does it.
+        """
         if not self.pool.prefix_cache:
             return []
         chain, size = seq.chain, self.pool.block_size
@@ -365,7 +407,7 @@ class Scheduler:
             chain += block_hashes(unhashed, size, (chain[-1], num_hashed))
         if seq.prompt_logprobs is not None:  # each prompt position has to be computed
             return []
-        limit = (seq.num_tokens - 1) // size
+        limit = (seq.num_tokens - (not seq.remote)) // size
         return self.pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
 
     def _insert(self, filled: list[Item]) -> None:
@@ -394,6 +436,56 @@ class Scheduler:
             for (seq, _), block_hash in zip(unhashed, hashes, strict=True):
                 seq.chain.append(block_hash)
             unhashed = [(seq, end) for seq, end in unhashed if len(seq.chain) <= end // size]
+
+    # KV comes from another engine.
+
+    def _receive(self, seq: Sequence) -> bool:
+        """Let another engine fill the blocks of the first of the waiting; False: it has to wait.
+
+        It gets room for the first token, too, so that it can run as soon as its KV is here.
+        """
+        matched, total = self._match(seq), seq.num_tokens // self.pool.block_size + 1
+        if not self._fits(matched, total):
+            return False
+        self._occupy(seq, matched, total)
+        self._receiving[seq.request_id] = seq
+        self._admitted.append(seq)
+        return True
+
+    def take_receiving(self) -> list[Sequence]:
+        """Sequences that have got blocks for KV to come, each once.
+
+        What a batch in flight still does to these blocks is over when that batch has landed.
+        """
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def received(self, seq: Sequence, token_id: int) -> None:
+        """The KV of the whole prompt is in the blocks, and this is the first token: run it."""
+        first = seq.num_inserted_blocks
+        del self._receiving[seq.request_id]
+        seq.remote = False
+        seq.num_computed_tokens = seq.num_tokens
+        if self.pool.prefix_cache:
+            self._insert([(seq, seq.num_tokens)])
+        self._counters.num_kv_blocks_received += -(-seq.num_tokens // self.pool.block_size) - first
+        seq.token_ids.append(token_id)
+        self._take_slot(seq)
+        insort(self._running, seq, key=_by_key)
+        if seq.num_tokens >= seq.max_len:
+            reason = self._length_reason(seq)
+            self._finished.append(self._end(seq, FinishReason.LENGTH, reason))
+
+    def lose(self, request_id: str, stop_reason: str, message: str) -> None:
+        """The KV of a request will not come; unknown ids are ignored."""
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._finished.append(self._end(seq, FinishReason.ERROR, stop_reason, message))
+
+    def retire(self, seq: Sequence) -> None:
+        """No transfer writes to the blocks of this ended sequence any more."""
+        self._abandoned.remove(seq)
+        self._retire(seq)
 
     # A step is accounted for.
 
@@ -457,12 +549,23 @@ class Scheduler:
             if len(tokens) == 1 and token not in seq.stop_ids and num_tokens + 1 < seq.max_len:
                 token_ids.append(token)
                 num_kept += 1
+            elif seq.request.hold_kv_s is not None and not seq.block_ids:
+                outputs.pop()  # preempted while its last chunk was in flight: it runs again
             else:
                 self._append(seq, output)
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
         self._hash_late()
+        if self.leases:
+            self._announce(batch)
         return outputs
+
+    def _announce(self, batch: Batch) -> None:
+        """Tell of the full blocks of prompts that are computed for another engine."""
+        for seq, _ in batch.items:
+            if seq.request.hold_kv_s is not None and not seq.finished:
+                num_full = seq.num_computed_tokens // self.pool.block_size
+                self.leases.announce(seq.request_id, seq.block_ids[:num_full])
 
     def _hash_late(self) -> None:
         """Cache the blocks whose last token has become known; the next batch computes it."""
@@ -478,7 +581,8 @@ class Scheduler:
         divisible = batch.num_tokens if self.config.chunked_prefill else len(batch.items)
         if divisible <= 1 or batch.samples is not None:
             return self.fail(batch, message)
-        for seq, _ in batch.items:
+        lost = [seq for seq in self._readers(batch) if seq.remote]
+        for seq in [seq for seq, _ in batch.items] + lost:
             self.pool.forget(seq.block_ids)
         self._land(batch)
         self._budget = max(1, min(self._budget, batch.num_tokens) // 2)
@@ -488,7 +592,8 @@ class Scheduler:
             if not seq.finished:
                 self._running.remove(seq)
                 self._requeue(seq)
-        return []
+        self._tell_again(batch)
+        return [self._end(seq, FinishReason.ERROR, error=message) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
         """The step raised: its items and their readers end in ERROR, nothing of it stays cached."""
@@ -499,17 +604,26 @@ class Scheduler:
         self._late = []  # these sampled in the batch and end with it
         self._land(batch)
         error = FinishReason.ERROR
-        return [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
+        outputs = [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
+        self._tell_again(batch)
+        return outputs
+
+    def _tell_again(self, batch: Batch) -> None:
+        """The runner may not have heard of the blocks of sequences that run, but not in this batch.
+
+        Only received ones can be among them: the others get blocks for the batch they are in.
+        """
+        self._grown += [(seq, 0) for seq, _ in batch.grown if seq.slot >= 0 and not seq.finished]
 
     def _readers(self, batch: Batch) -> list[Sequence]:
-        """Whoever the next batch, launched already, lets read what this one was to write."""
-        if batch.samples is None:
-            return []
+        """Whoever will read what this batch was to write: it is received, or in the next batch."""
+        launched = batch.samples is not None
+        readers = [*self._receiving.values(), *(self._running if launched else [])]
         written: set[int] = set()
-        for seq, num_new in batch.items:
-            first = (seq.num_computed_tokens - num_new) // self.pool.block_size
+        for seq, num_new in batch.items if readers else []:
+            first = (seq.num_computed_tokens - launched * num_new) // self.pool.block_size
             written.update(seq.block_ids[first:])
-        return [seq for seq in self._running if not written.isdisjoint(seq.block_ids)]
+        return [seq for seq in readers if not written.isdisjoint(seq.block_ids)]
 
     def _land(self, batch: Batch) -> None:
         """A batch is no longer in flight: blocks of requests that ended meanwhile come back."""
@@ -539,13 +653,18 @@ class Scheduler:
                 output.token_ids = output.token_ids[:count]
                 if output.logprobs is not None:
                     output.logprobs = output.logprobs[:count]
+                if output.stop_reason == PREFILLED:
+                    self.leases.announce(seq.request_id, seq.block_ids, token)
+                    self.leases.hold(seq.request_id, self._now_ns)
                 self._finish(seq, output.finish_reason)
                 return
 
     def _length_reason(self, seq: Sequence) -> str | None:
         max_tokens = seq.request.sampling.max_tokens
         asked = max_tokens is not None and seq.num_output_tokens >= max_tokens
-        return None if asked or seq.num_tokens >= self.config.max_model_len else "kv_capacity"
+        if asked or seq.num_tokens >= self.config.max_model_len:
+            return None
+        return "kv_capacity" if seq.request.hold_kv_s is None else PREFILLED
 
     # How sequences end.
 
@@ -573,6 +692,10 @@ class Scheduler:
         seq.finished = True
         del self._live[seq.request_id]
         self._count_finish(reason)
+        self.leases.abandon(seq.request_id)
+        if self._receiving.pop(seq.request_id, None) is not None:
+            self._abandoned.append(seq)
+            return
         if seq.block_ids:
             self._num_finished_running += 1
         else:
@@ -615,8 +738,9 @@ class Scheduler:
         assert sorted(running, key=_by_key) == running, "running sequences are out of order"
         assert len(self._running) - len(running) == self._num_finished_running
         assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, not {self._num_waiting}"
-        assert {seq.request_id for seq in running + waiting} == set(self._live)
-        assert len(running) + len(waiting) == len(self._live), "a sequence is queued twice"
+        receiving = list(self._receiving.values())
+        assert {seq.request_id for seq in running + waiting + receiving} == set(self._live)
+        assert len(running + waiting + receiving) == len(self._live), "a sequence is queued twice"
         assert not any(seq.block_ids or seq.num_computed_tokens for seq in waiting)
         assert self._num_in_flight or not self._deferred
         size = self.pool.block_size
@@ -632,4 +756,7 @@ class Scheduler:
         assert all(seq.block_ids for seq in holders), "an ended sequence gave its blocks back early"
         slots = [seq.slot for seq in holders] + self._free_slots
         assert sorted(slots) == list(range(self._num_slots)), "a slot is lost or held twice"
-        self.pool.check_integrity([seq.block_ids for seq in holders])
+        assert all(seq.remote and seq.slot == -1 for seq in receiving + self._abandoned)
+        holders += receiving + self._abandoned
+        tables = [seq.block_ids for seq in holders] + self.leases.block_tables
+        self.pool.check_integrity(tables)

@@ -28,6 +28,7 @@ class Sequence:
         "num_prompt_tokens",
         "parent",
         "prompt_logprobs",
+        "remote",
         "request",
         "request_id",
         "scheduled_ns",
@@ -56,6 +57,7 @@ class Sequence:
         self.started = False  # was admitted once
         self.scheduled_ns = 0  # when that was
         self.finished = False  # its terminal output exists
+        self.remote = request.kv_from is not None  # until its KV is here
         self.slot = -1  # its row in tables that a runner keeps; its own while it holds blocks
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that block_ids can hold

@@ -3,21 +3,25 @@
 The floor knows every token that it passed on. When a worker is gone, its requests are sent to
 another one with these tokens as output_token_ids; sampling depends on seed and position alone, so
 the rest is what the first worker would have said.
+
+With prefill and decode workers a long prompt is computed by one and handed over to the other
+(handover.py); whatever fails on the way, the request begins or goes on elsewhere all the same.
+Without any decode worker, prefill workers do it all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
 from tokenmill.core.config import FloorConfig, RouterConfig
+from tokenmill.core.kv import LEASE_S, PREFILLED
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -25,9 +29,14 @@ from tokenmill.core.types import (
     RequestOutput,
     TokenmillError,
 )
+from tokenmill.sched.disaggregate import DisaggregationRule
+from tokenmill.sched.rates import match_rates
 from tokenmill.sched.router import Decision, Router
-from tokenmill.serve.floor_view import DecisionView, FloorView, WorkerView
-from tokenmill.serve.place import Place, add_stats
+from tokenmill.serve.floor_view import Choice, FloorView, decision_view, worker_view
+from tokenmill.serve.handover import Handovers
+from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
+from tokenmill.serve.open_request import OpenRequest, end, seeded
+from tokenmill.serve.place import Place, Role, add_stats
 from tokenmill.serve.wire import (
     Abort,
     FromWorker,
@@ -49,40 +58,12 @@ NUM_DECISIONS = 64  # that are remembered
 RETRY_S = 0.25  # before a request that a full worker refused is routed again
 POLL_S = 0.02
 BUSY = ("queue_full", "draining")  # why a worker may refuse what another would take
+NOT_HERE = (*BUSY, "no_capacity", "too_long")  # why a prefill worker may refuse it
+PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
 
 
 class FloorError(TokenmillError):
     """What was asked of the floor cannot be done; the message says why."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended."""
-
-    request: Request
-    stream: OutputStream
-    index: int
-    place: Place | None = None  # None: held until a worker can take it
-    token_ids: list[int] = field(default_factory=list)
-    num_uncached: int = 0  # tokens to compute before its first one, as far as is known
-    num_migrations: int = 0
-
-    def resumed(self) -> Request:
-        """The request as the next worker has to see it."""
-        if not self.token_ids:
-            return self.request
-        sampling = self.request.sampling
-        if sampling.prompt_logprobs is not None:  # these were sent with the first token
-            sampling = replace(sampling, prompt_logprobs=None)
-        return replace(self.request, sampling=sampling, output_token_ids=list(self.token_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    request_id: str
-    time_s: float
-    num_resumed: int
-    decision: Decision
 
 
 class Floor:
@@ -99,19 +80,24 @@ class Floor:
         config: FloorConfig | None = None,
         router: RouterConfig | None = None,
         host: str | None = None,
+        prefill_spawn: Spawn | None = None,
     ) -> None:
         self.config = config or FloorConfig()
-        self._spawn = spawn
+        self._spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
+        if prefill_spawn is not None:
+            self._spawns["prefill"] = prefill_spawn
         self._host = host
         self._router_config = router or RouterConfig()
         self._router = Router(replace(self._router_config, policy="round-robin"))
         self._places: dict[str, Place] = {}
-        self._num_named = 0
-        self._open: dict[str, _Open] = {}
+        self._num_named: Counter[Role] = Counter()
+        self._open: dict[str, OpenRequest] = {}
+        self._sent: dict[str, OpenRequest] = {}  # by their ids at the workers
+        self._handovers = Handovers(DisaggregationRule(self.config.remote_prefill_tokens))
         self._held: list[str] = []
         self._retry: asyncio.TimerHandle | None = None
         self._pulled: set[str] = set()  # places whose dump is on its way
-        self._choices: deque[_Choice] = deque(maxlen=NUM_DECISIONS)
+        self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
         self._draining = False
         self._num_past_restarts = 0
         self._changing = asyncio.Lock()
@@ -124,7 +110,7 @@ class Floor:
     @property
     def ready(self) -> bool:
         """True while a worker is there to take requests."""
-        return bool(self._router.workers)
+        return bool(self._router.workers or self._handovers.router.workers)
 
     @property
     def num_open(self) -> int:
@@ -144,11 +130,15 @@ class Floor:
     @property
     def num_ready(self) -> int:
         """Workers that take requests."""
-        return len(self._router.workers)
+        return len(self._router.workers) + len(self._handovers.router.workers)
 
     async def start(self) -> ModelFacts:
         """Start all workers; raises WorkerStartError when one does not come up."""
-        await self._add_places(self.config.workers)
+        config = self.config
+        counts: dict[Role, int] = {"both": config.workers}
+        if config.prefill or config.decode:
+            counts = {"prefill": config.prefill, "decode": config.decode}
+        await self._add_places([role for role in counts for _ in range(counts[role])])
         assert self.facts is not None
         return self.facts
 
@@ -160,11 +150,13 @@ class Floor:
         if self._draining:
             message = "the server is draining and takes no new requests"
             for index, request_id in enumerate(stream.request_ids):
-                reject = _end(request_id, FinishReason.REJECT, message, "draining")
+                reject = end(request_id, FinishReason.REJECT, message, "draining")
                 stream.put(index, reject)
             return stream
         for index, request in enumerate(requests):
-            self._open[request.request_id] = _Open(_seeded(request), stream, index)
+            request_id = request.request_id
+            entry = OpenRequest(seeded(request), stream, index)
+            self._open[request_id] = self._sent[request_id] = entry
         self._assign(stream.request_ids)
         return stream
 
@@ -172,11 +164,11 @@ class Floor:
         """Forget requests and free what the engines hold for them; finished ids are ignored."""
         at: dict[str, list[str]] = {}
         for request_id in request_ids:
-            entry = self._open.pop(request_id, None)
+            entry = self._open.get(request_id)
             if entry is not None:
-                self._router.free(request_id)
+                self._close(entry)
                 if entry.place is not None:
-                    at.setdefault(entry.place.name, []).append(request_id)
+                    at.setdefault(entry.place.name, []).append(entry.sent_as)
         for name, ids in at.items():
             self._places[name].send(Abort(ids))
 
@@ -213,24 +205,38 @@ class Floor:
 
     def view(self) -> FloorView:
         """The floor now."""
+        places = list(self._places.values())
+        sides = [[p.busy() for p in places if p.role == role] for role in ("prefill", "decode")]
         return FloorView(
             router=self._router.config.policy,
             num_open=self.num_open,
             num_held=sum(entry.place is None for entry in self._open.values()),
             migrations=self.num_migrations,
-            workers=[self._worker_view(place) for place in self._places.values()],
-            decisions=[_decision_view(choice) for choice in self._choices],
+            workers=[
+                worker_view(p, self._router_of(p), self._entries_at(p))
+                for p in self._places.values()
+            ],
+            decisions=[decision_view(choice) for choice in self._choices],
+            transfers=self._handovers.num_received,
+            failed_transfers=self._handovers.num_failed,
+            rates=match_rates(*sides) if all(sides) else None,
         )
 
     # The floor changes.
 
-    async def scale(self, num_workers: int) -> None:
+    async def scale(self, num_workers: int, role: Role = "both") -> None:
         """Have this many workers: new ones are started, surplus ones drained, youngest first."""
+        what = "workers" if role == "both" else role
         if num_workers < 1:
-            raise FloorError(f"workers: at least 1 is needed, got {num_workers}")
+            raise FloorError(f"{what}: at least 1 is needed, got {num_workers}")
         async with self._changing:
-            staying = [p.name for p in self._places.values() if p.state != "draining"]
-            await self._add_places(num_workers - len(staying))
+            roles = {place.role for place in self._places.values()}
+            if role not in roles:
+                have = " and ".join(sorted("workers" if r == "both" else r for r in roles))
+                raise FloorError(f"{what}: this floor has {have}")
+            places = [p for p in self._places.values() if p.role == role]
+            staying = [p.name for p in places if p.state != "draining"]
+            await self._add_places([role] * (num_workers - len(staying)))
             for name in reversed(staying[num_workers:]):
                 await self._remove(name)
 
@@ -240,20 +246,23 @@ class Floor:
             if name not in self._places:
                 known = ", ".join(self._places)
                 raise FloorError(f"worker: there is no {name!r}; the floor has {known}")
-            if not any(other != name for other in self._router.workers):
+            takers = self._router.workers
+            if self._places[name].role != "prefill" and not set(takers) - {name}:
                 raise FloorError(f"worker: {name!r} is the only one that takes requests")
             await self._remove(name, timeout_s)
 
-    async def _add_places(self, count: int) -> None:
-        if count <= 0:
-            return
-        names = [f"w{self._num_named + i}" for i in range(count)]
-        self._num_named += count
-        for name in names:
-            self._places[name] = Place(name, self._spawn, self.config, self, self._host)
+    async def _add_places(self, roles: list[Role]) -> None:
+        names = []
+        for role in roles:
+            name = f"{PREFIXES[role]}{self._num_named[role]}"
+            self._num_named[role] += 1
+            names.append(name)
+            spawn = self._spawns[role]
+            self._places[name] = Place(name, spawn, self.config, self, self._host, role)
         starts = [asyncio.create_task(self._places[name].start()) for name in names]
         try:
             await asyncio.gather(*starts)
+            await self._handovers.settled()
         except BaseException:
             for start in starts:
                 start.cancel()
@@ -267,16 +276,16 @@ class Floor:
     async def _remove(self, name: str, timeout_s: float = 30.0) -> None:
         place = self._places[name]
         place.state = "draining"
-        self._router.remove_worker(name)
+        self._router_of(place).remove_worker(name)
         deadline_s = time.monotonic() + timeout_s
-        while any(e.place is place for e in self._open.values()):
+        while self._entries_at(place):
             if time.monotonic() > deadline_s or not place.ready:
                 break
             await asyncio.sleep(POLL_S)
         del self._places[name]
         self._num_past_restarts += place.num_restarts
-        late = [e for e in self._open.values() if e.place is place]
-        place.send(Abort([e.request.request_id for e in late]))
+        late = self._entries_at(place)
+        place.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {name} left the floor")
         await place.close(grace_s=5.0)
 
@@ -286,18 +295,26 @@ class Floor:
         facts = self.facts
         if policy == self._router.config.policy or facts is None:
             return
-        self._router = Router(
-            replace(self._router_config, policy=policy, block_size=facts.block_size)
-        )
+        config = replace(self._router_config, policy=policy, block_size=facts.block_size)
+        self._router, self._handovers.router = Router(config), Router(config)
         for place in self._places.values():
             if place.ready and place.state == "ready":
                 self._introduce(place)
 
     def _introduce(self, place: Place) -> None:
-        self._router.add_worker(place.name)
-        if self._router.config.policy == "kv" and self._router.config.events:
+        router = self._router_of(place)
+        router.add_worker(place.name)
+        if router.config.policy == "kv" and router.config.events:
             self._pulled.discard(place.name)
             self._pull(place)
+
+    def _router_of(self, place: Place) -> Router:
+        return self._handovers.router if place.role == "prefill" else self._router
+
+    def _entries_at(self, place: Place) -> list[OpenRequest]:
+        """The requests that a worker computes, decodes, or holds KV for."""
+        moving = self._handovers.ids_at(place)
+        return [e for e in self._open.values() if e.place is place or e.sent_as in moving]
 
     # What places tell.
 
@@ -308,10 +325,12 @@ class Floor:
         if self.facts is None:
             self.facts = place.facts
         self._check(place.facts)
+        self._handovers.check(place, self._places.values())
         before = self._router
         self._choose_router()
         if self._router is before and place.state == "ready":
             self._introduce(place)
+        self._handovers.connect(place, self._places.values())
         self._assign_held()
 
     def _check(self, facts: ModelFacts) -> None:
@@ -327,11 +346,12 @@ class Floor:
 
     def on_down(self, place: Place) -> None:
         """Whatever the worker had goes on elsewhere."""
-        self._router.remove_worker(place.name)
-        lost = [entry for entry in self._open.values() if entry.place is place]
+        self._router_of(place).remove_worker(place.name)
+        lost = self._entries_at(place)
+        self._handovers.on_down(place, self._places.values())
         failed = [e for e in lost if e.num_migrations >= self.config.max_migrations]
         for entry in failed:
-            del self._open[entry.request.request_id]
+            self._close(entry)
             self._put_error(entry, f"the engine stopped: {place.last_failure}", "worker_died")
         for entry in lost:
             entry.num_migrations += 1
@@ -352,12 +372,22 @@ class Floor:
                 for output in outputs:
                     self._dispatch(place, output)
             case KVEvents():
-                if not self._router.apply(place.name, message.batch()):
+                if not self._router_of(place).apply(place.name, message.batch()):
                     self._pull(place)
             case KVDump(dump=dump):
                 self._pulled.discard(place.name)
-                if not self._router.load(place.name, dump):
+                if not self._router_of(place).load(place.name, dump):
                     self._pull(place)
+            case KVConnected():
+                self._handovers.on_connected(place, message)
+            case KVNotices(notices=notices):
+                self._handovers.on_notices(place, notices)
+            case KVReceived(request_ids=request_ids):
+                self._handovers.on_received(request_ids)
+            case LeasesExpired(request_ids=request_ids):
+                sent = [self._sent[i] for i in request_ids if i in self._sent]
+                late = [e for e in sent if self._handovers.source(e.sent_as) is place]
+                self._keep_and_migrate(late, "its lease expired")
 
     def _pull(self, place: Place) -> None:
         """Ask for a dump, unless one is on its way."""
@@ -367,16 +397,41 @@ class Floor:
 
     # Requests move.
 
-    def _migrate(self, entries: Iterable[_Open], reason: str) -> None:
+    def _migrate(self, entries: Iterable[OpenRequest], reason: str) -> None:
         moved = list(entries)
         for entry in moved:
-            request_id = entry.request.request_id
-            _log.debug("%s goes on elsewhere: %s", request_id, reason)
-            self._router.free(request_id)
-            entry.place = None
-            self._held.append(request_id)
+            _log.debug("%s goes on elsewhere: %s", entry.sent_as, reason)
+            self._hold(entry)
         self.num_migrations += len(moved)
         self._assign_held()
+
+    def _keep_and_migrate(self, entries: list[OpenRequest], reason: str) -> None:
+        """A handover failed: the prompt is computed where it will decode."""
+        for entry in entries:
+            _log.warning("%s was not handed over: %s", entry.sent_as, reason)
+            entry.stays = True
+            entry.num_migrations += 1
+        self._migrate(entries, reason)
+
+    def _hold(self, entry: OpenRequest) -> None:
+        """Take a request off its workers; it waits for the next one under a new id."""
+        self._handovers.num_failed += self._handovers.source(entry.sent_as) is not None
+        self._forget(entry)
+        entry.num_sent += 1
+        entry.place = None
+        self._held.append(entry.request.request_id)
+        self._sent[entry.sent_as] = entry
+
+    def _forget(self, entry: OpenRequest) -> None:
+        """Whatever workers and routers know of a request is over."""
+        self._router.free(entry.sent_as)
+        self._handovers.end(entry.sent_as)
+        self._sent.pop(entry.sent_as, None)
+
+    def _close(self, entry: OpenRequest) -> None:
+        """A request has ended, in whatever way."""
+        self._forget(entry)
+        del self._open[entry.request.request_id]
 
     def _assign_held(self) -> None:
         if self.ready and self._held:
@@ -387,107 +442,84 @@ class Floor:
         """Route requests and send each worker its own in one message."""
         at: dict[str, list[Request]] = {}
         for request_id in request_ids:
-            entry = self._open[request_id]
-            at.setdefault(self._route(entry), []).append(entry.resumed())
+            place, request = self._route(self._open[request_id])
+            at.setdefault(place.name, []).append(request)
         for name, requests in at.items():
             self._places[name].send(Submit(requests))
 
-    def _route(self, entry: _Open) -> str:
-        request = entry.request
-        token_ids = request.prompt_token_ids + entry.token_ids
-        decision = self._router.route(
-            request.request_id, token_ids, time.monotonic(), request.cache_salt
-        )
+    def _route(self, entry: OpenRequest) -> tuple[Place, Request]:
+        """Choose who decodes and who computes the prompt; returns who is sent what."""
+        router = self._router if self._router.workers else self._handovers.router
+        request = entry.resumed()
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        decision = router.route(entry.sent_as, token_ids, time.monotonic(), request.cache_salt)
         place = entry.place = self._places[decision.worker]
         entry.num_uncached = decision.num_prompt_tokens - decision.num_cached_tokens
+        self._count_choice(entry, decision)
+        if entry.may_hand_over and place.role == "decode":
+            begun = self._handovers.begin(request, place, decision, self._places)
+            if begun is not None:
+                router.prefill_done(entry.sent_as)
+                self._count_choice(entry, begun[1])
+                return begun[0], replace(request, hold_kv_s=LEASE_S)
+        return place, request
+
+    def _count_choice(self, entry: OpenRequest, decision: Decision) -> None:
+        place = self._places[decision.worker]
         place.num_routed += 1
         place.num_prompt_tokens += decision.num_prompt_tokens
         place.num_overlap_tokens += decision.num_cached_tokens
         if len(decision.workers) > 1:
-            choice = _Choice(request.request_id, time.time(), len(entry.token_ids), decision)
+            request_id = entry.request.request_id
+            choice = Choice(request_id, time.time(), len(entry.token_ids), decision)
             self._choices.append(choice)
             if _log.isEnabledFor(logging.DEBUG):
-                _log.debug("%s -> %s: %s", request.request_id, place.name, decision.terms())
-        return decision.worker
+                _log.debug("%s -> %s: %s", request_id, place.name, decision.terms())
 
     def _dispatch(self, place: Place, output: RequestOutput) -> None:
-        entry = self._open.get(output.request_id)
-        if entry is None or entry.place is not place:  # aborted here, or it has moved on
+        entry = self._sent.get(output.request_id)
+        if entry is None:  # aborted here, or it has moved on
             return
+        prefilling = self._handovers.source(output.request_id) is place
+        if not prefilling and entry.place is not place:
+            return
+        if not prefilling and output.token_ids:
+            self._handovers.on_received([output.request_id])
+        if prefilling and output.stop_reason == PREFILLED:
+            output.finish_reason = output.stop_reason = None
+            self._handovers.router.prefill_done(output.request_id)
         if output.finish_reason is not None:
-            if self._is_to_be_tried_again(entry, output):
+            if self._is_to_be_tried_again(entry, output, prefilling):
                 return
-            del self._open[output.request_id]
-            self._router.free(output.request_id)
+            self._close(entry)
         elif not entry.token_ids:
-            self._router.prefill_done(output.request_id)
+            self._router_of(place).prefill_done(output.request_id)
+        output.request_id = entry.request.request_id
         entry.token_ids += output.token_ids
         entry.stream.put(entry.index, output)
 
-    def _is_to_be_tried_again(self, entry: _Open, output: RequestOutput) -> bool:
-        """A request that was taken once is not refused because the next worker is full."""
-        refused = output.finish_reason is FinishReason.REJECT and output.stop_reason in BUSY
-        if not (refused and entry.num_migrations):
+    def _is_to_be_tried_again(
+        self, entry: OpenRequest, output: RequestOutput, prefilling: bool
+    ) -> bool:
+        """A request that was taken once is not refused because the next worker is full.
+
+        Nor does it end because its KV did not arrive.
+        """
+        why = output.stop_reason
+        if why == "kv_transfer" and entry.num_migrations < self.config.max_migrations:
+            self._keep_and_migrate([entry], output.error or "")
+            return True
+        if output.finish_reason is not FinishReason.REJECT:
             return False
-        self._router.free(output.request_id)
-        entry.place = None
-        self._held.append(output.request_id)
-        self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._assign_held)
-        return True
+        if prefilling and why in NOT_HERE:
+            self._keep_and_migrate([entry], output.error or "")
+            return True
+        if why in BUSY and (entry.num_migrations or entry.token_ids):
+            self._hold(entry)
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._assign_held)
+            return True
+        return False
 
-    def _put_error(self, entry: _Open, message: str, stop_reason: str) -> None:
+    def _put_error(self, entry: OpenRequest, message: str, stop_reason: str) -> None:
         request_id = entry.request.request_id
-        entry.stream.put(entry.index, _end(request_id, FinishReason.ERROR, message, stop_reason))
-
-    def _worker_view(self, place: Place) -> WorkerView:
-        stats = place.stats()
-        entries = [entry for entry in self._open.values() if entry.place is place]
-        known = place.name in self._router.workers
-        return WorkerView(
-            name=place.name,
-            role=place.role,
-            state=place.state,
-            num_requests=len(entries),
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            queued_tokens=sum(e.num_uncached for e in entries if not e.token_ids),
-            kv_blocks=stats.num_kv_blocks,
-            kv_blocks_used=stats.num_kv_blocks_used,
-            cached_blocks=self._router.index.num_blocks(place.name) if known else 0,
-            routed=place.num_routed,
-            routed_tokens=place.num_prompt_tokens,
-            overlap_tokens=place.num_overlap_tokens,
-            tokens_per_s=round(place.tokens.per_s(), 1),
-            output_tokens=place.tokens.total,
-            restarts=place.num_restarts,
-            failures=place.num_failures,
-            hangs=place.num_hangs,
-            last_failure=place.last_failure,
-        )
-
-
-def _seeded(request: Request) -> Request:
-    """The request with a seed of its own, so that any worker continues it alike."""
-    sampling = request.sampling
-    if sampling.seed is not None or sampling.greedy:
-        return request
-    return replace(request, sampling=replace(sampling, seed=random.getrandbits(63)))
-
-
-def _end(request_id: str, reason: FinishReason, message: str, stop_reason: str) -> RequestOutput:
-    return RequestOutput(
-        request_id, [], finish_reason=reason, stop_reason=stop_reason, error=message
-    )
-
-
-def _decision_view(choice: _Choice) -> DecisionView:
-    decision = choice.decision
-    return DecisionView(
-        request_id=choice.request_id,
-        time_s=choice.time_s,
-        worker=decision.worker,
-        prompt_tokens=decision.num_prompt_tokens,
-        cached_tokens=decision.num_cached_tokens,
-        resumed_tokens=choice.num_resumed,
-        terms=decision.terms(),
-    )
+        entry.stream.put(entry.index, end(request_id, FinishReason.ERROR, message, stop_reason))

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
+
+from tokenmill.sched.rates import RateMatch
+from tokenmill.sched.router import Decision, Router
+from tokenmill.serve.open_request import OpenRequest
+from tokenmill.serve.place import Place
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -27,6 +34,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     failures: int
     hangs: int
     last_failure: str
+    busy: float = 0.0  # share of the last minute with something to compute
 
     @property
     def up(self) -> bool:
@@ -54,3 +62,57 @@ class FloorView(msgspec.Struct, frozen=True):
     migrations: int
     workers: list[WorkerView]
     decisions: list[DecisionView]
+    transfers: int = 0  # prompts whose KV went from a prefill to a decode worker
+    failed_transfers: int = 0  # that were begun and computed again elsewhere
+    rates: RateMatch | None = None  # where there are prefill and decode workers
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A routing decision, when it was, and what it was for."""
+
+    request_id: str
+    time_s: float
+    num_resumed: int
+    decision: Decision
+
+
+def decision_view(choice: Choice) -> DecisionView:
+    decision = choice.decision
+    return DecisionView(
+        request_id=choice.request_id,
+        time_s=choice.time_s,
+        worker=decision.worker,
+        prompt_tokens=decision.num_prompt_tokens,
+        cached_tokens=decision.num_cached_tokens,
+        resumed_tokens=choice.num_resumed,
+        terms=decision.terms(),
+    )
+
+
+def worker_view(place: Place, router: Router, entries: list[OpenRequest]) -> WorkerView:
+    """A place, with the requests that it has and the router that knows its blocks."""
+    stats = place.stats()
+    known = place.name in router.workers
+    return WorkerView(
+        name=place.name,
+        role=place.role,
+        state=place.state,
+        num_requests=len(entries),
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        queued_tokens=sum(e.num_uncached for e in entries if not e.token_ids),
+        kv_blocks=stats.num_kv_blocks,
+        kv_blocks_used=stats.num_kv_blocks_used,
+        cached_blocks=router.index.num_blocks(place.name) if known else 0,
+        routed=place.num_routed,
+        routed_tokens=place.num_prompt_tokens,
+        overlap_tokens=place.num_overlap_tokens,
+        tokens_per_s=round(place.tokens.per_s(), 1),
+        output_tokens=place.tokens.total,
+        restarts=place.num_restarts,
+        failures=place.num_failures,
+        hangs=place.num_hangs,
+        last_failure=place.last_failure,
+        busy=round(place.busy(), 3),
+    )

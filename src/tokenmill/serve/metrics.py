@@ -150,6 +150,8 @@ class ServerMetrics:
         for name, text, value in (
             ("num_requests_running", "Requests in the running batch.", s.num_running),
             ("num_requests_waiting", "Requests waiting to run.", s.num_waiting),
+            ("num_requests_receiving", "Requests whose KV is on its way.", s.num_receiving),
+            ("kv_leases", "Prompts whose KV is held for another engine.", s.num_leases),
             ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
             ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
         ):
@@ -163,6 +165,8 @@ class ServerMetrics:
             ("prefix_cache_queries", "Prompt tokens looked up.", s.prefix_query_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the cache.", s.prefix_hit_tokens),
             ("num_preemptions", "Preemptions.", s.num_preemptions),
+            ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
+            ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),
             ("prompt_tokens", "Prompt tokens of finished requests.", self.num_prompt_tokens),
             ("generation_tokens", "Tokens sent to clients.", self.num_output_tokens),

@@ -26,9 +26,10 @@ from tokenmill.serve.wire import (
 _log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 10
+BUSY_SAMPLES = 60  # signs of life over which busy() is a mean
 MAX_BACKOFF_S = 30.0
 State = Literal["starting", "ready", "draining", "restarting", "failed"]
-Role = Literal["both"]
+Role = Literal["both", "prefill", "decode"]
 
 
 class Owner(Protocol):
@@ -50,10 +51,16 @@ class Place:
     """One worker after another: spawned, watched, replaced when it dies or hangs."""
 
     def __init__(
-        self, name: str, spawn: Spawn, config: FloorConfig, owner: Owner, host: str | None = None
+        self,
+        name: str,
+        spawn: Spawn,
+        config: FloorConfig,
+        owner: Owner,
+        host: str | None = None,
+        role: Role = "both",
     ) -> None:
         self.name = name
-        self.role: Role = "both"
+        self.role: Role = role
         self.state: State = "starting"
         self.facts: ModelFacts | None = None
         self.num_routed = 0
@@ -64,6 +71,7 @@ class Place:
         self.num_hangs = 0
         self.last_failure = ""
         self.tokens = Rate()
+        self._busy: deque[bool] = deque(maxlen=BUSY_SAMPLES)
         self._spawn = spawn
         self._config = config
         self._owner = owner
@@ -94,6 +102,10 @@ class Place:
     def stats(self) -> EngineStats:
         """The last known gauges, and the counters of all workers that were here."""
         return add_stats(self._past, self._stats)
+
+    def busy(self) -> float:
+        """The share of its last signs of life at which it had something to compute."""
+        return sum(self._busy) / len(self._busy) if self._busy else 0.0
 
     async def refresh(self, timeout_s: float) -> None:
         """Ask for the stats of now; a worker in a long step may not answer in time."""
@@ -197,6 +209,7 @@ class Place:
     def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, Stats):
             self._stats = message.stats
+            self._busy.append(message.stats.num_running + message.stats.num_waiting > 0)
             waiters, self._stats_waiters = self._stats_waiters, []
             for waiter in waiters:
                 if not waiter.done():
@@ -245,4 +258,5 @@ def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
 def _counters(stats: EngineStats) -> EngineStats:
     """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
+    stats.num_receiving = stats.num_leases = 0
     return stats

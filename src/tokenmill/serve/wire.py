@@ -21,8 +21,18 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tokenmill.core.kv import KVAddress
 from tokenmill.core.types import EngineStats, Request, RequestOutput, TokenmillError
 from tokenmill.sched.kv_events import Cleared, Dump, Event, EventBatch, Removed, Stored
+from tokenmill.serve.kv_wire import (
+    ConnectKV,
+    DisconnectKV,
+    KVConnected,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
+    ReleaseKV,
+)
 
 LOOPBACK = "127.0.0.1"
 MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
@@ -38,6 +48,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     block_size: int
     dtype: str
     device: str = "cpu"
+    kv: KVAddress | None = None  # how other engines reach its KV
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -121,8 +132,10 @@ def _from_wire(event: KVEvent) -> Event:
     return Removed(event.hashes) if event.kind == "removed" else Cleared()
 
 
-ToWorker = Submit | Abort | GetStats | GetKV | Shutdown
-FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump
+KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
+KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
+ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker
+FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -18,8 +18,18 @@ from typing import Protocol, runtime_checkable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tokenmill.core.kv import KVExchange
 from tokenmill.core.types import Engine, TokenmillError
 from tokenmill.sched.kv_events import Dump, EventPublisher
+from tokenmill.serve.kv_wire import (
+    ConnectKV,
+    DisconnectKV,
+    KVConnected,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
+    ReleaseKV,
+)
 from tokenmill.serve.wire import (
     Abort,
     Failed,
@@ -28,6 +38,7 @@ from tokenmill.serve.wire import (
     GetStats,
     KVDump,
     KVEvents,
+    KVToWorker,
     ModelFacts,
     Outputs,
     Ready,
@@ -44,9 +55,12 @@ KEY_VARIABLE = "TOKENMILL_LINK_KEY"  # the key to a tcp:// address: not for the 
 LINGER_MS = 2_000  # last words may take this long to leave
 
 
-def run_worker(engine: Engine, address: str, facts: ModelFacts) -> None:
+def run_worker(
+    engine: Engine, address: str, facts: ModelFacts, kv: KVExchange | None = None
+) -> None:
     """Announce the engine at `address` and run its step loop until the API process ends it.
 
+    `kv` is the engine's own, where its KV moves to or from other engines.
     An exception out of the engine is sent to the API process as its last words, then raised.
     """
     _leave_signals_to_the_parent()
@@ -54,7 +68,7 @@ def run_worker(engine: Engine, address: str, facts: ModelFacts) -> None:
     try:
         link.send(Ready(facts, time.monotonic_ns()))
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        _Loop(engine, link).run()
+        _Loop(engine, link, kv).run()
     except Exception as error:
         link.send(Failed(describe(error)))
         raise
@@ -115,9 +129,9 @@ class _Link:
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
-    def receive(self, block: bool) -> tuple[list[bytes], bool]:
+    def receive(self, wait_ms: int | None) -> tuple[list[bytes], bool]:
         """The messages that arrived, and whether the other side is still there."""
-        ready = dict(self._poller.poll(None if block else 0))
+        ready = dict(self._poller.poll(wait_ms))
         messages = []
         if self._socket in ready:
             with contextlib.suppress(zmq.Again):
@@ -142,26 +156,44 @@ class KVSource(Protocol):
 
 
 class _Loop:
-    def __init__(self, engine: Engine, link: _Link) -> None:
+    def __init__(self, engine: Engine, link: _Link, kv: KVExchange | None) -> None:
         self._engine = engine
         self._link = link
+        self._kv = kv
         self._publisher: EventPublisher | None = None
         self._running = True
 
     def run(self) -> None:
         """Receive, step, send; sleep in poll while there is nothing to do."""
         while self._running:
-            self._receive(block=not self._engine.has_work())
+            self._receive(self._wait_ms())
             outputs = self._engine.step()
             if outputs:
                 self._link.send(Outputs(outputs))
             batch = self._publisher.take() if self._publisher is not None else None
             if batch is not None:
                 self._link.send(KVEvents.of(batch))
+            if self._kv is not None:
+                self._send_events(self._kv)
 
-    def _receive(self, block: bool) -> None:
+    def _wait_ms(self) -> int | None:
+        """How long to wait for messages; None: until one comes."""
+        if self._engine.has_work():
+            return 0
+        return None if self._kv is None else self._kv.wait_ms()
+
+    def _send_events(self, kv: KVExchange) -> None:
+        events = kv.take_events()
+        if events.notices:
+            self._link.send(KVNotices(events.notices))
+        if events.received:
+            self._link.send(KVReceived(events.received))
+        if events.expired:
+            self._link.send(LeasesExpired(events.expired))
+
+    def _receive(self, wait_ms: int | None) -> None:
         """Apply what arrived."""
-        messages, self._running = self._link.receive(block)
+        messages, self._running = self._link.receive(wait_ms)
         for data in messages:
             match decode_to_worker(data):
                 case Submit(requests=requests):
@@ -176,8 +208,25 @@ class _Loop:
                     self._publish()
                 case Shutdown():
                     self._running = False
+                case message if self._kv is not None:
+                    self._move_kv(message, self._kv)
+                case ConnectKV(peer=peer):
+                    self._link.send(KVConnected(peer.engine_id, "the worker has no kv_connector"))
 
     def _publish(self) -> None:
         if isinstance(self._engine, KVSource):
             self._publisher = self._engine.kv_events()
             self._link.send(KVDump(self._engine.kv_dump()))
+
+    def _move_kv(self, message: KVToWorker, kv: KVExchange) -> None:
+        match message:
+            case ConnectKV(peer=peer):
+                self._link.send(KVConnected(peer.engine_id, kv.connect(peer)))
+            case DisconnectKV(engine_id=engine_id):
+                kv.disconnect(engine_id)
+            case KVNotices(notices=notices):
+                for notice in notices:
+                    kv.notice(notice)
+            case ReleaseKV(request_ids=request_ids):
+                for request_id in request_ids:
+                    kv.release(request_id)

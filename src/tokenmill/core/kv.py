@@ -1,0 +1,111 @@
+"""KV that moves between engines: what it looks like, where it lies, and which blocks are ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+LEASE_S = 30.0  # how long computed blocks are held for another engine, unless told otherwise
+PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The shape of an engine's KV blocks; two engines exchange them only if all of it is equal."""
+
+    model: str  # digest of the architecture
+    dtype: str
+    layout: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    block_bytes: tuple[int, ...]  # of a block in each region
+
+
+_NAMES = {
+    "model": "model architecture",
+    "dtype": "KV dtype",
+    "layout": "KV layout",
+    "num_layers": "number of layers",
+    "num_kv_heads": "number of KV heads",
+    "head_dim": "head_dim",
+    "block_size": "block size",
+    "block_bytes": "bytes of a block",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVAddress:
+    """How another engine reaches this engine's KV blocks."""
+
+    engine_id: str
+    connector: str
+    geometry: KVGeometry
+    num_blocks: int
+    regions: tuple[int, ...]  # where keys and values of each layer begin
+    endpoint: bytes  # the connector's own
+
+
+@dataclass(frozen=True, slots=True)
+class KVNotice:
+    """Blocks of a prompt that are computed and held; the last one brings the first token."""
+
+    request_id: str
+    first: int  # index of block_ids[0] in the sequence
+    block_ids: list[int]  # in the engine that computed them
+    token_id: int | None = None
+    hold_s: float = LEASE_S  # how long they are held once the prompt is computed
+
+
+@dataclass(slots=True)
+class KVEvents:
+    """What the front has to hear of moving KV."""
+
+    notices: list[KVNotice]  # to pass on to the engine that decodes
+    received: list[str]  # requests whose KV is here: their lease can be released
+    expired: list[str]  # leases that ended before anyone released them
+
+    def __bool__(self) -> bool:
+        return bool(self.notices or self.received or self.expired)
+
+
+def mismatch(source: KVAddress, target: KVAddress) -> str | None:
+    """Why `target` cannot take KV from `source`: one sentence, or None."""
+    if source.connector != target.connector:
+        return (
+            f"the prefill engine moves KV by {source.connector}, "
+            f"the decode engine by {target.connector}"
+        )
+    for field, name in _NAMES.items():
+        theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
+        if theirs != ours:
+            return f"{name}: the prefill engine has {theirs}, the decode engine {ours}"
+    return None
+
+
+class KVExchange(Protocol):
+    """What a worker drives beside an Engine that moves KV."""
+
+    @property
+    def address(self) -> KVAddress: ...
+
+    def connect(self, peer: KVAddress) -> str | None:
+        """Be ready to read from a peer; returns why not."""
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget a peer; requests that wait for its KV end in ERROR."""
+
+    def notice(self, notice: KVNotice) -> None:
+        """Blocks of a request that waits here are ready to be read."""
+
+    def release(self, request_id: str) -> None:
+        """End a lease; unknown ids are ignored."""
+
+    def take_events(self) -> KVEvents:
+        """What happened since the last call."""
+
+    def wait_ms(self) -> int | None:
+        """How long a worker without other work may sleep; None: until a message comes."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,225 @@
+"""KV between engines: requests that wait for blocks, the reads that bring them, and their ends.
+
+The engine that decodes reads from the one that computed the prompt. A front passes messages: the
+source's notices say which blocks are ready, chunk by chunk, and the last one brings the first
+token. Blocks that the target has cached are not read. A read starts only when no batch in flight
+can touch the blocks that it fills, and an ended request keeps its blocks until its reads are over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tokenmill.core.kv import LEASE_S, KVAddress, KVEvents, KVNotice, mismatch
+from tokenmill.core.types import Request, TokenmillError
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.sched.sequence import Sequence
+
+# Without news for this share of a lease a request gives up: long before the lease can expire.
+_PATIENCE = 0.5
+_READING_MS, _WATCHING_MS = 1, 50  # how often a worker without other work looks
+
+Run = tuple[int, int, int]  # (first block there, first block here, how many)
+
+_log = logging.getLogger(__name__)
+
+
+class TransferError(TokenmillError):
+    """A peer's blocks cannot be read; the message says why."""
+
+
+class Connector(Protocol):
+    """Moves blocks between the caches of two engines."""
+
+    name: str
+    regions: tuple[int, ...]  # where a peer finds keys and values of each layer
+    endpoint: bytes
+
+    def connect(self, peer: KVAddress) -> None: ...
+    def disconnect(self, engine_id: str) -> None: ...
+    def read(self, engine_id: str, runs: list[Run]) -> Future[None]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A request that waits for KV; `seq` has blocks once it is set."""
+
+    request_id: str
+    engine_id: str
+    give_up_ns: int = 0
+    seq: Sequence | None = None
+    source: list[int] = field(default_factory=list)  # blocks announced, by index in the sequence
+    num_started: int = 0  # of these, blocks that are cached here or read
+    reads: list[Future[None]] = field(default_factory=list)
+    token_id: int | None = None  # known once all blocks are announced
+
+    def wait(self, now_ns: int, hold_s: float) -> None:
+        """There was news."""
+        self.give_up_ns = now_ns + round(_PATIENCE * hold_s * 1e9)
+
+    def reading(self) -> bool:
+        return not all(read.done() for read in self.reads)
+
+
+class KVTransfer:
+    """A KVExchange over a scheduler and a connector; the engine's thread calls it."""
+
+    def __init__(self, scheduler: Scheduler, connector: Connector, address: KVAddress) -> None:
+        self.address = address
+        self._scheduler = scheduler
+        self._connector = connector
+        self._peers: set[str] = set()
+        self._incoming: dict[str, _Incoming] = {}
+        self._ended: list[_Incoming] = []  # their reads are not over
+        self._received: list[str] = []
+        self._now_ns = 0
+
+    # What a worker calls.
+
+    def connect(self, peer: KVAddress) -> str | None:
+        """Be ready to read from a peer; returns why not."""
+        problem = mismatch(peer, self.address)
+        if problem is None:
+            try:
+                self._connector.connect(peer)
+            except TransferError as error:
+                problem = str(error)
+            else:
+                self._peers.add(peer.engine_id)
+        return problem
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget a peer; the next poll() ends the requests that wait for its KV."""
+        if engine_id in self._peers:
+            self._peers.remove(engine_id)
+            self._connector.disconnect(engine_id)
+
+    def notice(self, notice: KVNotice) -> None:
+        """Blocks of a request are ready; requests that have ended are ignored."""
+        entry = self._incoming.get(notice.request_id)
+        if entry is None:
+            return
+        if notice.first == len(entry.source):  # else it is out of turn, and time ends it
+            entry.source += notice.block_ids
+            entry.token_id = notice.token_id
+            entry.wait(self._now_ns, notice.hold_s)
+
+    def release(self, request_id: str) -> None:
+        """End a lease; unknown ids are ignored."""
+        self._scheduler.leases.release(request_id)
+
+    def take_events(self) -> KVEvents:
+        """What happened since the last call."""
+        leases = self._scheduler.leases
+        received, self._received = self._received, []
+        return KVEvents(leases.take_notices(), received, leases.take_expired())
+
+    def wait_ms(self) -> int | None:
+        """How long a worker without other work may sleep; None: until a message comes."""
+        if self._ended or any(entry.reading() for entry in self._incoming.values()):
+            return _READING_MS
+        return _WATCHING_MS if self._incoming or self._scheduler.leases else None
+
+    def close(self) -> None:
+        self._connector.close()
+
+    # What the engine calls.
+
+    def refusal(self, request: Request) -> tuple[str, str] | None:
+        """Why a request that sends or needs KV is not taken: (stop_reason, a sentence)."""
+        if request.kv_from is None:
+            return None
+        if request.hold_kv_s is not None:
+            return "invalid_request", "a request has either kv_from or hold_kv_s"
+        if request.kv_from not in self._peers:
+            return "kv_transfer", f"this engine is not connected to engine {request.kv_from!r}"
+        if request.request_id in self._incoming:
+            return "duplicate_id", f"request_id {request.request_id!r} is already in use"
+        return None
+
+    def expect(self, request: Request, now_ns: int) -> None:
+        """A request was taken whose KV comes from a peer."""
+        assert request.kv_from is not None
+        self._now_ns = now_ns
+        entry = _Incoming(request.request_id, request.kv_from)
+        entry.wait(now_ns, LEASE_S)
+        self._incoming[request.request_id] = entry
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, by itself or before its KV came."""
+        entry = self._incoming.pop(request_id, None)
+        if entry is not None and entry.seq is not None:
+            self._ended.append(entry)
+
+    def poll(self, now_ns: int, lose: Callable[[str, str, str], None]) -> None:
+        """Start reads, run what is complete, and end by `lose` what cannot be completed.
+
+        To be called when all batches are over that were in flight at the last schedule().
+        """
+        self._now_ns = now_ns
+        for seq in self._scheduler.take_receiving():
+            entry = self._incoming.get(seq.request_id)
+            if entry is not None and not seq.finished:
+                entry.seq, entry.num_started = seq, seq.num_inserted_blocks
+            else:
+                self._scheduler.retire(seq)
+        for entry in list(self._incoming.values()):
+            problem = self._advance(entry)
+            if problem is not None:
+                lose(entry.request_id, "kv_transfer", f"KV of the prompt did not arrive: {problem}")
+        self._reap()
+
+    def _advance(self, entry: _Incoming) -> str | None:
+        """Take a request one step on; returns why it cannot go on."""
+        if self._now_ns >= entry.give_up_ns:
+            return "there was no news of it for half a lease"
+        if entry.engine_id not in self._peers:
+            return f"engine {entry.engine_id!r} is gone"
+        seq = entry.seq
+        if seq is None:
+            return None
+        if len(entry.source) > entry.num_started:
+            runs = _runs(entry.source, seq.block_ids, entry.num_started)
+            entry.num_started = len(entry.source)
+            entry.reads.append(self._connector.read(entry.engine_id, runs))
+        return self._finish_reads(entry, seq)
+
+    def _finish_reads(self, entry: _Incoming, seq: Sequence) -> str | None:
+        while entry.reads and entry.reads[0].done():
+            error = entry.reads.pop(0).exception()
+            if error is not None:
+                _log.error("KV of %s was not read: %s", entry.request_id, error)
+                return str(error)
+        if entry.token_id is not None and not entry.reads:
+            num_blocks = -(-seq.num_tokens // self.address.geometry.block_size)
+            if len(entry.source) != num_blocks:
+                return f"{len(entry.source)} blocks were announced, {num_blocks} are needed"
+            del self._incoming[entry.request_id]
+            self._scheduler.received(seq, entry.token_id)
+            self._received.append(entry.request_id)
+        return None
+
+    def _reap(self) -> None:
+        """Give back the blocks of ended requests that nothing writes to any more."""
+        over = [entry for entry in self._ended if not entry.reading()]
+        if over:
+            self._ended = [entry for entry in self._ended if entry not in over]
+        for entry in over:
+            assert entry.seq is not None
+            self._scheduler.retire(entry.seq)
+
+
+def _runs(source: list[int], target: list[int], first: int) -> list[Run]:
+    """Pairs of blocks from index `first` on, neighbours on both sides joined."""
+    runs: list[Run] = []
+    for there, here in zip(source[first:], target[first:], strict=False):
+        if runs and (there, here) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((there, here, 1))
+    return runs

@@ -1,0 +1,87 @@
+"""Blocks of prompts that were computed for another engine, held until it has read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill.core.kv import KVNotice
+from tokenmill.sched.blocks import BlockPool
+
+
+@dataclass(slots=True)
+class _Lease:
+    hold_ns: int
+    block_ids: list[int] = field(default_factory=list)
+    expires_ns: int | None = None  # None while the prompt is computed
+
+
+class Leases:
+    """Each lease has references of its own, so that preemption cannot take what was announced."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._leases: dict[str, _Lease] = {}
+        self._notices: list[KVNotice] = []
+        self._expired: list[str] = []
+        self.num_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._leases
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        return [lease.block_ids for lease in self._leases.values()]
+
+    def open(self, request_id: str, hold_s: float) -> None:
+        """A request starts whose blocks will be held."""
+        self._leases[request_id] = _Lease(round(hold_s * 1e9))
+
+    def announce(self, request_id: str, block_ids: list[int], token_id: int | None = None) -> None:
+        """The sequence's first blocks, these, are computed; the token says that it was the last.
+
+        Blocks announced before stay as they were, even where a preempted sequence has others now.
+        """
+        lease = self._leases[request_id]
+        first = len(lease.block_ids)
+        new = block_ids[first:]
+        if new or token_id is not None:
+            self._pool.acquire(new)
+            lease.block_ids += new
+            hold_s = lease.hold_ns / 1e9
+            self._notices.append(KVNotice(request_id, first, new, token_id, hold_s))
+
+    def hold(self, request_id: str, now_ns: int) -> None:
+        """The prompt is computed: from now on time runs."""
+        lease = self._leases[request_id]
+        lease.expires_ns = now_ns + lease.hold_ns
+
+    def release(self, request_id: str) -> None:
+        """Give the blocks back; unknown ids are ignored."""
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            self._pool.release(lease.block_ids)
+
+    def abandon(self, request_id: str) -> None:
+        """A request has ended: release its blocks unless they are held for another engine."""
+        lease = self._leases.get(request_id)
+        if lease is not None and lease.expires_ns is None:
+            self.release(request_id)
+
+    def expire(self, now_ns: int) -> None:
+        """Release what nobody has asked for in time."""
+        for request_id, lease in list(self._leases.items()):
+            if lease.expires_ns is not None and lease.expires_ns <= now_ns:
+                self.release(request_id)
+                self._expired.append(request_id)
+                self.num_expired += 1
+
+    def take_notices(self) -> list[KVNotice]:
+        notices, self._notices = self._notices, []
+        return notices
+
+    def take_expired(self) -> list[str]:
+        expired, self._expired = self._expired, []
+        return expired

@@ -1,0 +1,40 @@
+"""bench kv-transfer: blocks between two processes arrive whole, and the report has its ratio."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tokenmill.__main__ import run
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_every_connector_moves_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    arguments = ["--model", str(tmp_path), "--kv-tokens", "320", "--rounds", "2"]
+    assert run(["bench", "kv-transfer", *arguments, "--kv-connector", "shm"]) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["bytes"] == 320 * 2 * 2 * 2 * 8 * 4  # tokens, layers, K and V, heads, dim, fp32
+    assert list(report["connectors"]) == ["shm"]
+    shm = report["connectors"]["shm"]
+    assert report["ratio"] == shm["ratio"] > 0
+    assert all(shm["gb_s"][kind] > 0 for kind in ("contiguous", "scattered", "copy"))
+
+
+def test_what_is_measured_follows_what_is_installed() -> None:
+    from tokenmill.cli.kv_transfer import connectors
+
+    assert connectors("nixl") == ["nixl"]
+    assert connectors("none") == (["shm", "nixl"] if find_spec("nixl") else ["shm"])

@@ -1,0 +1,246 @@
+"""Prefill in one engine, decode in another: the answer is that of a single engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from driver import Answer, complete
+from engine.disaggregated import Floor, build, greedy, kv_of
+from random_model import EOS, PIECES, vocab
+from tiny_models import make_model, save
+from tokenmill.core.kv import PREFILLED, KVNotice
+from tokenmill.core.types import FinishReason, Request, SamplingParams, StructuredOutput
+from tokenmill.engine.kv_transfer import TransferError
+
+WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_model("llama", **WIDE, vocab_size=len(PIECES), eos_token_id=EOS)
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(0.3)
+        if "norm" in name:
+            parameter.data.add_(1.0)
+    return save(model, tmp_path_factory.mktemp("tiny"))
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of many lengths, half of them with a shared beginning."""
+    source = random.Random(3)
+    shared = [source.randrange(64) for _ in range(70)]
+    own = [[source.randrange(64) for _ in range(n)] for n in (1, 15, 16, 17, 64, 130)]
+    return own + [shared + tail for tail in own]
+
+
+def told(answers: list[Answer]) -> list[object]:
+    return [
+        (a.token_ids, a.logprobs, a.terminals[0].finish_reason, a.terminals[0].stop_reason)
+        for a in answers
+    ]
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> dict[str, list[object]]:
+    """What one engine says, by weight type."""
+    sampling = greedy(logprobs=2)
+    return {d: told(complete(build(folder, d), prompts(), sampling)) for d in ("fp32", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prefill", "decode"),
+    [
+        ("fp32", {}, {}),
+        ("fp32", {"budget": 48}, {"overlap": True}),
+        ("fp32", {"budget": 48, "overlap": True}, {"num_blocks": 18}),
+        ("fp32", {"chunked": False, "num_blocks": 20}, {"prefix_cache": False}),
+        ("int8", {"budget": 40, "prefix_cache": False}, {"num_blocks": 16, "overlap": True}),
+        ("fp32", {"budget": 48, "connector": "nixl"}, {"connector": "nixl"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else value,
+)
+def test_same_answer_as_a_single_engine(
+    folder: Path,
+    single: dict[str, list[object]],
+    dtype: str,
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+) -> None:
+    if prefill.get("connector") == "nixl":
+        pytest.importorskip("nixl")
+    floor = Floor(build(folder, dtype, **prefill), build(folder, dtype, **decode))
+    assert told(floor.complete(prompts(), greedy(logprobs=2))) == single[dtype]
+    if prefill.get("budget", 512) < 130:
+        assert floor.num_early > 0, "no block moved before its prompt was complete"
+    if decode.get("num_blocks", 256) < 20:
+        assert floor.decode.stats().num_preemptions > 0
+    # Again: with a prefix cache both sides hit, and the decode side reads no full block twice.
+    before = floor.decode.stats()
+    assert told(floor.complete(prompts(), greedy(logprobs=2))) == single[dtype]
+    after = floor.decode.stats()
+    if decode.get("prefix_cache", True) and "num_blocks" not in decode:
+        moved = after.num_kv_blocks_received - before.num_kv_blocks_received
+        assert moved <= len(prompts())  # the last, partial ones
+    floor.close()
+
+
+def test_every_way_to_sample_continues_in_the_other_engine(folder: Path) -> None:
+    """Seeds, penalties, log-probabilities of the prompt, n > 1, and grammars."""
+    kinds: list[SamplingParams] = [
+        *(
+            SamplingParams(temperature=0.9, seed=seed, max_tokens=12, top_k=20)
+            for seed in (1, 2, 3)
+        ),
+        SamplingParams(temperature=0.8, seed=7, max_tokens=12, presence_penalty=1.5),
+        greedy(repetition_penalty=1.8, frequency_penalty=1.0),
+        greedy(prompt_logprobs=1, logprobs=1),
+        greedy(logit_bias={70: 50.0}, min_tokens=4, ignore_eos=False),
+        greedy(ignore_eos=False, structured=StructuredOutput("json_object"), max_tokens=20),
+        greedy(ignore_eos=False, structured=StructuredOutput("regex", "[a-f]{3,9}")),
+    ]
+    tokens = [prompts()[-1]] * len(kinds)  # the choices of one request share their prompt
+    options: dict[str, Any] = {"vocab": vocab()}
+    expected = complete(build(folder, **options), tokens, kinds)
+    floor = Floor(build(folder, budget=48, **options), build(folder, **options))
+    found = floor.complete(tokens, kinds)
+    assert told(found) == told(expected)
+    assert [a.prompt_logprobs for a in found] == [a.prompt_logprobs for a in expected]
+    assert len({tuple(a.token_ids) for a in found[:3]}) == 3
+    floor.close()
+
+
+def test_an_answer_of_one_token_ends_where_it_began(folder: Path) -> None:
+    floor = Floor(build(folder, budget=48), build(folder))
+    (first,) = complete(build(folder), [prompts()[-1]], greedy(max_tokens=1))
+    stop = replace(greedy(), stop_token_ids=(first.token_ids[0],))
+    found = floor.complete([prompts()[-1]] * 2, [greedy(max_tokens=1), stop])
+    assert [answer.token_ids for answer in found] == [first.token_ids] * 2
+    assert [a.terminals[0].finish_reason for a in found] == ["length", "stop"]
+    assert floor.decode.stats().num_output_tokens == 0
+    floor.close()
+
+
+def submit_both(floor: Floor, name: str, hold_s: float = 30.0) -> list[KVNotice]:
+    """Compute a prompt, and let the other engine wait for it; returns the notices."""
+    request = Request(name, prompts()[-1], greedy())
+    floor.prefill.submit(replace(request, hold_kv_s=hold_s))
+    floor.decode.submit(replace(request, kv_from=floor.engine_id))
+    outputs = floor.prefill.step()
+    while floor.prefill.has_work():
+        outputs += floor.prefill.step()
+    assert outputs[-1].stop_reason == PREFILLED
+    assert floor.decode.step() == [] and not floor.decode.has_work()
+    return kv_of(floor.prefill).take_events().notices
+
+
+@pytest.fixture
+def floor(folder: Path) -> Iterator[Floor]:
+    floor = Floor(build(folder, budget=48), build(folder))
+    yield floor
+    floor.settle()
+    floor.close()
+
+
+def ends(floor: Floor) -> list[object]:
+    """How requests end in the decode engine now."""
+    outputs = floor.decode.step()
+    return [(o.request_id, o.finish_reason, o.stop_reason) for o in outputs if o.finish_reason]
+
+
+def test_a_lease_expires_and_is_said_to(floor: Floor) -> None:
+    submit_both(floor, "a", hold_s=0.01)
+    assert floor.prefill.stats().num_leases == 1
+    time.sleep(0.02)
+    floor.prefill.step()
+    assert kv_of(floor.prefill).take_events().expired == ["a"]
+    assert floor.prefill.stats().num_kv_blocks_used == 0
+    floor.decode.abort("a")
+    assert ends(floor) == [("a", FinishReason.ABORT, None)]
+
+
+def test_abort_while_blocks_arrive(floor: Floor) -> None:
+    """The blocks come back only when nothing writes to them any more."""
+    for notice in submit_both(floor, "a"):
+        kv_of(floor.decode).notice(notice)
+    slow: Future[None] = Future()
+    connector = kv_of(floor.decode)._connector
+    with mock.patch.object(connector, "read", return_value=slow):
+        floor.decode.step()
+    floor.decode.abort("a")
+    assert ends(floor) == [("a", FinishReason.ABORT, None)]
+    floor.decode.step()
+    assert floor.decode.stats().num_kv_blocks_used > 0
+    assert floor.decode.stats().num_receiving == 0
+    slow.set_result(None)
+    floor.decode.step()
+    assert floor.decode.stats().num_kv_blocks_used == 0
+    floor.prefill.abort("a")
+
+
+def test_a_source_that_goes_or_falls_silent(floor: Floor) -> None:
+    notices = submit_both(floor, "silent")
+    kv_of(floor.decode).notice(notices[0])
+    later = time.monotonic_ns() + 16 * 10**9
+    with mock.patch.object(floor.decode, "_clock", return_value=later):
+        assert ends(floor) == [("silent", FinishReason.ERROR, "kv_transfer")]
+    kv_of(floor.prefill).release("silent")
+    notices = submit_both(floor, "gone")
+    kv_of(floor.decode).disconnect(floor.engine_id)
+    assert ends(floor) == [("gone", FinishReason.ERROR, "kv_transfer")]
+    kv_of(floor.prefill).release("gone")
+    floor.decode.submit(replace(Request("late", [1, 2], greedy()), kv_from=floor.engine_id))
+    assert ends(floor) == [("late", FinishReason.REJECT, "kv_transfer")]
+
+
+def test_a_failed_read_ends_its_request_alone(floor: Floor) -> None:
+    bad = submit_both(floor, "bad")
+    for notice in bad + submit_both(floor, "good"):
+        kv_of(floor.decode).notice(notice)
+    broken: Future[None] = Future()
+    broken.set_exception(TransferError("the wire is cut"))
+    connector = kv_of(floor.decode)._connector
+    read = connector.read(floor.engine_id, [])
+    with mock.patch.object(connector, "read", side_effect=[broken, read]):
+        assert ends(floor) == [("bad", FinishReason.ERROR, "kv_transfer")]
+    while not any(o.finish_reason for o in floor.decode.step()):
+        pass
+    assert floor.decode.stats().num_finished == {"error": 1, "length": 1}
+    for name in ("bad", "good"):
+        kv_of(floor.prefill).release(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"block_size": 32}, "block size: the prefill engine has 32, the decode engine 16"),
+        ({"connector": "nixl"}, "the prefill engine moves KV by nixl, the decode engine by shm"),
+    ],
+)
+def test_engines_that_do_not_match(folder: Path, options: dict[str, Any], reason: str) -> None:
+    if "connector" in options:
+        pytest.importorskip("nixl")
+    source, target = build(folder, **options), build(folder)
+    assert kv_of(target).connect(kv_of(source).address) == reason
+    other = replace(kv_of(target).address.geometry, dtype="bf16")
+    peer = replace(kv_of(target).address, geometry=other)
+    assert (
+        kv_of(target).connect(peer)
+        == "KV dtype: the prefill engine has bf16, the decode engine fp32"
+    )
+
+
+def test_an_engine_without_a_connector_says_so(folder: Path) -> None:
+    engine = build(folder, connector="none")
+    engine.submit(Request("a", [1, 2, 3], greedy(), hold_kv_s=1.0))
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.REJECT
+    assert output.error == "this engine moves no KV: give it a kv_connector"

@@ -1,0 +1,311 @@
+"""Prefill and decode workers behind one front, with a tiny model: the answers of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.test_kv_workers import CONFIG, SCRIPT
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    FloorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.engine.build import build_engine
+from tokenmill.sched.rates import match_rates
+from tokenmill.serve.floor import Floor, FloorError
+from tokenmill.serve.wire import OutputStream, WorkerStartError
+
+GENEROUS_S = 40.0
+MIN_TOKENS = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=300)
+
+
+class Spawner:
+    """Starts worker processes of one role and remembers them."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        common = ("--model", str(folder), "--connector", "shm")
+        self.argv = [sys.executable, SCRIPT, *common, *flags]
+        self.processes: list[asyncio.subprocess.Process] = []
+
+    async def __call__(self, address: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(*self.argv, "--address", address)
+        self.processes.append(process)
+        return process
+
+    def kill(self) -> None:
+        """The oldest one that lives."""
+        os.kill(next(p.pid for p in self.processes if p.returncode is None), signal.SIGKILL)
+
+
+@dataclass
+class House:
+    """A floor, its processes, and an engine that knows the right answers."""
+
+    runner: asyncio.Runner
+    floor: Floor
+    prefill: Spawner
+    decode: Spawner
+    answer: Callable[[Request], list[int]]
+
+    def run(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(GENEROUS_S):
+                await until(lambda: all(w.state == "ready" for w in self.floor.view().workers))
+                await self.floor._handovers.settled()
+                await scenario()
+                await self.unused()
+
+        self.runner.run(main())
+
+    async def unused(self) -> None:
+        """Nothing is left behind, on either side."""
+        assert self.floor.num_open == 0 and not self.floor._sent
+        assert not self.floor._handovers._open
+        while True:
+            stats = await self.floor.stats()
+            if stats.num_kv_blocks_used == stats.num_leases == stats.num_receiving == 0:
+                break
+            await asyncio.sleep(0.02)
+        for router in (self.floor._router, self.floor._handovers.router):
+            assert not router._routed, "the router believes in requests that are over"
+
+    async def check(self, requests: list[Request]) -> None:
+        """Send all at once; every answer is that of one engine."""
+        outputs = await read(self.floor.submit(requests))
+        for request, output in zip(requests, outputs, strict=True):
+            assert output.finish_reason is FinishReason.LENGTH, output
+            assert output.token_ids == self.answer(request), request.request_id
+
+
+async def read(stream: OutputStream) -> list[RequestOutput]:
+    """Read a stream to its end; every request ends once."""
+    merged: dict[int, RequestOutput] = {}
+    while len([o for o in merged.values() if o.finish_reason]) < len(stream.request_ids):
+        for index, output in (await stream.get()).items():
+            if index in merged:
+                assert merged[index].finish_reason is None
+                output.token_ids[:0] = merged[index].token_ids
+            assert output.request_id == stream.request_ids[index]
+            merged[index] = output
+    return [merged[i] for i in range(len(stream.request_ids))]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)  # what is waited for may be over soon
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(64) for _ in range(length)]
+
+
+def requests(tag: str) -> list[Request]:
+    """Long and short ones, greedy and seeded."""
+    cases = [(300, GREEDY), (MIN_TOKENS - 5, GREEDY), (100, SEEDED), (64, GREEDY), (7, SEEDED)]
+    cases += [(200, replace(GREEDY, max_tokens=1)), (90, replace(SEEDED, max_tokens=2))]
+    return [
+        Request(f"{tag}-{i}", prompt(n, hash((tag, n)) % 2**32), sampling)
+        for i, (n, sampling) in enumerate(cases)
+    ]
+
+
+def whole_engine(folder: Path) -> Callable[[Request], list[int]]:
+    """The same model in one engine."""
+    engine = build_engine(
+        ModelConfig(str(folder), "fp32", "cpu", random_weights=True, num_threads=1),
+        CacheConfig(num_blocks=256),
+        SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=16),
+        ExecutionConfig(fused_kernels=False),
+    ).engine
+
+    def answer(request: Request) -> list[int]:
+        engine.submit(request)
+        tokens: list[int] = []
+        while engine.has_work():
+            for output in engine.step():
+                tokens += output.token_ids
+        return tokens
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@asynccontextmanager
+async def running(prefill: Spawner, decode: Spawner, config: FloorConfig) -> AsyncIterator[Floor]:
+    floor = Floor(decode, config, prefill_spawn=prefill)
+    try:
+        await floor.start()
+        yield floor
+    finally:
+        await floor.close()
+
+
+@pytest.fixture(scope="module")
+def house(folder: Path) -> Iterator[House]:
+    config = FloorConfig(
+        prefill=1,
+        decode=1,
+        remote_prefill_tokens=MIN_TOKENS,
+        backoff_s=0.01,
+        heartbeat_s=0.2,
+        max_migrations=5,
+    )
+    prefill, decode = Spawner(folder, "--budget", "16"), Spawner(folder)
+    answer = whole_engine(folder)
+    with asyncio.Runner() as runner:
+        context = running(prefill, decode, config)
+        floor = runner.run(context.__aenter__())
+        yield House(runner, floor, prefill, decode, answer)
+        runner.run(context.__aexit__(None, None, None))
+
+
+def test_one_and_one_answer_as_one_engine(house: House) -> None:
+    async def scenario() -> None:
+        floor = house.floor
+        await house.check(requests("one"))
+        view = floor.view()
+        assert [(w.name, w.role) for w in view.workers] == [("p0", "prefill"), ("d0", "decode")]
+        assert view.transfers == 4 and view.failed_transfers == 0  # not the short, not the single
+        assert view.workers[0].routed == 5 and view.workers[1].routed == 7
+        assert view.rates is not None
+        # The second time the decode worker has the prompts cached.
+        again = [replace(r, request_id="again" + r.request_id) for r in requests("one")]
+        await house.check(again)
+        assert floor.view().transfers < 8
+
+    house.run(scenario)
+
+
+def test_an_abort_on_the_way_frees_both_sides(house: House) -> None:
+    async def scenario() -> None:
+        floor = house.floor
+        for wait in (lambda: bool(floor._handovers.source("a")), lambda: told(floor, "a")):
+            floor.submit([Request("a", prompt(900, random.randrange(10**9)), LONG)])
+            await until(wait)
+            floor.abort(["a"])
+            await house.unused()
+
+    house.run(scenario)
+
+
+def told(floor: Floor, request_id: str) -> bool:
+    """KV is on its way."""
+    handover = floor._handovers._open.get(request_id)
+    return handover is not None and handover.told
+
+
+def test_a_prefill_worker_killed_on_the_way(house: House) -> None:
+    async def scenario() -> None:
+        floor, before = house.floor, house.floor.view().failed_transfers
+        wanted = [Request(f"k{i}", prompt(900, 50 + i), LONG) for i in range(2)]
+        checking = asyncio.create_task(house.check(wanted))
+        await until(lambda: told(floor, "k0"))
+        house.prefill.kill()
+        await checking
+        assert floor.view().failed_transfers > before
+        await until(lambda: floor.view().workers[0].state == "ready")
+        await until(lambda: not floor._handovers._asked)
+        transfers = floor.view().transfers
+        await house.check(requests("after"))
+        assert floor.view().transfers > transfers
+
+    house.run(scenario)
+
+
+def test_a_decode_worker_killed_in_the_stream(house: House) -> None:
+    async def scenario() -> None:
+        floor = house.floor
+        wanted = [Request(f"d{i}", prompt(300, 70 + i), LONG) for i in range(3)]
+        checking = asyncio.create_task(house.check(wanted))
+        await until(lambda: len(floor._open["d0"].token_ids) > 20)
+        house.decode.kill()  # the only one: the prefill worker goes on with it all
+        await checking
+        assert floor.num_migrations >= 3
+
+    house.run(scenario)
+
+
+def test_a_decode_worker_killed_on_the_way(house: House) -> None:
+    async def scenario() -> None:
+        wanted = [Request("t", prompt(900, 90), LONG)]
+        checking = asyncio.create_task(house.check(wanted))
+        await until(lambda: told(house.floor, "t"))
+        house.decode.kill()
+        await checking
+
+    house.run(scenario)
+
+
+def test_one_and_two_and_two_and_one(house: House) -> None:
+    async def scenario() -> None:
+        floor = house.floor
+        await floor.scale(2, "decode")
+        await house.check(requests("1:2"))
+        assert all(w.routed for w in floor.view().workers)
+        running = asyncio.create_task(house.check([Request("long", prompt(400, 3), LONG)]))
+        await until(lambda: "long" in floor._sent)
+        await floor.scale(1, "decode")
+        await running
+        await floor.scale(2, "prefill")
+        await house.check(requests("2:1"))
+        assert [w.role for w in floor.view().workers] == ["prefill", "decode", "prefill"]
+        with pytest.raises(FloorError, match="this floor has decode and prefill"):
+            await floor.scale(2)
+        with pytest.raises(FloorError, match="only one"):
+            await floor.drain_worker(next(w.name for w in floor.view().workers if w.name[0] == "d"))
+
+    house.run(scenario)
+
+
+def test_workers_that_cannot_share_kv_are_refused_at_start(folder: Path) -> None:
+    async def main() -> None:
+        decode = Spawner(folder, "--block-size", "32")
+        config = FloorConfig(prefill=1, decode=1)
+        async with running(Spawner(folder), decode, config):
+            pass
+
+    with pytest.raises(WorkerStartError, match="block.size"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "starving", "fitting"),
+    [
+        ([1.0], [0.2, 0.2], "decode", (2, 1)),
+        ([0.1, 0.1], [0.9], "prefill", (1, 2)),
+        ([0.5], [0.5, 0.5], "", (1, 2)),
+        ([0.0], [0.0], "", (1, 1)),
+        ([0.0], [1.0], "prefill", (1, 1)),
+    ],
+)
+def test_rates_are_matched(
+    prefill: list[float], decode: list[float], starving: str, fitting: tuple[int, int]
+) -> None:
+    match = match_rates(prefill, decode)
+    assert match.starving == starving
+    assert (match.fitting_prefill, match.fitting_decode) == fitting
