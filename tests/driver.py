@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import Engine, Request, RequestOutput, SamplingParams, TokenLogprobs
+from tokenmill.engine.build import BuiltEngine, build_engine
 
 
 @dataclass
@@ -27,6 +30,28 @@ class Answer:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish_reason is not None:
             self.terminals.append(output)
+
+
+def build(
+    folder: Path,
+    dtype: str,
+    *,
+    chunked: bool,
+    prefix_cache: bool,
+    num_blocks: int,
+    overlap: bool = False,
+) -> BuiltEngine:
+    """An engine of the golden tests."""
+    return build_engine(
+        ModelConfig(model=str(folder), dtype=dtype),  # type: ignore[arg-type]
+        CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
+        SchedulerConfig(
+            max_num_batched_tokens=48 if chunked else 512,
+            max_num_seqs=16,
+            chunked_prefill=chunked,
+        ),
+        ExecutionConfig(overlap=overlap),
+    )
 
 
 def complete(

@@ -121,6 +121,20 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name.replace(".mlp.", moe): tensor for name, tensor in tensors.items()}
 
 
+def load_stored(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+    """Give the model the tensors of a checkpoint, the inverse of stored_tensors."""
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            if ".mlp.experts." not in name:
+                parameter.copy_(tensors[name])
+                continue
+            module, _, kind = name.rpartition(".")
+            for i, matrix in enumerate(parameter):
+                gated = kind == "gate_up_proj"
+                parts = ("gate_proj", "up_proj") if gated else ("down_proj",)
+                matrix.copy_(torch.cat([tensors[f"{module}.{i}.{p}.weight"] for p in parts]))
+
+
 def assert_same(found: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
     expected = stored_tensors(model)
     assert found.keys() == expected.keys()

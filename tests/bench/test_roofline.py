@@ -103,5 +103,47 @@ def test_shipped_shapes_have_their_published_sizes() -> None:
     folder = Path(tokenmill.bench.__file__).parent / "shapes"
     specs = {f.stem: ModelSpec.from_config(json.loads(f.read_text())) for f in folder.iterdir()}
     billions = {name: round(spec.num_params() / 1e9, 2) for name, spec in specs.items()}
-    assert billions == {"llama3.1-8b": 8.03, "qwen3-0.6b": 0.6, "qwen3-14b": 14.77}
+    assert billions == {
+        "llama3.1-8b": 8.03,
+        "qwen3-0.6b": 0.6,
+        "qwen3-14b": 14.77,
+        "qwen3-30b-a3b": 30.53,
+        "deepseek-r1": 671.03,
+    }
     assert specs["llama3.1-8b"].kv_bytes_per_token(2) == 128 * 1024
+    assert specs["deepseek-r1"].kv_bytes_per_token(2) == 61 * (512 + 64) * 2
+
+
+MOE = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 6,
+    "mlp_only_layers": [0],
+    "head_dim": 4,
+}
+
+
+def test_a_step_reads_the_experts_that_its_tokens_hit() -> None:
+    """Attention 192 a layer, one dense MLP 384, a router 32, experts of 3 * 8 * 6 = 144."""
+    spec = ModelSpec.from_config(MOE)
+    assert spec.flops_per_token(0) == 2 * (2 * 192 + 384 + 32 + 144 + 800)
+    for tokens, experts in ((1, 1.0), (2, 1.75), (3, 4 * (1 - 0.75**3)), (1000, 4.0)):
+        rounded, plain = 2 * 192 + 384 + experts * 144, 32 + 800
+        assert step_weight_bytes(spec, "bf16", tokens) == pytest.approx(2 * (rounded + plain))
+        assert step_weight_bytes(spec, "fp8", tokens) == pytest.approx(rounded + 2 * plain)
+    cell = Cell.equal("m", 3, 10, 5)  # four decode steps of three tokens
+    machine = Machine({"bf16": 1e30}, read_bytes_per_s=1.0, num_threads=1)
+    roof = roofline(cell, spec, Setup("bf16", "bf16", **ROOMY), machine)
+    cache = 3 * (11 + 12 + 13 + 14) * spec.kv_bytes_per_token(2)
+    assert roof.bytes_read == pytest.approx(4 * step_weight_bytes(spec, "bf16", 3) + cache)
+
+
+def test_latent_attention_unpacks_a_prompt_once_and_the_cache_never() -> None:
+    folder = Path(tokenmill.bench.__file__).parent / "shapes"
+    spec = ModelSpec.from_config(json.loads((folder / "deepseek-r1.json").read_text()))
+    assert spec.seen_flops(decode=True) == 2 * 128 * (576 + 512)
+    assert spec.seen_flops(decode=False) == 2 * 128 * (192 + 128)
+    assert spec.mla is not None and spec.mla.softmax_scale == pytest.approx(0.135234, abs=1e-6)
+    _, plain = spec.step_params(1)
+    assert plain == 61 * 512 * 128 * 256 + 58 * 7168 * 256

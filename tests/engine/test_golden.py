@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from driver import Answer, complete
+from driver import Answer, build, complete
 from tiny_models import make_model, save
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
-from tokenmill.engine.build import BuiltEngine, build_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
@@ -32,27 +30,6 @@ def prompts() -> list[list[int]]:
     shared = [source.randrange(64) for _ in range(70)]
     own = [[source.randrange(64) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 64, 100)]
     return own + [shared + tail for tail in own]
-
-
-def build(
-    folder: Path,
-    dtype: str,
-    *,
-    chunked: bool,
-    prefix_cache: bool,
-    num_blocks: int,
-    overlap: bool = False,
-) -> BuiltEngine:
-    return build_engine(
-        ModelConfig(model=str(folder), dtype=dtype),  # type: ignore[arg-type]
-        CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
-        SchedulerConfig(
-            max_num_batched_tokens=48 if chunked else 512,
-            max_num_seqs=16,
-            chunked_prefill=chunked,
-        ),
-        ExecutionConfig(overlap=overlap),
-    )
 
 
 def tokens(answers: list[Answer]) -> list[list[int]]:

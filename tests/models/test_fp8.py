@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from driver import complete
-from tiny_models import make_model, save
+from tiny_models import load_stored, make_model, save
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import ModelLoadError, SamplingParams
 from tokenmill.engine.build import build_engine
@@ -22,6 +22,14 @@ from tokenmill.models import weights
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn
 SIZES = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 16}  # no multiples of 128
+DEEPSEEK = {
+    "hidden_size": 160,
+    "intermediate_size": 200,
+    "moe_intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 144,
+    "n_routed_experts": 8,
+}
 UP = "model.layers.1.mlp.up_proj"
 
 
@@ -132,14 +140,19 @@ def reference_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("layout", ["channel", "block"])
-def test_engine_matches_transformers(layout: str, tmp_path: Path) -> None:
-    model = make_model("llama", **SIZES).eval()
+@pytest.mark.parametrize(
+    ("variant", "sizes", "layout"),
+    [("llama", SIZES, "channel"), ("llama", SIZES, "block"), ("deepseek-v3", DEEPSEEK, "block")],
+)
+def test_engine_matches_transformers(
+    variant: str, sizes: dict[str, int], layout: str, tmp_path: Path
+) -> None:
+    model = make_model(variant, **sizes).eval()
     for parameter in model.parameters():
         parameter.data.mul_(0.15)
     ids = torch.randint(64, (100,), generator=torch.manual_seed(1)).tolist()
     original = reference_logprobs(model, ids)
-    model.load_state_dict(write(model, tmp_path, layout))
+    load_stored(model, write(model, tmp_path, layout))
     expected = reference_logprobs(model, ids)
     config = ModelConfig(str(tmp_path), "fp32", "cpu")
     built = build_engine(config, CacheConfig(num_blocks=16), SchedulerConfig(max_num_seqs=4))

@@ -81,6 +81,8 @@ def build_engine(
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
     kv_dtype = _kv_dtype(cache, spec, device)
     _check_compute(spec, dtype, device)
+    if device == "cuda" and execution.batch_invariant and spec.mla is not None:
+        raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
     _check_memory(spec, dtype, device)
     scheduler = _limits(scheduler, device, max_len)
     narrow = (

@@ -3,7 +3,7 @@
 The cache has two parts, laid out as keys and values are (kernels/attention.py): the rotated part of
 the keys, [.., rope_dim], and the normed latent, [.., kv_rank]. Queries are taken into the latent
 space before, and results out of it after, so that the cache is never unpacked: prefill and decode
-are one kernel.
+are one kernel. On CPU its sums are taken in float64, so that they round alike in every batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,21 @@ import torch
 
 from tokenmill.kernels import triton_kernels, use_triton
 from tokenmill.kernels.attention import AttentionBatch, by_token
+from tokenmill.kernels.matmul import matmul
+from tokenmill.kernels.moe import PackedExperts
+
+
+def per_head(x: torch.Tensor, weight: PackedExperts) -> torch.Tensor:
+    """x[t, heads, k] times each head's W[n, k].T -> [t, heads, n], contiguous."""
+    tokens, heads, _ = x.shape
+    out = x.new_empty(tokens, heads, weight.n)
+    if weight.tiled:
+        for head in range(heads):
+            out[:, head] = matmul(x[:, head].contiguous(), weight.expert(head))
+        return out
+    assert weight.data is not None
+    torch.bmm(x.transpose(0, 1), weight.data.mT, out=out.transpose(0, 1))
+    return out
 
 
 def latent_cache(
@@ -48,7 +63,8 @@ def latent_cache_reference(
 ) -> None:
     block_size, kv_rank = latent_cache.shape[2:]
     latent, key = kv.float().split([kv_rank, kv.shape[1] - kv_rank], dim=1)
-    latent = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + eps) * norm
+    mean = latent.double().pow(2).mean(-1, keepdim=True).float()
+    latent = latent * torch.rsqrt(mean + eps) * norm
     cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
     blocks, offsets = batch.slots // block_size, batch.slots % block_size
     latent_cache[blocks, 0, offsets] = latent.to(latent_cache.dtype)
@@ -97,14 +113,16 @@ def latent_attention_reference(
     scale: float,
 ) -> torch.Tensor:
     block_size, keys = latent_cache.shape[2], by_token(rope_cache)
-    queries = torch.cat([q_latent, q[..., q.shape[2] - keys.shape[3] :]], dim=-1).float() * scale
+    queries = torch.cat([q_latent, q[..., q.shape[2] - keys.shape[3] :]], dim=-1).double() * scale
     out = torch.empty_like(q_latent)
     starts, table_rows = batch.query_starts.tolist(), batch.table_rows.tolist()
     for i, context in enumerate(batch.context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         length = context + starts[i + 1] - starts[i]
         blocks = batch.block_tables[table_rows[i], : -(-length // block_size)].long()
-        latents, ropes = (c[blocks, 0].flatten(0, 1)[:length].float() for c in (latent_cache, keys))
+        latents, ropes = (
+            c[blocks, 0].flatten(0, 1)[:length].double() for c in (latent_cache, keys)
+        )
         scores = queries[rows].transpose(0, 1) @ torch.cat([latents, ropes], dim=1).T
         places = torch.arange(length, device=q.device)
         scores.masked_fill_(places[context:, None] < places, -torch.inf)

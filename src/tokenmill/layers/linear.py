@@ -26,6 +26,11 @@ def activation_dtype(dtype: ComputeType) -> torch.dtype:
     return torch.bfloat16 if dtype in ("bf16", "fp8") else torch.float32
 
 
+def plain_type(dtype: ComputeType) -> ComputeType:
+    """What a weight is packed as that may not be rounded to 8 bits: the stream's type."""
+    return "bf16" if dtype in ("bf16", "fp8") else "fp32"
+
+
 class Linear:
     """y = x W^T (+ b); several weights are stacked, so that q, k and v are one product."""
 

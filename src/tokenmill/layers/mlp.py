@@ -8,7 +8,7 @@ from tokenmill.core.moe import MoESpec
 from tokenmill.kernels.matmul import pack
 from tokenmill.kernels.moe import PackedExperts, Routing, mix_experts, route, router_logits
 from tokenmill.kernels.norm import silu_mul
-from tokenmill.layers.linear import ComputeType, Device, Linear, Tensors, activation_dtype
+from tokenmill.layers.linear import ComputeType, Device, Linear, Tensors, plain_type
 from tokenmill.layers.residual import Residual
 
 
@@ -83,8 +83,7 @@ class MoE:
             spec.num_groups,
             spec.top_groups,
         )
-        plain: ComputeType = "bf16" if activation_dtype(dtype) == torch.bfloat16 else "fp32"
-        self.router = Linear.named(tensors, ["mlp.gate"], plain, device)
+        self.router = Linear.named(tensors, ["mlp.gate"], plain_type(dtype), device)
         bias = tensors.get("mlp.gate.e_score_correction_bias")
         self.bias = None if bias is None else bias.to(device, torch.float32)
         self.shared: tuple[Linear, Linear] | None = None

@@ -11,9 +11,11 @@ import torch
 
 from tokenmill.core.mla import LATENT_NORM_EPS
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.mla import latent_attention, latent_cache
+from tokenmill.kernels.matmul import pack
+from tokenmill.kernels.mla import latent_attention, latent_cache, per_head
+from tokenmill.kernels.moe import PackedExperts
 from tokenmill.kernels.norm import norm_matmul
-from tokenmill.layers.linear import Linear, activation_dtype
+from tokenmill.layers.linear import Linear, plain_type
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
 
@@ -32,11 +34,12 @@ class LatentAttention:
             self.q_norm = tensors.norm("self_attn.q_a_layernorm")
             self.q_up = tensors.linear("self_attn.q_b_proj")
         self.kv_norm = tensors.norm("self_attn.kv_a_layernorm", torch.float32)
-        kv_up = tensors.plain["self_attn.kv_b_proj.weight"].to(tensors.device)
-        kv_up = kv_up.to(activation_dtype(tensors.dtype)).unflatten(0, (self.num_heads, -1))
-        # [heads, nope, kv_rank] into the latent space, [heads, kv_rank, value] out of it
-        self.into = kv_up[:, : mla.nope_dim].contiguous()
-        self.out_of = kv_up[:, mla.nope_dim :].mT.contiguous()
+        kv_up = tensors.plain["self_attn.kv_b_proj.weight"].unflatten(0, (self.num_heads, -1))
+        halves = kv_up.split([mla.nope_dim, mla.value_dim], dim=1)
+        self.into, self.out_of = PackedExperts(self.num_heads), PackedExperts(self.num_heads)
+        for head, (w_uk, w_uv) in enumerate(zip(*halves, strict=True)):
+            self.into.put(head, pack(w_uk.mT, plain_type(tensors.dtype), tensors.device))
+            self.out_of.put(head, pack(w_uv, plain_type(tensors.dtype), tensors.device))
 
     def __call__(
         self,
@@ -56,9 +59,9 @@ class LatentAttention:
             q = norm_matmul(q.contiguous(), self.q_norm, LATENT_NORM_EPS, q_up.weight, q_up.bias)
         q = q.unflatten(1, (self.num_heads, -1))
         latent_cache(q, kv, *cache, self.kv_norm, LATENT_NORM_EPS, cos_sin, batch, mla.interleaved)
-        q_latent = _per_head(q[..., : mla.nope_dim], self.into)
+        q_latent = per_head(q[..., : mla.nope_dim], self.into)
         latents = latent_attention(q_latent, q, *cache, batch, mla.softmax_scale)
-        return _per_head(latents, self.out_of).flatten(1)
+        return per_head(latents, self.out_of).flatten(1)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -66,15 +69,8 @@ class LatentAttention:
 
     @property
     def num_bytes(self) -> int:
-        unpacked: int = self.into.nbytes + self.out_of.nbytes
+        unpacked = self.into.num_bytes + self.out_of.num_bytes
         return unpacked + sum(linear.num_bytes for linear in self.linears)
-
-
-def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x[t, heads, k] times weight[heads, k, n] -> [t, heads, n], contiguous."""
-    out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
-    return out
 
 
 class DecoderLayer:

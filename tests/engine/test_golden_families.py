@@ -1,0 +1,67 @@
+"""Experts and latent attention: transformers' tokens, and one answer in every mode."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from driver import Answer, build, complete
+from tiny_models import make_model, save, tame
+from tokenmill.core.types import SamplingParams
+
+NEW_TOKENS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
+FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3")
+# chunked, prefix_cache, num_blocks, overlap
+MODES = (
+    (False, False, 400, True),
+    (True, False, 400, False),
+    (True, True, 400, True),
+    (False, False, 18, False),
+    (True, True, 18, True),
+)
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(3)
+    shared = [source.randrange(64) for _ in range(40)]
+    own = [[source.randrange(64) for _ in range(n)] for n in (1, 17, 33)]
+    return own + [shared + tail for tail in own]
+
+
+def facts(answers: list[Answer]) -> list[object]:
+    """Tokens and log-probabilities to the last bit."""
+    return [(answer.token_ids, answer.logprobs) for answer in answers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mode_gives_transformers_tokens(family: str, tmp_path: Path) -> None:
+    model = tame(make_model(family), 0.3)
+    folder, expected = save(model, tmp_path), []
+    for prompt in prompts():
+        ids = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+            max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        expected.append(ids[0, len(prompt) :].tolist())
+    for dtype in ("fp32", "int8"):
+        alone = build(folder, dtype, chunked=False, prefix_cache=False, num_blocks=64)
+        golden = [complete(alone.engine, [prompt], GREEDY)[0] for prompt in prompts()]
+        if dtype == "fp32":
+            assert [answer.token_ids for answer in golden] == expected
+        for chunked, prefix_cache, num_blocks, overlap in MODES:
+            built = build(
+                folder, dtype, chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks,
+                overlap=overlap,
+            )  # fmt: skip
+            for _ in range(1 + prefix_cache):
+                answers = complete(built.engine, prompts(), GREEDY)
+                assert facts(answers) == facts(golden)
+            if prefix_cache and num_blocks == 400:
+                cached = [answer.num_cached_tokens for answer in answers]
+                assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts()]
+            if num_blocks == 18 and not prefix_cache:
+                assert built.engine.stats().num_preemptions > 0
+            built.engine._scheduler.check_integrity()
+            assert built.engine.stats().num_kv_blocks_used == 0
