@@ -289,3 +289,36 @@ def test_remote_code_is_not_a_reason_to_run_anything() -> None:
 def test_errors_name_the_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_with(**changes)
+
+
+R1: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func: only 'sigmoid' is supported"),
+        ({"topk_method": "greedy"}, "topk_method: only 'noaux_tc'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: only 1"),
+        ({"n_group": 7}, "n_group: 7 groups"),
+        ({"topk_group": 9}, "topk_group: 9 of 8"),
+        ({"num_experts_per_tok": 300}, "num_experts_per_tok: 300 of 256"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: expected num_attention_heads 128"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: rotary"),
+        ({"attention_bias": True}, "attention_bias: DeepseekV3ForCausalLM has False"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace: expected"),
+    ],
+)
+def test_errors_of_experts_and_latents_name_the_field(
+    changes: dict[str, Any], message: str
+) -> None:
+    assert ModelSpec.from_config(R1).kv_bytes_per_token(2) == 70_272
+    with pytest.raises(ModelLoadError, match=message):
+        ModelSpec.from_config(R1 | changes)
