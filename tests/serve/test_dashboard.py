@@ -45,8 +45,8 @@ def keyed_server() -> Iterator[SimServer]:
         yield running
 
 
-def opened(browser: Browser, server: SimServer, width: int = 1280, scheme: str = "light") -> Opened:
-    return Opened(browser, f"{server.url}/dashboard", width, scheme)
+def opened(browser: Browser, server: SimServer) -> Opened:
+    return Opened(browser, f"{server.url}/dashboard", 1280)
 
 
 def text(page: Page, selector: str) -> str:
@@ -140,19 +140,19 @@ def test_recent_values_end_with_their_window(monkeypatch: pytest.MonkeyPatch) ->
 # In a browser.
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_stands_alone_and_fits(
-    browser: Browser, server: SimServer, width: int, scheme: str
-) -> None:
+def test_the_page_stands_alone_and_fits(browser: Browser, server: SimServer) -> None:
     server.chat(f"{PREFIX} count: 2")
-    with opened(browser, server, width, scheme) as live:
+    with opened(browser, server) as live:
         page = live.page
         page.locator("details.decision").first.locator("summary").click()
         assert page.locator("details[open] tr.chosen").count() == 1
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert back == {"light": LIGHT, "dark": DARK}[scheme]
+        for width in (390, 900, 1280):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+        for scheme, color in (("light", LIGHT), ("dark", DARK)):
+            page.emulate_media(color_scheme=scheme)
+            back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert back == color
         assert page.title() == f"{MODEL} · tokenmill" and text(page, "#live") == "live"
         assert page.locator(".chart").count() == 6 and page.locator(".worker").count() == 2
         assert page.locator("#transfers").is_hidden()

@@ -105,7 +105,7 @@ function drawHead(data) {
   document.title = `${data.model} · tokenmill`;
   const facts = [
     `${data.dtype} on ${data.device}`, `context ${num(data.max_model_len)}`, `blocks of ${data.block_size} tokens`,
-    plural(floor.workers.length, "worker"), `router ${floor.router}`, `up ${duration(data.uptime_s)}`,
+    plural(floor.workers.length, "worker"), ...(floor.workers.length > 1 ? [`router ${floor.router}`] : []), `up ${duration(data.uptime_s)}`,
   ];
   keyed(byId("facts"), facts.map((text, i) => [String(i), text]), ([i]) => i, () => el("li"), (li, [, text]) => set(li, text));
   set(byId("foot"), `tokenmill ${data.version} · figures of ${clock(data.time_s)}`);
@@ -204,7 +204,7 @@ function drawWorker(card, worker) {
 
 function drawWorkers({ floor }) {
   const ready = floor.workers.filter((w) => w.state === "ready").length;
-  set(byId("workers-hint"), `${ready} of ${floor.workers.length} take requests`);
+  set(byId("workers-hint"), `${ready} of ${floor.workers.length} ready`);
   keyed(byId("workers"), floor.workers, (w) => w.name, makeWorker, drawWorker);
 }
 
