@@ -279,21 +279,14 @@ def test_one_and_two_and_two_and_one(house: House) -> None:
         assert [w.role for w in floor.view().workers] == ["prefill", "decode", "prefill"]
         with pytest.raises(FloorError, match="this floor has decode and prefill"):
             await floor.scale(2)
+        house.decode.argv += ["--block-size", "32"]
+        with pytest.raises(WorkerStartError, match=r"block.size: the floor has 16"):
+            await floor.scale(2, "decode")
+        assert len(floor.view().workers) == 3
         with pytest.raises(FloorError, match="only one"):
             await floor.drain_worker(next(w.name for w in floor.view().workers if w.name[0] == "d"))
 
     house.run(scenario)
-
-
-def test_workers_that_cannot_share_kv_are_refused_at_start(folder: Path) -> None:
-    async def main() -> None:
-        decode = Spawner(folder, "--block-size", "32")
-        config = FloorConfig(prefill=1, decode=1)
-        async with running(Spawner(folder), decode, config):
-            pass
-
-    with pytest.raises(WorkerStartError, match=r"block.size"):
-        asyncio.run(main())
 
 
 @pytest.mark.parametrize(
