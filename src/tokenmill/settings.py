@@ -624,6 +624,38 @@ FLOOR = (
     _of(FloorConfig, "workers", _count(1, 4096), "Workers that share the requests."),
     _of(
         FloorConfig,
+        "prefill",
+        _count(1, 4096),
+        "Workers that compute long prompts and hand their KV over; with --decode.",
+    ),
+    _of(
+        FloorConfig,
+        "decode",
+        _count(1, 4096),
+        "Workers that generate, for --prefill workers to compute prompts.",
+    ),
+    _of(
+        FloorConfig,
+        "remote-prefill-tokens",
+        _count(1),
+        "Prompts with fewer uncached tokens are computed where they decode.",
+    ),
+    Setting(
+        "prefill-set",
+        "Setting of the prefill workers alone, such as max-num-batched-tokens=2048.",
+        TEXT,
+        repeated=True,
+        default=(),
+    ),
+    Setting(
+        "decode-set",
+        "Setting of the decode workers alone.",
+        TEXT,
+        repeated=True,
+        default=(),
+    ),
+    _of(
+        FloorConfig,
         "placement",
         _one_of("auto", "process", "ray"),
         "Who starts the workers; auto: Ray where there are several and it is installed.",

@@ -87,9 +87,12 @@ class House:
         for router in (self.floor._router, self.floor._handovers.router):
             assert not router._routed, "the router believes in requests that are over"
 
-    async def check(self, requests: list[Request]) -> None:
+    def check(self, requests: list[Request]) -> asyncio.Task[None]:
         """Send all at once; every answer is that of one engine."""
-        outputs = await read(self.floor.submit(requests))
+        return asyncio.create_task(self._compare(requests, self.floor.submit(requests)))
+
+    async def _compare(self, requests: list[Request], stream: OutputStream) -> None:
+        outputs = await read(stream)
         for request, output in zip(requests, outputs, strict=True):
             assert output.finish_reason is FinishReason.LENGTH, output
             assert output.token_ids == self.answer(request), request.request_id
@@ -204,11 +207,12 @@ def test_one_and_one_answer_as_one_engine(house: House) -> None:
 def test_an_abort_on_the_way_frees_both_sides(house: House) -> None:
     async def scenario() -> None:
         floor = house.floor
-        for wait in (lambda: bool(floor._handovers.source("a")), lambda: told(floor, "a")):
-            floor.submit([Request("a", prompt(900, random.randrange(10**9)), LONG)])
-            await until(wait)
-            floor.abort(["a"])
-            await house.unused()
+        floor.submit([Request("a", prompt(900, 11), LONG)])
+        assert floor._handovers.source("a") is not None
+        floor.abort(["a"])
+        floor.submit([Request("b", prompt(900, 12), LONG)])
+        await until(lambda: told(floor, "b"))
+        floor.abort(["b"])
 
     house.run(scenario)
 
@@ -223,7 +227,7 @@ def test_a_prefill_worker_killed_on_the_way(house: House) -> None:
     async def scenario() -> None:
         floor, before = house.floor, house.floor.view().failed_transfers
         wanted = [Request(f"k{i}", prompt(900, 50 + i), LONG) for i in range(2)]
-        checking = asyncio.create_task(house.check(wanted))
+        checking = house.check(wanted)
         await until(lambda: told(floor, "k0"))
         house.prefill.kill()
         await checking
@@ -241,7 +245,7 @@ def test_a_decode_worker_killed_in_the_stream(house: House) -> None:
     async def scenario() -> None:
         floor = house.floor
         wanted = [Request(f"d{i}", prompt(300, 70 + i), LONG) for i in range(3)]
-        checking = asyncio.create_task(house.check(wanted))
+        checking = house.check(wanted)
         await until(lambda: len(floor._open["d0"].token_ids) > 20)
         house.decode.kill()  # the only one: the prefill worker goes on with it all
         await checking
@@ -253,7 +257,7 @@ def test_a_decode_worker_killed_in_the_stream(house: House) -> None:
 def test_a_decode_worker_killed_on_the_way(house: House) -> None:
     async def scenario() -> None:
         wanted = [Request("t", prompt(900, 90), LONG)]
-        checking = asyncio.create_task(house.check(wanted))
+        checking = house.check(wanted)
         await until(lambda: told(house.floor, "t"))
         house.decode.kill()
         await checking
@@ -267,8 +271,7 @@ def test_one_and_two_and_two_and_one(house: House) -> None:
         await floor.scale(2, "decode")
         await house.check(requests("1:2"))
         assert all(w.routed for w in floor.view().workers)
-        running = asyncio.create_task(house.check([Request("long", prompt(400, 3), LONG)]))
-        await until(lambda: "long" in floor._sent)
+        running = house.check([Request("long", prompt(400, 3), LONG)])
         await floor.scale(1, "decode")
         await running
         await floor.scale(2, "prefill")
@@ -276,21 +279,14 @@ def test_one_and_two_and_two_and_one(house: House) -> None:
         assert [w.role for w in floor.view().workers] == ["prefill", "decode", "prefill"]
         with pytest.raises(FloorError, match="this floor has decode and prefill"):
             await floor.scale(2)
+        house.decode.argv += ["--block-size", "32"]
+        with pytest.raises(WorkerStartError, match=r"block.size: the floor has 16"):
+            await floor.scale(2, "decode")
+        assert len(floor.view().workers) == 3
         with pytest.raises(FloorError, match="only one"):
             await floor.drain_worker(next(w.name for w in floor.view().workers if w.name[0] == "d"))
 
     house.run(scenario)
-
-
-def test_workers_that_cannot_share_kv_are_refused_at_start(folder: Path) -> None:
-    async def main() -> None:
-        decode = Spawner(folder, "--block-size", "32")
-        config = FloorConfig(prefill=1, decode=1)
-        async with running(Spawner(folder), decode, config):
-            pass
-
-    with pytest.raises(WorkerStartError, match="block.size"):
-        asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def workers() -> list[int]:
 
 def test_one_worker_and_plain_processes_need_no_ray() -> None:
     for config in (FloorConfig(), FloorConfig(workers=3, placement="process")):
-        with open_placement(ARGV, config) as placement:
+        with open_placement(config) as placement:
             assert isinstance(placement, ProcessPlacement) and placement.host is None
     with (
         pytest.raises(PlacementError, match="ray-address"),
-        open_placement(ARGV, FloorConfig(placement="process", ray_address="127.0.0.1:1")),
+        open_placement(FloorConfig(placement="process", ray_address="127.0.0.1:1")),
     ):
         pass
 
@@ -62,7 +62,7 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         finally:
             await floor.close()
 
-    with open_placement(ARGV, config) as placement:
+    with open_placement(config) as placement:
         assert placement.host == "127.0.0.1"
-        asyncio.run(main(Floor(placement.spawn, config, host=placement.host)))
+        asyncio.run(main(Floor(placement.spawner(ARGV), config, host=placement.host)))
         assert workers() == []

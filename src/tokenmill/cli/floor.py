@@ -18,6 +18,7 @@ URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
 SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
 OUTPUT = (SETTINGS["json-only"],)
+COUNTS = ("workers", "prefill", "decode")
 COLUMNS = (
     ("worker", "name"),
     ("state", "state"),
@@ -37,7 +38,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     panels = {"Server": SERVER, "Output": OUTPUT}
     command(app, "status", panels)(status)
-    command(app, "scale", {"Floor": (SETTINGS["workers"],), **panels})(scale)
+    command(app, "scale", {"Floor": tuple(SETTINGS[key] for key in COUNTS), **panels})(scale)
     command(app, "drain", panels)(drain)
 
 
@@ -54,10 +55,12 @@ def scale(settings: Settings) -> None:
     """Change the number of workers of a running server; no request is lost.
 
     tokenmill scale --workers 2
+    tokenmill scale --decode 3
     """
-    if "workers" not in settings:
-        raise SettingsError("--workers is needed: how many there shall be")
-    _show(_call(settings, "/floor/scale", {"workers": settings.get("workers")}), settings)
+    counts = {key: settings.get(key) for key in COUNTS if key in settings}
+    if not counts:
+        raise SettingsError("--workers, --prefill or --decode is needed: how many there shall be")
+    _show(_call(settings, "/floor/scale", counts), settings)
 
 
 def drain(
@@ -96,6 +99,17 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"{error.code} {error.reason}"
 
 
+def _rates(view: dict[str, Any], rates: dict[str, Any]) -> str:
+    """Do the two sides keep up with each other."""
+    fitting = f"{rates['fitting_prefill']}:{rates['fitting_decode']}"
+    starving = f"{rates['starving']} starves, " if rates["starving"] else ""
+    return (
+        f"{view['transfers']} prompts handed over, {view['failed_transfers']} of them in vain; "
+        f"prefill {rates['prefill_busy']:.0%} busy, decode {rates['decode_busy']:.0%}: {starving}"
+        f"prefill:decode of {fitting} would fit"
+    )
+
+
 def _show(view: dict[str, Any], settings: Settings) -> None:
     if not settings.get("json-only"):
         rows = [[title for title, _ in COLUMNS]]
@@ -105,4 +119,6 @@ def _show(view: dict[str, Any], settings: Settings) -> None:
             f"router {view['router']}, {view['num_open']} requests open, "
             f"{view['migrations']} went on at another worker"
         )
+        if rates := view.get("rates"):
+            console.note(_rates(view, rates))
     console.print_json({key: view[key] for key in view if key != "decisions"})

@@ -34,6 +34,8 @@ from tokenmill.settings import (
     SERVER,
     SETTINGS,
     Settings,
+    SettingsError,
+    read_value,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve Qwen/Qwen3-0.6B --port 8080 --kv-cache-memory 2GiB
     tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
     tokenmill serve --workers 3 --router kv
+    tokenmill serve --prefill 1 --decode 2
 
     Then, for example:
 
@@ -93,8 +96,9 @@ def serve(settings: Settings) -> None:
 
     tokenizer = load_tokenizer(path, config.chat_template)
     floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
-    argv = worker_command(_share(settings, floor.workers), path)
-    run_server(argv, tokenizer, config, name, on_listening, floor, router)
+    shared = _share(_roles(settings, floor), floor.num_workers)
+    commands = [worker_command(_own(shared, key), path) for key in ("decode-set", "prefill-set")]
+    run_server(commands[0], tokenizer, config, name, on_listening, floor, router, commands[1])
 
 
 def worker(
@@ -120,6 +124,35 @@ def worker_command(settings: Settings, path: Path) -> list[str]:
     given = Settings(settings.values | {"model": str(path)})
     # -P: a folder named tokenmill in the working directory is not the package.
     return [sys.executable, "-P", "-m", "tokenmill", "worker", *given.flags(WORKER_SETTINGS)]
+
+
+def _roles(settings: Settings, floor: FloorConfig) -> Settings:
+    """The settings of workers that hand prompts over, where the floor has such."""
+    if not floor.prefill and not floor.decode:
+        for key in ("prefill-set", "decode-set"):
+            if key in settings:
+                raise SettingsError(f"--{key} needs --prefill and --decode")
+        return settings
+    if not floor.prefill or not floor.decode:
+        missing = "decode" if floor.prefill else "prefill"
+        raise SettingsError(f"--{missing} is needed, too: there is nobody else to do it")
+    if "workers" in settings:
+        raise SettingsError("give --workers or --prefill and --decode, not both")
+    return Settings({"kv-connector": "auto"} | settings.values)
+
+
+def _own(settings: Settings, key: str) -> Settings:
+    """The settings with those that a role has of its own, given as KEY=VALUE."""
+    known = {setting.key: setting for setting in WORKER_SETTINGS}
+    own: dict[str, Any] = {}
+    for item in settings.get(key):
+        name, _, value = item.partition("=")
+        if name not in known or not value:
+            raise SettingsError(
+                f"--{key} must be SETTING=VALUE of an engine, such as max-num-seqs=64, got {item!r}"
+            )
+        own[name] = read_value(known[name], value, f"--{key} {name}")
+    return Settings(settings.values | own)
 
 
 def _share(settings: Settings, num_workers: int) -> Settings:

@@ -13,6 +13,7 @@ from tokenmill.serve.api_access import key_matcher, read_body
 from tokenmill.serve.api_stream import ApiState
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.floor import FloorError
+from tokenmill.serve.place import Role
 from tokenmill.serve.responses import json_encode
 from tokenmill.serve.wire import WorkerStartError
 
@@ -22,7 +23,17 @@ PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
-    workers: int
+    """How many there shall be; what is not named stays."""
+
+    workers: int | None = None
+    prefill: int | None = None
+    decode: int | None = None
+
+    def counts(self) -> dict[Role, int]:
+        """The counts that were given, by role."""
+        given: dict[Role, int | None]
+        given = {"both": self.workers, "prefill": self.prefill, "decode": self.decode}
+        return {role: count for role, count in given.items() if count is not None}
 
 
 class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,9 +52,10 @@ def add_floor(app: FastAPI, state: ApiState) -> None:
     async def scale(request: Request) -> Response:
         call = await read_body(request, ScaleRequest, MAX_BODY_BYTES)
         try:
-            await state.client.scale(call.workers)
+            for role, count in call.counts().items():
+                await state.client.scale(count, role)
         except FloorError as error:
-            raise ApiError(400, str(error), "workers", "invalid_value") from None
+            raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
         except WorkerStartError as error:
             raise ApiError(503, f"a worker did not start: {error}", code="no_worker") from None
         return _view(state)

@@ -27,6 +27,7 @@ _WORKER_GAUGES = (
     ("up", "1 while the worker takes requests.", "up"),
     ("requests", "Requests routed there that have not ended.", "num_requests"),
     ("queued_tokens", "Tokens of prompts that wait for prefill there.", "queued_tokens"),
+    ("busy", "Share of the last minute with something to compute.", "busy"),
     ("tokens_per_second", "Tokens sent by the worker, over ten seconds.", "tokens_per_s"),
     ("cached_blocks", "KV blocks that it told it has cached.", "cached_blocks"),
 )
@@ -196,6 +197,14 @@ class ServerMetrics:
         )
         migrations.add_metric([self._model], float(floor.migrations))
         yield migrations
+        transfers = CounterMetricFamily(
+            "tokenmill_kv_transfers",
+            "Prompts that a prefill worker computed, by what became of their KV.",
+            labels=["model_name", "result"],
+        )
+        transfers.add_metric([self._model, "received"], float(floor.transfers))
+        transfers.add_metric([self._model, "failed"], float(floor.failed_transfers))
+        yield transfers
         kinds: tuple[tuple[type[Metric], tuple[tuple[str, str, str], ...]], ...] = (
             (GaugeMetricFamily, _WORKER_GAUGES),
             (CounterMetricFamily, _WORKER_COUNTERS),

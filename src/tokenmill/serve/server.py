@@ -44,19 +44,22 @@ def serve(
     on_listening: OnListening | None = None,
     floor: FloorConfig | None = None,
     router: RouterConfig | None = None,
+    prefill_argv: Sequence[str] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    `worker_argv` followed by "--address ADDRESS" starts a worker; `on_listening` gets the URL.
+    `worker_argv` followed by "--address ADDRESS" starts a worker, `prefill_argv` one that computes
+    prompts for others; `on_listening` gets the URL.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
     _raise_file_limit()
     floor = floor or FloorConfig()
     with (
         contextlib.closing(_bind(config.host, config.port)) as listener,
-        open_placement(worker_argv, floor) as placement,
+        open_placement(floor) as placement,
     ):
-        client = Floor(placement.spawn, floor, router, placement.host)
+        prefill = None if prefill_argv is None else placement.spawner(prefill_argv)
+        client = Floor(placement.spawner(worker_argv), floor, router, placement.host, prefill)
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_run(listener, client, tokenizer, config, model, on_listening))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tokenmill.core.config import FloorConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.serve.wire import LOOPBACK, WorkerProcess, WorkerStartError
+from tokenmill.serve.wire import LOOPBACK, Spawn, WorkerProcess, WorkerStartError
 from tokenmill.serve.worker import KEY_VARIABLE
 
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
@@ -37,17 +37,18 @@ class Placement(Protocol):
     @property
     def host(self) -> str | None: ...
 
-    async def spawn(self, address: str) -> WorkerProcess: ...
+    def spawner(self, argv: Sequence[str]) -> Spawn:
+        """What starts a worker: `argv` followed by "--address ADDRESS"."""
 
 
 @contextlib.contextmanager
-def open_placement(argv: Sequence[str], config: FloorConfig) -> Iterator[Placement]:
-    """The placement that the config asks for; `argv` and "--address ADDRESS" start a worker."""
+def open_placement(config: FloorConfig) -> Iterator[Placement]:
+    """The placement that the config asks for."""
     if not _wants_ray(config):
-        yield ProcessPlacement(argv)
+        yield ProcessPlacement()
         return
     with _connected(config.ray_address) as host:
-        yield RayPlacement(argv, host, config.workers)
+        yield RayPlacement(host, config.num_workers)
 
 
 def _wants_ray(config: FloorConfig) -> bool:
@@ -57,7 +58,7 @@ def _wants_ray(config: FloorConfig) -> bool:
         raise PlacementError("ray-address does not go with placement process")
     if wanted and not installed:
         raise PlacementError("ray is not installed: pip install 'tokenmill[ray]'")
-    return wanted or (config.placement == "auto" and config.workers > 1 and installed)
+    return wanted or (config.placement == "auto" and config.num_workers > 1 and installed)
 
 
 class ProcessPlacement:
@@ -65,27 +66,28 @@ class ProcessPlacement:
 
     host = None
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv = list(argv)
+    def spawner(self, argv: Sequence[str]) -> Spawn:
+        """What starts a worker."""
 
-    async def spawn(self, address: str) -> WorkerProcess:
-        return await asyncio.create_subprocess_exec(
-            *self._argv,
-            "--address",
-            address,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        async def spawn(address: str) -> WorkerProcess:
+            return await asyncio.create_subprocess_exec(
+                *argv,
+                "--address",
+                address,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+        return spawn
 
 
 class RayPlacement:
     """Workers are processes of Ray actors, spread over the nodes; each has a GPU if there are."""
 
-    def __init__(self, argv: Sequence[str], host: str, num_workers: int) -> None:
+    def __init__(self, host: str, num_workers: int) -> None:
         import ray
 
         self.host = host
-        self._argv = list(argv)
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         self._actor: Any = ray.remote(_WorkerHost).options(
             num_cpus=0,
@@ -94,14 +96,18 @@ class RayPlacement:
             scheduling_strategy="SPREAD",
         )
 
-    async def spawn(self, address: str) -> WorkerProcess:
+    def spawner(self, argv: Sequence[str]) -> Spawn:
+        """What starts a worker."""
+        return lambda address: self._spawn(list(argv), address)
+
+    async def _spawn(self, argv: list[str], address: str) -> WorkerProcess:
         import ray
 
         plain, _, key = address.partition("#")
         actor: Any = self._actor.remote()
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S):
-                await actor.start.remote([*self._argv, "--address", plain], {KEY_VARIABLE: key})
+                await actor.start.remote([*argv, "--address", plain], {KEY_VARIABLE: key})
         except (TimeoutError, ray.exceptions.RayError) as error:
             ray.kill(actor)
             reason = str(error) or f"no room was found in {PLACE_TIMEOUT_S:g} s"
