@@ -113,6 +113,7 @@ def server(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         try:
             for line in process.stderr:
                 if match := re.search(r"tiny .* is served at (\S+)/v1", line):
+                    assert next(process.stderr) == f"dashboard: {match[1]}/dashboard\n"
                     yield process, match[1]
                     break
         finally:
