@@ -205,6 +205,7 @@ class Place:
                 link.kill(f"no sign of life for {config.hang_timeout_s:g} s")
             else:
                 link.send(GetStats())
+                link.num_unanswered += 1
 
     def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, Stats):

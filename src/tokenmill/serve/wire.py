@@ -298,7 +298,6 @@ class WorkerLink:
                 message = Submit([_shifted(r, self._offset_ns) for r in message.requests])
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(message), zmq.NOBLOCK)
-            self.num_unanswered += isinstance(message, GetStats)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
             self._schedule_receive()
 
