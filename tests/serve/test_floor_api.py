@@ -89,7 +89,10 @@ def test_strangers_may_not_look_or_change(server: SimServer) -> None:
     assert form.status == 415
     wrong = server.call("POST", "/floor/scale", {"workers": 0}, JSON)
     assert wrong.status == 400 and wrong.error["param"] == "workers"
-    unknown = server.call("POST", "/floor/scale", {"decode": 1}, JSON)
+    for body, param in (({"decode": 1}, "decode"), ({}, "workers")):
+        refused = server.call("POST", "/floor/scale", body, JSON)
+        assert refused.status == 400 and refused.error["param"] == param
+    unknown = server.call("POST", "/floor/scale", {"decoders": 1}, JSON)
     assert unknown.status == 400 and unknown.error["code"] == "unknown_field"
 
 

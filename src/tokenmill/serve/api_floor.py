@@ -50,9 +50,12 @@ def add_floor(app: FastAPI, state: ApiState) -> None:
 
     @app.post("/floor/scale", dependencies=guard)
     async def scale(request: Request) -> Response:
-        call = await read_body(request, ScaleRequest, MAX_BODY_BYTES)
+        counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
+        if not counts:
+            message = "workers, prefill or decode: how many there shall be"
+            raise ApiError(400, message, "workers", "missing_field")
         try:
-            for role, count in call.counts().items():
+            for role, count in counts.items():
                 await state.client.scale(count, role)
         except FloorError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
