@@ -20,6 +20,7 @@ from tokenmill.bench.scrape import (
 from tokenmill.bench.wire import Record, Target
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import EngineStats
+from tokenmill.serve.floor_view import FloorView
 from tokenmill.serve.metrics import ServerMetrics
 
 VLLM = """\
@@ -61,7 +62,8 @@ def ours(num_requests: int, running: int = 0) -> str:
         metrics.output(times, 300_000_000, 5)
         metrics.finish(times, 30, "length")
     stats = EngineStats(num_running=running, num_kv_blocks=10, num_kv_blocks_used=running)
-    return metrics.render(stats, 0).decode()
+    floor = FloorView("kv", 0, 0, 0, workers=[], decisions=[])
+    return metrics.render(stats, 0, floor).decode()
 
 
 def test_vllm() -> None:

@@ -174,7 +174,7 @@ def test_errors_come_before_any_work(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"error: {message}")
     if "gpt-9" in arguments:
-        assert captured.err.strip().endswith("llama3.1-8b, qwen3-0.6b, qwen3-14b")
+        assert captured.err.strip().endswith("llama3.1-8b, qwen3-0.6b, qwen3-14b, qwen3-30b-a3b")
 
 
 def test_the_ladder_offers_nothing_that_a_rung_sets() -> None:
