@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
 _KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+_TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
@@ -230,28 +232,28 @@ def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> str:
 
 
 def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
-    """bf16 on a GPU; else the faster of fp32 and int8, timed on one of the model's own shapes."""
+    """bf16 on a GPU; else the faster of fp32 and int8 where a few rows read weights from memory."""
     if device == "cuda":
         return "bf16"
     if not cpu_kernels():
         return "fp32"  # without compiled kernels int8 is emulated
     n, k = min(spec.intermediate_size, 4096), spec.hidden_size
-    weight, x = torch.randn(n, k), torch.randn(32, k)
-    fp32, int8 = pack(weight, "fp32"), pack(weight, "int8")
-    limit = activation_limit(k)
-    slow = _best_seconds(lambda: matmul(x, fp32))
-    fast = _best_seconds(lambda: matmul(quantize_rows(x, limit), int8))
-    return "int8" if fast < slow else "fp32"
+    x, limit = torch.randn(_TRIAL_ROWS, k), activation_limit(k)
+    weights = [torch.randn(n, k) for _ in range(-(-_TRIAL_BYTES // (4 * n * k)))]
+    fp32, int8 = [pack(w, "fp32") for w in weights], [pack(w, "int8") for w in weights]
+    best = {"fp32": math.inf, "int8": math.inf}
+    for _ in range(_TRIALS):  # in turns: what disturbs one disturbs the other
+        best["fp32"] = min(best["fp32"], _seconds(lambda: [matmul(x, w) for w in fp32]))
+        best["int8"] = min(
+            best["int8"], _seconds(lambda: [matmul(quantize_rows(x, limit), w) for w in int8])
+        )
+    return "int8" if best["int8"] < best["fp32"] else "fp32"
 
 
-def _best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
     run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return time.perf_counter() - start
 
 
 def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
