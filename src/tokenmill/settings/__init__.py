@@ -1,0 +1,240 @@
+"""Settings: one table of what can be set, and one loader for flag, environment and TOML file.
+
+A setting has one name everywhere: `--max-num-seqs` is TOKENMILL_MAX_NUM_SEQS in the environment
+and `max-num-seqs` in the file. A flag wins over the environment, the environment over the file,
+the file over the default.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenmill.settings.bench import (
+    BENCH,
+    CAMPAIGN,
+    COMMANDS,
+    COMPARE,
+    ENDPOINT,
+    ENDPOINT_DATA,
+    ENDPOINT_LOAD,
+    ENDPOINT_REPORT,
+    ENDPOINT_REQUESTS,
+    LADDER,
+    MLPERF,
+    PUBLISHED,
+    REPLAY,
+)
+from tokenmill.settings.engine import (
+    CACHE,
+    EXECUTION,
+    FLOOR,
+    MODEL,
+    ROUTER,
+    SAMPLING,
+    SCHEDULER,
+    SERVER,
+)
+from tokenmill.settings.kinds import (
+    SIZE,
+    TEXT,
+    Setting,
+    SettingsError,
+    parse_size,
+)
+
+__all__ = [
+    "BENCH",
+    "CACHE",
+    "CAMPAIGN",
+    "COMMANDS",
+    "COMPARE",
+    "ENDPOINT",
+    "ENDPOINT_DATA",
+    "ENDPOINT_LOAD",
+    "ENDPOINT_REPORT",
+    "ENDPOINT_REQUESTS",
+    "EXECUTION",
+    "FLOOR",
+    "LADDER",
+    "MLPERF",
+    "MODEL",
+    "PUBLISHED",
+    "REPLAY",
+    "ROUTER",
+    "SAMPLING",
+    "SCHEDULER",
+    "SERVER",
+    "SETTINGS",
+    "SIZE",
+    "TEXT",
+    "Setting",
+    "Settings",
+    "SettingsError",
+    "config_path",
+    "load",
+    "parse_size",
+    "read_value",
+]
+
+CONFIG_FILE = "tokenmill.toml"
+CONFIG_VARIABLE = "TOKENMILL_CONFIG"
+
+Config = TypeVar("Config")
+SETTINGS: dict[str, Setting] = {
+    s.key: s
+    for group in (
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
+        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
+        *(FLOOR, ROUTER, REPLAY, COMMANDS),
+    )
+    for s in group
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Values by setting, each from the strongest source that gave one."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def get(self, key: str) -> Any:
+        """The value of a setting, or its default."""
+        return self.values.get(key, SETTINGS[key].shown_default)
+
+    def build(self, owner: type[Config], **more: Any) -> Config:
+        """The config `owner` with every field that a source gave; `more` fills other fields."""
+        given = {
+            SETTINGS[key].field: value
+            for key, value in self.values.items()
+            if SETTINGS[key].owner is owner
+        }
+        return owner(**(more | given))
+
+    def flags(self, settings: Iterable[Setting]) -> list[str]:
+        """Command line that gives these settings again, for a child process."""
+        line: list[str] = []
+        for setting in settings:
+            if setting.key in self.values:
+                line += _flag(setting, self.values[setting.key])
+        return line
+
+
+def _flag(setting: Setting, value: Any) -> list[str]:
+    name = "--" + setting.key
+    if setting.is_switch:
+        return [name if value else "--no-" + setting.key]
+    values = value if setting.repeated else (value,)
+    return [f"{name}={item}" for item in values]
+
+
+def load(
+    flags: Mapping[str, Any],
+    *,
+    config: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] | None = None,
+    offered: Iterable[Setting] = (),
+) -> Settings:
+    """Join flags (by key; None is not given), environment, TOML file and a command's defaults.
+
+    `config` is the --config flag. Only keys of `flags` are taken: a file or an environment may
+    also set what other commands read. `offered` are settings that a command reads in a way of its
+    own, such as several numbers where others take one.
+    """
+    table = SETTINGS | {setting.key: setting for setting in offered}
+    values = dict(defaults or {})
+    path = config_path(config, environ)
+    for source in (_from_file(path, table), _from_environment(environ, table)):
+        values |= {key: value for key, value in source.items() if key in flags}
+    for key, value in flags.items():
+        if value is not None and value != () and value != []:
+            values[key] = read_value(table[key], value, "--" + key)
+    return Settings(values)
+
+
+def config_path(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The file of --config, of TOKENMILL_CONFIG, or ./tokenmill.toml where there is one."""
+    if flag is not None:
+        return flag
+    if environ.get(CONFIG_VARIABLE):
+        return Path(environ[CONFIG_VARIABLE])
+    return Path(CONFIG_FILE) if Path(CONFIG_FILE).is_file() else None
+
+
+def read_value(setting: Setting, value: Any, source: str) -> Any:
+    """`value` as the setting's kind; SettingsError names the source and what it expects."""
+    try:
+        if not setting.repeated:
+            return setting.kind.read(value)
+        items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+        return tuple(setting.kind.read(item) for item in items)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise SettingsError(f"{source} must be {setting.kind.expected}, got {value!r}") from None
+
+
+def _from_environment(environ: Mapping[str, str], table: Mapping[str, Setting]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for setting in table.values():
+        for name, negated in _names(setting, setting.variable, "TOKENMILL_NO_"):
+            text: str | list[str] = environ.get(name, "")
+            if not text:
+                continue
+            if setting.repeated:
+                text = [part for part in str(text).split(",") if part]
+            _put(values, setting, text, name, negated)
+    return values
+
+
+def _names(setting: Setting, name: str, no: str) -> list[tuple[str, bool]]:
+    """The names of a setting in one source; a switch also has a negated one."""
+    negated = no + name.removeprefix("TOKENMILL_")
+    return [(name, False), (negated, True)] if setting.is_switch else [(name, False)]
+
+
+def _put(values: dict[str, Any], setting: Setting, raw: Any, source: str, negated: bool) -> None:
+    if setting.key in values:
+        raise SettingsError(f"{source} sets {setting.key}, which is already set beside it")
+    value = read_value(setting, raw, source)
+    values[setting.key] = not value if negated else value
+
+
+def _from_file(path: Path | None, table: Mapping[str, Setting]) -> dict[str, Any]:
+    if path is None:
+        return {}
+    known = {
+        name: (setting, negated)
+        for setting in table.values()
+        for name, negated in _names(setting, setting.key, "no-")
+    }
+    values: dict[str, Any] = {}
+    for key, raw in _read_toml(path).items():
+        name = key.replace("_", "-")
+        if name not in known:
+            raise SettingsError(f"{path}: unknown key {key!r}{_suggestion(name, known)}")
+        setting, negated = known[name]
+        _put(values, setting, raw, f"{path}: {key}", negated)
+    return values
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot read the settings: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not a TOML file: {error}") from None
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else "; keys are the flags, such as max-num-seqs"

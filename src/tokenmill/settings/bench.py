@@ -1,0 +1,298 @@
+"""The settings of benchmarks and of single commands."""
+
+from __future__ import annotations
+
+import math
+
+from tokenmill.core.config import (
+    BenchConfig,
+    EndpointConfig,
+)
+from tokenmill.settings.kinds import (
+    POLYNOMIAL,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    Setting,
+    count,
+    number,
+    numbers,
+    of,
+    one_of,
+    read_float,
+    read_int,
+)
+
+BENCH = (
+    of(
+        BenchConfig,
+        "lengths",
+        TEXT,
+        "One workload instead of the cells: a CSV file of input_length,output_length, one of "
+        "llama3.1-8b, gpt-oss-120b, deepseek-r1, llama2-70b, or uniform:100-1024.",
+    ),
+    of(
+        BenchConfig,
+        "num-prompts",
+        count(1),
+        "Requests of the batch cell (32), or rows drawn from --lengths (all; uniform: 256).",
+    ),
+    of(BenchConfig, "input-len", count(1), "Prompt tokens of the batch cell (128)."),
+    of(
+        BenchConfig,
+        "output-len",
+        count(1),
+        "Output tokens of the batch cell (64), or of every request of --lengths.",
+    ),
+    of(
+        BenchConfig,
+        "rounds",
+        count(1, 100),
+        "Measured runs of a cell (3, with --lengths 1); the median counts.",
+    ),
+    of(
+        BenchConfig,
+        "cell",
+        one_of("batch", "single", "prefill"),
+        "Cell to run; repeat the flag for several.",
+        field="cells",
+        repeated=True,
+    ),
+    of(BenchConfig, "bench-seed", count(0), "Seed of the cells' prompts.", field="seed"),
+    of(BenchConfig, "peers", SWITCH, "Run the same cells in every peer that is installed."),
+    of(
+        BenchConfig,
+        "skip-peer",
+        TEXT,
+        "Peer to leave out; repeat the flag for several.",
+        field="skip_peers",
+        repeated=True,
+    ),
+)
+LADDER = (
+    Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
+    Setting(
+        "gpu-price",
+        "Dollars per hour of the machine: a placeholder, put in what you pay.",
+        number(0, math.inf, "USD"),
+        default=3.0,
+    ),
+    Setting("plot", "Write the bars to this .svg or .html file.", TEXT),
+)
+ENDPOINT_REQUESTS = (
+    of(EndpointConfig, "api", one_of("chat", "completions"), "Route to call."),
+    of(EndpointConfig, "stream", SWITCH, "Ask for streams; off: only whole answers are timed."),
+    of(
+        EndpointConfig,
+        "timeout",
+        number(0.001, math.inf, "SECONDS"),
+        "Longest time of one request.",
+        field="timeout_s",
+    ),
+    of(EndpointConfig, "insecure", SWITCH, "Do not check the server's certificate."),
+    of(EndpointConfig, "extra-body", TEXT, "JSON object whose fields join every request."),
+)
+ENDPOINT_LOAD = (
+    of(
+        EndpointConfig,
+        "concurrency",
+        numbers(read_int, 1, "N[,N...]"),
+        "Requests under way at once (16 without --rate); several: a sweep.",
+    ),
+    of(
+        EndpointConfig,
+        "rate",
+        numbers(read_float, 1e-6, "X[,X...]"),
+        "Requests (with --turns conversations) per second, whatever the server does; several: a "
+        "sweep.",
+    ),
+    of(
+        EndpointConfig,
+        "arrival",
+        one_of("poisson", "constant", "burst"),
+        "How they arrive; burst without --rate: all at once.",
+    ),
+    of(EndpointConfig, "burst-size", count(1), "Requests of one burst."),
+    of(
+        EndpointConfig,
+        "ramp",
+        SECONDS,
+        "Time in which the load grows from nothing to its full size.",
+        field="ramp_s",
+    ),
+    of(
+        EndpointConfig,
+        "num-requests",
+        count(1),
+        "Requests of a point (100 without --duration; with --prompts and --trace all).",
+    ),
+    of(
+        EndpointConfig,
+        "duration",
+        number(0.001, math.inf, "SECONDS"),
+        "Nothing is sent later; what is under way may end.",
+        field="duration_s",
+    ),
+    of(EndpointConfig, "warmup-requests", count(0), "Requests before, in no figure."),
+    of(
+        EndpointConfig,
+        "saturate",
+        SWITCH,
+        "Search for the highest load (concurrency; with --arrival a rate) that keeps --goodput, or "
+        "for the knee of throughput.",
+    ),
+    of(
+        EndpointConfig,
+        "slo-percentile",
+        number(1, 100, "PERCENT"),
+        "Requests that must keep --goodput in that search.",
+    ),
+)
+ENDPOINT_DATA = (
+    of(EndpointConfig, "prompts", TEXT, 'JSONL file of {"prompt": ...} or {"messages": ...}.'),
+    of(EndpointConfig, "trace", TEXT, "Mooncake trace: its times, lengths and shared prefixes."),
+    of(EndpointConfig, "trace-speed", number(1e-6, math.inf), "Above 1 replays it faster."),
+    of(EndpointConfig, "turns", count(1), "Turns of a conversation; 1: single requests."),
+    of(EndpointConfig, "shared-prefix", count(0), "Tokens that prompts have in common."),
+    of(EndpointConfig, "num-prefixes", count(1), "Different shared prefixes."),
+    of(EndpointConfig, "tokenizer", TEXT, "Model whose tokenizer checks the server's counts."),
+)
+ENDPOINT_REPORT = (
+    of(
+        EndpointConfig,
+        "goodput",
+        TEXT,
+        "Limits of a good request in ms, such as ttft:500,tpot:50 (ttft, tpot, e2e).",
+        repeated=True,
+    ),
+    of(EndpointConfig, "gpus", count(1), "GPUs behind the endpoint."),
+    of(
+        EndpointConfig,
+        "price-per-gpu-hour",
+        number(0, math.inf, "USD"),
+        "Dollars per GPU and hour: gives dollars per million tokens.",
+    ),
+    of(EndpointConfig, "processes", count(1, 1024), "Client processes; as the load needs."),
+    of(EndpointConfig, "audit", SWITCH, "Measure what the client itself can do."),
+    of(
+        EndpointConfig,
+        "server-metrics",
+        SWITCH,
+        "Read the server's /metrics beside (tokenmill, vLLM, SGLang).",
+    ),
+    of(EndpointConfig, "metrics-url", TEXT, "Where they are, if not at /metrics of the server."),
+    of(
+        EndpointConfig,
+        "output-dir",
+        TEXT,
+        "New folder for report.html, summary.json, CSV, events and manifest.",
+    ),
+)
+ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
+CAMPAIGN = (
+    Setting("min-concurrency", "Lowest point of the curve.", count(1, 32), default=1),
+    Setting("points", "Points of the curve.", count(7, 32), default=7),
+    Setting("disclosure", "TOML file of what only the submitter knows.", TEXT),
+    Setting("write-disclosure", "Write that file with all values open, and end.", TEXT),
+)
+MLPERF = (
+    Setting(
+        "benchmark",
+        "MLPerf benchmark: limits, lengths and sampling.",
+        one_of(
+            *("deepseek-r1", "gpt-oss-120b", "llama3.1-8b", "llama3.1-405b", "llama2-70b"),
+            but="qwen3-vl, wan-2.2 and dlrm-v3 need engines that are not here yet",
+        ),
+        default="llama3.1-8b",
+    ),
+    Setting(
+        "scenario",
+        "How queries arrive; Interactive is Server under tighter limits.",
+        one_of("Offline", "Server", "Interactive", "SingleStream"),
+        default="Offline",
+    ),
+    Setting(
+        "target-qps",
+        "Queries per second: of the schedule, or expected where there is none.",
+        number(1e-6, math.inf, "QPS"),
+        default=1.0,
+    ),
+    Setting(
+        "test-mode",
+        "What to run; accuracy needs --dataset, submission is both.",
+        one_of("performance", "accuracy", "submission"),
+        default="performance",
+    ),
+    Setting("dataset", "Samples of the benchmark, .json or .jsonl; else synthetic ones.", TEXT),
+    Setting("quick", "Few queries and little time: not a valid submission.", SWITCH, default=False),
+    Setting("quick-samples", "Samples of a quick run.", count(1), default=64),
+    Setting(
+        "length-scale",
+        "Scale of the lengths of synthetic samples in a quick run.",
+        number(0.0001, 1),
+        default=1.0,
+    ),
+    Setting(
+        "find-peak",
+        "Search for the highest valid rate, from --target-qps on.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "max-in-flight",
+        "Most requests open at --url at once; more wait here, which counts.",
+        count(1),
+        default=1024,
+    ),
+    Setting("submission-dir", "Write the submission's folders here.", TEXT),
+    Setting("division", "Division of the submission.", one_of("closed", "open"), default="open"),
+    Setting("submitter", "Submitter of the submission.", TEXT, default="tokenmill"),
+    Setting("system-name", "Name of the system in the submission.", TEXT, default="system"),
+)
+COMPARE = (
+    Setting(
+        "noise",
+        "Where there is no interval: the difference that is still noise.",
+        number(0, 1),
+        default=0.05,
+    ),
+    Setting("html", "Write the comparison to this .html file, too.", TEXT),
+)
+PUBLISHED = (
+    Setting("round", "Only this round, such as v6.0.", TEXT),
+    Setting("accelerator", "Only accelerators whose name has this, such as H200.", TEXT),
+    Setting("limit", "Rows to print; the JSON line has all.", count(1), default=20),
+    Setting("result", "Result file or folder of yours to place among them.", TEXT),
+    Setting(
+        "tok-s",
+        "Result of yours in the benchmark's unit, with --gpus.",
+        number(0, math.inf, "X"),
+    ),
+)
+REPLAY = (
+    Setting("trace-block-tokens", "Tokens of a trace's hash id.", count(1), default=512),
+    Setting("num-blocks", "Blocks in a worker's KV cache.", count(1), default=16384),
+    Setting(
+        "prefill-ms",
+        "Time of a step in its prompt tokens that are not cached; as Dynamo's simulated engine.",
+        POLYNOMIAL,
+    ),
+    Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
+)
+COMMANDS = (
+    Setting("system", "System prompt of the conversation.", TEXT),
+    Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
+    Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
+    Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),
+    Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
+    Setting("num-running", "Requests that decode at once.", count(1), default=512),
+    Setting("num-steps", "Steps to measure.", count(1), default=200),
+    Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
+    Setting("num-streams", "Streams at once.", count(1), default=128),
+    Setting("stream-tokens", "Tokens of each stream.", count(1), default=512),
+    Setting("router-workers", "Workers that the router knows.", count(1), default=64),
+    Setting("index-blocks", "Distinct cached blocks.", count(1), default=1_400_000),
+    Setting("query-blocks", "Blocks of a prompt.", count(1), default=200),
+    Setting("num-decisions", "Decisions to measure.", count(1), default=5000),
+    Setting("step-ms", "Time of a step of the simulated engine.", number(0, 1000), default=4.0),
+)

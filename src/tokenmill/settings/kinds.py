@@ -1,0 +1,168 @@
+"""What a setting is, and how its value is read from a flag, a variable or a file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from tokenmill.core.types import TokenmillError
+
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+class SettingsError(TokenmillError):
+    """A flag, variable or file sets something that does not exist or cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a value is read: `read` raises ValueError, and `expected` says what would be right."""
+
+    read: Callable[[Any], Any]
+    expected: str
+    metavar: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing that can be set; `owner.field` is the config field that it fills, if any."""
+
+    key: str
+    help: str
+    kind: Kind
+    owner: type | None = None
+    field: str = ""
+    default: Any = None
+    repeated: bool = False  # the flag may be given several times; its value is a tuple
+
+    @property
+    def parameter(self) -> str:
+        return self.key.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return "TOKENMILL_" + self.parameter.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is SWITCH
+
+    @property
+    def shown_default(self) -> Any:
+        """The default in the words of a flag; None when there is none to show."""
+        if self.owner is None:
+            return self.default
+        spec = next(f for f in fields(self.owner) if f.name == self.field)
+        return None if spec.default is MISSING else spec.default
+
+
+def _read_text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _read_switch(value: Any) -> bool:
+    return value if isinstance(value, bool) else _BOOLEANS[value.lower()]
+
+
+def read_int(value: Any) -> int:
+    if isinstance(value, bool | float):
+        raise ValueError(value)
+    return int(value)
+
+
+def read_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError(value)
+    return float(value)
+
+
+def _within(read: Callable[[Any], Any], low: float, high: float) -> Callable[[Any], Any]:
+    def bounded(value: Any) -> Any:
+        number = read(value)
+        if not low <= number <= high:
+            raise ValueError(value)
+        return number
+
+    return bounded
+
+
+def parse_size(value: Any) -> int:
+    """Bytes of "2GiB", "512 MB" or 1073741824; K, M, G and T alone are powers of 1024."""
+    if isinstance(value, bool | float):
+        raise ValueError(value)
+    match = _SIZE.fullmatch(str(value))
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
+        raise ValueError(value)
+    return round(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def one_of(*choices: str, but: str = "") -> Kind:
+    """`but` says what else one may look for, and why it is not there."""
+
+    def read(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(value)
+        return str(value)
+
+    expected = "one of " + ", ".join(choices) + (f" ({but})" if but else "")
+    return Kind(read, expected, "NAME", choices)
+
+
+def count(low: int, high: float = math.inf) -> Kind:
+    limit = f"of at least {low}" if high == math.inf else f"from {low} to {int(high)}"
+    return Kind(_within(read_int, low, high), f"a whole number {limit}", "N")
+
+
+def number(low: float, high: float, metavar: str = "X") -> Kind:
+    limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+    return Kind(_within(read_float, low, high), f"a number {limit}", metavar)
+
+
+def numbers(read: Callable[[Any], Any], low: float, metavar: str) -> Kind:
+    """One number or several; a point of a sweep each."""
+    bounded = _within(read, low, math.inf)
+
+    def read_all(value: Any) -> tuple[Any, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        items = parts if isinstance(parts, list | tuple) else [parts]
+        if not items:
+            raise ValueError(value)
+        return tuple(bounded(item) for item in items)
+
+    return Kind(read_all, f"numbers of at least {low:g}, separated by commas", metavar)
+
+
+def _read_polynomial(value: Any) -> tuple[float, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if len(parts) != 3:
+        raise ValueError(value)
+    return tuple(read_float(part) for part in parts)
+
+
+TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
+POLYNOMIAL = Kind(_read_polynomial, "three numbers A,B,C for A x^2 + B x + C", "A,B,C")
+SWITCH = Kind(_read_switch, "true or false", "")
+SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")
+SECONDS = number(0, math.inf, "SECONDS")
+INTEGER = Kind(read_int, "a whole number", "N")
+
+
+def of(owner: type, key: str, kind: Kind, help: str, field: str = "", **more: Any) -> Setting:
+    return Setting(key, help, kind, owner, field or key.replace("-", "_"), **more)
