@@ -214,7 +214,7 @@ def test_constant_hash_gives_no_wrong_blocks(monkeypatch: pytest.MonkeyPatch) ->
     def constant(tokens: list[int], size: int, *_: Any) -> list[int]:
         return [7] * (len(tokens) // size)
 
-    monkeypatch.setattr("tokenmill.sched.scheduler.block_hashes", constant)
+    monkeypatch.setattr("tokenmill.sched.prefix.block_hashes", constant)
     scheduler = make(num_blocks=12)
     runner = FakeRunner(12, 4)
     for i in range(30):
@@ -234,7 +234,7 @@ def test_hashes_are_those_of_the_public_function(monkeypatch: pytest.MonkeyPatch
         calls.append(len(tokens))
         return block_hashes(tokens, *args)
 
-    monkeypatch.setattr("tokenmill.sched.scheduler.block_hashes", counted)
+    monkeypatch.setattr("tokenmill.sched.prefix.block_hashes", counted)
     scheduler = make(max_num_batched_tokens=8)
     scheduler.add(request("a", list(range(21)), cache_salt="t"))
     for _ in range(20):
@@ -389,7 +389,7 @@ def test_finished_entries_do_not_pile_up() -> None:
     for i in range(1000):
         scheduler.add(request(f"r{i}", 4, priority=5, deadline_ns=10**9))
         scheduler.abort(f"r{i}")
-    assert len(scheduler._waiting) < 100 and len(scheduler._deadlines) < 100
+    assert len(scheduler._waiting._heap) < 100 and len(scheduler._deadlines) < 100
     assert len(scheduler.take_finished()) == 1000
 
 
@@ -510,7 +510,7 @@ def test_prompt_logprobs_survive_chunks_and_preemption_once() -> None:
     scheduler._running.pop()
     scheduler._release(seq)
     seq.num_computed_tokens = 0
-    scheduler._enqueue(seq)
+    scheduler._waiting.push(seq)
     run(4)
     mine = [o for o in outputs if o.request_id == "a"]
     assert [o.prompt_logprobs is not None for o in mine] == [True, False, False]

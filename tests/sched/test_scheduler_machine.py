@@ -123,7 +123,7 @@ class Session:
         assert self.scheduler._num_slots <= 2 * self.config.max_num_seqs
 
     def note_events(self) -> None:
-        waiting = [seq for _, seq in self.scheduler._waiting if not seq.finished]
+        waiting = self.scheduler._waiting.sequences()
         self.met["preempted in flight"] += sum(s.token_ids[-1] == PENDING for s in waiting)
         size = self.pool.block_size
         for seq, first in self.batch.grown:
@@ -200,7 +200,7 @@ class Session:
         self.collect(outputs)
 
     def waiting(self) -> dict[str, Sequence]:
-        return {seq.request_id: seq for _, seq in self.scheduler._waiting if not seq.finished}
+        return {seq.request_id: seq for seq in self.scheduler._waiting.sequences()}
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -315,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, config: SchedulerConfig, pool: BlockPool, tokens: int, modulus: int) -> None:
         self.session = Session(config, pool, 1 if self.overlap else tokens, self.overlap)
         self.patches = [
-            mock.patch(f"tokenmill.sched.scheduler.{name}", _modulo(getattr(blocks, name), modulus))
+            mock.patch(f"tokenmill.sched.prefix.{name}", _modulo(getattr(blocks, name), modulus))
             for name in ("block_hashes", "next_block_hashes")
         ]
         for patch in self.patches:

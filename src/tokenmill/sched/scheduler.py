@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from dataclasses import replace
 from operator import attrgetter
 
 from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
@@ -15,9 +16,11 @@ from tokenmill.core.types import (
     RequestOutput,
     StepResult,
 )
-from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
+from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.leases import Leases
-from tokenmill.sched.sequence import PENDING, Batch, Item, Key, Sequence
+from tokenmill.sched.prefix import cache_blocks, match_prefix
+from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence
+from tokenmill.sched.waiting import WaitingQueue
 
 __all__ = ["Batch", "Scheduler", "Sequence"]
 
@@ -60,8 +63,7 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # sorted by key; the last one is preempted first
         self._num_finished_running = 0  # of _running; dropped in one pass at the next schedule()
-        self._waiting: list[tuple[Key, Sequence]] = []  # a heap; finished ones are skipped
-        self._num_waiting = 0
+        self._waiting = WaitingQueue()
         self._deadlines: list[tuple[int, int, Sequence]] = []  # a heap; finished ones are skipped
         self._order = 0
         self._now_ns = 0
@@ -106,7 +108,7 @@ class Scheduler:
         self._live[seq.request_id] = seq
         if request.hold_kv_s is not None:
             self.leases.open(request.request_id, request.hold_kv_s)
-        self._enqueue(seq)
+        self._waiting.push(seq)
         if request.deadline_ns is not None:
             heapq.heappush(self._deadlines, (request.deadline_ns, self._order, seq))
         self._compact()
@@ -134,23 +136,15 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Counters since start, and gauges now."""
-        c = self._counters
-        return EngineStats(
-            num_waiting=self._num_waiting,
-            num_running=len(self._live) - self._num_waiting - len(self._receiving),
-            num_kv_blocks=c.num_kv_blocks,
+        return replace(
+            self._counters,
+            num_waiting=len(self._waiting),
+            num_running=len(self._live) - len(self._waiting) - len(self._receiving),
             num_kv_blocks_used=self.pool.num_used,
-            prefix_query_tokens=c.prefix_query_tokens,
-            prefix_hit_tokens=c.prefix_hit_tokens,
-            num_preemptions=c.num_preemptions,
-            num_prompt_tokens=c.num_prompt_tokens,
-            num_output_tokens=c.num_output_tokens,
-            num_steps=c.num_steps,
-            num_finished=dict(c.num_finished),
+            num_finished=dict(self._counters.num_finished),
             num_receiving=len(self._receiving),
             num_leases=len(self.leases),
             num_leases_expired=self.leases.num_expired,
-            num_kv_blocks_received=c.num_kv_blocks_received,
         )
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
@@ -176,8 +170,8 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens; the KV cache holds {capacity} "
                 "and must have room for one more",
             )
-        if self._num_waiting >= max_waiting and not request.output_token_ids:
-            return "queue_full", f"{self._num_waiting} requests are waiting, the queue is full"
+        if len(self._waiting) >= max_waiting and not request.output_token_ids:
+            return "queue_full", f"{len(self._waiting)} requests are waiting, the queue is full"
         return None
 
     def _sequence(self, request: Request) -> Sequence:
@@ -195,16 +189,10 @@ class Scheduler:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         return Sequence(request, (priority, request.arrival_ns, self._order), max_len, stop_ids)
 
-    def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (seq.key, seq))
-        self._num_waiting += 1
-
     def _compact(self) -> None:
         """Drop finished entries once they outnumber the live requests."""
         limit = 2 * len(self._live) + 64
-        if len(self._waiting) > limit:
-            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
-            heapq.heapify(self._waiting)
+        self._waiting.compact(limit)
         if len(self._deadlines) > limit:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
             heapq.heapify(self._deadlines)
@@ -282,7 +270,7 @@ class Scheduler:
             if budget == 0:
                 break
         if filled and self.pool.prefix_cache:
-            self._insert(filled)
+            cache_blocks(self.pool, filled)
         return budget
 
     def _grow(self, seq: Sequence, end: int) -> bool:
@@ -304,15 +292,15 @@ class Scheduler:
             self._dropped += seq.block_ids
         self._release(seq)
         seq.num_computed_tokens = 0
-        self._enqueue(seq)
+        self._waiting.push(seq)
         self._counters.num_preemptions += 1
 
     def _admit_alone(self, chunks: list[Item]) -> bool:
         """Without chunking, give a step to a prompt that does not fit beside the running ones."""
-        seq = None if self.config.chunked_prefill else self._next_waiting()
+        seq = None if self.config.chunked_prefill else self._waiting.first()
         if seq is None or seq.remote or self._is_full():
             return False
-        num_new = seq.num_tokens - len(self._match(seq)) * self.pool.block_size
+        num_new = seq.num_tokens - len(match_prefix(self.pool, seq)) * self.pool.block_size
         if num_new <= self._budget - len(self._running):
             return False
         return self._start(seq, num_new, chunks, chunks) > 0
@@ -320,7 +308,7 @@ class Scheduler:
     def _admit(self, budget: int, singles: list[Item], chunks: list[Item]) -> None:
         """Start waiting sequences in order until one has to wait."""
         while budget > 0 and not self._is_full():
-            seq = self._next_waiting()
+            seq = self._waiting.first()
             if seq is None:
                 return
             if seq.remote:
@@ -335,11 +323,6 @@ class Scheduler:
     def _is_full(self) -> bool:
         return len(self._running) + len(self._receiving) >= self.config.max_num_seqs
 
-    def _next_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].finished:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
-
     def _start(self, seq: Sequence, budget: int, singles: list[Item], chunks: list[Item]) -> int:
         """Run the first of the waiting on top of its cached prefix; 0 new tokens: it has to wait.
 
@@ -347,7 +330,7 @@ class Scheduler:
         that an admission never leads to a preemption by itself.
         """
         pool, size = self.pool, self.pool.block_size
-        matched = self._match(seq)
+        matched = match_prefix(self.pool, seq)
         num_matched = len(matched)
         num_new = min(seq.num_tokens - num_matched * size, budget)
         end = num_matched * size + num_new
@@ -360,7 +343,7 @@ class Scheduler:
         self._take_slot(seq)
         self._reserved += total - len(seq.block_ids)
         if pool.prefix_cache:
-            self._insert([(seq, end)])
+            cache_blocks(self.pool, [(seq, end)])
         insort(self._running, seq, key=_by_key)
         (singles if num_new == 1 else chunks).append((seq, num_new))
         return num_new
@@ -374,8 +357,7 @@ class Scheduler:
 
     def _occupy(self, seq: Sequence, matched: list[int], total: int) -> None:
         """Give the first of the waiting its blocks: the matched ones and others up to `total`."""
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+        self._waiting.pop()
         pool = self.pool
         pool.acquire(matched)
         seq.block_ids = matched + pool.allocate(total - len(matched))
@@ -393,50 +375,6 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         self._grown.append((seq, 0))
 
-    def _match(self, seq: Sequence) -> list[int]:
-        """The cached blocks a waiting sequence can start from.
-
-        One token is left to compute, unless another engine does it.
-        """
-        if not self.pool.prefix_cache:
-            return []
-        chain, size = seq.chain, self.pool.block_size
-        num_hashed = len(chain) - 1
-        if seq.num_tokens // size > num_hashed:
-            unhashed = seq.token_ids[num_hashed * size :]
-            chain += block_hashes(unhashed, size, (chain[-1], num_hashed))
-        if seq.prompt_logprobs is not None:  # each prompt position has to be computed
-            return []
-        limit = (seq.num_tokens - (not seq.remote)) // size
-        return self.pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
-
-    def _insert(self, filled: list[Item]) -> None:
-        """Cache the blocks that each (sequence, end) completes in this step."""
-        pool, size = self.pool, self.pool.block_size
-        self._hash([(seq, end) for seq, end in filled if len(seq.chain) <= end // size])
-        for seq, end in filled:
-            parent = seq.parent
-            for index in range(seq.num_inserted_blocks, end // size):
-                tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
-                above, own = seq.chain[index : index + 2]
-                parent = pool.insert(seq.block_ids[index], own, parent, tokens, above)
-            seq.parent = parent
-            seq.num_inserted_blocks = end // size
-
-    def _hash(self, unhashed: list[Item]) -> None:
-        """Extend the hash chain of each (sequence, end) to `end`, one block of all at a time."""
-        size = self.pool.block_size
-        while unhashed:
-            starts = [(seq.chain[-1], len(seq.chain) - 1) for seq, _ in unhashed]
-            blocks = [
-                seq.token_ids[index * size : (index + 1) * size]
-                for (seq, _), (_, index) in zip(unhashed, starts, strict=True)
-            ]
-            hashes = next_block_hashes(blocks, size, starts)
-            for (seq, _), block_hash in zip(unhashed, hashes, strict=True):
-                seq.chain.append(block_hash)
-            unhashed = [(seq, end) for seq, end in unhashed if len(seq.chain) <= end // size]
-
     # KV comes from another engine.
 
     def _receive(self, seq: Sequence) -> bool:
@@ -444,7 +382,7 @@ class Scheduler:
 
         It gets room for the first token, too, so that it can run as soon as its KV is here.
         """
-        matched, total = self._match(seq), seq.num_tokens // self.pool.block_size + 1
+        matched, total = match_prefix(self.pool, seq), seq.num_tokens // self.pool.block_size + 1
         if not self._fits(matched, total):
             return False
         self._occupy(seq, matched, total)
@@ -467,7 +405,7 @@ class Scheduler:
         seq.remote = False
         seq.num_computed_tokens = seq.num_tokens
         if self.pool.prefix_cache:
-            self._insert([(seq, seq.num_tokens)])
+            cache_blocks(self.pool, [(seq, seq.num_tokens)])
         self._counters.num_kv_blocks_received += -(-seq.num_tokens // self.pool.block_size) - first
         seq.token_ids.append(token_id)
         self._take_slot(seq)
@@ -571,7 +509,7 @@ class Scheduler:
         """Cache the blocks whose last token has become known; the next batch computes it."""
         late, self._late = self._late, []
         if self.pool.prefix_cache:
-            self._insert([(seq, end) for seq, end in late if not seq.finished])
+            cache_blocks(self.pool, [(seq, end) for seq, end in late if not seq.finished])
 
     def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
         """The step did not fit into memory: run its requests again, in steps half as large for now.
@@ -699,7 +637,7 @@ class Scheduler:
         if seq.block_ids:
             self._num_finished_running += 1
         else:
-            self._num_waiting -= 1
+            self._waiting.forget()
         if seq.block_ids and self._num_in_flight:
             self._deferred.append((self._counters.num_steps, seq))
         else:
@@ -734,10 +672,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError where queues, sequences and the block pool disagree."""
         running = [seq for seq in self._running if not seq.finished]
-        waiting = [seq for _, seq in self._waiting if not seq.finished]
+        waiting = self._waiting.sequences()
         assert sorted(running, key=_by_key) == running, "running sequences are out of order"
         assert len(self._running) - len(running) == self._num_finished_running
-        assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, not {self._num_waiting}"
+        num_waiting = len(self._waiting)
+        assert len(waiting) == num_waiting, f"{len(waiting)} wait, not {num_waiting}"
         receiving = list(self._receiving.values())
         assert {seq.request_id for seq in running + waiting + receiving} == set(self._live)
         assert len(running + waiting + receiving) == len(self._live), "a sequence is queued twice"

@@ -1,0 +1,52 @@
+"""The prefix cache and a sequence: which cached blocks it starts from, which it adds."""
+
+from __future__ import annotations
+
+from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
+from tokenmill.sched.sequence import Item, Sequence
+
+
+def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
+    """The cached blocks a waiting sequence can start from.
+
+    One token is left to compute, unless another engine does it.
+    """
+    if not pool.prefix_cache:
+        return []
+    chain, size = seq.chain, pool.block_size
+    num_hashed = len(chain) - 1
+    if seq.num_tokens // size > num_hashed:
+        unhashed = seq.token_ids[num_hashed * size :]
+        chain += block_hashes(unhashed, size, (chain[-1], num_hashed))
+    if seq.prompt_logprobs is not None:  # each prompt position has to be computed
+        return []
+    limit = (seq.num_tokens - (not seq.remote)) // size
+    return pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
+
+
+def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
+    """Cache the blocks that each (sequence, end) completes in this step."""
+    size = pool.block_size
+    _hash([(seq, end) for seq, end in filled if len(seq.chain) <= end // size], size)
+    for seq, end in filled:
+        parent = seq.parent
+        for index in range(seq.num_inserted_blocks, end // size):
+            tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
+            above, own = seq.chain[index : index + 2]
+            parent = pool.insert(seq.block_ids[index], own, parent, tokens, above)
+        seq.parent = parent
+        seq.num_inserted_blocks = end // size
+
+
+def _hash(unhashed: list[Item], size: int) -> None:
+    """Extend the hash chain of each (sequence, end) to `end`, one block of all at a time."""
+    while unhashed:
+        starts = [(seq.chain[-1], len(seq.chain) - 1) for seq, _ in unhashed]
+        blocks = [
+            seq.token_ids[index * size : (index + 1) * size]
+            for (seq, _), (_, index) in zip(unhashed, starts, strict=True)
+        ]
+        hashes = next_block_hashes(blocks, size, starts)
+        for (seq, _), block_hash in zip(unhashed, hashes, strict=True):
+            seq.chain.append(block_hash)
+        unhashed = [(seq, end) for seq, end in unhashed if len(seq.chain) <= end // size]

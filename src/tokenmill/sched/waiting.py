@@ -1,0 +1,47 @@
+"""Sequences that wait to run, the best first."""
+
+from __future__ import annotations
+
+import heapq
+
+from tokenmill.sched.sequence import Key, Sequence
+
+
+class WaitingQueue:
+    """A heap by key; those that end while they wait stay in it until they come to its head."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, Sequence]] = []
+        self._num_live = 0
+
+    def __len__(self) -> int:
+        """How many wait; ended ones do not."""
+        return self._num_live
+
+    def push(self, seq: Sequence) -> None:
+        heapq.heappush(self._heap, (seq.key, seq))
+        self._num_live += 1
+
+    def first(self) -> Sequence | None:
+        """The next one to run; it stays until pop()."""
+        while self._heap and self._heap[0][1].finished:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> None:
+        """first() runs."""
+        heapq.heappop(self._heap)
+        self._num_live -= 1
+
+    def forget(self) -> None:
+        """One that waits has ended."""
+        self._num_live -= 1
+
+    def compact(self, limit: int) -> None:
+        """Drop ended ones where there are more entries than `limit`."""
+        if len(self._heap) > limit:
+            self._heap = [entry for entry in self._heap if not entry[1].finished]
+            heapq.heapify(self._heap)
+
+    def sequences(self) -> list[Sequence]:
+        return [seq for _, seq in self._heap if not seq.finished]
