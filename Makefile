@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 
 help:
 	@echo "make setup   a virtual environment in $(VENV) with tokenmill in it"
-	@echo "make demo    16 chat requests at once against a real model, then a quick MLPerf round"
+	@echo "make demo    chats with a real model on a prefill and a decode worker, then a quick MLPerf round"
 	@echo "make serve   the OpenAI-compatible server on http://127.0.0.1:8000/v1; ARGS=\"--port 8080\""
 	@echo "make test    lint, types and tests"
 	@echo "make lint    lint and types only"

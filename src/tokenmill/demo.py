@@ -1,7 +1,7 @@
-"""A server, 16 chat requests at once through the openai client, what they cost, and MLPerf.
+"""A prefill and a decode worker, 17 chat requests by the openai client, what they cost, and MLPerf.
 
-`python -m tokenmill.demo` exits 0 only if every request ended properly, the server stopped well and
-every MLPerf scenario came to a result.
+`python -m tokenmill.demo` exits 0 only if every request ended properly, KV moved between the
+workers, the server stopped well and every MLPerf scenario came to a result.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ STOP_TIMEOUT_S = 60
 RESULTS = Path("results") / "demo"
 MLPERF = ("--benchmark", "llama2-70b", "--quick", "--length-scale", "0.03", "--target-qps", "4")
 WHICH = ("p50", "p90", "limit")
+ROLES = ("--prefill", "1", "--decode", "1", "--router", "kv")
 SCENARIOS = ("Offline", "Server", "Interactive")
 SYSTEM = (
     "You are the guide of a small museum of science and nature. Visitors of every age ask you "
@@ -62,6 +63,7 @@ QUESTIONS = (
     "What do plants need to grow?",
     "Why do we see lightning before we hear thunder?",
 )
+LAST_QUESTION = "These were today's questions and answers. Which question was about the sea?"
 
 console = Console(highlight=False)
 
@@ -87,21 +89,26 @@ def main() -> int:
     """Run the demo; the exit status."""
     fetch(MODEL)
     port = _free_port()
-    console.print(f"Starting the server on port {port}")
+    console.print(f"Starting the server on port {port}: {' '.join(ROLES)}")
     with _server(port) as process:
         _wait_until_healthy(process, port)
         begin = time.perf_counter()
         results = asyncio.run(_ask_all(f"http://127.0.0.1:{port}/v1"))
         seconds = time.perf_counter() - begin
         hit_rate = _metric(port, "tokenmill_prefix_cache_hit_rate")
+        before = _floor(port)
+        results.append(asyncio.run(_ask_about(f"http://127.0.0.1:{port}/v1", results)))
+        after = _floor(port)
         status = _stop(process)
-    _print_report(results, seconds, hit_rate)
+    _print_report(results[:-1], seconds, hit_rate)
+    _print_handover(results[-1], before, after)
     num_good = sum(result.ended_properly for result in results)
     console.print(
         f"{num_good} of {len(results)} requests ended properly; server exit code {status}"
     )
     rounds = _mlperf_rounds()
-    well = num_good == len(results) and status == 0 and len(rounds) == len(SCENARIOS)
+    moved = after["transfers"] > before["transfers"]
+    well = num_good == len(results) and moved and status == 0 and len(rounds) == len(SCENARIOS)
     return 0 if well else 1
 
 
@@ -153,7 +160,7 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def _server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-P", "-m", "tokenmill", "serve", MODEL, "--host", "127.0.0.1"]
-    process = subprocess.Popen([*command, "--port", str(port)])
+    process = subprocess.Popen([*command, "--port", str(port), *ROLES])
     try:
         yield process
     finally:
@@ -188,7 +195,17 @@ async def _ask_all(base_url: str) -> list[Result]:
         return await asyncio.gather(*(_ask(client, model, question) for question in QUESTIONS))
 
 
-async def _ask(client: openai.AsyncOpenAI, model: str, question: str) -> Result:
+async def _ask_about(base_url: str, results: list[Result]) -> Result:
+    """One more question, with all that was said before it: a long prompt."""
+    said = "\n".join(f"{result.question} {result.text.strip()}" for result in results)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        return await _ask(client, model, LAST_QUESTION, f"{said}\n\n{LAST_QUESTION}")
+
+
+async def _ask(
+    client: openai.AsyncOpenAI, model: str, question: str, prompt: str | None = None
+) -> Result:
     """Stream one answer and print it when it is complete."""
     result = Result(question, RequestTimes(time.monotonic_ns()))
     try:
@@ -196,7 +213,7 @@ async def _ask(client: openai.AsyncOpenAI, model: str, question: str) -> Result:
             model=model,
             messages=[
                 {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": question},
+                {"role": "user", "content": prompt or question},
             ],
             max_tokens=MAX_TOKENS,
             temperature=0,
@@ -232,6 +249,36 @@ def _metric(port: int, name: str) -> float:
             if line.startswith(name):
                 return float(line.rsplit(" ", 1)[1])
     raise TokenmillError(f"/metrics has no {name}")
+
+
+def _floor(port: int) -> dict[str, Any]:
+    """The floor as GET /floor has it, with figures of now."""
+    _metric(port, "tokenmill_engine_steps")  # asks the workers
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/floor", timeout=30) as response:
+        view: dict[str, Any] = json.loads(response.read())
+    return view
+
+
+def _print_handover(result: Result, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Who computed the long prompt and who went on with it."""
+    prefill, decode = (
+        next(w["name"] for w in after["workers"] if w["role"] == role)
+        for role in ("prefill", "decode")
+    )
+    moved = after["transferred_bytes"] - before["transferred_bytes"]
+    times = result.times
+    if after["transfers"] == before["transfers"]:
+        console.print(f"The prompt of {result.num_prompt_tokens} tokens was not handed over")
+        return
+    console.print(
+        f"The prompt of {result.num_prompt_tokens} tokens was computed by {prefill} and decoded by "
+        f"{decode}: {moved / 1e6:.1f} MB of KV moved; TTFT {times.ttft_ms or 0:.0f} ms, TPOT "
+        f"{times.tpot_ms or 0:.1f} ms"
+    )
+    console.print(
+        f"In all {after['transfers']} prompts went from {prefill} to {decode}, "
+        f"{after['transferred_bytes'] / 1e6:.1f} MB of KV"
+    )
 
 
 def _print_report(results: list[Result], seconds: float, hit_rate: float) -> None:

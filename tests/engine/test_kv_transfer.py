@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,10 +18,11 @@ from driver import Answer, complete
 from engine.disaggregated import Floor, build, greedy, kv_of
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save
-from tokenmill.core.kv import PREFILLED, KVNotice
+from tokenmill.core.kv import PREFILLED, KVNotice, common_way
 from tokenmill.core.types import FinishReason, Request, SamplingParams, StructuredOutput
 from tokenmill.engine.kv_transfer import TransferError
 
+NEEDS_NIXL = pytest.mark.skipif(sys.platform != "linux", reason="nixl is made for Linux alone")
 WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
 
 
@@ -64,7 +66,9 @@ def single(folder: Path) -> dict[str, list[object]]:
         ("fp32", {"budget": 48, "overlap": True}, {"num_blocks": 18}),
         ("fp32", {"chunked": False, "num_blocks": 20}, {"prefix_cache": False}),
         ("int8", {"budget": 40, "prefix_cache": False}, {"num_blocks": 16, "overlap": True}),
-        ("fp32", {"budget": 48, "connector": "nixl"}, {"connector": "nixl"}),
+        pytest.param(
+            "fp32", {"budget": 48, "connector": "nixl"}, {"connector": "nixl"}, marks=NEEDS_NIXL
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else value,
 )
@@ -75,8 +79,6 @@ def test_same_answer_as_a_single_engine(
     prefill: dict[str, Any],
     decode: dict[str, Any],
 ) -> None:
-    if prefill.get("connector") == "nixl":
-        pytest.importorskip("nixl")
     floor = Floor(build(folder, dtype, **prefill), build(folder, dtype, **decode))
     assert told(floor.complete(prompts(), greedy(logprobs=2))) == single[dtype]
     if prefill.get("budget", 512) < 130:
@@ -172,7 +174,7 @@ def test_abort_while_blocks_arrive(floor: Floor) -> None:
     for notice in submit_both(floor, "a"):
         kv_of(floor.decode).notice(notice)
     slow: Future[None] = Future()
-    connector = kv_of(floor.decode)._connector
+    (connector,) = kv_of(floor.decode)._connectors.values()
     with mock.patch.object(connector, "read", return_value=slow):
         floor.decode.step()
     floor.decode.abort("a")
@@ -207,7 +209,7 @@ def test_a_failed_read_ends_its_request_alone(floor: Floor) -> None:
         kv_of(floor.decode).notice(notice)
     broken: Future[None] = Future()
     broken.set_exception(TransferError("the wire is cut"))
-    connector = kv_of(floor.decode)._connector
+    (connector,) = kv_of(floor.decode)._connectors.values()
     read = connector.read(floor.engine_id, [])
     with mock.patch.object(connector, "read", side_effect=[broken, read]):
         assert ends(floor) == [("bad", FinishReason.ERROR, "kv_transfer")]
@@ -222,12 +224,14 @@ def test_a_failed_read_ends_its_request_alone(floor: Floor) -> None:
     ("options", "reason"),
     [
         ({"block_size": 32}, "block size: the prefill engine has 32, the decode engine 16"),
-        ({"connector": "nixl"}, "the prefill engine moves KV by nixl, the decode engine by shm"),
+        pytest.param(
+            {"connector": "nixl"},
+            "the prefill engine moves KV by nixl, the decode engine by shm",
+            marks=NEEDS_NIXL,
+        ),
     ],
 )
 def test_engines_that_do_not_match(folder: Path, options: dict[str, Any], reason: str) -> None:
-    if "connector" in options:
-        pytest.importorskip("nixl")
     source, target = build(folder, **options), build(folder)
     assert kv_of(target).connect(kv_of(source).address) == reason
     other = replace(kv_of(target).address.geometry, dtype="bf16")
@@ -236,6 +240,24 @@ def test_engines_that_do_not_match(folder: Path, options: dict[str, Any], reason
         kv_of(target).connect(peer)
         == "KV dtype: the prefill engine has bf16, the decode engine fp32"
     )
+
+
+@NEEDS_NIXL
+def test_auto_takes_shared_memory_on_one_host_and_nixl_to_another(folder: Path) -> None:
+    source, target = (kv_of(build(folder, connector="auto")) for _ in range(2))
+    near = common_way(source.address, target.address)
+    assert near is not None and near.connector == "shm"
+    elsewhere = replace(source.address, host="another")
+    far = common_way(elsewhere, target.address)
+    assert far is not None and far.connector == "nixl"
+    assert target.connect(elsewhere) is None  # the read of a block is then NIXL's
+    assert target._peers[elsewhere.engine_id].name == "nixl"
+    shm = replace(elsewhere, ways=elsewhere.ways[:1])
+    assert target.connect(shm) == (
+        "the prefill engine moves KV by shm, the decode engine by shm or nixl: shm needs one host"
+    )
+    for engine in (source, target):
+        engine.close()
 
 
 def test_an_engine_without_a_connector_says_so(folder: Path) -> None:

@@ -186,7 +186,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def floor(folder: Path) -> Iterator[Floor]:
     async def start() -> Front:
         front = Front()
-        await front.start(folder, "auto")  # NIXL where it is installed
+        await front.start(folder, "nixl" if sys.platform == "linux" else "shm")
         return front
 
     with asyncio.Runner() as runner:

@@ -65,7 +65,7 @@ def _measure(
 ) -> dict[str, Any]:
     with _source(name, spec, block_size, num_blocks) as peer:
         tensors, connector, _ = _cache(name, spec, block_size, num_blocks)
-        connector.connect(peer)
+        connector.connect(peer, peer.ways[0])
         num_bytes = sum(peer.geometry.block_bytes) * num_blocks
         buffer = torch.ones(2, num_bytes // 4)
         rates: dict[str, list[float]] = {kind: [] for kind in (*ORDERS, "copy")}
@@ -96,9 +96,9 @@ def _cache(
     assert link is not None
     cache = allocate_kv_cache(spec, num_blocks, block_size, pages=link.pages)
     tensors = [tensor for layer in cache for tensor in layer]
-    connector = link.connect(tensors)
+    (connector,) = link.connect(tensors)
     shape: KVGeometry = geometry(spec, tensors, "fp32", block_size)
-    return tensors, connector, link.address(connector, shape, num_blocks)
+    return tensors, connector, link.address([connector], shape, num_blocks)
 
 
 @contextmanager

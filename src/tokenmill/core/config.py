@@ -34,7 +34,7 @@ class CacheConfig:
     memory_share: float | None = None  # None: 0.5 on CPU, 0.95 on a GPU
     num_blocks: int | None = None  # exact size, for tests and simulations
     prefix_cache: bool = True
-    connector: Literal["none", "auto", "nixl", "shm"] = "none"  # how KV moves between engines
+    connector: Literal["none", "auto", "nixl", "shm"] = "none"  # auto: shm on one host, else nixl
 
 
 @dataclass(frozen=True, slots=True)

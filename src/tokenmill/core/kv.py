@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LEASE_S = 30.0  # how long computed blocks are held for another engine, unless told otherwise
+SHM = "shm"  # the connector of one host
 PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
 
 
@@ -36,15 +37,23 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
+class KVWay:
+    """One way to an engine's KV blocks."""
+
+    connector: str
+    regions: tuple[int, ...]  # where keys and values of each layer begin
+    endpoint: bytes  # the connector's own
+
+
+@dataclass(frozen=True, slots=True)
 class KVAddress:
     """How another engine reaches this engine's KV blocks."""
 
     engine_id: str
-    connector: str
+    host: str  # equal where one process can map the other's memory
     geometry: KVGeometry
     num_blocks: int
-    regions: tuple[int, ...]  # where keys and values of each layer begin
-    endpoint: bytes  # the connector's own
+    ways: tuple[KVWay, ...]  # the quickest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +79,21 @@ class KVEvents:
         return bool(self.notices or self.received or self.expired)
 
 
+def common_way(source: KVAddress, target: KVAddress) -> KVWay | None:
+    """The quickest way that both have; shared memory serves one host."""
+    ours = {way.connector for way in target.ways}
+    for way in source.ways:
+        if way.connector in ours and (way.connector != SHM or source.host == target.host):
+            return way
+    return None
+
+
 def mismatch(source: KVAddress, target: KVAddress) -> str | None:
     """Why `target` cannot take KV from `source`: one sentence, or None."""
-    if source.connector != target.connector:
-        return (
-            f"the prefill engine moves KV by {source.connector}, "
-            f"the decode engine by {target.connector}"
-        )
+    if common_way(source, target) is None:
+        theirs, ours = (" or ".join(w.connector for w in a.ways) for a in (source, target))
+        reason = f"the prefill engine moves KV by {theirs}, the decode engine by {ours}"
+        return f"{reason}: shm needs one host" if source.host != target.host else reason
     for field, name in _NAMES.items():
         theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
         if theirs != ours:

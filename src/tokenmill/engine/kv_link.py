@@ -1,15 +1,17 @@
-"""How an engine's KV is reached by others: which connector, over which memory."""
+"""How an engine's KV is reached by others: by which connectors, over which memory."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
+from pathlib import Path
 from uuid import uuid4
 
 import torch
 
-from tokenmill.core.kv import KVAddress, KVGeometry
+from tokenmill.core.kv import SHM, KVAddress, KVGeometry, KVWay
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.kv_nixl import NixlConnector
@@ -25,29 +27,36 @@ class KVLink:
     """What is decided before the cache is allocated."""
 
     engine_id: str
-    connector: str
+    connectors: tuple[str, ...]  # the quickest first
     pages: SharedPages | None  # where the cache has to lie
 
     @classmethod
     def plan(cls, connector: str, device: str) -> KVLink | None:
-        """Choose the connector; None: this engine's KV stays here."""
+        """Choose the connectors; None: this engine's KV stays here.
+
+        "auto" has shm for peers on the same host, and nixl, where installed, for all others.
+        """
         if connector == "none":
             return None
         if connector == "auto":
-            connector = "nixl" if find_spec("nixl") else "shm"
-        if connector == "shm" and device != "cpu":
+            names = ((SHM,) if device == "cpu" else ()) + (("nixl",) if find_spec("nixl") else ())
+        else:
+            names = (connector,)
+        if device != "cpu" and "nixl" not in names:
             raise ModelLoadError(
-                "kv_connector shm moves host memory alone: on cuda install nixl and use it"
+                f"kv_connector {connector}: shm moves host memory alone; on cuda install nixl"
             )
         engine_id = uuid4().hex[:12]
-        pages = SharedPages(engine_id) if connector == "shm" else None
-        return cls(engine_id, connector, pages)
+        return cls(engine_id, names, SharedPages(engine_id) if SHM in names else None)
 
-    def connect(self, tensors: list[torch.Tensor]) -> Connector:
-        """The connector over the tensors of a cache."""
+    def connect(self, tensors: list[torch.Tensor]) -> list[Connector]:
+        """The connectors over the tensors of a cache."""
+        connectors: list[Connector] = []
         if self.pages is not None:
-            return SharedMemoryConnector(self.pages, tensors)
-        return NixlConnector(self.engine_id, tensors)
+            connectors.append(SharedMemoryConnector(self.pages, [t.numpy() for t in tensors]))
+        if "nixl" in self.connectors:
+            connectors.append(NixlConnector(self.engine_id, tensors))
+        return connectors
 
     def open(
         self,
@@ -58,20 +67,25 @@ class KVLink:
     ) -> KVTransfer:
         """Make the cache reachable."""
         tensors = [tensor for layer in kv_cache for tensor in layer]
-        connector, pool = self.connect(tensors), scheduler.pool
+        connectors, pool = self.connect(tensors), scheduler.pool
         shape = geometry(spec, tensors, dtype, pool.block_size)
-        return KVTransfer(scheduler, connector, self.address(connector, shape, pool.num_blocks))
+        return KVTransfer(scheduler, connectors, self.address(connectors, shape, pool.num_blocks))
 
-    def address(self, connector: Connector, shape: KVGeometry, num_blocks: int) -> KVAddress:
+    def address(self, connectors: list[Connector], shape: KVGeometry, num_blocks: int) -> KVAddress:
         """What a peer has to know."""
         return KVAddress(
             engine_id=self.engine_id,
-            connector=connector.name,
+            host=host_identity(),
             geometry=shape,
             num_blocks=num_blocks,
-            regions=connector.regions,
-            endpoint=connector.endpoint,
+            ways=tuple(KVWay(c.name, c.regions, c.endpoint) for c in connectors),
         )
+
+
+def host_identity() -> str:
+    """Equal for processes that can map each other's memory: one boot, one PID space, one user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def geometry(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.core.kv import KVAddress
+from tokenmill.core.kv import KVAddress, KVWay
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.kv_transfer import Run, TransferError
 
@@ -23,6 +23,7 @@ Descriptor = tuple[int, int, int]  # address, bytes, device
 class _Peer:
     name: str  # NIXL's own
     address: KVAddress
+    regions: tuple[int, ...]
     memory: str  # DRAM or VRAM
     device: int
     gone: bool = False
@@ -53,14 +54,16 @@ class NixlConnector:
         self._peers: dict[str, _Peer] = {}
         self._thread = ThreadPoolExecutor(1, "kv-nixl")
 
-    def connect(self, peer: KVAddress) -> None:
+    def connect(self, peer: KVAddress, way: KVWay) -> None:
         """Load a peer's metadata; the connection itself is made by the first read."""
-        memory, device, metadata = peer.endpoint.split(b":", 2)
+        memory, device, metadata = way.endpoint.split(b":", 2)
         try:
             name = self._thread.submit(self._agent.add_remote_agent, metadata).result()
         except Exception as error:
             raise TransferError(f"NIXL does not take engine {peer.engine_id}: {error}") from error
-        self._peers[peer.engine_id] = _Peer(_text(name), peer, memory.decode(), int(device))
+        self._peers[peer.engine_id] = _Peer(
+            _text(name), peer, way.regions, memory.decode(), int(device)
+        )
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; reads from it that are under way fail."""
@@ -83,7 +86,7 @@ class NixlConnector:
         agent, sizes = self._agent, peer.address.geometry.block_bytes
         ours: list[Descriptor] = []
         theirs: list[Descriptor] = []
-        for own, other, size in zip(self.regions, peer.address.regions, sizes, strict=True):
+        for own, other, size in zip(self.regions, peer.regions, sizes, strict=True):
             theirs += [(other + i * size, n * size, peer.device) for i, _, n in runs]
             ours += [(own + i * size, n * size, self._device) for _, i, n in runs]
         try:

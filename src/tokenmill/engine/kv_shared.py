@@ -6,12 +6,12 @@ import mmap
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from tokenmill.core.kv import KVAddress
+from tokenmill.core.kv import SHM, KVAddress, KVWay
 from tokenmill.engine.kv_transfer import Run, TransferError
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block]
@@ -43,26 +43,26 @@ class SharedPages:
 class SharedMemoryConnector:
     """Reads the blocks of engines on the same host by one plain copy, in a thread of its own."""
 
-    name = "shm"
+    name = SHM
 
-    def __init__(self, pages: SharedPages, tensors: Iterable[torch.Tensor]) -> None:
-        """The tensors must be all that `pages` holds, in order."""
+    def __init__(self, pages: SharedPages, caches: Iterable[NDArray[Any]]) -> None:
+        """The caches [blocks, ...] must be all that `pages` holds, in order."""
         self._pages = pages
-        self._own = [_blocks(tensor) for tensor in tensors]
+        self._own = [_blocks(cache) for cache in caches]
         granularity, offset, regions = mmap.ALLOCATIONGRANULARITY, 0, []
         for blocks in self._own:
             regions.append(offset)
             offset += blocks.nbytes + -blocks.nbytes % granularity
         if offset != pages.num_bytes:
-            raise ValueError(f"the tensors take {offset} bytes of {pages.num_bytes} shared ones")
+            raise ValueError(f"the caches take {offset} bytes of {pages.num_bytes} shared ones")
         self.regions = tuple(regions)
         self.endpoint = f"{os.getpid()}:{pages.fd}".encode()
         self._peers: dict[str, list[Bytes]] = {}
         self._thread = ThreadPoolExecutor(1, "kv-shm")
 
-    def connect(self, peer: KVAddress) -> None:
+    def connect(self, peer: KVAddress, way: KVWay) -> None:
         """Map a peer's memory."""
-        pid, _, fd = peer.endpoint.decode().partition(":")
+        pid, _, fd = way.endpoint.decode().partition(":")
         path = f"/proc/{pid}/fd/{fd}"
         try:
             if f"tokenmill-{peer.engine_id}" not in os.readlink(path):
@@ -77,7 +77,7 @@ class SharedMemoryConnector:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._peers[peer.engine_id] = [
             np.frombuffer(pages, np.uint8, size * peer.num_blocks, offset).reshape(-1, size)
-            for offset, size in zip(peer.regions, peer.geometry.block_bytes, strict=True)
+            for offset, size in zip(way.regions, peer.geometry.block_bytes, strict=True)
         ]
 
     def disconnect(self, engine_id: str) -> None:
@@ -93,9 +93,9 @@ class SharedMemoryConnector:
         self._pages.close()
 
 
-def _blocks(tensor: torch.Tensor) -> Bytes:
-    """A cache tensor as the bytes of its blocks."""
-    rows: Bytes = tensor.numpy().view(np.uint8).reshape(tensor.shape[0], -1)
+def _blocks(cache: NDArray[Any]) -> Bytes:
+    """A cache as the bytes of its blocks."""
+    rows: Bytes = cache.view(np.uint8).reshape(cache.shape[0], -1)
     return rows
 
 

@@ -9,12 +9,12 @@ can touch the blocks that it fills, and an ended request keeps its blocks until 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokenmill.core.kv import LEASE_S, KVAddress, KVEvents, KVNotice, mismatch
+from tokenmill.core.kv import LEASE_S, KVAddress, KVEvents, KVNotice, KVWay, common_way, mismatch
 from tokenmill.core.types import Request, TokenmillError
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Sequence
@@ -39,7 +39,7 @@ class Connector(Protocol):
     regions: tuple[int, ...]  # where a peer finds keys and values of each layer
     endpoint: bytes
 
-    def connect(self, peer: KVAddress) -> None: ...
+    def connect(self, peer: KVAddress, way: KVWay) -> None: ...
     def disconnect(self, engine_id: str) -> None: ...
     def read(self, engine_id: str, runs: list[Run]) -> Future[None]: ...
     def close(self) -> None: ...
@@ -69,11 +69,13 @@ class _Incoming:
 class KVTransfer:
     """A KVExchange over a scheduler and a connector; the engine's thread calls it."""
 
-    def __init__(self, scheduler: Scheduler, connector: Connector, address: KVAddress) -> None:
+    def __init__(
+        self, scheduler: Scheduler, connectors: Iterable[Connector], address: KVAddress
+    ) -> None:
         self.address = address
         self._scheduler = scheduler
-        self._connector = connector
-        self._peers: set[str] = set()
+        self._connectors = {connector.name: connector for connector in connectors}
+        self._peers: dict[str, Connector] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._ended: list[_Incoming] = []  # their reads are not over
         self._received: list[str] = []
@@ -83,21 +85,22 @@ class KVTransfer:
 
     def connect(self, peer: KVAddress) -> str | None:
         """Be ready to read from a peer; returns why not."""
-        problem = mismatch(peer, self.address)
-        if problem is None:
+        problem, way = mismatch(peer, self.address), common_way(peer, self.address)
+        if problem is None and way is not None:
+            connector = self._connectors[way.connector]
             try:
-                self._connector.connect(peer)
+                connector.connect(peer, way)
             except TransferError as error:
                 problem = str(error)
             else:
-                self._peers.add(peer.engine_id)
+                self._peers[peer.engine_id] = connector
         return problem
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; the next poll() ends the requests that wait for its KV."""
-        if engine_id in self._peers:
-            self._peers.remove(engine_id)
-            self._connector.disconnect(engine_id)
+        connector = self._peers.pop(engine_id, None)
+        if connector is not None:
+            connector.disconnect(engine_id)
 
     def notice(self, notice: KVNotice) -> None:
         """Blocks of a request are ready; requests that have ended are ignored."""
@@ -126,7 +129,8 @@ class KVTransfer:
         return _WATCHING_MS if self._incoming or self._scheduler.leases else None
 
     def close(self) -> None:
-        self._connector.close()
+        for connector in self._connectors.values():
+            connector.close()
 
     # What the engine calls.
 
@@ -186,7 +190,7 @@ class KVTransfer:
         if len(entry.source) > entry.num_started:
             runs = _runs(entry.source, seq.block_ids, entry.num_started)
             entry.num_started = len(entry.source)
-            entry.reads.append(self._connector.read(entry.engine_id, runs))
+            entry.reads.append(self._peers[entry.engine_id].read(entry.engine_id, runs))
         return self._finish_reads(entry, seq)
 
     def _finish_reads(self, entry: _Incoming, seq: Sequence) -> str | None:

@@ -219,6 +219,7 @@ class Floor:
             decisions=[decision_view(choice) for choice in self._choices],
             transfers=self._handovers.num_received,
             failed_transfers=self._handovers.num_failed,
+            transferred_bytes=sum(place.received_bytes() for place in places),
             rates=match_rates(*sides) if all(sides) else None,
         )
 

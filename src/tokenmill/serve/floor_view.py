@@ -64,6 +64,7 @@ class FloorView(msgspec.Struct, frozen=True):
     decisions: list[DecisionView]
     transfers: int = 0  # prompts whose KV went from a prefill to a decode worker
     failed_transfers: int = 0  # that were begun and computed again elsewhere
+    transferred_bytes: int = 0  # of KV
     rates: RateMatch | None = None  # where there are prefill and decode workers
 
 

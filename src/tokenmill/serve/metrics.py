@@ -205,6 +205,11 @@ class ServerMetrics:
         transfers.add_metric([self._model, "received"], float(floor.transfers))
         transfers.add_metric([self._model, "failed"], float(floor.failed_transfers))
         yield transfers
+        moved = CounterMetricFamily(
+            "tokenmill_kv_transfer_bytes", "Bytes of KV that moved.", labels=["model_name"]
+        )
+        moved.add_metric([self._model], float(floor.transferred_bytes))
+        yield moved
         kinds: tuple[tuple[type[Metric], tuple[tuple[str, str, str], ...]], ...] = (
             (GaugeMetricFamily, _WORKER_GAUGES),
             (CounterMetricFamily, _WORKER_COUNTERS),

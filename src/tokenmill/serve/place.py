@@ -103,6 +103,12 @@ class Place:
         """The last known gauges, and the counters of all workers that were here."""
         return add_stats(self._past, self._stats)
 
+    def received_bytes(self) -> int:
+        """KV that came from other workers."""
+        kv = self.facts.kv if self.facts is not None else None
+        block_bytes = sum(kv.geometry.block_bytes) if kv is not None else 0
+        return self.stats().num_kv_blocks_received * block_bytes
+
     def busy(self) -> float:
         """The share of its last signs of life at which it had something to compute."""
         return sum(self._busy) / len(self._busy) if self._busy else 0.0

@@ -79,7 +79,7 @@ CACHE = (
         CacheConfig,
         "kv-connector",
         one_of("none", "auto", "nixl", "shm"),
-        "How KV moves to and from other engines; auto: nixl where it is installed, else shm.",
+        "How KV moves to and from other engines; auto: shm on one host, nixl to others and GPUs.",
         field="connector",
     ),
 )
