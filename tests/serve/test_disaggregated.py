@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from serve.streams import Spawner, read, until
 from serve.test_kv_workers import CONFIG, SCRIPT
 from tokenmill.core.config import (
     CacheConfig,
@@ -24,7 +25,7 @@ from tokenmill.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.sched.rates import match_rates
 from tokenmill.serve.floor import Floor, FloorError
@@ -35,24 +36,6 @@ MIN_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=300)
-
-
-class Spawner:
-    """Starts worker processes of one role and remembers them."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        common = ("--model", str(folder), "--connector", "shm")
-        self.argv = [sys.executable, SCRIPT, *common, *flags]
-        self.processes: list[asyncio.subprocess.Process] = []
-
-    async def __call__(self, address: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(*self.argv, "--address", address)
-        self.processes.append(process)
-        return process
-
-    def kill(self) -> None:
-        """The oldest one that lives."""
-        os.kill(next(p.pid for p in self.processes if p.returncode is None), signal.SIGKILL)
 
 
 @dataclass
@@ -98,22 +81,9 @@ class House:
             assert output.token_ids == self.answer(request), request.request_id
 
 
-async def read(stream: OutputStream) -> list[RequestOutput]:
-    """Read a stream to its end; every request ends once."""
-    merged: dict[int, RequestOutput] = {}
-    while len([o for o in merged.values() if o.finish_reason]) < len(stream.request_ids):
-        for index, output in (await stream.get()).items():
-            if index in merged:
-                assert merged[index].finish_reason is None
-                output.token_ids[:0] = merged[index].token_ids
-            assert output.request_id == stream.request_ids[index]
-            merged[index] = output
-    return [merged[i] for i in range(len(stream.request_ids))]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)  # what is waited for may be over soon
+def kill(workers: Spawner) -> None:
+    """The oldest one that lives."""
+    os.kill(workers.live[0], signal.SIGKILL)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -178,7 +148,8 @@ def house(folder: Path) -> Iterator[House]:
         heartbeat_s=0.2,
         max_migrations=5,
     )
-    prefill, decode = Spawner(folder, "--budget", "16"), Spawner(folder)
+    argv = [sys.executable, SCRIPT, "--model", str(folder), "--connector", "shm"]
+    prefill, decode = Spawner([*argv, "--budget", "16"]), Spawner(argv)
     answer = whole_engine(folder)
     with asyncio.Runner() as runner:
         context = running(prefill, decode, config)
@@ -196,6 +167,11 @@ def test_one_and_one_answer_as_one_engine(house: House) -> None:
         assert view.transfers == 4 and view.failed_transfers == 0  # not the short, not the single
         assert view.workers[0].routed == 5 and view.workers[1].routed == 7
         assert view.rates is not None
+        num_tokens = sum(len(r.prompt_token_ids) for r in requests("one"))
+        assert sum(w.routed_tokens for w in view.workers) == num_tokens
+        stats = await floor.stats()
+        assert stats.num_prompt_tokens == num_tokens, "a handed-over prompt counts once"
+        assert floor.view().transferred_bytes > 0
         # The second time the decode worker has the prompts cached.
         again = [replace(r, request_id="again" + r.request_id) for r in requests("one")]
         await house.check(again)
@@ -229,7 +205,7 @@ def test_a_prefill_worker_killed_on_the_way(house: House) -> None:
         wanted = [Request(f"k{i}", prompt(900, 50 + i), LONG) for i in range(2)]
         checking = house.check(wanted)
         await until(lambda: told(floor, "k0"))
-        house.prefill.kill()
+        kill(house.prefill)
         await checking
         assert floor.view().failed_transfers > before
         await until(lambda: floor.view().workers[0].state == "ready")
@@ -247,7 +223,7 @@ def test_a_decode_worker_killed_in_the_stream(house: House) -> None:
         wanted = [Request(f"d{i}", prompt(300, 70 + i), LONG) for i in range(3)]
         checking = house.check(wanted)
         await until(lambda: len(floor._open["d0"].token_ids) > 20)
-        house.decode.kill()  # the only one: the prefill worker goes on with it all
+        kill(house.decode)  # the only one: the prefill worker goes on with it all
         await checking
         assert floor.num_migrations >= 3
 
@@ -259,7 +235,7 @@ def test_a_decode_worker_killed_on_the_way(house: House) -> None:
         wanted = [Request("t", prompt(900, 90), LONG)]
         checking = house.check(wanted)
         await until(lambda: told(house.floor, "t"))
-        house.decode.kill()
+        kill(house.decode)
         await checking
 
     house.run(scenario)

@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from serve.counting_engine import EXIT, FACTS
-from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN, worker_argv
+from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN, make_tokenizer, worker_argv
+from serve.streams import GENEROUS_S, Spawner, read, until
 from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import (
     FinishReason,
@@ -30,7 +31,6 @@ from tokenmill.serve.floor import Floor, FloorError
 from tokenmill.serve.wire import (
     FromWorker,
     Outputs,
-    OutputStream,
     Ready,
     Submit,
     WorkerLink,
@@ -40,25 +40,7 @@ from tokenmill.serve.worker import KEY_VARIABLE, _Link
 
 COUNTING = [sys.executable, str(Path(__file__).with_name("counting_engine.py"))]
 SIM = worker_argv(SchedulerConfig(max_model_len=MAX_MODEL_LEN), step_ms=5.0)
-GENEROUS_S = 60.0
 PROMPT = list(range(3, 3 + 6 * BLOCK_SIZE))
-
-
-class Spawner:
-    """Starts worker processes and remembers them."""
-
-    def __init__(self, argv: list[str]) -> None:
-        self.argv = argv
-        self.processes: list[asyncio.subprocess.Process] = []
-
-    async def __call__(self, address: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(*self.argv, "--address", address)
-        self.processes.append(process)
-        return process
-
-    @property
-    def live(self) -> list[int]:
-        return [p.pid for p in self.processes if p.returncode is None]
 
 
 @asynccontextmanager
@@ -77,24 +59,6 @@ async def running(
 
 def request(name: str, num_tokens: int, prompt: list[int] | None = None) -> Request:
     return Request(name, prompt or [1], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
-
-
-async def read(stream: OutputStream) -> list[RequestOutput]:
-    """Read a stream to its end; every request ends once."""
-    merged: dict[int, RequestOutput] = {}
-    while len([o for o in merged.values() if o.finish_reason]) < len(stream.request_ids):
-        for index, output in (await stream.get()).items():
-            if index in merged:
-                assert merged[index].finish_reason is None
-                output.token_ids[:0] = merged[index].token_ids
-            merged[index] = output
-    return [merged[i] for i in range(len(stream.request_ids))]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(GENEROUS_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def states(floor: Floor) -> list[str]:
@@ -172,6 +136,29 @@ def test_a_request_that_kills_workers_ends_in_error() -> None:
             await until(lambda: states(floor) == ["ready"] * 2)
             (healthy,) = await read(floor.submit([request("h", 3)]))
             assert healthy.token_ids == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_bystanders_of_a_request_that_kills_workers_go_on(num_workers: int) -> None:
+    async def main() -> None:
+        config = FloorConfig(workers=num_workers, backoff_s=0.01, stable_s=0.0)
+        poison = make_tokenizer().encode("exit: now")
+        async with running(Spawner(SIM), config) as floor:
+            (whole,) = await read(floor.submit([request("whole", 150)]))
+            streams = [floor.submit([request(f"b{i}", 150)]) for i in range(6)]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            await asyncio.sleep(0.1)
+            (bad,) = await read(floor.submit([request("bad", 9, poison)]))
+            assert (bad.finish_reason, bad.stop_reason) == ("error", "worker_died")
+            await until(lambda: floor.ready)
+            late = asyncio.create_task(read(floor.submit([request("late", 150)])))
+            for task in (*reading, late):
+                (output,) = await task
+                assert output.finish_reason is FinishReason.LENGTH, output
+                assert output.token_ids == whole.token_ids
+            assert sum(w.failures for w in floor.view().workers) == config.max_migrations + 1
 
     asyncio.run(main())
 

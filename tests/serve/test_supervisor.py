@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from serve.sim import MAX_MODEL_LEN, worker_argv
-from serve.test_floor import read, request, states
+from serve.streams import read
+from serve.test_floor import request, states
 from tokenmill.core.config import FloorConfig, SchedulerConfig
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.supervisor import PlacementError, ProcessPlacement, open_placement
@@ -43,7 +43,6 @@ def test_one_worker_and_plain_processes_need_no_ray() -> None:
         pass
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_ray_places_workers_and_their_streams_go_on() -> None:
     config = FloorConfig(workers=1, placement="ray", backoff_s=0.05)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve.counting_engine import CRASH, EXIT, FACTS, REFUSE
+from serve.streams import read
 from tokenmill.core.config import FloorConfig
 from tokenmill.core.types import (
     FinishReason,
@@ -71,18 +72,6 @@ def request(name: str, num_tokens: int, prompt: int = 1) -> Request:
     return Request(name, [prompt], SamplingParams(max_tokens=num_tokens))
 
 
-async def collect(stream: OutputStream) -> list[RequestOutput]:
-    """Read a stream until each of its requests has ended; checks that each ends once."""
-    merged: dict[int, RequestOutput] = {}
-    while len([o for o in merged.values() if o.finish_reason]) < len(stream.request_ids):
-        for index, output in (await stream.get()).items():
-            if index in merged:
-                assert merged[index].finish_reason is None
-                output.token_ids[:0] = merged[index].token_ids
-            merged[index] = output
-    return [merged[i] for i in range(len(stream.request_ids))]
-
-
 async def ready_again(client: Floor) -> None:
     while not client.ready:
         await asyncio.sleep(0.01)
@@ -96,7 +85,7 @@ def test_outputs_come_back_in_order_and_end_once() -> None:
                 client.submit([request(f"{i}a", 5 + i), request(f"{i}b", 50)]) for i in range(20)
             ]
             for i, stream in enumerate(streams):
-                short, long = await collect(stream)
+                short, long = await read(stream)
                 assert short.token_ids == list(range(5 + i))
                 assert long.token_ids == list(range(50))
                 assert short.finish_reason is long.finish_reason is FinishReason.LENGTH
@@ -131,13 +120,13 @@ def test_abort_frees_the_request_in_the_engine() -> None:
 def test_rejects_and_draining() -> None:
     async def main() -> None:
         async with running(Spawner()) as client:
-            (refused,) = await collect(client.submit([request("r", 5, REFUSE)]))
+            (refused,) = await read(client.submit([request("r", 5, REFUSE)]))
             assert (refused.finish_reason, refused.stop_reason) == ("reject", "queue_full")
             early = client.submit([request("early", 200)])
             client.drain()
-            (late,) = await collect(client.submit([request("late", 5)]))
+            (late,) = await read(client.submit([request("late", 5)]))
             assert (late.finish_reason, late.stop_reason) == ("reject", "draining")
-            (finished,) = await collect(early)
+            (finished,) = await read(early)
             assert finished.token_ids == list(range(200))
 
     asyncio.run(main())
@@ -154,13 +143,13 @@ def test_a_failing_engine_ends_every_request_once_and_is_restarted(
         async with running(spawner) as client:
             bystander = client.submit([request("b0", 10**9), request("b1", 10**9)])
             await bystander.get()
-            (culprit,) = await collect(client.submit([request("c", 5, poison)]))
-            outputs = [culprit, *await collect(bystander)]
+            (culprit,) = await read(client.submit([request("c", 5, poison)]))
+            outputs = [culprit, *await read(bystander)]
             assert all(o.finish_reason is FinishReason.ERROR for o in outputs)
             assert all(o.stop_reason == "worker_died" for o in outputs)
             assert all(message in (o.error or "") for o in outputs)
             await ready_again(client)
-            (healthy,) = await collect(client.submit([request("h", 3)]))
+            (healthy,) = await read(client.submit([request("h", 3)]))
             assert healthy.token_ids == [0, 1, 2]
             assert client.num_restarts == 1 and len(spawner.processes) == 2
 
@@ -174,12 +163,12 @@ def test_a_killed_worker_is_replaced() -> None:
             stream = client.submit([request("x", 10**9)])
             await stream.get()
             spawner.processes[0].kill()
-            (output,) = await collect(stream)
+            (output,) = await read(stream)
             assert output.finish_reason is FinishReason.ERROR
             with pytest.raises(WorkerDownError):
                 client.submit([request("meanwhile", 1)])
             await ready_again(client)
-            (healthy,) = await collect(client.submit([request("y", 2)]))
+            (healthy,) = await read(client.submit([request("y", 2)]))
             assert healthy.token_ids == [0, 1]
 
     asyncio.run(main())
@@ -194,7 +183,7 @@ def test_a_request_sent_to_a_worker_that_just_died_ends_in_error() -> None:
             while _alive(pid):
                 pass
             assert client.ready  # this loop has not run since
-            (output,) = await collect(client.submit([request("late", 5)]))
+            (output,) = await read(client.submit([request("late", 5)]))
             assert output.finish_reason is FinishReason.ERROR
 
     asyncio.run(main())
@@ -223,7 +212,7 @@ def test_group_signals_are_left_to_the_parent() -> None:
             stream = client.submit([request("x", 300)])
             for number in (signal.SIGINT, signal.SIGTERM):
                 spawner.processes[0].send_signal(number)
-            (output,) = await collect(stream)
+            (output,) = await read(stream)
             assert output.token_ids == list(range(300))
 
     asyncio.run(main())

@@ -8,9 +8,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenmill.core.metrics import summarize
 
@@ -26,6 +26,7 @@ CHURN = 0.1  # share of the blocks that are removed and stored again
 PAGE = 4096
 
 Hashes = Callable[[Sequence[int]], list[int]]
+Form = Callable[[list[int]], Any]  # a prompt -> what a router is given
 
 
 class Router(Protocol):
@@ -35,7 +36,7 @@ class Router(Protocol):
 
     def remove(self, worker: int, hashes: list[int]) -> None: ...
 
-    def decide(self, request_id: str, token_ids: Sequence[int]) -> None:
+    def decide(self, request_id: str, token_ids: Any) -> None:
         """Tokens -> blocks -> overlap -> score -> choice -> bookkeeping."""
 
     def end(self, request_id: str) -> None: ...
@@ -147,15 +148,17 @@ def measure_index(
     }
 
 
-def measure_decisions(router: Router, shape: Shape, as_list: bool = False) -> dict[str, float]:
+def measure_decisions(router: Router, shape: Shape, form: Form = list) -> dict[str, float]:
     """CPU time in us of decisions on prompts that share a part with what is cached.
+
+    `form` makes of a prompt what the router is given, before the clock starts.
 
     The router never waits: its cost is its CPU time, whoever else uses the machine.
     """
     gc.collect()
     gc.freeze()
     try:
-        times_us = _decide(router, shape, as_list)
+        times_us = _decide(router, shape, form)
     finally:
         gc.unfreeze()
     return {key: round(value, 1) for key, value in summarize(times_us).items()}
@@ -191,12 +194,23 @@ def _churn(
     return spent
 
 
-def _decide(router: Router, shape: Shape, as_list: bool) -> list[float]:
+def measure_form(shape: Shape, form: Form) -> dict[str, float]:
+    """CPU time in us that it takes to give prompts, as lists, that form."""
+    times_us = []
+    for query in _queries(replace(shape, num_decisions=min(shape.num_decisions, QUERIES_AHEAD))):
+        tokens = query.tolist()
+        begin = time.thread_time_ns()
+        form(tokens)
+        times_us.append((time.thread_time_ns() - begin) / 1000)
+    return {key: round(value, 1) for key, value in summarize(times_us).items()}
+
+
+def _decide(router: Router, shape: Shape, form: Form) -> list[float]:
     times_us = []
     live: deque[str] = deque()
     for number, query in enumerate(_queries(shape)):
-        tokens = list(query) if as_list else query[:]  # just written, as a tokenizer leaves them
-        live.append(f"{as_list}-{number}")
+        tokens = form(query.tolist())  # just written, as a tokenizer leaves them
+        live.append(str(number))
         begin = time.thread_time_ns()
         router.decide(live[-1], tokens)
         times_us.append((time.thread_time_ns() - begin) / 1000)

@@ -87,7 +87,7 @@ class FloorConfig:
     remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
     placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
-    max_migrations: int = 3  # of one request, then it ends in ERROR
+    max_migrations: int = 2  # of one request with others; then it is tried alone
     heartbeat_s: float = 1.0
     hang_timeout_s: float = 60.0  # without a sign of life for so long, a worker is killed
     start_timeout_s: float = 1800.0  # to load the model

@@ -193,7 +193,7 @@ class EngineStats:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # of admitted requests, cached ones included
+    num_prompt_tokens: int = 0  # of requests that began here, cached ones included
     num_output_tokens: int = 0
     num_steps: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)  # by finish reason

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from struct import error as struct_error
 from struct import pack
 
 import numpy as np
@@ -41,11 +42,22 @@ def _powers(count: int) -> U64:
     return np.multiply.accumulate(powers)
 
 
-def _words(token_ids: Sequence[int], count: int) -> U64:
-    """The first tokens as words, [count]; an array("q") is read where it lies."""
+def token_words(token_ids: Sequence[int]) -> U64:
+    """Tokens as the words that are hashed, [n]: for whoever hashes them more than once."""
+    return _words(token_ids, len(token_ids))
+
+
+def _words(token_ids: Sequence[int] | U64, count: int) -> U64:
+    """The first tokens as words, [count]; an array is read where it lies."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids[:count]
     if isinstance(token_ids, array) and token_ids.typecode == "q":
         return np.frombuffer(token_ids, np.uint64, count)
-    return np.frombuffer(pack(f"{count}q", *token_ids[:count]), np.uint64)
+    some = token_ids if len(token_ids) == count else token_ids[:count]
+    try:  # 32-bit words are packed twice as fast
+        return np.frombuffer(pack(f"{count}I", *some), np.uint32).astype(np.uint64)
+    except struct_error:
+        return np.frombuffer(pack(f"{count}q", *some), np.uint64)
 
 
 def _terms(tokens: U64, block_size: int, indices: slice | list[int]) -> U64:
@@ -79,7 +91,7 @@ def block_hashes(
 
 
 def hash_chain(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | U64,
     block_size: int,
     start: tuple[int, int] | None = None,
     salt: str = "",

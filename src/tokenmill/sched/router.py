@@ -142,7 +142,7 @@ class Router:
     # Requests come and go.
 
     def route(
-        self, request_id: str, token_ids: Sequence[int], now_s: float, salt: str = ""
+        self, request_id: str, token_ids: Sequence[int] | U64, now_s: float, salt: str = ""
     ) -> Decision:
         """Choose a worker for a prompt and put the request on its account."""
         if not self._names:

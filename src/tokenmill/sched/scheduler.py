@@ -659,7 +659,9 @@ class Scheduler:
         seq.started = True
         seq.scheduled_ns = self._now_ns
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-        counters = self._counters
+        request, counters = seq.request, self._counters
+        if request.kv_from is not None or request.output_token_ids:
+            return  # another engine counted the prompt
         counters.num_prompt_tokens += seq.num_prompt_tokens
         if self.pool.prefix_cache and seq.prompt_logprobs is None:
             counters.prefix_query_tokens += seq.num_prompt_tokens

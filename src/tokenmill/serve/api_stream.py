@@ -89,7 +89,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._state.admit(self._key)
-            stream = self._state.client.submit(self._job.requests)
+            stream = self._state.client.submit(self._job.requests, self._job.words)
         except (ApiError, WorkerDownError) as error:
             await send_error(send, _as_api_error(error))
             return

@@ -29,6 +29,7 @@ from tokenmill.core.types import (
     RequestOutput,
     TokenmillError,
 )
+from tokenmill.sched.blocks import U64
 from tokenmill.sched.disaggregate import DisaggregationRule
 from tokenmill.sched.rates import match_rates
 from tokenmill.sched.router import Decision, Router
@@ -37,6 +38,7 @@ from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
 from tokenmill.serve.place import Place, Role, add_stats
+from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
     Abort,
     FromWorker,
@@ -69,9 +71,9 @@ class FloorError(TokenmillError):
 class Floor:
     """The engines as the API process sees them: submit, abort, stats, and workers kept alive.
 
-    With a `host` the workers connect by TCP. A request outlives its worker up to
-    `max_migrations` times; then it gets one ERROR output. When no place has a worker any more and
-    none can be started, `gave_up` is set.
+    With a `host` the workers connect by TCP. A request outlives its worker; one that workers seem
+    to die of ends in ERROR (suspects.py). When no place has a worker any more and none can be
+    started, `gave_up` is set.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Floor:
         self._open: dict[str, OpenRequest] = {}
         self._sent: dict[str, OpenRequest] = {}  # by their ids at the workers
         self._handovers = Handovers(DisaggregationRule(self.config.remote_prefill_tokens))
+        self._suspects = Suspects(self.config.max_migrations)
         self._held: list[str] = []
         self._retry: asyncio.TimerHandle | None = None
         self._pulled: set[str] = set()  # places whose dump is on its way
@@ -142,8 +145,11 @@ class Floor:
         assert self.facts is not None
         return self.facts
 
-    def submit(self, requests: list[Request]) -> OutputStream:
-        """Route requests to workers; their outputs come by their index in the stream."""
+    def submit(self, requests: list[Request], words: list[U64] | None = None) -> OutputStream:
+        """Route requests to workers; their outputs come by their index in the stream.
+
+        `words` are their prompts as sched.blocks.token_words() has them, if that was done before.
+        """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
         stream = OutputStream([r.request_id for r in requests])
@@ -156,6 +162,7 @@ class Floor:
         for index, request in enumerate(requests):
             request_id = request.request_id
             entry = OpenRequest(seeded(request), stream, index)
+            entry.words = None if words is None else words[index]
             self._open[request_id] = self._sent[request_id] = entry
         self._assign(stream.request_ids)
         return stream
@@ -350,12 +357,9 @@ class Floor:
         self._router_of(place).remove_worker(place.name)
         lost = self._entries_at(place)
         self._handovers.on_down(place, self._places.values())
-        failed = [e for e in lost if e.num_migrations >= self.config.max_migrations]
-        for entry in failed:
+        for entry in self._suspects.died(lost):
             self._close(entry)
             self._put_error(entry, f"the engine stopped: {place.last_failure}", "worker_died")
-        for entry in lost:
-            entry.num_migrations += 1
         self._migrate([e for e in lost if e.request.request_id in self._open], place.last_failure)
 
     def on_failed(self, place: Place) -> None:
@@ -411,7 +415,6 @@ class Floor:
         for entry in entries:
             _log.warning("%s was not handed over: %s", entry.sent_as, reason)
             entry.stays = True
-            entry.num_migrations += 1
         self._migrate(entries, reason)
 
     def _hold(self, entry: OpenRequest) -> None:
@@ -433,11 +436,19 @@ class Floor:
         """A request has ended, in whatever way."""
         self._forget(entry)
         del self._open[entry.request.request_id]
+        if self._suspects.ended(entry):
+            self._try_next()
+
+    def _try_next(self) -> None:
+        """Another suspect may be tried, once what is being done is done."""
+        asyncio.get_running_loop().call_soon(self._assign_held)
 
     def _assign_held(self) -> None:
         if self.ready and self._held:
-            held, self._held = self._held, []
-            self._assign([i for i in held if i in self._open])
+            held = [self._open[i] for i in self._held if i in self._open]
+            going = [e.request.request_id for e in held if self._suspects.may_go(e)]
+            self._held = [i for e in held if (i := e.request.request_id) not in going]
+            self._assign(going)
 
     def _assign(self, request_ids: Iterable[str]) -> None:
         """Route requests and send each worker its own in one message."""
@@ -452,24 +463,27 @@ class Floor:
         """Choose who decodes and who computes the prompt; returns who is sent what."""
         router = self._router if self._router.workers else self._handovers.router
         request = entry.resumed()
-        token_ids = request.prompt_token_ids + request.output_token_ids
-        decision = router.route(entry.sent_as, token_ids, time.monotonic(), request.cache_salt)
+        words = entry.routed_tokens()
+        decision = router.route(entry.sent_as, words, time.monotonic(), request.cache_salt)
         place = entry.place = self._places[decision.worker]
         entry.num_uncached = decision.num_prompt_tokens - decision.num_cached_tokens
-        self._count_choice(entry, decision)
+        begun = None
         if entry.may_hand_over and place.role == "decode":
-            begun = self._handovers.begin(request, place, decision, self._places)
-            if begun is not None:
-                router.prefill_done(entry.sent_as)
-                self._count_choice(entry, begun[1])
-                return begun[0], replace(request, hold_kv_s=LEASE_S)
-        return place, request
+            begun = self._handovers.begin(request, words, place, decision, self._places)
+        self._count_choice(entry, decision, computes=begun is None)
+        if begun is None:
+            return place, request
+        router.prefill_done(entry.sent_as)
+        self._count_choice(entry, begun[1], computes=True)
+        return begun[0], replace(request, hold_kv_s=LEASE_S)
 
-    def _count_choice(self, entry: OpenRequest, decision: Decision) -> None:
+    def _count_choice(self, entry: OpenRequest, decision: Decision, computes: bool) -> None:
+        """Count a request where it goes, and its prompt where it is computed."""
         place = self._places[decision.worker]
         place.num_routed += 1
-        place.num_prompt_tokens += decision.num_prompt_tokens
-        place.num_overlap_tokens += decision.num_cached_tokens
+        if computes:
+            place.num_prompt_tokens += decision.num_prompt_tokens
+            place.num_overlap_tokens += decision.num_cached_tokens
         if len(decision.workers) > 1:
             request_id = entry.request.request_id
             choice = Choice(request_id, time.time(), len(entry.token_ids), decision)
@@ -497,6 +511,8 @@ class Floor:
             self._router_of(place).prefill_done(output.request_id)
         output.request_id = entry.request.request_id
         entry.token_ids += output.token_ids
+        if entry.num_deaths and self._suspects.got_on(entry):
+            self._try_next()
         entry.stream.put(entry.index, output)
 
     def _is_to_be_tried_again(
@@ -507,7 +523,7 @@ class Floor:
         Nor does it end because its KV did not arrive.
         """
         why = output.stop_reason
-        if why == "kv_transfer" and entry.num_migrations < self.config.max_migrations:
+        if why == "kv_transfer" and not entry.stays:
             self._keep_and_migrate([entry], output.error or "")
             return True
         if output.finish_reason is not FinishReason.REJECT:
@@ -515,7 +531,7 @@ class Floor:
         if prefilling and why in NOT_HERE:
             self._keep_and_migrate([entry], output.error or "")
             return True
-        if why in BUSY and (entry.num_migrations or entry.token_ids):
+        if why in BUSY and entry.num_sent:
             self._hold(entry)
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._assign_held)
             return True

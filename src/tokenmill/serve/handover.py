@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv import KVAddress, KVNotice, mismatch
 from tokenmill.core.types import Request
+from tokenmill.sched.blocks import U64
 from tokenmill.sched.disaggregate import DisaggregationRule, place_prefill
 from tokenmill.sched.router import Decision, Router
 from tokenmill.serve.kv_wire import ConnectKV, DisconnectKV, KVConnected, KVNotices, ReleaseKV
@@ -106,11 +107,11 @@ class Handovers:
     # Requests.
 
     def begin(
-        self, request: Request, target: Place, seen: Decision, places: dict[str, Place]
+        self, request: Request, words: U64, target: Place, seen: Decision, places: dict[str, Place]
     ) -> tuple[Place, Decision] | None:
         """Choose who computes the prompt; None: the target itself.
 
-        `seen` is how the target was chosen. The caller sends the request.
+        `words` are its tokens, `seen` is how the target was chosen. The caller sends the request.
         """
         connected = [
             name
@@ -123,7 +124,7 @@ class Handovers:
         if not placement.remote:
             return None
         decision = self.router.route(
-            request.request_id, request.prompt_token_ids, time.monotonic(), request.cache_salt
+            request.request_id, words, time.monotonic(), request.cache_salt
         )
         if decision.worker not in connected:
             self.router.free(request.request_id)

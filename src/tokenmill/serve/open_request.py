@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from tokenmill.core.types import FinishReason, Request, RequestOutput
+from tokenmill.sched.blocks import U64, token_words
 from tokenmill.serve.place import Place
 from tokenmill.serve.wire import OutputStream
 
@@ -19,9 +22,11 @@ class OpenRequest:
     index: int
     place: Place | None = None  # who generates; None: held until a worker can take it
     token_ids: list[int] = field(default_factory=list)
+    words: U64 | None = None  # the prompt as the router reads it
     num_uncached: int = 0  # tokens to compute before its first one, as far as is known
     num_sent: int = 0  # to workers before the one that has it now
-    num_migrations: int = 0
+    num_deaths: int = 0  # of workers that it was at, since it last got on
+    num_tokens_at_death: int = 0
     stays: bool = False  # its prompt is computed where it decodes
 
     @property
@@ -29,6 +34,14 @@ class OpenRequest:
         """Its id at the workers: another one each time, so that late words are known as such."""
         request_id = self.request.request_id
         return f"{request_id}~{self.num_sent}" if self.num_sent else request_id
+
+    def routed_tokens(self) -> U64:
+        """What the next worker has to have in its cache: the prompt and what was said."""
+        if self.words is None:
+            self.words = token_words(self.request.prompt_token_ids)
+        if not self.token_ids:
+            return self.words
+        return np.concatenate([self.words, token_words(self.token_ids)])
 
     @property
     def may_hand_over(self) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError, Request, SamplingParams, StructuredOutput
+from tokenmill.sched.blocks import U64, token_words
 from tokenmill.serve.errors import context_exceeded
 from tokenmill.serve.parsers import detect_reasoning, opens_reasoning
 from tokenmill.serve.protocol import (
@@ -44,6 +45,11 @@ class Prompt:
 
     text: str
     token_ids: list[int]
+    words: U64  # the same tokens, as the router reads them
+
+    @classmethod
+    def of(cls, text: str, token_ids: list[int]) -> Prompt:
+        return cls(text, token_ids, token_words(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,11 @@ class Job:
     echo_only: bool = False  # the prompt's logprobs are wanted, the sampled token is not
     tool_use: ToolUse | None = None
     reasoning_opened: bool | None = None  # None: reasoning is not split off
+
+    @property
+    def words(self) -> list[U64]:
+        """The prompts of the requests, as the router reads them."""
+        return [self.prompt_of(index).words for index in range(len(self.requests))]
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice `index`."""
@@ -104,7 +115,7 @@ class Preparer:
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
             structured=structured,
         )
-        job = self._job("chatcmpl", call, [Prompt(text, token_ids)], [sampling])
+        job = self._job("chatcmpl", call, [Prompt.of(text, token_ids)], [sampling])
         opened = opens_reasoning(text) if self._splits_reasoning(structured) else None
         continues = bool(call.continue_final_message)
         return replace(job, continues=continues, tool_use=tools, reasoning_opened=opened)
@@ -181,7 +192,7 @@ class Preparer:
 
     async def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(prompt, await self.tokenize(prompt, add_special_tokens))
+            return Prompt.of(prompt, await self.tokenize(prompt, add_special_tokens))
         high = max(prompt, default=0)
         if high >= self._facts.vocab_size:
             raise InvalidRequestError(
@@ -189,7 +200,7 @@ class Preparer:
                 "prompt",
             )
         known = [t for t in prompt if t < self._tokenizer.vocab_size]
-        return Prompt(self._tokenizer.decode(known, skip_special_tokens=False), prompt)
+        return Prompt.of(self._tokenizer.decode(known, skip_special_tokens=False), prompt)
 
     def _max_tokens(
         self, num_prompt: int, wanted: int | None, default: int | None, param: str

@@ -260,7 +260,7 @@ FLOOR = (
         FloorConfig,
         "max-migrations",
         count(0),
-        "How often a request goes on elsewhere when its worker dies; then it is an error.",
+        "How often a request goes on with others when its worker dies; then alone, or is an error.",
     ),
     of(
         FloorConfig,
