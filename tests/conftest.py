@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,5 +25,13 @@ def smollm2_path() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--chaos-s", type=float, default=8.0, help="Seconds that workers are killed under load."
+        "--chaos-s", type=float, default=120.0, help="Seconds that workers are killed under load."
     )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests have measured, wherever they ran."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "figures" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {json.dumps(value)}")

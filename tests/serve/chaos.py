@@ -1,4 +1,7 @@
-"""Load on a floor while its workers are killed and stopped at random; what became of it."""
+"""Load on a floor while its workers are killed and stopped at random; what became of it.
+
+Beside that its router is renewed now and then, which rebuilds its index from the workers' dumps.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,19 @@ from typing import Any
 from serve.sim import MODEL
 from serve.sim_server import GENEROUS_S, SimServer
 
-# (prompt, fields): the script of the simulated engine, and what the front makes of it. Grammars are
-# not among them: the first one of a worker takes longer than workers live here.
+JSON = {"content-type": "application/json"}
+PAUSE_S = (0.5, 3.5)  # between two blows: the start of a worker is what a blow costs
+LONG = "the lazy dog jumps over the quick brown fox " * 6
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+# (prompt, fields): the script of the simulated engine, and what the front makes of it.
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("count: 60", {}),
+    (LONG + "count: 60", {}),
     ("count: 25", {"n": 2}),
-    ("count: 300", {"stop": ["lazy dog.The quick brown fox jumps over the lazy"]}),
-    ("count: 40", {"logprobs": True, "top_logprobs": 2}),
-    ("count: 90", {"temperature": 0.9, "seed": 3, "max_tokens": 70}),
+    (LONG + "count: 300", {"stop": ["lazy dog.The quick brown fox jumps over the lazy"]}),
+    (LONG + "count: 40", {"logprobs": True, "top_logprobs": 2}),
+    (LONG + "count: 90", {"temperature": 0.9, "seed": 3, "max_tokens": 70}),
+    ("say: 3141592653589793238462643383279502", {"guided_regex": "[0-9]{34}"}),
+    (LONG + 'say: {"x": 12345678901234}', {"guided_json": SCHEMA}),
 ]
 
 
@@ -36,10 +44,15 @@ class Report:
     left: int = 0  # by their client
     kills: int = 0
     hangs: int = 0
+    new_routers: int = 0
     lost: int = 0  # broken off, or shorter than undisturbed
+    duplicated: int = 0  # longer than undisturbed, or ended twice
     changed: int = 0  # any other difference from the undisturbed answer
     worst_gap_s: float = 0.0
     migrations: int = 0
+    transfers: int = 0
+    failed_transfers: int = 0
+    preemptions: int = 0
     faults: list[str] = field(default_factory=list)
 
     def line(self) -> str:
@@ -105,6 +118,18 @@ def _is_worker(pid: int) -> bool:
         return False
 
 
+def _difference(wanted: Any, got: Any) -> str:
+    """Which kind of fault a wrong answer is."""
+    choices = [(wanted["choices"].get(i), choice) for i, choice in got["choices"].items()]
+    if any(len(choice["finish"]) > 1 for _, choice in choices):
+        return "duplicated"
+    for want, choice in choices:
+        lengths = len((want or choice)["text"]), len(choice["text"])
+        if lengths[0] != lengths[1]:
+            return "lost" if lengths[1] < lengths[0] else "duplicated"
+    return "changed"
+
+
 class Chaos:
     """Clients that compare every answer with the undisturbed one, and a killer."""
 
@@ -125,7 +150,11 @@ class Chaos:
         self._kill()
         for client in clients:
             client.join()
-        self.report.migrations = self._server.call("GET", "/floor").json["migrations"]
+        view = self._server.call("GET", "/floor").json
+        for name in ("migrations", "transfers", "failed_transfers"):
+            setattr(self.report, name, view[name])
+        self.report.preemptions = int(self._server.metric("num_preemptions_total"))
+        self.report.worst_gap_s = round(self.report.worst_gap_s, 2)
         return self.report
 
     def _client(self, seed: int) -> None:
@@ -133,8 +162,11 @@ class Chaos:
         while time.monotonic() < self._end_s:
             number = source.randrange(len(CALLS))
             leave_after = source.randrange(1, 20) if source.random() < 0.1 else 0
+            call = body(*CALLS[number])
+            if source.random() < 0.5:
+                call["cache_salt"] = str(source.random())  # nothing of it is cached
             try:
-                answer, gap = stream(self._server, body(*CALLS[number]), leave_after)
+                answer, gap = stream(self._server, call, leave_after)
             except (AssertionError, OSError, http.client.HTTPException) as error:
                 self._fault("lost", f"{CALLS[number]}: {error!r}")
                 continue
@@ -146,12 +178,17 @@ class Chaos:
             if answer is None:
                 time.sleep(0.05)
             elif answer not in ("left", self._expected[number]):
-                self._fault("changed", f"{CALLS[number]}: {answer}")
+                kind = _difference(self._expected[number], answer)
+                self._fault(kind, f"{CALLS[number]}: {answer}")
 
     def _kill(self) -> None:
         source = random.Random(self._seed)
         while time.monotonic() < self._end_s:
-            time.sleep(source.uniform(0.2, 1.5))
+            time.sleep(source.uniform(*PAUSE_S))
+            if source.random() < 0.2:
+                self._server.call("POST", "/floor/router", {}, JSON)
+                self.report.new_routers += 1
+                continue
             pids = [pid for pid in self._server.worker_pids() if _is_worker(pid)]
             if not pids:
                 continue

@@ -14,24 +14,27 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig, ServerConfig
-from tokenmill.core.types import Request
+from tokenmill.core.types import Request, StepResult
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.sampling import state_of
 from tokenmill.plan.simulator import SimRunner
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
-from tokenmill.sched.sequence import Sequence
+from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.serve.chat_template import ChatTemplate
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.wire import ModelFacts
 from tokenmill.serve.worker import run_worker
+
+if TYPE_CHECKING:
+    from serve.sim_kv import SimCache
 
 MODEL = "sim-model"
 MAX_MODEL_LEN = 512
@@ -85,10 +88,15 @@ def make_tokenizer() -> Tokenizer:
 class ScriptRunner(SimRunner):
     """A SimRunner whose answer stands in the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, step_ms: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, step_ms: float, cache: SimCache) -> None:
         super().__init__(tokenizer.encode(DEFAULT_TEXT), lambda batch: step_ms / 1e3)
         self._tokenizer = tokenizer
+        self._cache = cache
         self._scripts: dict[str, list[int]] = {}
+
+    def run(self, batch: Batch) -> StepResult:
+        self._cache.compute(batch.items)
+        return super().run(batch)
 
     def sample(self, sequence: Sequence, num_new: int) -> list[int]:
         if sequence.num_computed_tokens + num_new < sequence.num_tokens:
@@ -118,38 +126,49 @@ class ScriptRunner(SimRunner):
         return self._token_ids
 
 
-def run_sim_worker(address: str, limits: SchedulerConfig, step_ms: float) -> None:
+def run_sim_worker(
+    address: str, limits: SchedulerConfig, step_ms: float, num_blocks: int, fault_rate: float
+) -> None:
+    from serve.light_xgrammar import LightGrammar
+    from serve.sim_kv import SimCache
+
     tokenizer = make_tokenizer()
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(limits, pool, frozenset(tokenizer.eos_token_ids))
+    cache = SimCache(num_blocks, BLOCK_SIZE)
+    kv = cache.transfer(scheduler, fault_rate)
     facts = ModelFacts(
         max_model_len=limits.max_model_len,
         vocab_size=tokenizer.vocab_size,
-        num_kv_blocks=NUM_BLOCKS,
+        num_kv_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         dtype="none",
+        kv=kv.address,
     )
-    grammar = GrammarBackend(tokenizer.grammar_vocab())
-    engine = LanguageEngine(scheduler, ScriptRunner(tokenizer, step_ms), grammar)
-    run_worker(engine, address, facts)
+    grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
+    grammar.warm_up()
+    runner = ScriptRunner(tokenizer, step_ms, cache)
+    run_worker(LanguageEngine(scheduler, runner, grammar, kv=kv), address, facts, kv)
 
 
-def worker_argv(limits: SchedulerConfig, step_ms: float) -> list[str]:
+def worker_argv(
+    limits: SchedulerConfig,
+    step_ms: float,
+    num_blocks: int = NUM_BLOCKS,
+    fault_rate: float = 0.0,
+) -> list[str]:
     """The command that starts a worker, but for its address."""
-    options = json.dumps({"limits": asdict(limits), "step_ms": step_ms})
+    sizes = {"step_ms": step_ms, "num_blocks": num_blocks, "fault_rate": fault_rate}
+    options = json.dumps({"limits": asdict(limits), **sizes})
     return [sys.executable, str(Path(__file__)), "worker", "--options", options]
 
 
 def server_argv(
-    config: ServerConfig,
-    limits: SchedulerConfig,
-    step_ms: float,
-    floor: FloorConfig,
-    router: RouterConfig,
+    config: ServerConfig, floor: FloorConfig, router: RouterConfig, worker: list[str]
 ) -> list[str]:
-    """The command that starts a server with its workers; it prints its URL."""
-    parts = {"config": config, "limits": limits, "floor": floor, "router": router}
-    options = json.dumps({"step_ms": step_ms} | {k: asdict(v) for k, v in parts.items()})
+    """The command that starts a server with such workers; it prints its URL."""
+    parts = {"config": config, "floor": floor, "router": router}
+    options = json.dumps({"worker": worker} | {k: asdict(v) for k, v in parts.items()})
     return [sys.executable, str(Path(__file__)), "server", "--options", options]
 
 
@@ -159,16 +178,16 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, required=True)
     parser.add_argument("--address")
     args = parser.parse_args()
-    limits = SchedulerConfig(**args.options["limits"])
-    step_ms = args.options["step_ms"]
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules beside this one
     if args.role == "worker":
-        run_sim_worker(args.address, limits, step_ms)
+        args.options["limits"] = SchedulerConfig(**args.options["limits"])
+        run_sim_worker(args.address, **args.options)
         return
     from tokenmill.serve.server import serve
 
     config = ServerConfig(**args.options["config"])
     serve(
-        worker_argv(limits, step_ms),
+        args.options["worker"],
         make_tokenizer(),
         config,
         MODEL,

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
-from serve.sim import MAX_MODEL_LEN, MODEL, server_argv
+from serve.sim import MAX_MODEL_LEN, MODEL, NUM_BLOCKS, server_argv, worker_argv
 from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig, ServerConfig
 
 GENEROUS_S = 60.0
@@ -131,11 +131,14 @@ def sim_server(
     step_ms: float = 0.0,
     floor: FloorConfig | None = None,
     router: RouterConfig | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    fault_rate: float = 0.0,
 ) -> Iterator[SimServer]:
     """A running server; it must still end well when the caller is done."""
     config = config or ServerConfig(port=0)
     limits = limits or SchedulerConfig(max_model_len=MAX_MODEL_LEN)
-    argv = server_argv(config, limits, step_ms, floor or FloorConfig(), router or RouterConfig())
+    worker = worker_argv(limits, step_ms, num_blocks, fault_rate)
+    argv = server_argv(config, floor or FloorConfig(), router or RouterConfig(), worker)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

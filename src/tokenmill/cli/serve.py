@@ -116,6 +116,7 @@ def worker(
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
         raise typer.Exit(1) from None
+    built.engine.warm_up()
     run_worker(built.engine, address, _facts(built), built.engine.kv)
 
 

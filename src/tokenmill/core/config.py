@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tokenmill.core.kv import LEASE_S
+
 GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
@@ -60,11 +62,14 @@ class ExecutionConfig:
     graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
 
 
+RouterPolicy = Literal["kv", "round-robin", "least-loaded", "random"]
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """How to choose a worker, and how long to believe in what was routed."""
 
-    policy: Literal["kv", "round-robin", "least-loaded", "random"] = "kv"
+    policy: RouterPolicy = "kv"
     block_size: int = 16
     prefill_weight: float = 2.0
     queued_weight: float = 1.0
@@ -85,6 +90,7 @@ class FloorConfig:
     prefill: int = 0  # with decode, instead of workers: those that compute prompts for others
     decode: int = 0
     remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
+    kv_lease_s: float = LEASE_S  # computed blocks wait so long for the worker that decodes
     placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
     max_migrations: int = 2  # of one request with others; then it is tried alone

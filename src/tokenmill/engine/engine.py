@@ -95,6 +95,11 @@ class LanguageEngine:
         self._draining = False
         self._publisher: EventPublisher | None = None
 
+    def warm_up(self) -> None:
+        """Begin with what the first structured request would wait for, in the background."""
+        if self._grammar is not None:
+            self._grammar.warm_up()
+
     def submit(self, request: Request) -> None:
         """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
         structured = request.sampling.structured

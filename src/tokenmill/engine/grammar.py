@@ -109,6 +109,10 @@ class GrammarBackend:
         self._compiler: Any = None
         self._permitted: dict[bool, Bitmask] = {}
 
+    def warm_up(self) -> None:
+        """Begin with what the first grammar would wait for: imports and the vocabulary."""
+        self._threads.submit(self._make_compiler)
+
     def compile_async(self, structured: StructuredOutput) -> Future[Grammar]:
         """The grammar, now or later; equal requests share one. One thread calls this."""
         future = self._futures.get(structured)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
-from pathlib import Path
 from uuid import uuid4
 
 import torch
@@ -15,7 +13,7 @@ from tokenmill.core.kv import SHM, KVAddress, KVGeometry, KVWay
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.kv_nixl import NixlConnector
-from tokenmill.engine.kv_shared import SharedMemoryConnector, SharedPages
+from tokenmill.engine.kv_shared import SharedMemoryConnector, SharedPages, host_identity
 from tokenmill.engine.kv_transfer import Connector, KVTransfer
 from tokenmill.sched.scheduler import Scheduler
 
@@ -80,12 +78,6 @@ class KVLink:
             num_blocks=num_blocks,
             ways=tuple(KVWay(c.name, c.regions, c.endpoint) for c in connectors),
         )
-
-
-def host_identity() -> str:
-    """Equal for processes that can map each other's memory: one boot, one PID space, one user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def geometry(

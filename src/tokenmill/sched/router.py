@@ -166,12 +166,16 @@ class Router:
             self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
-        if request_id in self._routed:  # again, to another worker
-            self.free(request_id)
-        routed = _Routed(name, num_tokens - num_cached, size * -(-num_tokens // size))
-        self._routed[request_id] = routed
-        self._add(name, routed.queued_tokens, routed.decode_tokens, 1)
+        self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
         return decision
+
+    def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
+        """Put a request on the account of the worker that has it."""
+        self.free(request_id)  # it may have been at another one
+        size = self.config.block_size
+        routed = _Routed(worker, queued_tokens, size * -(-num_tokens // size))
+        self._routed[request_id] = routed
+        self._add(worker, routed.queued_tokens, routed.decode_tokens, 1)
 
     def prefill_progress(self, request_id: str, num_tokens: int) -> None:
         """A worker has computed so many more tokens of a prompt; unknown requests are ignored."""

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
+from tokenmill.core.config import RouterPolicy
 from tokenmill.serve.api_access import key_matcher, read_body
 from tokenmill.serve.api_stream import ApiState
 from tokenmill.serve.errors import ApiError
@@ -40,8 +41,12 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
     worker: str
 
 
+class RouterRequest(msgspec.Struct, forbid_unknown_fields=True):
+    policy: RouterPolicy | None = None  # None: as it is
+
+
 def add_floor(app: FastAPI, state: ApiState) -> None:
-    """Add GET /floor, POST /floor/scale and POST /floor/drain."""
+    """Add GET /floor and POST /floor/scale, /floor/drain and /floor/router."""
     guard = [Depends(_controller(state))]
 
     @app.get("/floor", dependencies=guard)
@@ -61,6 +66,12 @@ def add_floor(app: FastAPI, state: ApiState) -> None:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
         except WorkerStartError as error:
             raise ApiError(503, f"a worker did not start: {error}", code="no_worker") from None
+        return _view(state)
+
+    @app.post("/floor/router", dependencies=guard)
+    async def renew_router(request: Request) -> Response:
+        call = await read_body(request, RouterRequest, MAX_BODY_BYTES)
+        state.client.renew_router(call.policy)
         return _view(state)
 
     @app.post("/floor/drain", dependencies=guard)

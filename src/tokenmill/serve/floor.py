@@ -20,8 +20,8 @@ from dataclasses import replace
 
 import msgspec
 
-from tokenmill.core.config import FloorConfig, RouterConfig
-from tokenmill.core.kv import LEASE_S, PREFILLED
+from tokenmill.core.config import FloorConfig, RouterConfig, RouterPolicy
+from tokenmill.core.kv import PREFILLED
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -297,17 +297,36 @@ class Floor:
         self._migrate(late, f"worker {name} left the floor")
         await place.close(grace_s=5.0)
 
-    def _choose_router(self) -> None:
+    def _choose_router(self, anew: bool = False) -> None:
         """One worker needs no choice and no events; with a second one comes the real policy."""
         policy = self._router_config.policy if len(self._places) > 1 else "round-robin"
         facts = self.facts
-        if policy == self._router.config.policy or facts is None:
+        if facts is None or (policy == self._router.config.policy and not anew):
             return
-        config = replace(self._router_config, policy=policy, block_size=facts.block_size)
+        self._new_routers(replace(self._router_config, policy=policy, block_size=facts.block_size))
+
+    def renew_router(self, policy: RouterPolicy | None = None) -> None:
+        """Begin with a new router, of another policy if asked; it asks the workers what they hold.
+
+        Nothing of what is under way changes.
+        """
+        self._router_config = replace(
+            self._router_config, policy=policy or self._router_config.policy
+        )
+        self._choose_router(anew=True)
+
+    def _new_routers(self, config: RouterConfig) -> None:
         self._router, self._handovers.router = Router(config), Router(config)
         for place in self._places.values():
             if place.ready and place.state == "ready":
                 self._introduce(place)
+        self._handovers.account()
+        for entry in self._open.values():
+            at = entry.place
+            if at is not None and at.name in (router := self._router_of(at)).workers:
+                num_tokens = len(entry.request.prompt_token_ids) + len(entry.token_ids)
+                waits = not entry.token_ids and self._handovers.source(entry.sent_as) is None
+                router.adopt(entry.sent_as, at.name, num_tokens, entry.num_uncached * waits)
 
     def _introduce(self, place: Place) -> None:
         router = self._router_of(place)
@@ -475,7 +494,7 @@ class Floor:
             return place, request
         router.prefill_done(entry.sent_as)
         self._count_choice(entry, begun[1], computes=True)
-        return begun[0], replace(request, hold_kv_s=LEASE_S)
+        return begun[0], replace(request, hold_kv_s=self.config.kv_lease_s)
 
     def _count_choice(self, entry: OpenRequest, decision: Decision, computes: bool) -> None:
         """Count a request where it goes, and its prompt where it is computed."""

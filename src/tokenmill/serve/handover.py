@@ -104,6 +104,14 @@ class Handovers:
         """Requests whose prompt is computed or held there, or awaited there."""
         return {i for i, h in self._open.items() if h.source is place or h.target is place}
 
+    def account(self) -> None:
+        """A new router hears what is under way."""
+        for request_id, handover in self._open.items():
+            if handover.source.name in self.router.workers:
+                num_tokens = len(handover.request.prompt_token_ids)
+                queued = 0 if handover.told else num_tokens
+                self.router.adopt(request_id, handover.source.name, num_tokens, queued)
+
     # Requests.
 
     def begin(

@@ -230,6 +230,13 @@ FLOOR = (
         count(1),
         "Prompts with fewer uncached tokens are computed where they decode.",
     ),
+    of(
+        FloorConfig,
+        "kv-lease",
+        number(0.1, 3600, "SECONDS"),
+        "How long computed blocks wait for the worker that decodes.",
+        field="kv_lease_s",
+    ),
     Setting(
         "prefill-set",
         "Setting of the prefill workers alone, such as max-num-batched-tokens=2048.",
