@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from serve.sim import MODEL
 from serve.sim_server import GENEROUS_S, SimServer
 
 JSON = {"content-type": "application/json"}
-PAUSE_S = (0.5, 3.5)  # between two blows: the start of a worker is what a blow costs
+PAUSE_S = (1.0, 4.0)  # between two blows: the start of a worker is what a blow costs
 LONG = "the lazy dog jumps over the quick brown fox " * 6
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 # (prompt, fields): the script of the simulated engine, and what the front makes of it.
@@ -137,7 +138,9 @@ class Chaos:
         self.report = Report()
         self._server = server
         self._seed = seed
-        self._expected = [stream(server, body(*call))[0] for call in CALLS]
+        with ThreadPoolExecutor(len(CALLS)) as pool:
+            answers = pool.map(lambda call: stream(server, body(*call)), CALLS)
+            self._expected = [answer for answer, _ in answers]
         self._lock = threading.Lock()
         self._end_s = 0.0
 

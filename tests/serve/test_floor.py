@@ -182,6 +182,31 @@ def test_a_hung_worker_is_replaced() -> None:
     asyncio.run(main())
 
 
+def test_a_new_router_knows_what_the_old_one_knew() -> None:
+    async def main() -> None:
+        async with running(Spawner(SIM)) as floor:
+            await read(floor.submit([request("first", 3, PROMPT)]))
+            home = next(w.name for w in floor.view().workers if w.cached_blocks)
+            streams = [floor.submit([request(f"r{i}", 60, [i + 3] * 40)]) for i in range(4)]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            account = floor._router._account.copy()
+            floor.renew_router()
+            assert floor._router._account.num_requests == account.num_requests
+            assert floor._router._account.decode_tokens == account.decode_tokens
+            await until(lambda: sum(w.cached_blocks for w in floor.view().workers) >= 6)
+            (again,) = await read(floor.submit([request("again", 3, [*PROMPT, 1])]))
+            assert again.num_cached_tokens == len(PROMPT)
+            assert floor.view().decisions[-1].worker == home
+            for task in reading:
+                (output,) = await task
+                assert len(output.token_ids) == 60
+            assert not floor._router._routed
+            floor.renew_router("least-loaded")
+            assert floor.view().router == "least-loaded"
+
+    asyncio.run(main())
+
+
 def test_scale_and_drain_lose_nothing() -> None:
     async def main() -> None:
         spawner = Spawner(SIM)

@@ -92,6 +92,9 @@ def test_strangers_may_not_look_or_change(server: SimServer) -> None:
     for body, param in (({"decode": 1}, "decode"), ({}, "workers")):
         refused = server.call("POST", "/floor/scale", body, JSON)
         assert refused.status == 400 and refused.error["param"] == param
+    policy = server.call("POST", "/floor/router", {"policy": "best"}, JSON)
+    assert policy.status == 400 and policy.error["param"] == "policy"
+    assert server.call("POST", "/floor/router", {}, JSON).json["router"] == "kv"
     unknown = server.call("POST", "/floor/scale", {"decoders": 1}, JSON)
     assert unknown.status == 400 and unknown.error["code"] == "unknown_field"
 

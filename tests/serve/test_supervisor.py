@@ -10,26 +10,36 @@ from pathlib import Path
 import pytest
 
 from serve.sim import MAX_MODEL_LEN, worker_argv
-from serve.streams import read
+from serve.streams import read, until
 from serve.test_floor import request, states
 from tokenmill.core.config import FloorConfig, SchedulerConfig
+from tokenmill.core.types import FinishReason
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.supervisor import PlacementError, ProcessPlacement, open_placement
 
-ARGV = worker_argv(SchedulerConfig(max_model_len=MAX_MODEL_LEN), step_ms=5.0)
+LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=32)
+ARGV = worker_argv(LIMITS, step_ms=10.0)
 
 
-def workers() -> list[int]:
-    """Processes of workers that talk by TCP, as Ray's do."""
+def workers() -> list[tuple[str, int]]:
+    """Workers that talk by TCP, as Ray's do: the id of the engine and the process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+            names = [os.readlink(fd) for fd in (folder / "fd").iterdir()]
         except OSError:
             continue
         if str(Path(ARGV[1])).encode() in words and any(w.startswith(b"tcp://") for w in words):
-            found.append(int(folder.name))
+            name = next((n for n in names if "memfd:tokenmill-" in n), "")
+            found.append((name.partition("tokenmill-")[2].partition(" ")[0], int(folder.name)))
     return found
+
+
+def engine_id(floor: Floor, name: str) -> str:
+    facts = floor._places[name].facts
+    assert facts is not None and facts.kv is not None
+    return facts.kv.engine_id
 
 
 def test_one_worker_and_plain_processes_need_no_ray() -> None:
@@ -44,24 +54,47 @@ def test_one_worker_and_plain_processes_need_no_ray() -> None:
 
 
 def test_ray_places_workers_and_their_streams_go_on() -> None:
-    config = FloorConfig(workers=1, placement="ray", backoff_s=0.05)
+    """Killed, hung, and lost while KV moves."""
+    config = FloorConfig(
+        prefill=1,
+        decode=1,
+        remote_prefill_tokens=40,
+        placement="ray",
+        backoff_s=0.05,
+        heartbeat_s=0.2,
+        hang_timeout_s=1.5,
+    )
+
+    async def disturbed(floor: Floor, tag: str, role: str, number: int) -> None:
+        """Streams go on while a worker of a role gets a signal."""
+        await until(lambda: states(floor) == ["ready"] * 2 and not floor._handovers._asked)
+        prompts = [[ord(tag) + i] * 300 for i in range(3)]
+        before, pids = floor.num_restarts, dict(workers())
+        streams = [floor.submit([request(f"{tag}{i}", 90, p)]) for i, p in enumerate(prompts)]
+        reading = [asyncio.create_task(read(stream)) for stream in streams]
+        if role == "prefill":
+            await until(lambda: any(h.told for h in floor._handovers._open.values()))
+        else:
+            await asyncio.sleep(0.3)
+        name = next(w.name for w in floor.view().workers if w.role == role)
+        os.kill(pids[engine_id(floor, name)], number)
+        for task in reading:
+            (output,) = await task
+            assert len(output.token_ids) == 90 and output.finish_reason is FinishReason.LENGTH
+        await until(lambda: floor.num_restarts == before + 1)
 
     async def main(floor: Floor) -> None:
         try:
             await floor.start()
-            streams = [floor.submit([request(f"r{i}", 200)]) for i in range(4)]
-            reading = [asyncio.create_task(read(stream)) for stream in streams]
-            await asyncio.sleep(0.2)
-            os.kill(workers()[0], signal.SIGKILL)
-            for task in reading:
-                (output,) = await task
-                assert len(output.token_ids) == 200
-            assert floor.num_migrations > 0
-            assert states(floor) == ["ready"] and floor.num_restarts == 1
+            await disturbed(floor, "k", "decode", signal.SIGKILL)
+            await disturbed(floor, "t", "prefill", signal.SIGKILL)
+            await disturbed(floor, "h", "decode", signal.SIGSTOP)
+            assert floor.num_migrations > 0 and floor.view().transfers > 0
         finally:
             await floor.close()
 
     with open_placement(config) as placement:
         assert placement.host == "127.0.0.1"
-        asyncio.run(main(Floor(placement.spawner(ARGV), config, host=placement.host)))
+        spawn = placement.spawner(ARGV)
+        asyncio.run(main(Floor(spawn, config, host=placement.host, prefill_spawn=spawn)))
         assert workers() == []
