@@ -256,7 +256,7 @@ def test_one_and_two_and_two_and_one(house: House) -> None:
         with pytest.raises(FloorError, match="this floor has decode and prefill"):
             await floor.scale(2)
         house.decode.argv += ["--block-size", "32"]
-        with pytest.raises(WorkerStartError, match=r"block.size: the floor has 16"):
+        with pytest.raises(WorkerStartError, match="block size: the prefill engine has 16"):
             await floor.scale(2, "decode")
         assert len(floor.view().workers) == 3
         with pytest.raises(FloorError, match="only one"):

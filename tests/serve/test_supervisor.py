@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +101,13 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         spawn = placement.spawner(ARGV)
         asyncio.run(main(Floor(spawn, config, host=placement.host, prefill_spawn=spawn)))
         assert workers() == []
+
+
+def test_roles_on_two_nodes_of_a_cluster() -> None:
+    """Workers of another node reach the front by its address, with the key that they were given."""
+    script = str(Path(__file__).with_name("two_nodes.py"))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["tokens"] == 20 and answer["transfers"] == 1
+    assert answer["host"] != "127.0.0.1"

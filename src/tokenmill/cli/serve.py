@@ -48,6 +48,7 @@ ENGINE_PANELS = {
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
 }
+ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not have of their own
 WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, SETTINGS["log-level"])
 
 
@@ -152,6 +153,8 @@ def _own(settings: Settings, key: str) -> Settings:
             raise SettingsError(
                 f"--{key} must be SETTING=VALUE of an engine, such as max-num-seqs=64, got {item!r}"
             )
+        if name in ONE_MODEL:
+            raise SettingsError(f"--{key} {name}: prefill and decode workers have the same model")
         own[name] = read_value(known[name], value, f"--{key} {name}")
     return Settings(settings.values | own)
 

@@ -351,8 +351,8 @@ class Floor:
             return
         if self.facts is None:
             self.facts = place.facts
-        self._check(place.facts)
         self._handovers.check(place, self._places.values())
+        self._check(place.facts)
         before = self._router
         self._choose_router()
         if self._router is before and place.state == "ready":

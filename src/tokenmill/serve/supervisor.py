@@ -169,9 +169,10 @@ def _connected(address: str | None) -> Iterator[str]:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides none
-    if address is None:  # Ray's ports are open to the network: only we know the token
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # The ports of our own Ray are open to the network: only we know the token.
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if address is None:
+        os.environ.update(token)
     import ray
 
     local: dict[str, Any] = {
@@ -188,3 +189,5 @@ def _connected(address: str | None) -> Iterator[str]:
         yield LOOPBACK if address is None else ray.util.get_node_ip_address()
     finally:
         ray.shutdown()
+        for name in token if address is None else ():
+            os.environ.pop(name, None)
