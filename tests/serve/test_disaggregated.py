@@ -31,7 +31,7 @@ from tokenmill.sched.rates import match_rates
 from tokenmill.serve.floor import Floor, FloorError
 from tokenmill.serve.wire import OutputStream, WorkerStartError
 
-GENEROUS_S = 40.0
+GENEROUS_S = 120.0
 MIN_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)

@@ -140,7 +140,18 @@ def _roles(settings: Settings, floor: FloorConfig) -> Settings:
         raise SettingsError(f"--{missing} is needed, too: there is nobody else to do it")
     if "workers" in settings:
         raise SettingsError("give --workers or --prefill and --decode, not both")
-    return Settings({"kv-connector": "auto"} | settings.values)
+    return Settings(settings.values | {"kv-connector": _connector(settings, floor)})
+
+
+def _connector(settings: Settings, floor: FloorConfig) -> str:
+    """How KV moves. One machine without a GPU needs no NIXL, whose thread would poll all the time."""
+    asked = str(settings.values.get("kv-connector", "auto"))
+    on_cpu = settings.get("device") == "cpu" or not _num_gpus()
+    return "shm" if asked == "auto" and on_cpu and floor.ray_address is None else asked
+
+
+def _num_gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _own(settings: Settings, key: str) -> Settings:
@@ -164,7 +175,7 @@ def _share(settings: Settings, num_workers: int) -> Settings:
     if num_workers == 1:
         return settings
     own: dict[str, Any] = {"num-threads": max(1, len(os.sched_getaffinity(0)) // num_workers)}
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    num_gpus = _num_gpus()
     if "kv-cache-memory" not in settings and num_gpus < num_workers:
         share = MEMORY_SHARE if num_gpus == 0 else GPU_MEMORY_SHARE
         own["kv-cache-share"] = round(share / num_workers, 4)

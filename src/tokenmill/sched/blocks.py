@@ -42,9 +42,10 @@ def _powers(count: int) -> U64:
     return np.multiply.accumulate(powers)
 
 
-def token_words(token_ids: Sequence[int]) -> U64:
-    """Tokens as the words that are hashed, [n]: for whoever hashes them more than once."""
-    return _words(token_ids, len(token_ids))
+def token_words(token_ids: Sequence[int], before: U64 | None = None) -> U64:
+    """Tokens as the words that are hashed, [n], behind others: to be hashed more than once."""
+    words = _words(token_ids, len(token_ids))
+    return words if before is None else np.concatenate([before, words])
 
 
 def _words(token_ids: Sequence[int] | U64, count: int) -> U64:

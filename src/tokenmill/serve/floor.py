@@ -38,11 +38,11 @@ from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
 from tokenmill.serve.place import Place, Role, add_stats
+from tokenmill.serve.routers import Routers
 from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
     Abort,
     FromWorker,
-    GetKV,
     KVDump,
     KVEvents,
     ModelFacts,
@@ -89,17 +89,15 @@ class Floor:
         if prefill_spawn is not None:
             self._spawns["prefill"] = prefill_spawn
         self._host = host
-        self._router_config = router or RouterConfig()
-        self._router = Router(replace(self._router_config, policy="round-robin"))
         self._places: dict[str, Place] = {}
         self._num_named: Counter[Role] = Counter()
         self._open: dict[str, OpenRequest] = {}
         self._sent: dict[str, OpenRequest] = {}  # by their ids at the workers
         self._handovers = Handovers(DisaggregationRule(self.config.remote_prefill_tokens))
+        self._routers = Routers(router or RouterConfig(), self._handovers)
         self._suspects = Suspects(self.config.max_migrations)
         self._held: list[str] = []
         self._retry: asyncio.TimerHandle | None = None
-        self._pulled: set[str] = set()  # places whose dump is on its way
         self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
         self._draining = False
         self._num_past_restarts = 0
@@ -220,7 +218,7 @@ class Floor:
             num_held=sum(entry.place is None for entry in self._open.values()),
             migrations=self.num_migrations,
             workers=[
-                worker_view(p, self._router_of(p), self._entries_at(p))
+                worker_view(p, self._routers.of(p), self._entries_at(p))
                 for p in self._places.values()
             ],
             decisions=[decision_view(choice) for choice in self._choices],
@@ -284,7 +282,7 @@ class Floor:
     async def _remove(self, name: str, timeout_s: float = 30.0) -> None:
         place = self._places[name]
         place.state = "draining"
-        self._router_of(place).remove_worker(name)
+        self._routers.of(place).remove_worker(name)
         deadline_s = time.monotonic() + timeout_s
         while self._entries_at(place):
             if time.monotonic() > deadline_s or not place.ready:
@@ -297,46 +295,23 @@ class Floor:
         self._migrate(late, f"worker {name} left the floor")
         await place.close(grace_s=5.0)
 
-    def _choose_router(self, anew: bool = False) -> None:
-        """One worker needs no choice and no events; with a second one comes the real policy."""
-        policy = self._router_config.policy if len(self._places) > 1 else "round-robin"
-        facts = self.facts
-        if facts is None or (policy == self._router.config.policy and not anew):
-            return
-        self._new_routers(replace(self._router_config, policy=policy, block_size=facts.block_size))
-
     def renew_router(self, policy: RouterPolicy | None = None) -> None:
         """Begin with a new router, of another policy if asked; it asks the workers what they hold.
 
         Nothing of what is under way changes.
         """
-        self._router_config = replace(
-            self._router_config, policy=policy or self._router_config.policy
-        )
-        self._choose_router(anew=True)
+        if policy is not None:
+            self._routers.set_policy(policy)
+        self._renew_routers()
 
-    def _new_routers(self, config: RouterConfig) -> None:
-        self._router, self._handovers.router = Router(config), Router(config)
-        for place in self._places.values():
-            if place.ready and place.state == "ready":
-                self._introduce(place)
-        self._handovers.account()
-        for entry in self._open.values():
-            at = entry.place
-            if at is not None and at.name in (router := self._router_of(at)).workers:
-                num_tokens = len(entry.request.prompt_token_ids) + len(entry.token_ids)
-                waits = not entry.token_ids and self._handovers.source(entry.sent_as) is None
-                router.adopt(entry.sent_as, at.name, num_tokens, entry.num_uncached * waits)
+    def _renew_routers(self) -> None:
+        if self.facts is not None:
+            requests = self._open.values()
+            self._routers.renew(self._places.values(), requests, self.facts.block_size)
 
-    def _introduce(self, place: Place) -> None:
-        router = self._router_of(place)
-        router.add_worker(place.name)
-        if router.config.policy == "kv" and router.config.events:
-            self._pulled.discard(place.name)
-            self._pull(place)
-
-    def _router_of(self, place: Place) -> Router:
-        return self._handovers.router if place.role == "prefill" else self._router
+    @property
+    def _router(self) -> Router:
+        return self._routers.main
 
     def _entries_at(self, place: Place) -> list[OpenRequest]:
         """The requests that a worker computes, decodes, or holds KV for."""
@@ -353,10 +328,10 @@ class Floor:
             self.facts = place.facts
         self._handovers.check(place, self._places.values())
         self._check(place.facts)
-        before = self._router
-        self._choose_router()
-        if self._router is before and place.state == "ready":
-            self._introduce(place)
+        if self._routers.outdated(len(self._places)):
+            self._renew_routers()
+        elif place.state == "ready":
+            self._routers.introduce(place)
         self._handovers.connect(place, self._places.values())
         self._assign_held()
 
@@ -373,7 +348,7 @@ class Floor:
 
     def on_down(self, place: Place) -> None:
         """Whatever the worker had goes on elsewhere."""
-        self._router_of(place).remove_worker(place.name)
+        self._routers.of(place).remove_worker(place.name)
         lost = self._entries_at(place)
         self._handovers.on_down(place, self._places.values())
         for entry in self._suspects.died(lost):
@@ -396,12 +371,9 @@ class Floor:
                 for output in outputs:
                     self._dispatch(place, output)
             case KVEvents():
-                if not self._router_of(place).apply(place.name, message.batch()):
-                    self._pull(place)
-            case KVDump(dump=dump):
-                self._pulled.discard(place.name)
-                if not self._router_of(place).load(place.name, dump):
-                    self._pull(place)
+                self._routers.on_events(place, message)
+            case KVDump():
+                self._routers.on_dump(place, message)
             case KVConnected():
                 self._handovers.on_connected(place, message)
             case KVNotices(notices=notices):
@@ -412,12 +384,6 @@ class Floor:
                 sent = [self._sent[i] for i in request_ids if i in self._sent]
                 late = [e for e in sent if self._handovers.source(e.sent_as) is place]
                 self._keep_and_migrate(late, "its lease expired")
-
-    def _pull(self, place: Place) -> None:
-        """Ask for a dump, unless one is on its way."""
-        if place.name not in self._pulled:
-            self._pulled.add(place.name)
-            place.send(GetKV())
 
     # Requests move.
 
@@ -527,7 +493,7 @@ class Floor:
                 return
             self._close(entry)
         elif not entry.token_ids:
-            self._router_of(place).prefill_done(output.request_id)
+            self._routers.of(place).prefill_done(output.request_id)
         output.request_id = entry.request.request_id
         entry.token_ids += output.token_ids
         if entry.num_deaths and self._suspects.got_on(entry):

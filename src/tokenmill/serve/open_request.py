@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.sched.blocks import U64, token_words
 from tokenmill.serve.place import Place
@@ -41,7 +39,7 @@ class OpenRequest:
             self.words = token_words(self.request.prompt_token_ids)
         if not self.token_ids:
             return self.words
-        return np.concatenate([self.words, token_words(self.token_ids)])
+        return token_words(self.token_ids, self.words)
 
     @property
     def may_hand_over(self) -> bool:
