@@ -17,7 +17,10 @@ from tokenmill.__main__ import run
 from tokenmill.cli import local, serve
 from tokenmill.cli.app import app
 from tokenmill.cli.helptext import shown_default
+from tokenmill.core.config import FloorConfig
 from tokenmill.settings import SETTINGS, Settings
+
+ROLES = ("--prefill", "1", "--decode", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +92,19 @@ def test_every_flag_is_a_setting() -> None:
         (["generate", "x", "--min-tokens", "9", "--max-tokens", "4"], 1, "min_tokens (9) must not"),
         (["pull", "no-such-model"], 1, "model 'no-such-model': tried it as a path"),
         (["serve", "./nowhere"], 1, "model './nowhere': tried it as a path"),
+        (["serve", "--prefill", "1"], 2, "--decode is needed, too"),
+        (["serve", "--prefill-set", "dtype=fp32"], 2, "--prefill-set needs --prefill and --decode"),
+        (["serve", *ROLES, "--workers", "2"], 2, "give --workers or --prefill and --decode"),
+        (
+            ["serve", *ROLES, "--decode-set", "model=other"],
+            2,
+            "--decode-set model: prefill and decode workers have the same model",
+        ),
+        (
+            ["serve", *ROLES, "--prefill-set", "block-size"],
+            2,
+            "--prefill-set must be SETTING=VALUE of an engine",
+        ),
         (["chat", "--url", "http://127.0.0.1:9/v1"], 1, "cannot reach http://127.0.0.1:9/v1"),
         (["chat", "--url", "nonsense"], 1, "cannot reach nonsense"),
     ],
@@ -99,6 +115,29 @@ def test_errors_are_one_sentence(
     got_status, sentence = failed(capsys, *arguments)
     assert got_status == status
     assert sentence.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("asked", "floor", "gpus", "connector"),
+    [
+        (None, {}, 0, "shm"),
+        ("auto", {}, 0, "shm"),
+        ("nixl", {}, 0, "nixl"),
+        (None, {"ray_address": "10.0.0.1:6379"}, 0, "auto"),
+        (None, {}, 2, "auto"),
+    ],
+)
+def test_one_machine_without_a_gpu_needs_no_nixl(
+    asked: str | None,
+    floor: dict[str, Any],
+    gpus: int,
+    connector: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
+    settings = Settings({} if asked is None else {"kv-connector": asked})
+    config = FloorConfig(prefill=1, decode=1, **floor)
+    assert serve._roles(settings, config).get("kv-connector") == connector
 
 
 def test_unexpected_errors_have_no_traceback(

@@ -81,6 +81,9 @@ def serve(settings: Settings) -> None:
     config = settings.build(ServerConfig)
     _set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
+    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
+    shared = _share(_roles(settings, floor), floor.num_workers)
+    roles = [_own(shared, key) for key in ("decode-set", "prefill-set")]
     path = fetch(model)
     from tokenmill.serve.server import serve as run_server
     from tokenmill.serve.tokenizer import load_tokenizer
@@ -96,9 +99,7 @@ def serve(settings: Settings) -> None:
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
 
     tokenizer = load_tokenizer(path, config.chat_template)
-    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
-    shared = _share(_roles(settings, floor), floor.num_workers)
-    commands = [worker_command(_own(shared, key), path) for key in ("decode-set", "prefill-set")]
+    commands = [worker_command(role, path) for role in roles]
     run_server(commands[0], tokenizer, config, name, on_listening, floor, router, commands[1])
 
 
@@ -144,7 +145,7 @@ def _roles(settings: Settings, floor: FloorConfig) -> Settings:
 
 
 def _connector(settings: Settings, floor: FloorConfig) -> str:
-    """How KV moves. One machine without a GPU needs no NIXL, whose thread would poll all the time."""
+    """How KV moves. One machine without a GPU needs no NIXL, whose thread polls all the time."""
     asked = str(settings.values.get("kv-connector", "auto"))
     on_cpu = settings.get("device") == "cpu" or not _num_gpus()
     return "shm" if asked == "auto" and on_cpu and floor.ray_address is None else asked
