@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, default=4, help="short ones that run all the time")
-    parser.add_argument("--long-tokens", type=int, default=384, help="of each long prompt")
+    parser.add_argument("--long-tokens", type=int, default=256, help="of each long prompt")
     parser.add_argument("--utilisation", type=float, default=0.5, help="of one worker by these")
     parser.add_argument("--rate", type=float, help="long prompts a second, instead of that")
     parser.add_argument("--duration", type=int, default=60, help="seconds of each measurement")
@@ -116,6 +116,7 @@ def _measure(url: str, args: argparse.Namespace, rate: float, seed: int) -> dict
     streams = _bench(
         url,
         *("--concurrency", str(args.streams), "--input-len", "32", "--output-len", "128"),
+        *("--warmup-requests", "0"),
         *(*duration, "--bench-seed", str(200 + seed)),
     )
     long = _bench(
