@@ -27,16 +27,26 @@ from tokenmill.core.config import (
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
+from tokenmill.engine.drafting import Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.kv_link import KVLink
-from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
+from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
-from tokenmill.models.store import resolve
-from tokenmill.models.weights import Checkpoint, eos_token_ids, open_checkpoint
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.mtp import MTPModule
+from tokenmill.models.names import mtp_spec
+from tokenmill.models.store import resolve, shipped_mtp
+from tokenmill.models.weights import (
+    Checkpoint,
+    eos_token_ids,
+    open_checkpoint,
+    open_mtp,
+    read_all,
+)
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -91,17 +101,21 @@ def build_engine(
     narrow = (
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
     )
-    network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, progress)
+    loaded: ComputeType = "bf16" if narrow else dtype
+    network = _load(checkpoint, loaded, max_len, device, progress)
+    mtp = _load_mtp(checkpoint, model, network, loaded) if execution.mtp else None
     reserve = _reserve(spec, scheduler, execution, device)
     block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
-    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
+    drawn = spec if mtp is None else mtp_spec(spec)  # with a layer of KV for the module
+    block_bytes = drawn.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
     num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
-    spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
+    # The block that padded rows of a CUDA graph write to, and drafts that have no place.
+    spare = int(device == "cuda" or mtp is not None)
     link = KVLink.plan(cache.connector, device)
     pages = link.pages if link is not None else None
-    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype, pages)
+    kv_cache = allocate_kv_cache(drawn, num_blocks + spare, block_size, device, kv_dtype, pages)
     # Requests that ended in a step under way keep their slots until it is over.
-    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
+    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len, mtp)
     if narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
@@ -117,7 +131,8 @@ def build_engine(
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
-        kv=None if link is None else link.open(policy, kv_cache, spec, kv_dtype),
+        kv=None if link is None else link.open(policy, kv_cache, drawn, kv_dtype),
+        drafting=_drafting(execution),
     )
     return BuiltEngine(
         engine=engine,
@@ -129,7 +144,7 @@ def build_engine(
         max_model_len=max_len,
         num_blocks=num_blocks,
         block_size=block_size,
-        weight_bytes=network.num_bytes,
+        weight_bytes=network.num_bytes + (0 if mtp is None else mtp.num_bytes),
         description=checkpoint.describe(),
     )
 
@@ -271,12 +286,33 @@ def _load(
     max_len: int,
     device: str,
     progress: Progress | None,
-) -> Model:
+) -> Decoder:
     module, _, name = MODELS[checkpoint.spec.family].partition(":")
     family = getattr(import_module(module), name)
     tensors = checkpoint.tensors(progress, device)
-    network: Model = family(checkpoint.spec, tensors, dtype, max_len, device)
+    network: Decoder = family(checkpoint.spec, tensors, dtype, max_len, device)
     return network
+
+
+def _load_mtp(
+    checkpoint: Checkpoint, model: ModelConfig, network: Decoder, dtype: ComputeType
+) -> MTPModule:
+    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it."""
+    random = model.random_weights and model.draft is None
+    path = checkpoint.path
+    if model.draft is not None:
+        path = Path(model.draft).expanduser()
+    elif not random and not checkpoint.spec.num_mtp_layers:
+        shipped = shipped_mtp(path)
+        if shipped is None:
+            raise ModelLoadError(f"mtp: {path.name} has no MTP module; give one with --draft")
+        path = shipped
+    tensors = open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
+    return MTPModule(network, read_all(tensors, network.device), dtype)
+
+
+def _drafting(execution: ExecutionConfig) -> Drafting | None:
+    return FixedDrafting(execution.mtp) if execution.mtp else None
 
 
 def _reserve(
