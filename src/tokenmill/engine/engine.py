@@ -83,7 +83,7 @@ class LanguageEngine:
         drafting: Drafting | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._drafting = drafting
+        self.drafting = drafting  # may be exchanged between two steps
         self._runner = runner
         self._launcher = launcher
         self.kv = kv
@@ -123,7 +123,7 @@ class LanguageEngine:
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
         self._admit(now_ns)
-        to_draft = 0 if self._drafting is None else self._drafting.choose()
+        to_draft = 0 if self.drafting is None else self.drafting.choose()
         drafts = to_draft or self._scheduler.drafting
         overlap = self._launcher is not None and not self._host_bound and not drafts
         outputs = [] if overlap else self._land()
@@ -136,9 +136,9 @@ class LanguageEngine:
             outputs += self._execute(batch)
         if not outputs and not batch.items:
             self._idle()
-        if self._drafting is not None and batch.items:
+        if self.drafting is not None and batch.items:
             counts = self._scheduler.draft_counts
-            self._drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
+            self.drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
         return outputs
 
     def abort(self, request_id: str) -> None:

@@ -26,6 +26,7 @@ from tokenmill.settings.bench import (
     ENDPOINT_REQUESTS,
     LADDER,
     MLPERF,
+    MTP,
     PUBLISHED,
     REPLAY,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "LADDER",
     "MLPERF",
     "MODEL",
+    "MTP",
     "PUBLISHED",
     "REPLAY",
     "ROUTER",
@@ -89,7 +91,7 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
+        *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
         *(FLOOR, ROUTER, REPLAY, COMMANDS),
     )
     for s in group
