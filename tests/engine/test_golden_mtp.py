@@ -129,6 +129,24 @@ def test_seeded_draws_penalties_and_stops_are_those_without_drafts(llama: Model)
     }
 
 
+def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model) -> None:
+    """Padded to one shape, operation by operation: what a GPU captures."""
+    folder, head = tiny
+    params = [GREEDY, DRAWN, replace(GREEDY, max_tokens=9), replace(DRAWN, seed=8, logprobs=None)]
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": 60, "draft": head}
+    asked = prompts()[:4]
+    plain = build(folder, "fp32", mtp=3, **options)
+    padded = build(folder, "fp32", mtp=3, **options)
+    runner = padded.engine._runner
+    runner.add_draft_graphs(3, 3)  # more than three sequences are computed as before
+    expected, answers = (complete(b.engine, asked, params) for b in (plain, padded))
+    assert facts(answers) == facts(expected)
+    counts = [
+        (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_structured_output_is_that_without_drafts(tmp_path: Path) -> None:
     folder, head = tiny_model("llama", tmp_path, vocab_size=len(PIECES), eos_token_id=EOS)
     kinds = [

@@ -120,7 +120,8 @@ def build_engine(
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
-        runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
+        memory, depth = execution.graph_memory_bytes, execution.mtp
+        runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
     overlap = device == "cuda" if execution.overlap is None else execution.overlap
     eos = _stop_ids(path, spec, grammar_vocab)
     pool = BlockPool(num_blocks, block_size, cache.prefix_cache)

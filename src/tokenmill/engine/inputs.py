@@ -153,23 +153,14 @@ class InputBuilder:
         ids, cache_slots = place_tokens(
             staged, places, token_rows, self.tables.tensor, self.last_tokens, self.block_size
         )
-        tables = self.tables.tensor
-        if self.device.type == "cpu":  # the compiled kernels read row i for sequence i, and int64
-            tables, table_rows = tables[table_rows], torch.arange(len(items), dtype=torch.int32)
-            ids, places, cache_slots = ids.long(), places.long(), cache_slots.long()
-        attention = AttentionBatch(
-            positions=places,
-            slots=cache_slots,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            block_tables=tables,
-            table_rows=table_rows,
-            tiles=tuple(
-                QueryTiles(seqs, first, plan.tokens, plan.splits)
-                for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
-            ),
+        planned = tuple(
+            QueryTiles(seqs, first, plan.tokens, plan.splits, plan.rows)
+            for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
         )
-        return Inputs(ids, attention, ready, [beyond[i] for i in ready], lasts, slots)
+        attention = self.attention(
+            places, cache_slots, query_starts, context_lens, table_rows, planned
+        )
+        return Inputs(self.ids(ids), attention, ready, [beyond[i] for i in ready], lasts, slots)
 
     def build_drafts(self, batch: Batch, inputs: Inputs) -> DraftInputs:
         """The rest of a step whose tokens the MTP module sees, too."""
@@ -204,10 +195,38 @@ class InputBuilder:
             capacities=sent[4],
         )
 
+    def ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids as the model takes them."""
+        return token_ids.long() if self.device.type == "cpu" else token_ids
+
+    def attention(
+        self,
+        positions: torch.Tensor,
+        cache_slots: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        rows: torch.Tensor,
+        tiles: tuple[QueryTiles, ...],
+    ) -> AttentionBatch:
+        """A batch of sequences whose table rows these are."""
+        tables = self.tables.tensor
+        if self.device.type == "cpu":  # the compiled kernels read row i for sequence i, and int64
+            tables, rows = tables[rows.long()], torch.arange(len(rows), dtype=torch.int32)
+            positions, cache_slots = positions.long(), cache_slots.long()
+        return AttentionBatch(
+            positions=positions,
+            slots=cache_slots,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=tables,
+            table_rows=rows,
+            tiles=tiles,
+        )
+
     def cache_slots(
         self, positions: torch.Tensor, rows: torch.Tensor, capacities: torch.Tensor
     ) -> torch.Tensor:
-        """Where tokens lie whose table rows these are, int32 [tokens]; outside them, in padding."""
+        """Where tokens at `positions` lie, int32; what is beyond a capacity lies in padding."""
         size = self.block_size
         blocks = self.tables.tensor[rows.long(), (positions // size).long()]
         blocks = torch.where(positions < capacities, blocks, self.tables.pad_block)

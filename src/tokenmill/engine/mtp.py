@@ -62,7 +62,7 @@ class Proposer:
         drafts = [_best(self.module.logits(out))]
         for step in range(1, count):
             batch = self._batch(positions + step, slots, capacities)
-            ids = drafts[-1] if batch.slots.is_cuda else drafts[-1].long()
+            ids = self.builder.ids(drafts[-1])
             out = self.module.forward(ids, self.module.states(out), self.cache, batch)
             drafts.append(_best(self.module.logits(out)))
         return torch.stack(drafts, dim=1)
@@ -71,21 +71,15 @@ class Proposer:
         self, positions: torch.Tensor, slots: torch.Tensor, capacities: torch.Tensor
     ) -> AttentionBatch:
         """One query of each sequence."""
-        count, device, tables = slots.shape[0], slots.device, self.builder.tables.tensor
-        places = positions.clamp(max=self.builder.max_len - 1).int()
-        cache_slots = self.builder.cache_slots(places, slots, capacities)
-        rows = slots
-        if device.type == "cpu":
-            tables, rows = tables[slots.long()], torch.arange(count, dtype=torch.int32)
-            places, cache_slots = places.long(), cache_slots.long()
-        return AttentionBatch(
-            positions=places,
-            slots=cache_slots,
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
-            context_lens=places.int(),
-            block_tables=tables,
-            table_rows=rows,
-            tiles=self._single_tiles(count),
+        count, builder = slots.shape[0], self.builder
+        places = positions.clamp(max=builder.max_len - 1).int()
+        return builder.attention(
+            places,
+            builder.cache_slots(places, slots, capacities),
+            torch.arange(count + 1, dtype=torch.int32, device=slots.device),
+            places,
+            slots,
+            self._single_tiles(count),
         )
 
     def _single_tiles(self, count: int) -> tuple[QueryTiles, ...]:

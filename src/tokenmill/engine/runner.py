@@ -12,6 +12,7 @@ import torch
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
 from tokenmill.engine.device_sampling import DeviceSampler, Sampled
+from tokenmill.engine.draft_graphs import DraftGraphs
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
@@ -85,6 +86,7 @@ class Launched:
     result: StepResult
     ready: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)  # of the ready items, verified here
+    stride: int | None = None  # tokens of each ready item, where there are more than it verifies
     tokens: torch.Tensor | None = None  # on the host once `done` has happened
     done: torch.cuda.Event | None = None
     sampled: Sampled | None = None  # what else the sampler computed
@@ -96,7 +98,7 @@ class Launched:
         if self.done is not None:
             self.done.synchronize()
         if self.tokens is not None:
-            tokens = self.tokens.tolist()
+            tokens = self.tokens.flatten().tolist()
             if min(tokens) < 0:
                 raise FloatingPointError("the largest logit of a row is not finite")
             logprobs = self.sampled.finish(tokens) if self.sampled is not None else self.logprobs
@@ -118,7 +120,7 @@ class Launched:
             if result.logprobs is not None and logprobs is not None:
                 entries = [entry for entry in logprobs[first : last + 1] if entry is not None]
                 result.logprobs[index] = entries or None
-            first += len(drafts) + 1
+            first += self.stride or len(drafts) + 1
         if self.proposed is not None:
             result.draft_ids = [[] for _ in result.token_ids]
             for index, proposed in zip(self.ready, self.proposed.tolist(), strict=True):
@@ -158,6 +160,7 @@ class ModelRunner:
             self.device,
         )
         self.graphs: DecodeGraphs | None = None
+        self.draft_graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
 
     def warm_up(self, sampling: bool = False) -> None:
@@ -178,10 +181,26 @@ class ModelRunner:
             seq.num_computed_tokens += num_new
 
     @torch.inference_mode()
-    def capture(self, max_size: int, budget_bytes: int, progress: Progress | None = None) -> None:
-        """Capture decode graphs up to max_size sequences; the cache's last block is padding."""
+    def capture(
+        self, max_size: int, budget_bytes: int, progress: Progress | None = None, depth: int = 0
+    ) -> None:
+        """Capture decode graphs up to max_size sequences, and those of up to `depth` drafts.
+
+        The cache's last block is padding.
+        """
         self.graphs = DecodeGraphs(self.model, self.layers, self.builder, max_size)
         self.graphs.capture(budget_bytes, progress)
+        self.add_draft_graphs(max_size, depth)
+        pool = torch.cuda.graph_pool_handle()
+        for graphs in self.draft_graphs.values():
+            graphs.capture(pool)
+
+    def add_draft_graphs(self, max_size: int, depth: int) -> None:
+        """Run steps of 1 to `depth` drafts for each sequence in shapes of their own."""
+        for count in range(1, depth + 1):
+            assert self.proposer is not None
+            graphs = DraftGraphs(self.model, self.layers, self.proposer, count, max_size)
+            self.draft_graphs[count] = graphs
 
     def run(self, batch: Batch) -> StepResult:
         """Compute every item's new tokens; sample those whose last known token was computed."""
@@ -192,7 +211,7 @@ class ModelRunner:
         """Start a step; on a GPU this returns while it runs."""
         try:
             self.builder.tables.update(batch.grown, self.builder.staging)
-            return self._replay(batch) or self._compute(batch)
+            return self._replay(batch) or self._replay_drafts(batch) or self._compute(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise OutOfMemory(str(error).split(". ")[0]) from error
@@ -216,6 +235,29 @@ class ModelRunner:
         tokens = self._choose(launched, rows, decoded.logits, decoded.token_ids)
         self.builder.last_tokens.index_copy_(0, decoded.slots.long(), tokens)
         return self._collect(launched, tokens)
+
+    def _replay_drafts(self, batch: Batch) -> Launched | None:
+        """A step that verifies drafts and makes new ones through captured graphs, or None."""
+        graphs = self.draft_graphs.get(batch.num_to_draft)
+        if graphs is None or not graphs.takes(batch.items):
+            return None
+        count, width = len(batch.items), graphs.depth + 1
+        verified = graphs.verify(batch.items)
+        launched = Launched(
+            StepResult([[] for _ in batch.items]),
+            list(range(count)),
+            [seq.draft_ids[: num_new - 1] for seq, num_new in batch.items],
+            width,
+        )
+        if not self.device_sampler.wants_best([seq for seq, _ in batch.items]):
+            rows = [row for seq, _ in batch.items for row in sampled_rows(seq, graphs.depth)]
+            shape = count, width
+            logits, newest = verified.logits[: len(rows)], verified.token_ids[: len(rows)]
+            graphs.tokens[:count].copy_(self._choose(launched, rows, logits, newest).view(shape))
+        host = self._to_host(graphs.draft(count, verified))
+        launched.tokens, launched.proposed = host[:, :width], host[:, width:]
+        launched.done = self._mark()
+        return launched
 
     def _compute(self, batch: Batch) -> Launched:
         """A step of any shape."""
