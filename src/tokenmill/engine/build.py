@@ -27,7 +27,7 @@ from tokenmill.core.config import (
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
-from tokenmill.engine.drafting import Drafting, FixedDrafting
+from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.kv_link import KVLink
@@ -313,7 +313,9 @@ def _load_mtp(
 
 
 def _drafting(execution: ExecutionConfig) -> Drafting | None:
-    return FixedDrafting(execution.mtp) if execution.mtp else None
+    if not execution.mtp:
+        return None
+    return (AdaptiveDrafting if execution.mtp_adaptive else FixedDrafting)(execution.mtp)
 
 
 def _reserve(
