@@ -61,6 +61,7 @@ class ExecutionConfig:
     graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
     mtp: int = 0  # most tokens that a step drafts for the next one
     mtp_adaptive: bool = True  # fewer, or none, where drafts cost more than they give
+    mtp_relaxed: str | None = None  # TOP:DELTA: also likely drafts are taken, outputs are not exact
 
 
 @dataclass(frozen=True, slots=True)

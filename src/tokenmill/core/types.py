@@ -181,6 +181,7 @@ class StepResult:
     logprobs: list[list[TokenLogprobs] | None] | None = None  # None when no item asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by item index
     draft_ids: list[list[int]] | None = None  # guesses of what comes next, to be verified
+    num_relaxed: int = 0  # drafts in token_ids that were taken though others were drawn
 
 
 @dataclass(slots=True)
@@ -204,6 +205,7 @@ class EngineStats:
     num_kv_blocks_received: int = 0
     num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
+    num_relaxed: int = 0  # of these, those that were taken though others were drawn
 
 
 class Engine(Protocol):

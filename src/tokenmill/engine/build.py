@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -31,6 +32,7 @@ from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.kv_link import KVLink
+from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
@@ -46,11 +48,13 @@ from tokenmill.models.weights import (
     open_checkpoint,
     open_mtp,
     read_all,
+    read_spec,
 )
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
 _KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
@@ -115,7 +119,12 @@ def build_engine(
     pages = link.pages if link is not None else None
     kv_cache = allocate_kv_cache(drawn, num_blocks + spare, block_size, device, kv_dtype, pages)
     # Requests that ended in a step under way keep their slots until it is over.
-    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len, mtp)
+    relaxed = None
+    if mtp is not None and execution.mtp_relaxed:
+        relaxed = Relaxed.parse(execution.mtp_relaxed)
+        _log.warning("mtp_relaxed %s: outputs are not exact", execution.mtp_relaxed)
+    num_slots = 2 * scheduler.max_num_seqs
+    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len, mtp, relaxed)
     if narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
@@ -146,7 +155,7 @@ def build_engine(
         num_blocks=num_blocks,
         block_size=block_size,
         weight_bytes=network.num_bytes + (0 if mtp is None else mtp.num_bytes),
-        description=checkpoint.describe(),
+        description=checkpoint.describe() + _drafts_line(execution),
     )
 
 
@@ -310,6 +319,23 @@ def _load_mtp(
         path = shipped
     tensors = open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
     return MTPModule(network, read_all(tensors, network.device), dtype)
+
+
+def has_mtp(model: ModelConfig, path: Path) -> bool:
+    """Whether a model at this path can draft."""
+    if model.draft is not None or read_spec(path).num_mtp_layers > 0:
+        return True
+    return not model.random_weights and shipped_mtp(path) is not None
+
+
+def _drafts_line(execution: ExecutionConfig) -> str:
+    """What a user has to know of drafts."""
+    if not execution.mtp:
+        return ""
+    line = f", up to {execution.mtp} drafts a step"
+    if execution.mtp_relaxed:
+        line += f", relaxed acceptance {execution.mtp_relaxed}: outputs are not exact"
+    return line
 
 
 def _drafting(execution: ExecutionConfig) -> Drafting | None:

@@ -18,6 +18,7 @@ from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.kv_shared import SharedPages
 from tokenmill.engine.mtp import Proposer, count_accepted
+from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.sampling import (
     SampledRow,
     Sampler,
@@ -92,6 +93,8 @@ class Launched:
     sampled: Sampled | None = None  # what else the sampler computed
     logprobs: list[TokenLogprobs | None] | None = None  # those of the host's sampler
     proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
+    relaxed: dict[int, int] = field(default_factory=dict)  # by row of tokens: row of `changed`
+    changed: torch.Tensor | None = None  # 1 where relaxed acceptance took a draft instead
 
     def wait(self) -> StepResult:
         """The tokens of the items that sampled, and their log-probabilities."""
@@ -108,6 +111,7 @@ class Launched:
     def _fill(self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
         """Put the accepted drafts of the ready items and one token more into the result."""
         result, first = self.result, 0
+        changed = [] if self.changed is None else self.changed.tolist()
         if logprobs is not None and any(entry is not None for entry in logprobs):
             result.logprobs = [None] * len(result.token_ids)
         for index, drafts in zip(self.ready, self.drafts, strict=True):
@@ -115,6 +119,7 @@ class Launched:
             for draft in drafts:
                 if tokens[last] != draft:
                     break
+                result.num_relaxed += changed[self.relaxed[last]] if last in self.relaxed else 0
                 last += 1
             result.token_ids[index] = tokens[first : last + 1]
             if result.logprobs is not None and logprobs is not None:
@@ -143,6 +148,7 @@ class ModelRunner:
         num_slots: int = 512,
         max_model_len: int | None = None,
         mtp: MTPModule | None = None,
+        relaxed: Relaxed | None = None,
     ) -> None:
         """With an MTP module the cache's last layer is the module's, its last block nobody's."""
         spec = model.spec
@@ -161,6 +167,7 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
+        self.relaxed = relaxed
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
 
     def warm_up(self, sampling: bool = False) -> None:
@@ -251,9 +258,10 @@ class ModelRunner:
         )
         if not self.device_sampler.wants_best([seq for seq, _ in batch.items]):
             rows = [row for seq, _ in batch.items for row in sampled_rows(seq, graphs.depth)]
-            shape = count, width
             logits, newest = verified.logits[: len(rows)], verified.token_ids[: len(rows)]
-            graphs.tokens[:count].copy_(self._choose(launched, rows, logits, newest).view(shape))
+            tokens = self._choose(launched, rows, logits, newest)
+            graphs.tokens[:count].copy_(tokens.view(count, width))
+        self._relax(launched, batch, verified.logits, graphs.tokens.view(-1))
         host = self._to_host(graphs.draft(count, verified))
         launched.tokens, launched.proposed = host[:, :width], host[:, width:]
         launched.done = self._mark()
@@ -274,6 +282,7 @@ class ModelRunner:
             logits = self.model.logits(hidden.index_select(0, inputs.ends))
             newest = inputs.token_ids.index_select(0, inputs.ends)
             tokens = self._choose(launched, rows, logits, newest)
+            self._relax(launched, batch, logits, tokens)
             if len(rows) == len(seqs):  # else the host knows all tokens before the next step
                 self.builder.last_tokens.index_copy_(0, inputs.slots.long(), tokens)
         proposed = self._propose(batch, inputs, hidden, tokens)
@@ -319,6 +328,29 @@ class ModelRunner:
             return launched.sampled.token_ids
         tokens, launched.logprobs = self.sampler(logits.float(), rows, masks)
         return torch.tensor(tokens, dtype=torch.int32).to(self.device)
+
+    def _relax(
+        self, launched: Launched, batch: Batch, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Put likely drafts in the place of what was drawn, where that is asked for."""
+        if self.relaxed is None:
+            return
+        rows: list[int] = []
+        drafts: list[int] = []
+        first = 0
+        for index, own in zip(launched.ready, launched.drafts, strict=True):
+            if self.relaxed.covers(batch.items[index][0]):
+                rows += range(first, first + len(own))
+                drafts += own
+            first += launched.stride or len(own) + 1
+        if not rows:
+            return
+        places, ids = self.builder.staging.send([np.array(rows), np.array(drafts)])
+        places, drawn = places.long(), tokens[places.long()]
+        taken = torch.where(self.relaxed.right(logits[places], ids), ids, drawn)
+        tokens.index_copy_(0, places, taken)
+        launched.relaxed = {row: i for i, row in enumerate(rows)}
+        launched.changed = self._to_host((taken != drawn).int())
 
     def _collect(
         self,

@@ -108,7 +108,7 @@ def cached(name: str) -> Path | None:
 def shipped_mtp(path: Path) -> Path | None:
     """The MTP module of this package for a catalog model's file, or None."""
     for entry in CATALOG.values():
-        if path.name == entry.file_name and path.stat().st_size == entry.num_bytes:
+        if path.name == entry.file_name and path.is_file():
             file = Path(__file__).parent / f"mtp_{entry.name}" / "model.safetensors"
             return file if file.is_file() else None
     return None

@@ -519,6 +519,7 @@ class Scheduler:
                 self._append(seq, output)
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
+        self._counters.num_relaxed += result.num_relaxed
         if self._drafting or result.draft_ids is not None:
             self._take_drafts(batch, result.draft_ids or [[] for _ in batch.items])
         self._hash_late()

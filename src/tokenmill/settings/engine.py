@@ -16,6 +16,7 @@ from tokenmill.core.config import (
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings.kinds import (
     INTEGER,
+    RELAXED,
     SECONDS,
     SIZE,
     SWITCH,
@@ -145,6 +146,13 @@ EXECUTION = (
         "mtp-adaptive",
         SWITCH,
         "Draft fewer tokens, or none, where they cost more than they give.",
+    ),
+    of(
+        ExecutionConfig,
+        "mtp-relaxed",
+        RELAXED,
+        "Take a draft among the TOP likeliest tokens and at most DELTA in probability behind the "
+        "best, such as 10:0.6: more tokens per step, but outputs are not exact.",
     ),
 )
 SERVER = (
