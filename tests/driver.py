@@ -50,6 +50,7 @@ def build(
     mtp: int = 0,
     draft: Path | None = None,
     vocab: GrammarVocab | None = None,
+    relaxed: str | None = None,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
@@ -60,7 +61,7 @@ def build(
             max_num_seqs=16,
             chunked_prefill=chunked,
         ),
-        ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False),
+        ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False, mtp_relaxed=relaxed),
         vocab,
     )
 

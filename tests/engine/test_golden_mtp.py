@@ -147,6 +147,32 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
     assert counts[0] == counts[1]
 
 
+def test_relaxed_acceptance_takes_likely_drafts_and_says_so(
+    llama: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, head = llama
+    asked, greedy = prompts()[:4], replace(GREEDY, logprobs=None)
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": 60, "draft": head, "mtp": 2}
+    exact = build(folder, "fp32", **options)
+    golden = complete(exact.engine, asked, greedy)
+    assert exact.engine.stats().num_relaxed == 0 and "not exact" not in exact.description
+    strict = build(folder, "fp32", relaxed="1:0.0", **options)  # the likeliest token alone
+    assert facts(complete(strict.engine, asked, greedy)) == facts(golden)
+    assert strict.engine.stats().num_relaxed == 0
+    for padded in (False, True):
+        loose = build(folder, "fp32", relaxed="64:1.0", **options)  # whatever is drafted
+        if padded:
+            loose.engine._runner.add_draft_graphs(4, 2)
+        answers = complete(loose.engine, asked, greedy)
+        stats = loose.engine.stats()
+        assert [a.token_ids for a in answers] != [a.token_ids for a in golden]
+        assert stats.num_drafted == stats.num_accepted and stats.num_relaxed > 10
+        with_logprobs = complete(loose.engine, asked, GREEDY)  # these are answered exactly
+        assert [a.token_ids for a in with_logprobs] == [a.token_ids for a in golden]
+    assert "outputs are not exact" in loose.description
+    assert "outputs are not exact" in caplog.text
+
+
 def test_structured_output_is_that_without_drafts(tmp_path: Path) -> None:
     folder, head = tiny_model("llama", tmp_path, vocab_size=len(PIECES), eos_token_id=EOS)
     kinds = [

@@ -301,8 +301,9 @@ class Scheduler:
         plain: list[Item] = []
         drafted: list[Item] = []
         for seq, num_new in singles:
+            del seq.draft_ids[budget:]
             if seq.draft_ids:
-                del seq.draft_ids[min(budget, self._draft_room(seq)) :]
+                del seq.draft_ids[self._draft_room(seq) :]
             num_drafts = len(seq.draft_ids)
             budget -= num_drafts
             (drafted if num_drafts else plain).append((seq, num_new + num_drafts))
