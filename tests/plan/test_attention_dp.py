@@ -13,7 +13,7 @@ import tokenmill.bench
 from tokenmill.__main__ import run
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
-from tokenmill.plan.attention_dp import Ranks, RanksConfig
+from tokenmill.plan.attention_dp import Ranks, RanksConfig, prompt_budget
 from tokenmill.plan.rank_cost import GPUS, RankCost, RankWork, mean_work
 from tokenmill.sched.attention_dp import (
     ContextBalancer,
@@ -148,6 +148,18 @@ def test_holding_prompts_evens_the_ranks(policy: Any) -> None:
     assert held == play(policy()), "the same seed gives the same run"
 
 
+def test_a_small_budget_spreads_prompts() -> None:
+    """Eight places, prompts of 30 tokens for answers of 60: four prompt tokens a step."""
+    lengths = [(20, 40), (40, 80)]
+    assert prompt_budget(lengths, 8, 1.5) == 8 + 6
+    plain, spread = (
+        Ranks(lengths, small(max_num_batched_tokens=budget), TokenCost(), NeverHold()).run()
+        for budget in (64, 14)
+    )
+    assert spread["balance_by_time"] > plain["balance_by_time"] + 0.1
+    assert spread["output_tok_s"] > 1.1 * plain["output_tok_s"]
+
+
 def test_a_rank_too_small_for_a_request() -> None:
     with pytest.raises(TokenmillError, match="50 tokens does not fit"):
         Ranks([(20, 30)], small(num_blocks=12), TokenCost(), NeverHold())
@@ -162,11 +174,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     printed = capsys.readouterr().out
     report = json.loads(printed.splitlines()[-1])
     runs = report["runs"]
-    names = ["none", "timeout 50", "timeout 50, batching 10", "interval 20", "delay 30"]
+    names = ["none", "timeout 50", "timeout 50, batching 10", "every 20th step", "delay 30"]
+    names.append("none, 104 tokens a step")
     assert list(runs) == names and all(name in printed for name in names)
     assert report["concurrency"] == 32 and "predicted" in report["time"]
-    for name in names[1:]:
-        assert runs[name]["balance"] > runs["none"]["balance"]
+    for name in names[1:-1]:
+        assert runs[name]["balance_by_time"] > runs["none"]["balance_by_time"]
+    assert run([*line, "--search", "--json-only", "--ttft-limit-ms", "1"]) == 0
+    searched = json.loads(capsys.readouterr().out)
+    assert searched["search"] == {"ttft_limit_ms": 1, "best": None}
     assert run([*line, "--no-balance", "--json-only", "--seed", "1"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert list(again["runs"]) == ["none"] and again["runs"]["none"] != runs["none"]

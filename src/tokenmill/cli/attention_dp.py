@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +56,12 @@ PREDICTION = (
     "predicted: a roofline of one rank's attention, shared and routed experts and exchange; "
     "launches, norms, sampling and uneven experts cost nothing"
 )
-GRID = {"timeout-iters": (10, 25, 50, 100, 200), "batching-wait-iters": (0, 5, 10, 20)}
+# What --search tries: (timeout, batching wait) in steps, and budgets over the mean prompt load.
+WAITS = ((25, 0), (50, 0), (100, 0), (200, 0), (50, 10), (100, 20))
+SLACKS = (1.25, 1.5, 2.0, 4.0)
+COMPARED_SLACK, COMPARED_INTERVAL, COMPARED_DELAY = 1.5, 20, 30
 
-Policies = dict[str, "Callable[[], ContextPolicy]"]
+Run = tuple["RanksConfig", "ContextPolicy"]
 
 
 def attention_dp(settings: Settings) -> None:
@@ -82,10 +84,9 @@ def attention_dp(settings: Settings) -> None:
         f"{config.num_steps} steps"
     )
     runs = {}
-    for name, policy in _policies(settings).items():
-        runs[name] = Ranks(lengths, config, cost, policy()).run()
-        if not settings.get("json-only"):
-            console.note(f"{name}: {runs[name]['output_tok_s']:,.0f} tokens/s")
+    for name, (own, policy) in _candidates(settings, config, lengths).items():
+        runs[name] = Ranks(lengths, own, cost, policy).run()
+        console.note(f"{name}: {runs[name]['output_tok_s']:,.0f} tokens/s")
     base = runs["none"]["output_tok_s"]
     for run in runs.values():
         run["speedup"] = round(run["output_tok_s"] / base, 4)
@@ -142,33 +143,36 @@ def _floor(settings: Settings) -> tuple[RanksConfig, RankCost]:
     return config, cost
 
 
-def _policies(settings: Settings) -> Policies:
-    """What to run, by name; each run begins with a policy of its own."""
-    from tokenmill.sched.attention_dp import DelayPolicy, IntervalPolicy, NeverHold
+def _candidates(
+    settings: Settings, config: RanksConfig, lengths: list[tuple[int, int]]
+) -> dict[str, Run]:
+    """What to run, by name."""
+    from tokenmill.plan.attention_dp import prompt_budget
+    from tokenmill.sched.attention_dp import (
+        ContextBalancer,
+        DelayPolicy,
+        IntervalPolicy,
+        NeverHold,
+    )
 
-    policies: Policies = {"none": NeverHold}
-    timeout, wait = settings.get("timeout-iters"), settings.get("batching-wait-iters")
-    if settings.get("search"):
-        for some in GRID["timeout-iters"]:
-            for more in GRID["batching-wait-iters"]:
-                policies[_name(some, more)] = _balancer(settings, some, more)
-    elif settings.get("balance"):
-        for more in sorted({0, wait}):
-            policies[_name(timeout, more)] = _balancer(settings, timeout, more)
+    given = settings.get("timeout-iters"), settings.get("batching-wait-iters")
+    waits, slacks = [(given[0], 0), given], []
     if settings.get("compare-policies"):
-        policies["interval 20"] = lambda: IntervalPolicy(20)
-        policies["delay 30"] = lambda: DelayPolicy(30)
-    return policies
-
-
-def _name(timeout: int, wait: int) -> str:
-    return f"timeout {timeout}" + (f", batching {wait}" if wait else "")
-
-
-def _balancer(settings: Settings, timeout: int, wait: int) -> Callable[[], ContextPolicy]:
-    from tokenmill.sched.attention_dp import ContextBalancer
-
-    return lambda: ContextBalancer(settings.get("max-num-seqs"), timeout, wait)
+        slacks = [COMPARED_SLACK]
+    if settings.get("search"):
+        waits, slacks = [*waits, *WAITS], [*SLACKS]
+    runs: dict[str, Run] = {"none": (config, NeverHold())}
+    for timeout, wait in waits if settings.get("balance") else ():
+        name = f"timeout {timeout}" + (f", batching {wait}" if wait else "")
+        runs[name] = config, ContextBalancer(config.max_num_seqs, timeout, wait)
+    if settings.get("compare-policies"):
+        runs[f"every {COMPARED_INTERVAL}th step"] = config, IntervalPolicy(COMPARED_INTERVAL)
+        runs[f"delay {COMPARED_DELAY}"] = config, DelayPolicy(COMPARED_DELAY)
+    for slack in slacks:
+        budget = prompt_budget(lengths, config.max_num_seqs, slack)
+        own = replace(config, max_num_batched_tokens=min(budget, config.max_num_batched_tokens))
+        runs[f"none, {own.max_num_batched_tokens} tokens a step"] = own, NeverHold()
+    return runs
 
 
 def _search_result(runs: dict[str, Any], limit_ms: float) -> dict[str, Any]:

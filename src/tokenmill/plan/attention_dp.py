@@ -9,6 +9,7 @@ somewhere in their answers, whose KV is there.
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +27,16 @@ from tokenmill.sched.scheduler import Batch, Scheduler
 START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"
 TOKEN = [0]  # what every sampled token is; nothing depends on it
 Lengths = Sequence[tuple[int, int]]  # (input, output) of a request
+
+
+def prompt_budget(lengths: Lengths, max_num_seqs: int, slack: float) -> int:
+    """Tokens of a step with which a full rank's prompts keep up, `slack` times over.
+
+    A request takes a place for as many steps as its answer has tokens, and brings its prompt. With
+    hardly more than its mean every rank computes a piece of a prompt in almost every step.
+    """
+    per_step = sum(length for length, _ in lengths) / sum(output for _, output in lengths)
+    return max_num_seqs + math.ceil(slack * max_num_seqs * per_step)
 
 
 class StepCost(Protocol):

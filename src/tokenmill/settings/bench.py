@@ -308,13 +308,14 @@ ATTENTION_DP = (
     ),
     Setting(
         "compare-policies",
-        "Beside it vLLM's rule (every n-th step) and SGLang's (wait while ranks differ).",
+        "Beside it vLLM's rule (every n-th step), SGLang's (wait while ranks differ), and steps "
+        "so small that prompts are always spread over many.",
         SWITCH,
         default=False,
     ),
     Setting(
         "search",
-        "Try a grid of both waits and name the fastest within --ttft-limit-ms.",
+        "Try several waits and sizes of a step, and name the fastest within --ttft-limit-ms.",
         SWITCH,
         default=False,
     ),
