@@ -85,9 +85,9 @@ TABLE: list[tuple[list[Outlook], bool]] = [
 
 
 def test_the_balancer_by_its_table() -> None:
-    balancer = ContextBalancer(max_num_seqs=4, timeout_iters=3, batching_wait_iters=2)
+    of_each_rank = [ContextBalancer(4, timeout_iters=3, batching_wait_iters=2) for _ in range(2)]
     for row, (ranks, held) in enumerate(TABLE):
-        assert balancer.hold(ranks) is held, f"row {row}"
+        assert [balancer.hold(ranks) for balancer in of_each_rank] == [held, held], f"row {row}"
 
 
 outlooks = st.lists(
