@@ -53,6 +53,7 @@ class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
     engine: LanguageEngine
+    runner: ModelRunner
     spec: ModelSpec
     path: Path
     dtype: ComputeType
@@ -122,6 +123,7 @@ def build_engine(
     )
     return BuiltEngine(
         engine=engine,
+        runner=runner,
         spec=spec,
         path=path,
         dtype=dtype,
