@@ -186,7 +186,7 @@ def _search_result(runs: dict[str, Any], limit_ms: float) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    columns = ("tokens/s", "speed-up", "balance", "even", "step ms", "first token ms", "p99")
+    columns = ("tokens/s", "speed-up", "balance", "even", "SOL", "step ms", "first token ms", "p99")
     rows = [["predicted", *columns]]
     for name, run in report["runs"].items():
         first = run["placed_to_first_token_ms"]
@@ -197,13 +197,15 @@ def _print(report: dict[str, Any]) -> None:
                 f"{run['speedup']:.2f}",
                 f"{run['balance']:.1%}",
                 f"{run['even_tok_s']:,.0f}",
+                f"{run['sol_tok_s']:,.0f}",
                 f"{run['step_ms']:.1f}",
                 *(f"{first[key]:,.0f}" if first else "-" for key in ("mean", "p99")),
             ]
         )
     console.print_table(rows)
     console.out.print(
-        "balance: mean over fullest rank's tokens; even: tokens/s with even ranks; "
+        "balance: mean over fullest rank's tokens; even: tokens/s with even ranks; SOL: as if all "
+        "time were the fullest rank's tokens; "
         "first token: since the request has a rank"
     )
     if "search" in report:
