@@ -1,4 +1,4 @@
-"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, compare, published and more."""
+"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, mtp, compare and more."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from tokenmill.cli import (
     campaign,
     compare,
     console,
+    decode,
     endpoint,
     kv_moves,
     ladder,
     mlperf,
+    mtp,
     published,
     routing,
     simulate,
@@ -29,11 +31,13 @@ def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     command(group, "throughput", throughput.PANELS)(throughput.throughput)
+    command(group, "decode", decode.PANELS)(decode.decode)
     command(group, "endpoint", endpoint.PANELS)(endpoint.endpoint)
     command(group, "campaign", campaign.PANELS)(campaign.campaign)
     command(group, "ladder", ladder.PANELS)(ladder.ladder)
     command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
     command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)
+    command(group, "mtp", mtp.PANELS)(mtp.mtp)
     command(group, "verify", verify.PANELS)(verify.verify)
     command(group, "compare", compare.PANELS)(compare.compare)
     command(group, "published", published.PANELS)(published.published)

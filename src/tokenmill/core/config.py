@@ -11,6 +11,7 @@ GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
 DEFAULT_BUDGET, GPU_BUDGET = 512, 4096  # tokens of a step
+EXPERTS_GPU_BUDGET = 8192  # where each expert gets a share of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class ModelConfig:
     seed: int = 0
     max_model_len: int | None = None  # None: what the checkpoint says
     num_threads: int | None = None  # CPU threads of the engine; None: all cores
+    draft: str | None = None  # file or folder of an MTP module; None: the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class ExecutionConfig:
     overlap: bool | None = None  # prepare a step while the last one runs; None: on a GPU
     batch_invariant: bool = False  # bitwise the same answer whatever a request is batched with
     graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
+    mtp: int = 0  # most tokens that a step drafts for the next one
+    mtp_adaptive: bool = True  # fewer, or none, where drafts cost more than they give
+    mtp_relaxed: str | None = None  # TOP:DELTA: also likely drafts are taken, outputs are not exact
 
 
 RouterPolicy = Literal["kv", "round-robin", "least-loaded", "random"]

@@ -177,9 +177,11 @@ class RequestOutput:
 class StepResult:
     """What the runner made of a batch; every list runs parallel to the batch's items."""
 
-    token_ids: list[list[int]]  # [] while a prompt is still being computed
+    token_ids: list[list[int]]  # [] while a prompt is still being computed; accepted drafts first
     logprobs: list[list[TokenLogprobs] | None] | None = None  # None when no item asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by item index
+    draft_ids: list[list[int]] | None = None  # guesses of what comes next, to be verified
+    num_relaxed: int = 0  # drafts in token_ids that were taken though others were drawn
 
 
 @dataclass(slots=True)
@@ -201,6 +203,9 @@ class EngineStats:
     num_leases: int = 0  # prompts whose KV is held for another engine
     num_leases_expired: int = 0
     num_kv_blocks_received: int = 0
+    num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
+    num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
+    num_relaxed: int = 0  # of these, those that were taken though others were drawn
 
 
 class Engine(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -15,6 +16,7 @@ import torch
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_BUDGET,
+    EXPERTS_GPU_BUDGET,
     GPU_BLOCK_SIZE,
     GPU_BUDGET,
     GPU_MEMORY_SHARE,
@@ -27,20 +29,33 @@ from tokenmill.core.config import (
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
+from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.kv_link import KVLink
-from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
+from tokenmill.engine.relaxed import Relaxed
+from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
-from tokenmill.models.store import resolve
-from tokenmill.models.weights import Checkpoint, eos_token_ids, open_checkpoint
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.mtp import MTPModule
+from tokenmill.models.names import mtp_spec
+from tokenmill.models.store import resolve, shipped_mtp
+from tokenmill.models.weights import (
+    Checkpoint,
+    eos_token_ids,
+    open_checkpoint,
+    open_mtp,
+    read_all,
+    read_spec,
+)
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
 _KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
@@ -52,6 +67,7 @@ class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
     engine: LanguageEngine
+    runner: ModelRunner
     spec: ModelSpec
     path: Path
     dtype: ComputeType
@@ -87,26 +103,36 @@ def build_engine(
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
         raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
     _check_memory(spec, dtype, device)
-    scheduler = _limits(scheduler, device, max_len)
+    scheduler = _limits(scheduler, spec, device, max_len)
     narrow = (
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
     )
-    network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, progress)
+    loaded: ComputeType = "bf16" if narrow else dtype
+    network = _load(checkpoint, loaded, max_len, device, progress)
+    mtp = _load_mtp(checkpoint, model, network, loaded) if execution.mtp else None
     reserve = _reserve(spec, scheduler, execution, device)
     block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
-    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
+    drawn = spec if mtp is None else mtp_spec(spec)  # with a layer of KV for the module
+    block_bytes = drawn.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
     num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
-    spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
+    # The block that padded rows of a CUDA graph write to, and drafts that have no place.
+    spare = int(device == "cuda" or mtp is not None)
     link = KVLink.plan(cache.connector, device)
     pages = link.pages if link is not None else None
-    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype, pages)
+    kv_cache = allocate_kv_cache(drawn, num_blocks + spare, block_size, device, kv_dtype, pages)
     # Requests that ended in a step under way keep their slots until it is over.
-    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
+    relaxed = None
+    if mtp is not None and execution.mtp_relaxed:
+        relaxed = Relaxed.parse(execution.mtp_relaxed)
+        _log.warning("mtp_relaxed %s: outputs are not exact", execution.mtp_relaxed)
+    num_slots = 2 * scheduler.max_num_seqs
+    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len, mtp, relaxed)
     if narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
-        runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
+        memory, depth = execution.graph_memory_bytes, execution.mtp
+        runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
     overlap = device == "cuda" if execution.overlap is None else execution.overlap
     eos = _stop_ids(path, spec, grammar_vocab)
     pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
@@ -117,10 +143,12 @@ def build_engine(
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
-        kv=None if link is None else link.open(policy, kv_cache, spec, kv_dtype),
+        kv=None if link is None else link.open(policy, kv_cache, drawn, kv_dtype),
+        drafting=_drafting(execution),
     )
     return BuiltEngine(
         engine=engine,
+        runner=runner,
         spec=spec,
         path=path,
         dtype=dtype,
@@ -129,8 +157,8 @@ def build_engine(
         max_model_len=max_len,
         num_blocks=num_blocks,
         block_size=block_size,
-        weight_bytes=network.num_bytes,
-        description=checkpoint.describe(),
+        weight_bytes=network.num_bytes + (0 if mtp is None else mtp.num_bytes),
+        description=checkpoint.describe() + _drafts_line(execution),
     )
 
 
@@ -141,9 +169,12 @@ def _set_mode(execution: ExecutionConfig) -> None:
     MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
 
 
-def _limits(scheduler: SchedulerConfig, device: str, max_len: int) -> SchedulerConfig:
+def _limits(
+    scheduler: SchedulerConfig, spec: ModelSpec, device: str, max_len: int
+) -> SchedulerConfig:
     """Fill what was left to the device and the model."""
-    budget = GPU_BUDGET if device == "cuda" else DEFAULT_BUDGET
+    on_gpu = EXPERTS_GPU_BUDGET if spec.moe else GPU_BUDGET
+    budget = on_gpu if device == "cuda" else DEFAULT_BUDGET
     return replace(
         scheduler,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,
@@ -271,12 +302,52 @@ def _load(
     max_len: int,
     device: str,
     progress: Progress | None,
-) -> Model:
+) -> Decoder:
     module, _, name = MODELS[checkpoint.spec.family].partition(":")
     family = getattr(import_module(module), name)
     tensors = checkpoint.tensors(progress, device)
-    network: Model = family(checkpoint.spec, tensors, dtype, max_len, device)
+    network: Decoder = family(checkpoint.spec, tensors, dtype, max_len, device)
     return network
+
+
+def _load_mtp(
+    checkpoint: Checkpoint, model: ModelConfig, network: Decoder, dtype: ComputeType
+) -> MTPModule:
+    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it."""
+    random = model.random_weights and model.draft is None
+    path = checkpoint.path
+    if model.draft is not None:
+        path = Path(model.draft).expanduser()
+    elif not random and not checkpoint.spec.num_mtp_layers:
+        shipped = shipped_mtp(path)
+        if shipped is None:
+            raise ModelLoadError(f"mtp: {path.name} has no MTP module; give one with --draft")
+        path = shipped
+    tensors = open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
+    return MTPModule(network, read_all(tensors, network.device), dtype)
+
+
+def has_mtp(model: ModelConfig, path: Path) -> bool:
+    """Whether a model at this path can draft."""
+    if model.draft is not None or read_spec(path).num_mtp_layers > 0:
+        return True
+    return not model.random_weights and shipped_mtp(path) is not None
+
+
+def _drafts_line(execution: ExecutionConfig) -> str:
+    """What a user has to know of drafts."""
+    if not execution.mtp:
+        return ""
+    line = f", up to {execution.mtp} drafts a step"
+    if execution.mtp_relaxed:
+        line += f", relaxed acceptance {execution.mtp_relaxed}: outputs are not exact"
+    return line
+
+
+def _drafting(execution: ExecutionConfig) -> Drafting | None:
+    if not execution.mtp:
+        return None
+    return (AdaptiveDrafting if execution.mtp_adaptive else FixedDrafting)(execution.mtp)
 
 
 def _reserve(

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections import deque
+from itertools import zip_longest
 from typing import Literal, Protocol
 
 from tokenmill.core.config import FloorConfig
@@ -257,9 +258,19 @@ def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
     finished = dict(a.num_finished)
     for reason, count in b.num_finished.items():
         finished[reason] = finished.get(reason, 0) + count
-    names = [name for name in EngineStats.__dataclass_fields__ if name != "num_finished"]
+    other = ("num_finished", "num_drafted", "num_accepted")
+    names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
-    return EngineStats(**sums, num_finished=finished)
+    return EngineStats(
+        **sums,
+        num_finished=finished,
+        num_drafted=_by_position(a.num_drafted, b.num_drafted),
+        num_accepted=_by_position(a.num_accepted, b.num_accepted),
+    )
+
+
+def _by_position(a: list[int], b: list[int]) -> list[int]:
+    return [sum(counts) for counts in zip_longest(a, b, fillvalue=0)]
 
 
 def _counters(stats: EngineStats) -> EngineStats:

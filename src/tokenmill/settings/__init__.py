@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenmill.settings.bench import (
+    ATTENTION_DP,
     BENCH,
     CAMPAIGN,
     COMMANDS,
@@ -26,6 +27,7 @@ from tokenmill.settings.bench import (
     ENDPOINT_REQUESTS,
     LADDER,
     MLPERF,
+    MTP,
     PUBLISHED,
     REPLAY,
 )
@@ -48,6 +50,7 @@ from tokenmill.settings.kinds import (
 )
 
 __all__ = [
+    "ATTENTION_DP",
     "BENCH",
     "CACHE",
     "CAMPAIGN",
@@ -63,6 +66,7 @@ __all__ = [
     "LADDER",
     "MLPERF",
     "MODEL",
+    "MTP",
     "PUBLISHED",
     "REPLAY",
     "ROUTER",
@@ -89,8 +93,8 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, REPLAY, COMMANDS),
+        *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
+        *(FLOOR, ROUTER, REPLAY, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }

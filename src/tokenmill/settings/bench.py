@@ -79,6 +79,10 @@ LADDER = (
     ),
     Setting("plot", "Write the bars to this .svg or .html file.", TEXT),
 )
+MTP = (
+    Setting("depths", "Numbers of drafts to measure (1,2,3).", numbers(read_int, 1, "N[,N...]")),
+    Setting("batch", "Prompts that are answered at once.", count(1), default=1),
+)
 ENDPOINT_REQUESTS = (
     of(EndpointConfig, "api", one_of("chat", "completions"), "Route to call."),
     of(EndpointConfig, "stream", SWITCH, "Ask for streams; off: only whole answers are timed."),
@@ -279,6 +283,53 @@ REPLAY = (
     ),
     Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
 )
+ATTENTION_DP = (
+    Setting("ranks", "Ranks of attention data and expert parallelism.", count(1), default=8),
+    Setting(
+        "gpu",
+        "GPU of a rank: measured rates of H200, the others by datasheet.",
+        one_of("h200", "gb200", "gb300"),
+        default="gb200",
+    ),
+    Setting(
+        "max-output-len",
+        "Longer answers of --lengths are cut; MLPerf cuts DeepSeek-R1's here.",
+        count(2),
+        default=20_000,
+    ),
+    Setting("balance", "Run with prompts held, too; else only without.", SWITCH, default=True),
+    Setting(
+        "timeout-iters",
+        "Most steps that prompts wait for a rank that has none.",
+        count(0),
+        default=50,
+    ),
+    Setting(
+        "batching-wait-iters",
+        "Steps that they wait when every rank has one, to gather more.",
+        count(0),
+        default=10,
+    ),
+    Setting(
+        "compare-policies",
+        "Beside it vLLM's rule (every n-th step), SGLang's (wait while ranks differ), and steps "
+        "so small that prompts are always spread over many.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "search",
+        "Try several waits and sizes of a step, and name the fastest within --ttft-limit-ms.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "ttft-limit-ms",
+        "What --search allows at p99, from a place on a rank to the first token.",
+        number(0, math.inf, "MS"),
+        default=2000.0,
+    ),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
@@ -288,6 +339,14 @@ COMMANDS = (
     Setting("num-running", "Requests that decode at once.", count(1), default=512),
     Setting("num-steps", "Steps to measure.", count(1), default=200),
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
+    Setting(
+        "decode-batch",
+        "Sequences of a step; several: one after another.",
+        numbers(read_int, 1, "N[,N...]"),
+        default=(32, 64, 128, 256),
+    ),
+    Setting("context", "Tokens that each sequence has in the cache.", count(1), default=4096),
+    Setting("fusions", "Also leave out one fused kernel after another.", SWITCH, default=False),
     Setting("num-streams", "Streams at once.", count(1), default=128),
     Setting("stream-tokens", "Tokens of each stream.", count(1), default=512),
     Setting("router-workers", "Workers that the router knows.", count(1), default=64),
