@@ -19,7 +19,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "num_kv_heads": (1, "number of KV heads: the prefill engine has 1"),  # as with more ranks
     "head_dim": (128, "head_dim: the prefill engine has 128"),
     "block_size": (64, "block size: the prefill engine has 64, the decode engine 16"),
-    "block_bytes": ((4096, 4096), "bytes of a block: the prefill engine has (4096, 4096)"),
+    "block_bytes": ((4096, 4096), "bytes of a block: the prefill engine has 8192 in 2 tensors"),
 }
 
 

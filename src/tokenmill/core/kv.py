@@ -97,6 +97,8 @@ def mismatch(source: KVAddress, target: KVAddress) -> str | None:
     for field, name in _NAMES.items():
         theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
         if theirs != ours:
+            if field == "block_bytes":  # as with other ranks, or drafts on one side alone
+                theirs, ours = (f"{sum(sizes)} in {len(sizes)} tensors" for sizes in (theirs, ours))
             return f"{name}: the prefill engine has {theirs}, the decode engine {ours}"
     return None
 
