@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -33,11 +33,12 @@ from tokenmill.sched.blocks import U64
 from tokenmill.sched.disaggregate import DisaggregationRule
 from tokenmill.sched.rates import match_rates
 from tokenmill.sched.router import Decision, Router
+from tokenmill.serve.crew import PREFIXES, Crew
 from tokenmill.serve.floor_view import Choice, FloorView, decision_view, worker_view
 from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
-from tokenmill.serve.place import Place, Role, add_stats
+from tokenmill.serve.place import Place, Role
 from tokenmill.serve.routers import Routers
 from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
@@ -61,7 +62,6 @@ RETRY_S = 0.25  # before a request that a full worker refused is routed again
 POLL_S = 0.02
 BUSY = ("queue_full", "draining")  # why a worker may refuse what another would take
 NOT_HERE = (*BUSY, "no_capacity", "too_long")  # why a prefill worker may refuse it
-PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
 
 
 class FloorError(TokenmillError):
@@ -85,12 +85,10 @@ class Floor:
         prefill_spawn: Spawn | None = None,
     ) -> None:
         self.config = config or FloorConfig()
-        self._spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
-        if prefill_spawn is not None:
-            self._spawns["prefill"] = prefill_spawn
-        self._host = host
-        self._places: dict[str, Place] = {}
-        self._num_named: Counter[Role] = Counter()
+        spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
+        spawns["prefill"] = prefill_spawn or spawn
+        self._crew = Crew(spawns, self.config, self, host)
+        self._places = self._crew.places
         self._open: dict[str, OpenRequest] = {}
         self._sent: dict[str, OpenRequest] = {}  # by their ids at the workers
         self._handovers = Handovers(DisaggregationRule(self.config.remote_prefill_tokens))
@@ -100,7 +98,6 @@ class Floor:
         self._retry: asyncio.TimerHandle | None = None
         self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
         self._draining = False
-        self._num_past_restarts = 0
         self._changing = asyncio.Lock()
         self.facts: ModelFacts | None = None
         self.num_migrations = 0
@@ -126,7 +123,7 @@ class Floor:
     @property
     def num_restarts(self) -> int:
         """Times that a worker was started in place of another."""
-        return self._num_past_restarts + sum(p.num_restarts for p in self._places.values())
+        return self._crew.num_restarts
 
     @property
     def num_ready(self) -> int:
@@ -139,7 +136,8 @@ class Floor:
         counts: dict[Role, int] = {"both": config.workers}
         if config.prefill or config.decode:
             counts = {"prefill": config.prefill, "decode": config.decode}
-        await self._add_places([role for role in counts for _ in range(counts[role])])
+        roles = [role for role in counts for _ in range(counts[role])]
+        await self._crew.start(roles, self._handovers.settled)
         assert self.facts is not None
         return self.facts
 
@@ -179,15 +177,12 @@ class Floor:
 
     async def stats(self, timeout_s: float = 1.0) -> EngineStats:
         """The sums over all workers; last known figures of those that do not answer in time."""
-        await asyncio.gather(*(place.refresh(timeout_s) for place in self._places.values()))
+        await self._crew.refresh(timeout_s)
         return self.known_stats()
 
     def known_stats(self) -> EngineStats:
         """The sums over all workers as they last told, a heartbeat ago at most; asks nobody."""
-        total = EngineStats()
-        for place in self._places.values():
-            total = add_stats(total, place.stats())
-        return total
+        return self._crew.stats()
 
     def drain(self) -> None:
         """Refuse new requests from now on; open ones finish, on another worker if need be."""
@@ -205,22 +200,19 @@ class Floor:
         self.fail_open("the server is shutting down", "shutdown")
         if self._retry is not None:
             self._retry.cancel()
-        places, self._places = list(self._places.values()), {}
-        await asyncio.gather(*(place.close(grace_s) for place in places))
+        await self._crew.close(grace_s)
 
     def view(self) -> FloorView:
         """The floor now."""
         places = list(self._places.values())
-        sides = [[p.busy() for p in places if p.role == role] for role in ("prefill", "decode")]
+        roles: tuple[Role, Role] = ("prefill", "decode")
+        sides = [[place.busy() for place in self._crew.of_role(role)] for role in roles]
         return FloorView(
             router=self._router.config.policy,
             num_open=self.num_open,
             num_held=sum(entry.place is None for entry in self._open.values()),
             migrations=self.num_migrations,
-            workers=[
-                worker_view(p, self._routers.of(p), self._entries_at(p))
-                for p in self._places.values()
-            ],
+            workers=[worker_view(p, self._routers.of(p), self._entries_at(p)) for p in places],
             decisions=[decision_view(choice) for choice in self._choices],
             transfers=self._handovers.num_received,
             failed_transfers=self._handovers.num_failed,
@@ -240,9 +232,9 @@ class Floor:
             if role not in roles:
                 have = " and ".join(sorted("workers" if r == "both" else r for r in roles))
                 raise FloorError(f"{what}: this floor has {have}")
-            places = [p for p in self._places.values() if p.role == role]
-            staying = [p.name for p in places if p.state != "draining"]
-            await self._add_places([role] * (num_workers - len(staying)))
+            staying = [p.name for p in self._crew.of_role(role) if p.state != "draining"]
+            new = [role] * (num_workers - len(staying))
+            await self._crew.start(new, self._handovers.settled)
             for name in reversed(staying[num_workers:]):
                 await self._remove(name)
 
@@ -257,28 +249,6 @@ class Floor:
                 raise FloorError(f"worker: {name!r} is the only one that takes requests")
             await self._remove(name, timeout_s)
 
-    async def _add_places(self, roles: list[Role]) -> None:
-        names = []
-        for role in roles:
-            name = f"{PREFIXES[role]}{self._num_named[role]}"
-            self._num_named[role] += 1
-            names.append(name)
-            spawn = self._spawns[role]
-            self._places[name] = Place(name, spawn, self.config, self, self._host, role)
-        starts = [asyncio.create_task(self._places[name].start()) for name in names]
-        try:
-            await asyncio.gather(*starts)
-            await self._handovers.settled()
-        except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-            for name in names:
-                place = self._places.pop(name)
-                self.on_down(place)
-                await place.close(grace_s=0.0)
-            raise
-
     async def _remove(self, name: str, timeout_s: float = 30.0) -> None:
         place = self._places[name]
         place.state = "draining"
@@ -288,8 +258,7 @@ class Floor:
             if time.monotonic() > deadline_s or not place.ready:
                 break
             await asyncio.sleep(POLL_S)
-        del self._places[name]
-        self._num_past_restarts += place.num_restarts
+        self._crew.leave(place)
         late = self._entries_at(place)
         place.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {name} left the floor")

@@ -85,8 +85,9 @@ class Handovers:
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         while self._asked and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
-        if self._problem:
-            raise WorkerStartError(self._problem)
+        problem, self._problem = self._problem, ""
+        if problem:
+            raise WorkerStartError(problem)
 
     def on_down(self, place: Place, others: Iterable[Place]) -> set[str]:
         """A worker is gone; returns the ids of the requests that were between it and another."""
