@@ -400,8 +400,10 @@ class Floor:
     def _assign_held(self) -> None:
         if self.ready and self._held:
             held = [self._open[i] for i in self._held if i in self._open]
-            going = [e.request.request_id for e in held if self._suspects.may_go(e)]
-            self._held = [i for e in held if (i := e.request.request_id) not in going]
+            self._held, going = [], []
+            for entry in held:
+                goes = self._suspects.may_go(entry)
+                (going if goes else self._held).append(entry.request.request_id)
             self._assign(going)
 
     def _assign(self, request_ids: Iterable[str]) -> None:
