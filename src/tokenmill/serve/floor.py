@@ -400,7 +400,8 @@ class Floor:
     def _assign_held(self) -> None:
         if self.ready and self._held:
             held = [self._open[i] for i in self._held if i in self._open]
-            self._held, going = [], []
+            self._held = []
+            going: list[str] = []
             for entry in held:
                 goes = self._suspects.may_go(entry)
                 (going if goes else self._held).append(entry.request.request_id)
