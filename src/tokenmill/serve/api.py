@@ -58,7 +58,7 @@ def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers=_exception_handlers(),
+        exception_handlers=exception_handlers(),
     )
     app.state.api = state
     api_document = document(version("tokenmill"), model, bool(config.api_keys))
@@ -71,7 +71,9 @@ def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model:
     return app
 
 
-def _exception_handlers() -> dict[Any, Handler]:
+def exception_handlers() -> dict[Any, Handler]:
+    """Every error as OpenAI's clients know it."""
+
     async def api_error(_request: Request, error: Exception) -> Response:
         answer = _as_api_error(error)
         headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}

@@ -47,6 +47,15 @@ def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
 
 async def read_body(request: Request, kind: type[T], limit: int) -> T:
     """The body as `kind`; too large, malformed or unfit bodies raise ApiError."""
+    body = await read_bytes(request, limit)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise of_decoding(error) from None
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body as it is; one that is too large raises ApiError."""
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > DISCARD_FACTOR * limit:
@@ -61,7 +70,4 @@ async def read_body(request: Request, kind: type[T], limit: int) -> T:
             break
     if size > limit:
         raise too_large
-    try:
-        return msgspec.json.decode(bytes(body), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise of_decoding(error) from None
+    return bytes(body)

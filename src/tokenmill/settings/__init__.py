@@ -34,6 +34,7 @@ from tokenmill.settings.engine import (
     EXECUTION,
     FLOOR,
     MODEL,
+    ROUTE,
     ROUTER,
     SAMPLING,
     SCHEDULER,
@@ -65,6 +66,7 @@ __all__ = [
     "MODEL",
     "PUBLISHED",
     "REPLAY",
+    "ROUTE",
     "ROUTER",
     "SAMPLING",
     "SCHEDULER",
@@ -90,7 +92,7 @@ SETTINGS: dict[str, Setting] = {
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
         *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, REPLAY, COMMANDS),
+        *(FLOOR, ROUTER, ROUTE, REPLAY, COMMANDS),
     )
     for s in group
 }
