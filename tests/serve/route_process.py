@@ -1,4 +1,4 @@
-"""The process of a router with the simulated servers' tokenizer; run as a script, prints its URL."""
+"""A router's process with the simulated servers' tokenizer; a script that prints its URL."""
 
 from __future__ import annotations
 

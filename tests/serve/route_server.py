@@ -96,6 +96,7 @@ class Scripted(ThreadingHTTPServer):
         self.behaviour: Behaviour = say(200, b"{}")
         self.calls: list[tuple[str, dict[str, str], bytes]] = []
         self.num_probes = 0
+        self._connections: list[socket.socket] = []
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -106,12 +107,19 @@ class Scripted(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://{self.name}/v1"
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
     def handle_error(self, *_args: Any) -> None:
         pass  # clients go away on purpose
 
     def stop(self) -> None:
         self.shutdown()
         self.server_close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # closed long ago
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

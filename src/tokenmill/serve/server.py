@@ -19,6 +19,7 @@ from tokenmill.serve.api import create_app
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.supervisor import open_placement
 from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.tracing import Tracing, open_tracing
 from tokenmill.serve.wire import ModelFacts
 
 BACKLOG = 2048
@@ -54,12 +55,13 @@ def serve(
     raise_file_limit()
     floor = floor or FloorConfig()
     with (
+        tracing_to(config.otlp_endpoint, "tokenmill") as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(floor) as placement,
     ):
         prefill = None if prefill_argv is None else placement.spawner(prefill_argv)
         client = Floor(placement.spawner(worker_argv), floor, router, placement.host, prefill)
-        run_in_loop(_run(listener, client, tokenizer, config, model, on_listening))
+        run_in_loop(_run(listener, client, tokenizer, config, model, tracing, on_listening))
 
 
 async def _run(
@@ -68,6 +70,7 @@ async def _run(
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: str,
+    tracing: Tracing | None,
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals()
@@ -75,7 +78,7 @@ async def _run(
         facts = await signals.interrupt(client.start())
         if facts is None:
             return
-        app = create_app(client, tokenizer, config, model)
+        app = create_app(client, tokenizer, config, model, tracing)
         gc.freeze()  # vocabulary and app live as long as the process: do not scan them
         async with listening(app, listener):
             if on_listening is not None:
@@ -88,6 +91,17 @@ async def _run(
             raise ServerError("the engine keeps stopping; see its messages above")
     finally:
         await client.close()
+
+
+@contextlib.contextmanager
+def tracing_to(endpoint: str | None, service: str) -> Iterator[Tracing | None]:
+    """Traces while the block runs, where they are asked for."""
+    tracing = open_tracing(endpoint, service)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def run_in_loop(work: Coroutine[Any, Any, None]) -> None:

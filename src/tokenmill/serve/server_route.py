@@ -17,10 +17,11 @@ from tokenmill.serve.server import (
     listening,
     raise_file_limit,
     run_in_loop,
+    tracing_to,
     url_of,
 )
 from tokenmill.serve.tokenizer import Tokenizer
-from tokenmill.serve.tracing import Tracing, open_tracing
+from tokenmill.serve.tracing import Tracing
 
 OnListening = Callable[[str, FloorView], None]
 
@@ -38,13 +39,11 @@ def route(
     Raises TokenmillError when a setting is wrong or the address is taken.
     """
     raise_file_limit()
-    tracing = open_tracing(config.otlp_endpoint, "tokenmill-route")
-    with contextlib.closing(bind(config.host, config.port)) as listener:
-        try:
-            run_in_loop(_run(listener, config, backends, router, tokenizer, tracing, on_listening))
-        finally:
-            if tracing is not None:
-                tracing.close()
+    with (
+        tracing_to(config.otlp_endpoint, "tokenmill-route") as tracing,
+        contextlib.closing(bind(config.host, config.port)) as listener,
+    ):
+        run_in_loop(_run(listener, config, backends, router, tokenizer, tracing, on_listening))
 
 
 async def _run(

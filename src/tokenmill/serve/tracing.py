@@ -85,7 +85,8 @@ class Tracing:
             "http.request.method": "POST",
             "url.path": path,
         }
-        return Span(self, operation, facts, "SERVER", context, start_ns)
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        return Span(self, operation, facts, "SERVER", context, start_ns, offset_ns)
 
     def close(self) -> None:
         """Send what is left."""
@@ -104,10 +105,11 @@ class Span:
         attributes: Attributes,
         kind: Kind,
         context: Any,
-        start_ns: int | None = None,
+        start_ns: int | None,
+        offset_ns: int,
     ) -> None:
         self._tracing = tracing
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        self._offset_ns = offset_ns  # of the clock on the wall; one for a whole call
         self._otel = tracing.tracer.start_span(
             name,
             context,
@@ -126,7 +128,7 @@ class Span:
     ) -> Span:
         """A part of this span; with `end_ns` it is over already."""
         context = self._tracing.api.set_span_in_context(self._otel)
-        span = Span(self._tracing, name, attributes, kind, context, start_ns)
+        span = Span(self._tracing, name, attributes, kind, context, start_ns, self._offset_ns)
         if end_ns is not None:
             span.end(end_ns=end_ns)
         return span
