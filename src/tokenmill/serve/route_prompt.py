@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.sched.blocks import byte_tokens
 from tokenmill.serve.tokenizer import Tokenizer
 
-BYTES_PER_TOKEN = 4
 MAX_BYTES = 1 << 18  # of a prompt that are looked at
 NOTHING: Any = msgspec.Raw()
 
@@ -93,4 +93,4 @@ def _pieces(call: Call) -> Sequence[int]:
     """
     parts = (call.tools, call.instructions, call.messages, call.prompt, call.input)
     data = b"".join([bytes(raw).rstrip(b" \t\r\n]") for raw in parts if raw])[:MAX_BYTES]
-    return array("q", array("I", data[: len(data) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]))
+    return byte_tokens(data)
