@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+from serve.collector import Collector
 from serve.route_server import EVENT, MODEL, Handler, Scripted, count_to, router_process, say
 from serve.sim import DEFAULT_TEXT
 from serve.sim import MODEL as SIM
@@ -86,6 +87,15 @@ def test_bodies_and_answers_pass_as_they_are(routed: tuple[SimServer, list[Scrip
     lowered = {name.lower(): value for name, value in got.items()}
     assert lowered["authorization"] == "Bearer theirs" and lowered["x-mine"] == "1"
     assert router.metric("generation_tokens_total") >= 7
+
+
+def test_a_large_answer_passes(routed: tuple[SimServer, list[Scripted]]) -> None:
+    router, backends = routed
+    large = bytes(range(256)) * 20_000
+    for backend in backends:
+        backend.behaviour = say(200, large)
+    assert ask(router).body == large
+    assert router.call("GET", "/floor").json["num_open"] == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"model": 3, "messages": 7}', b"\xff"])
@@ -296,11 +306,13 @@ def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
 # Our own servers, and OpenAI's client.
 
 
-def test_two_servers_and_a_real_client() -> None:
+def test_two_servers_and_a_real_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with (
-        sim_server(step_ms=2.0) as one,
-        sim_server(step_ms=2.0) as two,
-        router_process((one.url, f"{two.url}/v1")) as router,
+        contextlib.closing(Collector()) as collector,
+        traced_server(collector) as one,
+        traced_server(collector) as two,
+        router_process((one.url, f"{two.url}/v1"), traced(collector)) as router,
     ):
         client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == [SIM]
@@ -309,7 +321,33 @@ def test_two_servers_and_a_real_client() -> None:
         with pytest.raises(openai.BadRequestError, match="unknown or unsupported field: nope"):
             streamed(client, "Hello", extra_body={"nope": 1})
         check_affinity(client, router)
+        check_trace(client, collector)
         check_killed(client, router, one, two)
+
+
+def traced(collector: Collector) -> ServerConfig:
+    return ServerConfig(port=0, otlp_endpoint=collector.url)
+
+
+def traced_server(collector: Collector) -> contextlib.AbstractContextManager[SimServer]:
+    return sim_server(traced(collector), step_ms=2.0)
+
+
+def check_trace(client: openai.OpenAI, collector: Collector) -> None:
+    """A router and the server behind it share the client's trace."""
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{parent_id}-01"}
+    streamed(client, "Hello", extra_headers=headers)
+    wait_until(lambda: "chat" in collector.of("tokenmill-route", trace_id), "the router's came")
+    wait_until(lambda: len(collector.of("tokenmill", trace_id)) == 7, "the server's came")
+    routed, served = (collector.of(s, trace_id) for s in ("tokenmill-route", "tokenmill"))
+    (outgoing,) = [span for name, span in routed.items() if name.startswith("POST 127.0.0.1:")]
+    assert set(routed) == {"chat", "tokenize", "route", outgoing.name}
+    assert routed["chat"].parent_span_id.hex() == parent_id
+    assert outgoing.parent_span_id == routed["chat"].span_id
+    assert served[f"chat {SIM}"].parent_span_id == outgoing.span_id
+    stages = {"parse", "tokenize", "route", "queue", "prefill", "decode"}
+    assert set(served) == {f"chat {SIM}", *stages}
 
 
 def streamed(client: openai.OpenAI, content: str, **more: Any) -> str:

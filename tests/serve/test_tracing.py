@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from serve.route_server import router_process
 from serve.sim import make_tokenizer
-from serve.sim_server import sim_server, wait_until
 from serve.test_disaggregated import Spawner, prompt
 from serve.test_kv_workers import CONFIG
 from tokenmill.__main__ import run
@@ -174,66 +169,6 @@ def test_errors_and_migrations_are_told(house: House) -> None:
     names = [span.name for span in house.spans()]
     assert names.count("decode") == names.count("route") == 2
     assert dict(call.attributes or {})["gen_ai.usage.output_tokens"] == 300
-
-
-# Over the network: a router, a server behind it, and a collector.
-
-
-class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.spans: list[tuple[str, Any]] = []  # (service, span)
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/traces"
-        body = self.rfile.read(int(self.headers["content-length"]))
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            facts = {a.key: a.value.string_value for a in resource.resource.attributes}
-            for scope in resource.scope_spans:
-                self.server.spans += [(facts["service.name"], span) for span in scope.spans]
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_args: Any) -> None:
-        pass
-
-
-def test_a_router_and_a_server_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    collector = Collector()
-    config = ServerConfig(port=0, otlp_endpoint=collector.url)
-    with sim_server(config) as server, router_process((server.url,), config) as router:
-        body = {"model": "sim-model", "messages": [{"role": "user", "content": "Hi"}]}
-        headers = {"traceparent": TRACEPARENT, "content-type": "application/json"}
-        assert router.call("POST", "/v1/chat/completions", body, headers).status == 200
-        wait_until(lambda: len(collector.spans) >= 11, "all spans have come")
-    collector.shutdown()
-    collector.server_close()
-    assert {span.trace_id.hex() for _, span in collector.spans} == {TRACE_ID}
-    routed = {s.name: s for service, s in collector.spans if service == "tokenmill-route"}
-    served = {s.name: s for service, s in collector.spans if service == "tokenmill"}
-    own = {"chat", "tokenize", "route"}
-    (outgoing,) = [span for name, span in routed.items() if name not in own]
-    assert outgoing.name.startswith("POST 127.0.0.1:")
-    assert routed["chat"].parent_span_id.hex() == PARENT_ID
-    assert outgoing.parent_span_id == routed["chat"].span_id
-    assert served["chat sim-model"].parent_span_id == outgoing.span_id
-    stages = {"parse", "tokenize", "route", "queue", "prefill", "decode"}
-    assert set(served) == {"chat sim-model", *stages}
 
 
 # What is asked for, and what is missing.
