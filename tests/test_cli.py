@@ -93,8 +93,12 @@ def test_every_flag_is_a_setting() -> None:
         (["chat", "--url", "nonsense"], 1, "cannot reach nonsense"),
         (["route"], 2, "--backend is needed: the URL of a server"),
         (["route", "--backend", "host:1"], 2, "--backend must be http://HOST:PORT"),
-        (["route", "--backend", "http://h:1", "--backend", "http://h:1/v1"], 2, "is given twice"),
-        (["route", "--backend", "http://h:1", "--chat-template", "t"], 2, "needs --tokenizer"),
+        (
+            ["route", "--backend=http://h:1", "--backend=http://h:1/v1"],
+            2,
+            "--backend http://h:1/v1",
+        ),
+        (["route", "--backend=http://h", "--chat-template=t"], 2, "--chat-template needs --tok"),
     ],
 )
 def test_errors_are_one_sentence(
