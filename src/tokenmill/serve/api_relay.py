@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -23,7 +22,7 @@ from tokenmill.serve.metrics_route import RouteMetrics
 from tokenmill.serve.route_prompt import RoutedPrompt, read_prompt
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tracing import Span, terms_of
-from tokenmill.serve.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError
+from tokenmill.serve.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError, header
 
 LONG_BODY = 20_000  # bytes; longer ones are tokenised on another thread
 MAX_HELD = 1 << 20  # bytes of an answer that is no stream, kept until it is whole
@@ -63,7 +62,7 @@ class Relay:
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._span = span
-        self._call_id = f"call-{uuid4().hex}"
+        self._call_id = backends.new_call()
         self._times = RequestTimes(time.monotonic_ns())
         self._answer: Answer | None = None
         self._gone: str | None = None  # why there is nobody to answer any more
@@ -219,7 +218,7 @@ class Relay:
         reasons = "; ".join(refusal.reason.partition(": ")[2] for refusal in refusals)
         if refusals and all(refusal.status == 429 for refusal in refusals):
             error = ApiError(429, f"all backends are busy: {reasons}", code="backends_busy")
-            waits = [_header(refusal.headers, b"retry-after") for refusal in refusals]
+            waits = [header(refusal.headers, b"retry-after") for refusal in refusals]
             wait = min([int(w) for w in waits if w.isdigit()], default=RETRY_AFTER_S)
             await send_json(send, 429, error.body(), [(b"retry-after", b"%d" % wait)])
             return error
@@ -296,10 +295,6 @@ def _forwarded(headers: Headers, key: Headers, span: Span | None) -> Headers:
     own = key + ([] if span is None else span.headers())
     names = {name for name, _ in own}
     return [pair for pair in headers if pair[0] not in names] + own
-
-
-def _header(headers: Headers, name: bytes) -> bytes:
-    return next((value for known, value in headers if known == name), b"")
 
 
 def _start(answer: Answer, length: int | None) -> Message:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.serve.api import exception_handlers
-from tokenmill.serve.api_access import authorizer, read_bytes
+from tokenmill.serve.api_access import authorizer, key_matcher, read_bytes, wrong_key
 from tokenmill.serve.api_dashboard import DashboardView, add_page
 from tokenmill.serve.api_floor import add_floor_view
 from tokenmill.serve.api_relay import Relay
@@ -31,6 +31,7 @@ from tokenmill.serve.metrics_route import RouteMetrics
 from tokenmill.serve.responses import Health, Version, json_encode
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tracing import Tracing
+from tokenmill.serve.upstream import header
 
 PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
 
@@ -67,33 +68,39 @@ class RouteApp:
     def __init__(self, state: RouteState) -> None:
         self._state = state
         self._rest = _create_rest(state)
-        self._authorize = authorizer(state.config)
+        self._key_number = key_matcher(state.config.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not _is_call(scope["path"]):
             return await self._rest(scope, receive, send)
-        request = Request(scope, receive)
         try:
-            self._authorize(request)
-            self._state.admit(request.state.key)
+            key = self._admit(scope)
         except ApiError as error:
             return await send_error(send, error)
-        key = request.state.key
         self._state.num_calls += 1
         self._state.calls_by_key[key] += 1
         try:
-            await self._relay(request, scope, receive, send)
+            await self._relay(scope, receive, send)
         finally:
             self._state.num_calls -= 1
             self._state.calls_by_key[key] -= 1
 
-    async def _relay(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+    def _admit(self, scope: Scope) -> int:
+        """The number of the caller's key; raises ApiError where there is no room or no key."""
+        key = self._key_number(Request(scope)) if self._state.config.api_keys else 0
+        if key is None:
+            raise wrong_key()
+        self._state.admit(key)
+        return key
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         tracing = state.tracing
         span = None if tracing is None else tracing.begin(scope["path"], scope["headers"])
         relay = Relay(state.backends, state.metrics, state.tokenizer, span)
         try:
-            body = await read_bytes(request, state.config.max_body_bytes)
+            declared = header(scope["headers"], b"content-length").decode("latin-1")
+            body = await read_bytes(receive, declared, state.config.max_body_bytes)
         except (ApiError, ClientDisconnect) as error:
             code = error.code if isinstance(error, ApiError) else "cancelled"
             if span is not None:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from tokenmill.core.config import RouteConfig, RouterConfig
@@ -43,6 +44,7 @@ class Backends:
         self._router = Router(replace(router, events=False))
         self._all = {b.name: b for b in (self._backend(u, config) for u in _urls(config))}
         self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
+        self._numbers = count(1)
         self.num_moved = 0  # calls that a second backend was tried for
 
     def _backend(self, url: str, config: RouteConfig) -> Backend:
@@ -62,6 +64,10 @@ class Backends:
 
     async def close(self) -> None:
         await asyncio.gather(*(backend.close() for backend in self._all.values()))
+
+    def new_call(self) -> str:
+        """An id that no other call has."""
+        return f"call-{next(self._numbers)}"
 
     def choose(self, call_id: str, prompt: RoutedPrompt, tried: Collection[str]) -> Attempt | None:
         """The next backend for a call, which is on its account from now on; None: there is none."""

@@ -29,6 +29,11 @@ HOP_BY_HOP = frozenset(
 )
 
 
+def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """The value of a header, empty when there is none."""
+    return next((value for known, value in headers if known == name), b"")
+
+
 class UpstreamError(Exception):
     """The backend cannot be reached, or was lost before its answer was whole."""
 
@@ -74,7 +79,7 @@ class Answer:
 
     def header(self, name: bytes) -> bytes:
         """The value of a header, empty when there is none."""
-        return next((value for known, value in self.headers if known == name), b"")
+        return header(self.headers, name)
 
     async def read(self) -> bytes:
         """All that has come since the last call; b"" at the end."""
