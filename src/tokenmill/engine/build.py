@@ -15,6 +15,7 @@ import torch
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_BUDGET,
+    EXPERTS_GPU_BUDGET,
     GPU_BLOCK_SIZE,
     GPU_BUDGET,
     GPU_MEMORY_SHARE,
@@ -52,6 +53,7 @@ class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
     engine: LanguageEngine
+    runner: ModelRunner
     spec: ModelSpec
     path: Path
     dtype: ComputeType
@@ -87,7 +89,7 @@ def build_engine(
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
         raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
     _check_memory(spec, dtype, device)
-    scheduler = _limits(scheduler, device, max_len)
+    scheduler = _limits(scheduler, spec, device, max_len)
     narrow = (
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
     )
@@ -121,6 +123,7 @@ def build_engine(
     )
     return BuiltEngine(
         engine=engine,
+        runner=runner,
         spec=spec,
         path=path,
         dtype=dtype,
@@ -141,9 +144,12 @@ def _set_mode(execution: ExecutionConfig) -> None:
     MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
 
 
-def _limits(scheduler: SchedulerConfig, device: str, max_len: int) -> SchedulerConfig:
+def _limits(
+    scheduler: SchedulerConfig, spec: ModelSpec, device: str, max_len: int
+) -> SchedulerConfig:
     """Fill what was left to the device and the model."""
-    budget = GPU_BUDGET if device == "cuda" else DEFAULT_BUDGET
+    on_gpu = EXPERTS_GPU_BUDGET if spec.moe else GPU_BUDGET
+    budget = on_gpu if device == "cuda" else DEFAULT_BUDGET
     return replace(
         scheduler,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,
