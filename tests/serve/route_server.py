@@ -31,7 +31,6 @@ class Handler(BaseHTTPRequestHandler):
     body = b""
 
     def do_GET(self) -> None:
-        self.server.num_probes += 1
         card = {"id": self.server.model, "object": "model"}
         self.reply(200, json.dumps({"object": "list", "data": [card]}).encode())
 
@@ -95,7 +94,6 @@ class Scripted(ThreadingHTTPServer):
         self.model = model
         self.behaviour: Behaviour = say(200, b"{}")
         self.calls: list[tuple[str, dict[str, str], bytes]] = []
-        self.num_probes = 0
         self._connections: list[socket.socket] = []
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 

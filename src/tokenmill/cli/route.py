@@ -82,9 +82,6 @@ def route(settings: Settings) -> None:
 
     def on_listening(url: str, floor: FloorView) -> None:
         log = logging.getLogger(__name__)
-        for worker in floor.workers:
-            if not worker.up:
-                log.warning(f"{worker.name} cannot be reached yet: {worker.last_failure}")
         num_up = sum(worker.up for worker in floor.workers)
         log.info(f"{num_up} of {len(floor.workers)} backends are up; {url}/v1 routes to them")
         log.info(f"dashboard: {url}/dashboard")

@@ -29,7 +29,6 @@ MAX_HELD = 1 << 20  # bytes of an answer that is no stream, kept until it is who
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
@@ -228,7 +227,7 @@ class Relay:
         message = f"no backend could be reached: {reasons}"
         if not refusals:
             name = f" that has the model {model!r}" if self._backends.ready else ""
-            message = f"no backend{name} is up"
+            message = f"no backend{name} is up: {self._backends.failures()}"
         error = ApiError(503, message, code="no_backend")
         await send_error(send, error)
         return error

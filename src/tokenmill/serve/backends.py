@@ -42,21 +42,15 @@ class Backends:
 
     def __init__(self, config: RouteConfig, router: RouterConfig) -> None:
         self._router = Router(replace(router, events=False))
-        self._all = {b.name: b for b in (self._backend(u, config) for u in _urls(config))}
+        made = [Backend(url, config, self._on_change) for url in base_urls(config.backends)]
+        self._all = {backend.name: backend for backend in made}
         self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
         self._numbers = count(1)
         self.num_moved = 0  # calls that a second backend was tried for
 
-    def _backend(self, url: str, config: RouteConfig) -> Backend:
-        return Backend(url, config, self._on_change)
-
     @property
     def ready(self) -> bool:
         return any(backend.ready for backend in self._all.values())
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._all)
 
     async def start(self) -> None:
         """Look at every backend once; those that are down are looked at again and again."""
@@ -125,6 +119,11 @@ class Backends:
                 cards |= {name: card for name, card in answer[1].items() if name not in cards}
         return list(cards.values())
 
+    def failures(self) -> str:
+        """Why those that are down are down, in a line."""
+        down = [backend for backend in self._all.values() if not backend.ready]
+        return "; ".join(f"{backend.name}: {backend.last_failure}" for backend in down)
+
     def known_models(self) -> list[str]:
         """The names that backends told of when they were last looked at."""
         return list(dict.fromkeys(name for b in self._all.values() for name in b.models))
@@ -178,7 +177,3 @@ class Backends:
             hangs=0,
             last_failure=backend.last_failure,
         )
-
-
-def _urls(config: RouteConfig) -> list[str]:
-    return base_urls(config.backends)

@@ -7,7 +7,6 @@ there are such.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -15,8 +14,6 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from tokenmill.core.types import TokenmillError
-
-_log = logging.getLogger(__name__)
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
