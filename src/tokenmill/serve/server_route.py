@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 from collections.abc import Callable
 
@@ -60,7 +61,9 @@ async def _run(
     state = RouteState(backends, tokenizer, config, tracing)
     try:
         await signals.interrupt(backends.start())
-        async with listening(RouteApp(state), listener):
+        app = RouteApp(state)
+        gc.freeze()  # the app lives as long as the process: do not scan it
+        async with listening(app, listener):
             if on_listening is not None:
                 on_listening(url_of(listener), backends.view())
             await signals.wait()
