@@ -36,6 +36,7 @@ from tokenmill.settings.engine import (
     EXECUTION,
     FLOOR,
     MODEL,
+    ROUTE,
     ROUTER,
     SAMPLING,
     SCHEDULER,
@@ -69,6 +70,7 @@ __all__ = [
     "MTP",
     "PUBLISHED",
     "REPLAY",
+    "ROUTE",
     "ROUTER",
     "SAMPLING",
     "SCHEDULER",
@@ -94,7 +96,7 @@ SETTINGS: dict[str, Setting] = {
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
         *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, REPLAY, ATTENTION_DP, COMMANDS),
+        *(FLOOR, ROUTER, ROUTE, REPLAY, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }
