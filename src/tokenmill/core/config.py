@@ -61,6 +61,23 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many processes run one model together, and what is divided between them."""
+
+    tp: int = 1  # ranks that divide heads and dense MLPs
+    ep: int = 1  # ranks that divide experts
+    attention_dp: bool = False  # each rank has requests of its own; experts are shared
+    redundant_experts: int = 0  # more places for experts than experts, in each layer
+    rebalance_steps: int = 0  # between two looks at the experts' load; 0: experts stay
+    rebalance_layers: int = 2  # whose experts may move between two steps
+    nodes: int = 1  # machines that the ranks are spread over, equally many on each
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.tp, self.ep)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """How to choose a worker, and how long to believe in what was routed."""
 

@@ -36,6 +36,10 @@ class ModelLoadError(TokenmillError):
     """A checkpoint, config or tokenizer cannot be used; the message names file and field."""
 
 
+class RanksLostError(TokenmillError):
+    """A process that runs a part of the model is gone or failed; the engine cannot go on."""
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """A constraint on the generated text, enforced token by token."""
@@ -201,6 +205,11 @@ class EngineStats:
     num_leases: int = 0  # prompts whose KV is held for another engine
     num_leases_expired: int = 0
     num_kv_blocks_received: int = 0
+    num_rebalances: int = 0  # times that experts were moved between ranks
+    num_expert_bytes_moved: int = 0
+    rebalance_s: float = 0.0  # time spent on that, steps waiting
+    rank_imbalance: float = 0.0  # busiest rank over mean in the last window; 0: not counted
+    rank_imbalance_before: float = 0.0  # the same in the window that led to the last move
 
 
 class Engine(Protocol):

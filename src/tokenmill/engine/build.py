@@ -6,9 +6,10 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,25 +23,40 @@ from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
+from tokenmill.engine.crew import Crew
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.kv_link import KVLink
-from tokenmill.engine.runner import Model, ModelRunner, allocate_kv_cache
+from tokenmill.engine.leading import (
+    DataParallelEngine,
+    LeadingEngine,
+    OwnEngine,
+    OwnModel,
+    SharedModel,
+)
+from tokenmill.engine.rank_wire import pack_setup
+from tokenmill.engine.rebalance import Rebalancer
+from tokenmill.engine.runner import KVCache, Model, ModelRunner, RankModel, allocate_kv_cache
+from tokenmill.engine.setup import Setup
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
+from tokenmill.models.shards import local_spec, plan_layout, wanted
 from tokenmill.models.store import resolve
 from tokenmill.models.weights import Checkpoint, eos_token_ids, open_checkpoint
+from tokenmill.parallel import ONE, Layout, Ranks
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
+KVType = Literal["fp32", "bf16", "fp8"]
 _KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
@@ -51,17 +67,35 @@ _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
-    engine: LanguageEngine
+    engine: LanguageEngine | LeadingEngine | DataParallelEngine
     spec: ModelSpec
     path: Path
     dtype: ComputeType
     kv_dtype: str
     device: str
     max_model_len: int
-    num_blocks: int
+    num_blocks: int  # of each rank, where ranks have requests of their own
     block_size: int
-    weight_bytes: int
+    weight_bytes: int  # of this rank
     description: str
+    crew: Crew | None = None  # the other ranks
+
+    def close(self) -> None:
+        """End the other ranks; they also end with this process."""
+        if self.crew is not None:
+            self.crew.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a model, and its KV cache."""
+
+    checkpoint: Checkpoint
+    network: RankModel
+    kv_cache: KVCache
+    num_blocks: int
+    link: KVLink | None
+    narrow: bool  # its products are to be rounded to fp8 after calibration
 
 
 def build_engine(
@@ -72,66 +106,168 @@ def build_engine(
     grammar_vocab: GrammarVocab | None = None,
     progress: Progress | None = None,
     capture_progress: Progress | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it."""
-    execution = execution or ExecutionConfig()
+    asked = Setup(
+        model, cache, scheduler, execution or ExecutionConfig(), parallel or ParallelConfig()
+    )
+    setup, crew = settle(asked), None
+    try:
+        if setup.parallel.num_ranks > 1:
+            crew = Crew(setup.parallel.num_ranks, setup.model.device)
+            vocab = grammar_vocab if setup.parallel.attention_dp else None
+            crew.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
+        ranks = ONE if crew is None else crew.ranks
+        part = load_part(setup, ranks, _same if crew is None else crew.agree, progress)
+        engine = _lead(setup, part, crew, grammar_vocab, capture_progress)
+    except BaseException:
+        if crew is not None:
+            crew.close()
+        raise
+    assert setup.model.dtype != "auto" and setup.cache.block_size is not None
+    return BuiltEngine(
+        engine=engine,
+        spec=part.checkpoint.spec,
+        path=part.checkpoint.path,
+        dtype=setup.model.dtype,
+        kv_dtype=setup.cache.dtype,
+        device=setup.model.device,
+        max_model_len=setup.scheduler.max_model_len,
+        num_blocks=part.num_blocks,
+        block_size=setup.cache.block_size,
+        weight_bytes=part.network.num_bytes,
+        description=part.checkpoint.describe(),
+        crew=crew,
+    )
+
+
+def settle(asked: Setup) -> Setup:
+    """Make every choice that was left open, and refuse what does not go together."""
+    model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
     _set_mode(execution)
     path = resolve(model.model)
-    checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
-    spec, max_len = checkpoint.spec, _context_limit(checkpoint.spec, model)
+    spec = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed).spec
+    size = parallel.num_ranks
+    plan_layout(spec, parallel, Ranks(0, size))
     device = choose_device(model)
-    set_num_threads(model.num_threads or os.cpu_count() or 1)
+    max_len = _context_limit(spec, model)
+    num_threads = max(1, (model.num_threads or os.cpu_count() or 1) // size)
+    set_num_threads(num_threads)
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
     kv_dtype = _kv_dtype(cache, spec, device)
     _check_compute(spec, dtype, device)
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
         raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
-    _check_memory(spec, dtype, device)
-    scheduler = _limits(scheduler, device, max_len)
+    if size > 1 and cache.connector != "none":
+        raise ModelLoadError("kv_connector does not go with --tp or --ep: a rank has a part of it")
+    block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
+    share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
+    if device == "cpu":
+        share /= size  # ranks share a machine's memory
+    return Setup(
+        replace(model, model=str(path), dtype=dtype, device=device, num_threads=num_threads),
+        replace(cache, block_size=block_size, dtype=kv_dtype, memory_share=share),
+        _limits(asked.scheduler, device, max_len),
+        # A step of several ranks needs the host to know how many rows travel.
+        replace(execution, cuda_graphs=execution.cuda_graphs and size == 1),
+        parallel,
+    )
+
+
+def load_part(
+    setup: Setup, ranks: Ranks, agree: Callable[[int], int], progress: Progress | None = None
+) -> Part:
+    """Load what this rank holds; `agree` says how many blocks of KV all ranks have room for."""
+    model, cache, scheduler = setup.model, setup.cache, setup.scheduler
+    _set_mode(setup.execution)
+    set_num_threads(model.num_threads or 1)
+    path, device, dtype = Path(model.model), model.device, model.dtype
+    assert dtype != "auto" and cache.block_size is not None
+    checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
+    spec = checkpoint.spec
+    layout = plan_layout(spec, setup.parallel, ranks)
+    _check_memory(spec, layout, dtype, device)
     narrow = (
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
-    )
-    network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, progress)
-    reserve = _reserve(spec, scheduler, execution, device)
-    block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
-    block_bytes = spec.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
-    num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
+    ) and ranks.size == 1
+    max_len = scheduler.max_model_len
+    network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, layout, progress)
+    reserve = _reserve(spec, scheduler, setup.execution, device)
+    block_bytes = network.spec.kv_bytes_per_token(_KV_BYTES[cache.dtype]) * cache.block_size
+    num_blocks = agree(_num_blocks(cache, cache.block_size, block_bytes, device, reserve))
     spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
     link = KVLink.plan(cache.connector, device)
     pages = link.pages if link is not None else None
-    kv_cache = allocate_kv_cache(spec, num_blocks + spare, block_size, device, kv_dtype, pages)
+    kv_cache = allocate_kv_cache(
+        network.spec, num_blocks + spare, cache.block_size, device, cache.dtype, pages
+    )
+    return Part(checkpoint, network, kv_cache, num_blocks, link, narrow)
+
+
+def make_engine(
+    setup: Setup,
+    part: Part,
+    network: Model,
+    grammar_vocab: GrammarVocab | None = None,
+    capture_progress: Progress | None = None,
+) -> LanguageEngine:
+    """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
+    scheduler, cache, execution = setup.scheduler, setup.cache, setup.execution
+    on_gpu, block_size = setup.model.device == "cuda", cache.block_size
+    assert block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
-    runner = ModelRunner(network, kv_cache, block_size, 2 * scheduler.max_num_seqs, max_len)
-    if narrow:
+    runner = ModelRunner(
+        network, part.kv_cache, block_size, 2 * scheduler.max_num_seqs, scheduler.max_model_len
+    )
+    if part.narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
-    if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
+    if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
-    overlap = device == "cuda" if execution.overlap is None else execution.overlap
-    eos = _stop_ids(path, spec, grammar_vocab)
-    pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
-    policy = Scheduler(scheduler, pool, eos)
-    engine = LanguageEngine(
+    overlap = on_gpu if execution.overlap is None else execution.overlap
+    spec = part.checkpoint.spec
+    eos = _stop_ids(part.checkpoint.path, spec, grammar_vocab)
+    policy = Scheduler(scheduler, BlockPool(part.num_blocks, block_size, cache.prefix_cache), eos)
+    kv = None if part.link is None else part.link.open(policy, part.kv_cache, spec, cache.dtype)
+    return LanguageEngine(
         policy,
         runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
-        kv=None if link is None else link.open(policy, kv_cache, spec, kv_dtype),
+        kv=kv,
     )
-    return BuiltEngine(
-        engine=engine,
-        spec=spec,
-        path=path,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        max_model_len=max_len,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        weight_bytes=network.num_bytes,
-        description=checkpoint.describe(),
-    )
+
+
+def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None:
+    """What moves experts, where that is wanted."""
+    if not setup.parallel.rebalance_steps or part.checkpoint.spec.moe is None or ranks.size == 1:
+        return None
+    return Rebalancer(part.network.experts, part.checkpoint.spec, setup.parallel, ranks)
+
+
+def _lead(
+    setup: Setup,
+    part: Part,
+    crew: Crew | None,
+    grammar_vocab: GrammarVocab | None,
+    capture_progress: Progress | None,
+) -> LanguageEngine | LeadingEngine | DataParallelEngine:
+    """The engine of rank 0."""
+    if crew is None:
+        return make_engine(setup, part, part.network, grammar_vocab, capture_progress)
+    rebalancer = make_rebalancer(setup, part, crew.ranks)
+    if setup.parallel.attention_dp:
+        own = OwnModel(part.network)
+        engine = make_engine(setup, part, own, grammar_vocab)
+        return DataParallelEngine(OwnEngine(engine, own, rebalancer), crew, rebalancer)
+    shared = SharedModel(part.network, crew, rebalancer)
+    return LeadingEngine(make_engine(setup, part, shared, grammar_vocab), crew, rebalancer)
+
+
+def _same(num_blocks: int) -> int:
+    return num_blocks
 
 
 def _set_mode(execution: ExecutionConfig) -> None:
@@ -168,7 +304,7 @@ def set_num_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def choose_device(model: ModelConfig) -> str:
+def choose_device(model: ModelConfig) -> Literal["cpu", "cuda"]:
     """What was asked for, or a GPU where there is one that runs the compute type."""
     if model.device == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError("device is cuda, but torch sees no GPU here")
@@ -201,12 +337,15 @@ def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
         )
 
 
-def _check_memory(spec: ModelSpec, dtype: str, device: str) -> None:
+def _check_memory(spec: ModelSpec, layout: Layout, dtype: str, device: str) -> None:
     """On a GPU, say before loading that the weights will not fit."""
     if device != "cuda":
         return
     free = torch.cuda.mem_get_info()[0]
-    needed = spec.weight_bytes(1 if dtype == "fp8" else 2)
+    own = local_spec(spec, layout)
+    if own.moe is not None and layout.num_slots:
+        own = replace(own, moe=replace(own.moe, num_experts=layout.num_slots // layout.ranks.size))
+    needed = own.weight_bytes(1 if dtype == "fp8" else 2)
     if needed > free:
         raise ModelLoadError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype}, but "
@@ -214,8 +353,8 @@ def _check_memory(spec: ModelSpec, dtype: str, device: str) -> None:
         )
 
 
-def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> str:
-    known = ("bf16", "fp8") if device == "cuda" else ("fp32",)
+def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> KVType:
+    known: tuple[KVType, ...] = ("bf16", "fp8") if device == "cuda" else ("fp32",)
     if cache.dtype == "auto":
         return known[0]
     if cache.dtype not in known:
@@ -270,12 +409,14 @@ def _load(
     dtype: ComputeType,
     max_len: int,
     device: str,
+    layout: Layout,
     progress: Progress | None,
-) -> Model:
-    module, _, name = MODELS[checkpoint.spec.family].partition(":")
+) -> RankModel:
+    spec = checkpoint.spec
+    module, _, name = MODELS[spec.family].partition(":")
     family = getattr(import_module(module), name)
-    tensors = checkpoint.tensors(progress, device)
-    network: Model = family(checkpoint.spec, tensors, dtype, max_len, device)
+    tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
+    network: RankModel = family(spec, tensors, dtype, max_len, device, layout)
     return network
 
 

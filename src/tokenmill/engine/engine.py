@@ -13,6 +13,7 @@ from tokenmill.core.types import (
     EngineStats,
     FinishReason,
     InvalidRequestError,
+    RanksLostError,
     Request,
     RequestOutput,
     StepResult,
@@ -361,6 +362,8 @@ class LanguageEngine:
 
     def _failed(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """What a failed step means for its requests."""
+        if isinstance(error, RanksLostError):
+            raise error
         message = f"the step failed: {_sentence(error)}"
         if isinstance(error, OutOfMemory):
             _log.warning("%s; it runs again in smaller steps", message)

@@ -18,6 +18,7 @@ from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.kv_shared import SharedPages
 from tokenmill.engine.sampling import Sampler, grammar_masks, is_penalised
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
@@ -41,6 +42,14 @@ class Model(Protocol):
         self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class RankModel(Model, Protocol):
+    """One rank's part of a model."""
+
+    @property
+    def experts(self) -> list[RoutedExperts]: ...
+    def assist(self) -> None: ...
 
 
 def allocate_kv_cache(
