@@ -59,9 +59,9 @@ class Ranks:
         """Every rank's x, [ranks, ...]; all have the same shape."""
         if self.size == 1:
             return x[None]
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous())
-        return out.view(self.size, *x.shape)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.stack(parts)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, in place."""

@@ -102,6 +102,7 @@ class FloorConfig:
     prefill: int = 0  # with decode, instead of workers: those that compute prompts for others
     decode: int = 0
     remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
+    ranks: int = 1  # processes of each worker, where others than the worker start them
     placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
     max_migrations: int = 3  # of one request, then it ends in ERROR

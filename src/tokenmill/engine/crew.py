@@ -112,8 +112,7 @@ class Crew:
     def _start_children(self, address: str, key: bytes) -> None:
         # -P: a folder named tokenmill in the working directory is not the package.
         command = [sys.executable, "-P", "-m", "tokenmill.engine.rank", address]
-        env = os.environ | {KEY_VARIABLE: key.hex(), "GLOO_SOCKET_IFNAME": "lo"}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        env = os.environ | {KEY_VARIABLE: key.hex()}
         for _ in range(self.size - 1):
             child = subprocess.Popen(
                 command,
@@ -159,6 +158,8 @@ def join(place: Message, store: Any = None) -> Ranks:
     rank, size = place["rank"], place["size"]
     if place["device"] == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    if "file" in place or place["host"].startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "file" in place:
         store = file_store(place["file"], size)
     elif store is None:

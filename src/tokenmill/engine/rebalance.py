@@ -43,7 +43,6 @@ class Rebalancer:
         if self._queue:
             self._timed_move()
         elif self._turns >= self._config.rebalance_steps:
-            self._turns = 0
             self._look()
 
     def _look(self) -> None:
@@ -69,16 +68,23 @@ class Rebalancer:
     def _rows(self) -> np.ndarray:
         """Rows that each slot has computed since the last look, [layers, slots of all ranks]."""
         counts = torch.stack([experts.num_rows for experts in self._experts])
-        for experts in self._experts:
-            experts.num_rows.zero_()
+        self._forget()
         rows: np.ndarray = self._ranks.gather(counts).transpose(0, 1).flatten(1).cpu().numpy()
         return rows
+
+    def _forget(self) -> None:
+        """Start to count anew."""
+        self._turns = 0
+        for experts in self._experts:
+            experts.num_rows.zero_()
 
     def _timed_move(self) -> None:
         start = time.perf_counter()
         for _ in range(min(self._config.rebalance_layers, len(self._queue))):
             layer, placement = self._queue.pop(0)
             self.num_bytes_moved += move_experts(self._experts[layer], placement)
+        if not self._queue:  # from here on all that is counted is counted where it lies now
+            self._forget()
         self.seconds += time.perf_counter() - start
 
 

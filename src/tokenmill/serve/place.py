@@ -30,6 +30,7 @@ BUSY_SAMPLES = 60  # signs of life over which busy() is a mean
 MAX_BACKOFF_S = 30.0
 State = Literal["starting", "ready", "draining", "restarting", "failed"]
 Role = Literal["both", "prefill", "decode"]
+_RATIOS = ("rank_imbalance", "rank_imbalance_before")
 
 
 class Owner(Protocol):
@@ -247,12 +248,13 @@ class Rate:
 
 
 def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
-    """The sums of two engines' stats."""
+    """The sums of two engines' stats; of ratios the larger one."""
     finished = dict(a.num_finished)
     for reason, count in b.num_finished.items():
         finished[reason] = finished.get(reason, 0) + count
     names = [name for name in EngineStats.__dataclass_fields__ if name != "num_finished"]
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
+    sums |= {name: max(getattr(a, name), getattr(b, name)) for name in _RATIOS}
     return EngineStats(**sums, num_finished=finished)
 
 
@@ -260,4 +262,5 @@ def _counters(stats: EngineStats) -> EngineStats:
     """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
     stats.num_receiving = stats.num_leases = 0
+    stats.rank_imbalance = stats.rank_imbalance_before = 0.0
     return stats

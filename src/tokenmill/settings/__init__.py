@@ -34,6 +34,7 @@ from tokenmill.settings.engine import (
     EXECUTION,
     FLOOR,
     MODEL,
+    PARALLEL,
     ROUTER,
     SAMPLING,
     SCHEDULER,
@@ -63,6 +64,7 @@ __all__ = [
     "LADDER",
     "MLPERF",
     "MODEL",
+    "PARALLEL",
     "PUBLISHED",
     "REPLAY",
     "ROUTER",
@@ -88,7 +90,7 @@ Config = TypeVar("Config")
 SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
-        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
         *(FLOOR, ROUTER, REPLAY, COMMANDS),
     )

@@ -9,6 +9,7 @@ from tokenmill.core.config import (
     ExecutionConfig,
     FloorConfig,
     ModelConfig,
+    ParallelConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -127,6 +128,52 @@ EXECUTION = (
         SIZE,
         "Most GPU memory that captured graphs may take.",
         field="graph_memory_bytes",
+    ),
+)
+PARALLEL = (
+    of(
+        ParallelConfig,
+        "tp",
+        count(1, 4096),
+        "Ranks, a process each, that divide heads and dense layers; experts, too.",
+    ),
+    of(
+        ParallelConfig,
+        "ep",
+        count(1, 4096),
+        "Ranks that divide the experts; attention is repeated on each, unless --tp or "
+        "--attention-dp divides it.",
+    ),
+    of(
+        ParallelConfig,
+        "attention-dp",
+        SWITCH,
+        "With --ep: each rank has requests and KV of its own, experts are shared.",
+    ),
+    of(
+        ParallelConfig,
+        "redundant-experts",
+        count(0),
+        "Second places for busy experts of a layer; rounded up to equally many on each rank.",
+    ),
+    of(
+        ParallelConfig,
+        "rebalance-steps",
+        count(0),
+        "Steps between two looks at the experts' load, which moves them; 0: they stay.",
+    ),
+    of(
+        ParallelConfig,
+        "rebalance-layers",
+        count(1),
+        "Most layers whose experts move between two steps.",
+    ),
+    of(
+        ParallelConfig,
+        "ep-nodes",
+        count(1),
+        "Machines of the ranks: moved experts of a routing group stay together on one.",
+        field="nodes",
     ),
 )
 SERVER = (
