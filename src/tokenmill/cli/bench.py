@@ -8,6 +8,7 @@ from tokenmill.cli import (
     campaign,
     compare,
     console,
+    decode,
     endpoint,
     kv_moves,
     ladder,
@@ -29,6 +30,7 @@ def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     command(group, "throughput", throughput.PANELS)(throughput.throughput)
+    command(group, "decode", decode.PANELS)(decode.decode)
     command(group, "endpoint", endpoint.PANELS)(endpoint.endpoint)
     command(group, "campaign", campaign.PANELS)(campaign.campaign)
     command(group, "ladder", ladder.PANELS)(ladder.ladder)

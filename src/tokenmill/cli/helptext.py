@@ -34,5 +34,5 @@ def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str:
     if setting.kind is SIZE:
         return f"{value // 2**20}MiB"
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenmill.cli import ladder, mlperf, steps, throughput
+from tokenmill.cli import decode, ladder, mlperf, steps, throughput
 from tokenmill.cli.console import without_markup
 from tokenmill.cli.helptext import EPILOG, help_of
 from tokenmill.settings import Setting, Settings, SettingsError, load
@@ -16,6 +16,7 @@ from tokenmill.settings import Setting, Settings, SettingsError, load
 Panels = Mapping[str, Iterable[Setting]]
 COMMANDS: dict[str, tuple[Callable[[Settings], None], Panels]] = {
     "throughput": (throughput.throughput, throughput.PANELS),
+    "decode": (decode.decode, decode.PANELS),
     "ladder": (ladder.ladder, ladder.PANELS),
     "mlperf": (mlperf.mlperf, mlperf.PANELS),
     mlperf.CHILD: (mlperf.run_child, mlperf.PANELS),

@@ -9,6 +9,7 @@ GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
 DEFAULT_BUDGET, GPU_BUDGET = 512, 4096  # tokens of a step
+EXPERTS_GPU_BUDGET = 8192  # where each expert gets a share of them
 
 
 @dataclass(frozen=True, slots=True)

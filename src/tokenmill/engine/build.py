@@ -16,6 +16,7 @@ import torch
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_BUDGET,
+    EXPERTS_GPU_BUDGET,
     GPU_BLOCK_SIZE,
     GPU_BUDGET,
     GPU_MEMORY_SHARE,
@@ -68,6 +69,7 @@ class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
     engine: LanguageEngine | LeadingEngine | DataParallelEngine
+    runner: ModelRunner
     spec: ModelSpec
     path: Path
     dtype: ComputeType
@@ -120,7 +122,7 @@ def build_engine(
             crew.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
         ranks = ONE if crew is None else crew.ranks
         part = load_part(setup, ranks, _same if crew is None else crew.agree, progress)
-        engine = _lead(setup, part, crew, grammar_vocab, capture_progress)
+        engine, runner = _lead(setup, part, crew, grammar_vocab, capture_progress)
     except BaseException:
         if crew is not None:
             crew.close()
@@ -128,6 +130,7 @@ def build_engine(
     assert setup.model.dtype != "auto" and setup.cache.block_size is not None
     return BuiltEngine(
         engine=engine,
+        runner=runner,
         spec=part.checkpoint.spec,
         path=part.checkpoint.path,
         dtype=setup.model.dtype,
@@ -168,7 +171,7 @@ def settle(asked: Setup) -> Setup:
     return Setup(
         replace(model, model=str(path), dtype=dtype, device=device, num_threads=num_threads),
         replace(cache, block_size=block_size, dtype=kv_dtype, memory_share=share),
-        _limits(asked.scheduler, device, max_len),
+        _limits(asked.scheduler, spec, device, max_len),
         # A step of several ranks needs the host to know how many rows travel.
         replace(execution, cuda_graphs=execution.cuda_graphs and size == 1),
         parallel,
@@ -211,7 +214,7 @@ def make_engine(
     network: Model,
     grammar_vocab: GrammarVocab | None = None,
     capture_progress: Progress | None = None,
-) -> LanguageEngine:
+) -> tuple[LanguageEngine, ModelRunner]:
     """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
     scheduler, cache, execution = setup.scheduler, setup.cache, setup.execution
     on_gpu, block_size = setup.model.device == "cuda", cache.block_size
@@ -230,7 +233,7 @@ def make_engine(
     eos = _stop_ids(part.checkpoint.path, spec, grammar_vocab)
     policy = Scheduler(scheduler, BlockPool(part.num_blocks, block_size, cache.prefix_cache), eos)
     kv = None if part.link is None else part.link.open(policy, part.kv_cache, spec, cache.dtype)
-    return LanguageEngine(
+    engine = LanguageEngine(
         policy,
         runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
@@ -238,6 +241,7 @@ def make_engine(
         launcher=runner if overlap else None,
         kv=kv,
     )
+    return engine, runner
 
 
 def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None:
@@ -253,17 +257,18 @@ def _lead(
     crew: Crew | None,
     grammar_vocab: GrammarVocab | None,
     capture_progress: Progress | None,
-) -> LanguageEngine | LeadingEngine | DataParallelEngine:
+) -> tuple[LanguageEngine | LeadingEngine | DataParallelEngine, ModelRunner]:
     """The engine of rank 0."""
     if crew is None:
         return make_engine(setup, part, part.network, grammar_vocab, capture_progress)
     rebalancer = make_rebalancer(setup, part, crew.ranks)
     if setup.parallel.attention_dp:
         own = OwnModel(part.network)
-        engine = make_engine(setup, part, own, grammar_vocab)
-        return DataParallelEngine(OwnEngine(engine, own, rebalancer), crew, rebalancer)
+        engine, runner = make_engine(setup, part, own, grammar_vocab)
+        return DataParallelEngine(OwnEngine(engine, own, rebalancer), crew, rebalancer), runner
     shared = SharedModel(part.network, crew, rebalancer)
-    return LeadingEngine(make_engine(setup, part, shared, grammar_vocab), crew, rebalancer)
+    engine, runner = make_engine(setup, part, shared, grammar_vocab)
+    return LeadingEngine(engine, crew, rebalancer), runner
 
 
 def _same(num_blocks: int) -> int:
@@ -277,9 +282,12 @@ def _set_mode(execution: ExecutionConfig) -> None:
     MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
 
 
-def _limits(scheduler: SchedulerConfig, device: str, max_len: int) -> SchedulerConfig:
+def _limits(
+    scheduler: SchedulerConfig, spec: ModelSpec, device: str, max_len: int
+) -> SchedulerConfig:
     """Fill what was left to the device and the model."""
-    budget = GPU_BUDGET if device == "cuda" else DEFAULT_BUDGET
+    on_gpu = EXPERTS_GPU_BUDGET if spec.moe else GPU_BUDGET
+    budget = on_gpu if device == "cuda" else DEFAULT_BUDGET
     return replace(
         scheduler,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,

@@ -57,10 +57,15 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, builder: InputBuilder, max_size: int
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        builder: InputBuilder,
+        max_size: int,
+        sizes: list[int] | None = None,
     ) -> None:
         self.model, self.kv_cache, self.builder = model, kv_cache, builder
-        self.sizes = ladder(max_size)
+        self.sizes = sizes or ladder(max_size)
         self.stride = max_size + -max_size % 4
         self.inputs = torch.zeros(3, self.stride, dtype=torch.int32, device=builder.device)
         self.inputs[2] = builder.tables.pad_row

@@ -76,7 +76,7 @@ def _run_own(
 ) -> None:
     """Run requests of this rank's own, a step whenever rank 0 starts a round."""
     model = OwnModel(part.network)
-    engine = make_engine(setup, part, model, vocab)
+    engine, _ = make_engine(setup, part, model, vocab)
     own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
     while True:
         send(connection, own.answer(inbox.next()))

@@ -16,14 +16,15 @@ class Mode:
 
     fused: bool = True  # off: the torch references run everywhere
     batch_invariant: bool = False  # a row's result may not depend on the other rows of a batch
+    without: frozenset[str] = frozenset()  # single Triton kernels that the references replace
 
 
 MODE = Mode()
 
 
-def use_triton(x: torch.Tensor) -> bool:
+def use_triton(x: torch.Tensor, kernel: str = "") -> bool:
     """True where the Triton twin of a kernel takes x."""
-    return x.is_cuda and MODE.fused
+    return x.is_cuda and MODE.fused and kernel not in MODE.without
 
 
 def cpu_kernels() -> bool:

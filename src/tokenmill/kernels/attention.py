@@ -156,7 +156,7 @@ def rope_and_cache(
     products stay, but no channel that is large in both brings a large error.
     """
     dim = v_cache.shape[3]
-    if use_triton(qkv) or _compiled(v_cache):
+    if use_triton(qkv, "rope_and_cache") or _compiled(v_cache):
         kernels = triton_kernels if qkv.is_cuda else compiled
         kernels("attention").rope_and_cache(
             qkv,

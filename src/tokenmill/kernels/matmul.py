@@ -92,7 +92,7 @@ def compiled_rows(x: torch.Tensor, rounding: Rounding | None) -> bool:
 
 def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
     """Round each row of x[m, k]."""
-    if use_triton(x):
+    if use_triton(x, "quantize_rows"):
         return QuantizedRows(*triton_kernels("rows").quantize_rows(x, rounding.channels))
     if compiled_rows(x, rounding):
         return QuantizedRows(*compiled("rows").quantize_rows(x, rounding.limit))

@@ -46,7 +46,9 @@ def latent_cache(
     the first half, sines in the second. A rotation turns channels 2i and 2i + 1 if interleaved,
     else i and i + rope / 2; either way they stay where they are.
     """
-    write = triton_kernels("mla").latent_cache if use_triton(q) else latent_cache_reference
+    write = latent_cache_reference
+    if use_triton(q, "latent_cache"):
+        write = triton_kernels("mla").latent_cache
     write(q, kv, rope_cache, latent_cache, norm, eps, cos_sin, batch, interleaved)
 
 

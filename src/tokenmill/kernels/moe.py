@@ -86,7 +86,7 @@ def route(
 
     `bias` is added to the scores for the choice alone.
     """
-    if use_triton(logits):
+    if use_triton(logits, "route"):
         ids, weights = triton_kernels("moe").route(logits, bias, routing)
         return ids, weights
     return route_reference(logits, bias, routing)

@@ -24,7 +24,7 @@ def rms_norm(
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor | QuantizedRows:
     """RMSNorm of x[m, k], rounded as asked; `delta`[m, k] is first added to x in place."""
-    if use_triton(x):
+    if use_triton(x, "rms_norm"):
         fp8, channels = rounding is not None, rounding and rounding.channels
         found = triton_kernels("rows").rms_norm(x, weight, eps, fp8, delta, channels)
         return _rows(found, rounding)
@@ -52,7 +52,7 @@ def silu_mul(
     gate_up: torch.Tensor, rounding: Rounding | None = None
 ) -> torch.Tensor | QuantizedRows:
     """silu(gate) * up of gate_up[m, 2k] -> [m, k], rounded as asked."""
-    if use_triton(gate_up):
+    if use_triton(gate_up, "silu_mul"):
         fp8, channels = rounding is not None, rounding and rounding.channels
         return _rows(triton_kernels("rows").silu_mul(gate_up, fp8, channels), rounding)
     if compiled_rows(gate_up, rounding):

@@ -90,7 +90,7 @@ SCHEDULER = (
         SchedulerConfig,
         "max-num-batched-tokens",
         count(1),
-        "Most tokens in one step; 512 on CPU, 4096 on a GPU.",
+        "Most tokens in one step; 512 on CPU, 4096 on a GPU, 8192 there with experts.",
     ),
     of(
         SchedulerConfig,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 MAX_ROWS = 64  # as many sums of 512 channels as two groups of four warps hold
-KEYS = 32  # per turn: with the queries, two turns of 576 channels fit into shared memory
-PROGRAMS = 256  # about two for each multiprocessor; more would only write more partial sums
+KEYS = 64  # per turn: with the queries, two turns of 576 channels just fit into shared memory
+PROGRAMS = 132  # one fills a multiprocessor; more would only write more partial sums
 HEADS = 16  # of q that a program rotates
 
 

@@ -19,7 +19,6 @@ from tokenmill.kernels.gpu.matmul import _load
 from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.moe import PackedExperts, Routing
 
-COLUMNS = 128  # of W per tile
 LINE_BYTES = 128  # of k per step
 GROUP = 8  # tiles that share their columns of W in L2
 RANK_BLOCK = 256
@@ -231,6 +230,13 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int) -> Tiles:
     return Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
 
 
+def grouped_tile(rows: int) -> tuple[int, int, int]:
+    """Columns of W per tile, warps and stages, as measured on an H200."""
+    if rows == 16:
+        return 128, 4, 4
+    return 256, 8 if rows >= 64 else 4, 3
+
+
 def grouped_matmul(
     x: torch.Tensor | QuantizedRows, weight: PackedExperts, tiles: Tiles, num_rows: int, share: int
 ) -> torch.Tensor:
@@ -242,12 +248,12 @@ def grouped_matmul(
     dtype = values.dtype if scales is None else torch.bfloat16
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
     bk = LINE_BYTES // values.element_size()
-    wide = tiles.rows == 128
-    _grouped_kernel[(tiles.most * triton.cdiv(n, COLUMNS),)](
+    bn, warps, stages = grouped_tile(tiles.rows)
+    _grouped_kernel[(tiles.most * triton.cdiv(n, bn),)](
         values, data, out, scales, weight.scales, tiles.sorted_rows, tiles.experts, tiles.sizes,
         tiles.num_used, n, k,
-        SHARE=share, BM=tiles.rows, BN=COLUMNS, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
-        SCALED=scales is not None, num_warps=8 if wide else 4, num_stages=4, **launch_options(),
+        SHARE=share, BM=tiles.rows, BN=bn, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
+        SCALED=scales is not None, num_warps=warps, num_stages=stages, **launch_options(),
     )  # fmt: skip
     return out
 
