@@ -87,8 +87,23 @@ class Crew:
         self.tell({"num_blocks": least})
         return least
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A step of all ranks; whatever breaks it off, Ctrl-C too, ends the others."""
+        self.check()
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def check(self) -> None:
         """Raise RanksLostError if a rank has ended."""
+        if not self._links:
+            raise RanksLostError("the other ranks have been ended")
+        self._check_children()
+
+    def _check_children(self) -> None:
         for child in self._children:
             if child.poll() is not None:
                 raise RanksLostError(f"a rank ended with exit code {child.returncode}")
@@ -130,7 +145,7 @@ class Crew:
         caller.start()
         deadline = time.monotonic() + START_TIMEOUT_S
         while len(self._links) < self.size - 1:
-            self.check()
+            self._check_children()
             if time.monotonic() > deadline:
                 raise RanksLostError(
                     f"{len(self._links) + 1} of {self.size} ranks came within {START_TIMEOUT_S:g} s"

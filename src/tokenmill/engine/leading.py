@@ -124,8 +124,8 @@ class LeadingEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one batch on all ranks."""
-        self._crew.check()
-        return self._engine.step()
+        with self._crew.together():
+            return self._engine.step()
 
     def stats(self) -> EngineStats:
         """The scheduler's, and where experts move, how balanced they are."""
@@ -212,9 +212,20 @@ class DataParallelEngine:
 
     def step(self) -> list[RequestOutput]:
         """One round of all ranks."""
-        self._crew.check()
         if not self.has_work():
+            self._crew.check()
             return []
+        with self._crew.together():
+            outputs = self._round()
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._rank_of.pop(output.request_id, None)
+                reason = output.finish_reason.value
+                self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
+        refused, self._refused = self._refused, []
+        return refused + outputs
+
+    def _round(self) -> list[RequestOutput]:
         submits, aborts = self._hand_out()
         others = range(1, self._crew.size)
         self._crew.tell_each(
@@ -223,7 +234,6 @@ class DataParallelEngine:
                 for rank in others
             ]
         )
-        refused, self._refused = self._refused, []
         outputs = self._own.round(submits[0], aborts[0])
         self._busy[0] = self._own.engine.has_work()
         self._stats[0] = self._own.engine.stats()
@@ -231,12 +241,7 @@ class DataParallelEngine:
             outputs += [unpack_output(data) for data in answer["outputs"]]
             self._busy[rank] = answer["has_work"]
             self._stats[rank] = EngineStats(**answer["stats"])
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._rank_of.pop(output.request_id, None)
-                reason = output.finish_reason.value
-                self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
-        return refused + outputs
+        return outputs
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
         """The new requests and aborts of each rank; the longest goes to the least loaded first."""
