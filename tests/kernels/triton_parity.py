@@ -125,7 +125,7 @@ def check_quantize_rows(device: str) -> None:
 
 def check_twice_rounded(device: str) -> None:
     """Some channels come again: what they lost, and what they became."""
-    for k, count in ((100, 8), (576, 64)):
+    for k, count in ((100, 8), (256, 64), (512, 128), (576, 128), (1536, 128)):
         x, up, weight = torch.randn(3, k), torch.randn(3, k), torch.rand(k)
         channels = torch.randperm(k)[:count].int().to(device)
         gate_up = torch.cat([x, up], 1)

@@ -68,6 +68,7 @@ class Session:
         self.launch_outcome: Outcome = "ok"
         self.flying: tuple[Batch, Launched] | None = None  # launched and advanced
         self.may_lose = False  # the batch before failed
+        self.holds = False  # the next step only decodes
         self.budget = self.full_budget = self.scheduler._budget
         self.now_ns = 0
 
@@ -92,12 +93,22 @@ class Session:
         if not overlap:
             self.land(outcome)
         before = {seq.request_id: seq.num_computed_tokens for seq in self.scheduler._running}
-        self.batch = self.scheduler.schedule(self.now_ns)
+        held, self.holds = self.holds, False
+        decoding = {
+            seq.request_id
+            for seq in self.scheduler._running
+            if seq.num_tokens - seq.num_computed_tokens <= 1 and not seq.finished
+        }
+        assert self.scheduler.outlook()[1] == len(decoding)
+        self.batch = self.scheduler.schedule(self.now_ns, held)
+        if held:
+            items = {seq.request_id for seq, _ in self.batch.items}
+            assert items <= decoding, "a held step begins a prompt or goes on with one"
         for seq, _ in self.batch.items:
             computed = seq.num_computed_tokens
             assert before.get(seq.request_id, computed) == computed, "preempted and scheduled"
         self.collect(self.scheduler.take_finished())
-        self.check_batch()
+        self.check_batch(held)
         self.note_events()
         if overlap:
             self.phase = self.launch if self.batch.items else self.land
@@ -108,10 +119,10 @@ class Session:
         live = self.requests.keys() - self.ends.keys()
         return any(self.requests[name].sampling.prompt_logprobs is not None for name in live)
 
-    def check_batch(self) -> None:
+    def check_batch(self, held: bool) -> None:
         batch, stats = self.batch, self.scheduler.stats()
         live = stats.num_waiting + stats.num_running
-        if self.flying is None:
+        if self.flying is None and not held:
             assert bool(batch.items) == bool(live), "a step with live requests does something"
         assert len(batch.items) <= self.config.max_num_seqs
         assert self.scheduler._budget in (self.budget, 2 * self.budget, self.full_budget)
@@ -343,6 +354,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(outcome=outcomes)
     def turn(self, outcome: Outcome) -> None:
         self.session.turn(outcome)
+
+    @rule()
+    def hold(self) -> None:
+        self.session.holds = True
 
     @rule(steps=st.integers(1, 20))
     def steps(self, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""tokenmill plan replay."""
+"""tokenmill plan replay, and the group around it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from tokenmill.cli import console
+from tokenmill.cli import attention_dp, console
 from tokenmill.cli.options import command
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import REPLAY, ROUTER, SETTINGS, Settings, SettingsError
@@ -35,6 +35,9 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     group.callback()(_group)
     command(group, "replay", PANELS, defaults=DEFAULTS)(replay)
+    command(group, "attention-dp", attention_dp.PANELS, defaults=attention_dp.DEFAULTS)(
+        attention_dp.attention_dp
+    )
     app.add_typer(group, name="plan", help="Try a floor of workers without one, in virtual time.")
 
 

@@ -29,6 +29,10 @@ _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved 
 _by_key = attrgetter("key")
 
 
+def _is_context(seq: Sequence) -> bool:
+    return len(seq.token_ids) - seq.num_computed_tokens > 1
+
+
 class Scheduler:
     """Decides each step's batch and turns its result into outputs; the caller runs the batch.
 
@@ -199,8 +203,36 @@ class Scheduler:
 
     # A step is chosen.
 
-    def schedule(self, now_ns: int) -> Batch:
-        """Choose the next batch: running requests first, then waiting ones in order."""
+    def load(self) -> tuple[int, int]:
+        """(requests that are not finished, tokens whose KV they hold or will get)."""
+        tokens = self.pool.num_used * self.pool.block_size
+        return len(self._live), tokens + sum(s.num_tokens for s in self._waiting.sequences())
+
+    def outlook(self) -> tuple[int, int]:
+        """(context requests that schedule() would compute next, requests that decode).
+
+        Context is whoever has more than one known token to compute: begun prompts, and waiting
+        requests as far as there are places, once the first of them finds its blocks.
+        """
+        live = [seq for seq in self._running if not seq.finished]
+        num_begun = sum(_is_context(seq) for seq in live)
+        num_decoding = len(live) - num_begun
+        places = self.config.max_num_seqs - len(live) - len(self._receiving)
+        places = min(places, self._budget - num_decoding)
+        first = self._waiting.first()
+        if first is None or first.remote or places <= 0:
+            return num_begun, num_decoding
+        total = -(-first.num_tokens // self.pool.block_size)
+        starts = min(places, len(self._waiting))
+        starts *= self._fits(match_prefix(self.pool, first), total)
+        return num_begun + starts, num_decoding
+
+    def schedule(self, now_ns: int, hold_context: bool = False) -> Batch:
+        """Choose the next batch: running requests first, then waiting ones in order.
+
+        Where context is held the batch decodes only: no prompt is begun or continued, and it may
+        be empty though there is work. Waiting requests whose KV comes from elsewhere get blocks.
+        """
         if self._num_in_flight > self._num_advanced:
             raise RuntimeError(
                 "schedule() was called before update(), fail() or advance() of the last batch"
@@ -215,11 +247,11 @@ class Scheduler:
             self._budget = min(2 * self._budget, self._full_budget)
         singles: list[Item] = []
         chunks: list[Item] = []
-        if not self._admit_alone(chunks):
+        if hold_context or not self._admit_alone(chunks):
             preemptions = self._counters.num_preemptions
-            budget = self._schedule_running(singles, chunks)
+            budget = self._schedule_running(singles, chunks, hold_context)
             if preemptions == self._counters.num_preemptions:
-                self._admit(budget, singles, chunks)
+                self._admit(budget, singles, chunks, hold_context)
         if not singles and not chunks:
             return Batch()
         self._num_in_flight += 1
@@ -236,7 +268,7 @@ class Scheduler:
         if self.leases:
             self.leases.expire(self._now_ns)
 
-    def _schedule_running(self, singles: list[Item], chunks: list[Item]) -> int:
+    def _schedule_running(self, singles: list[Item], chunks: list[Item], hold_context: bool) -> int:
         """Give each running sequence its next tokens; returns the budget that is left.
 
         The list shrinks from its tail while it is walked: whoever is preempted has had no turn.
@@ -254,6 +286,9 @@ class Scheduler:
                 budget -= 1
                 if budget == 0:
                     break
+                continue
+            if num_new > 1 and hold_context:
+                self._reserved += -(-num_tokens // size) - len(seq.block_ids)
                 continue
             if num_new > 1:  # leave a token to each sequence behind this one
                 num_new = max(1, min(num_new, budget - (len(running) - index - 1)))
@@ -305,11 +340,13 @@ class Scheduler:
             return False
         return self._start(seq, num_new, chunks, chunks) > 0
 
-    def _admit(self, budget: int, singles: list[Item], chunks: list[Item]) -> None:
+    def _admit(
+        self, budget: int, singles: list[Item], chunks: list[Item], hold_context: bool
+    ) -> None:
         """Start waiting sequences in order until one has to wait."""
         while budget > 0 and not self._is_full():
             seq = self._waiting.first()
-            if seq is None:
+            if seq is None or (hold_context and not seq.remote):
                 return
             if seq.remote:
                 if not self._receive(seq):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenmill.settings.bench import (
+    ATTENTION_DP,
     BENCH,
     CAMPAIGN,
     COMMANDS,
@@ -49,6 +50,7 @@ from tokenmill.settings.kinds import (
 )
 
 __all__ = [
+    "ATTENTION_DP",
     "BENCH",
     "CACHE",
     "CAMPAIGN",
@@ -92,7 +94,7 @@ SETTINGS: dict[str, Setting] = {
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, REPLAY, COMMANDS),
+        *(FLOOR, ROUTER, REPLAY, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }

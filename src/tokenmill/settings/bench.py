@@ -279,6 +279,53 @@ REPLAY = (
     ),
     Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
 )
+ATTENTION_DP = (
+    Setting("ranks", "Ranks of attention data and expert parallelism.", count(1), default=8),
+    Setting(
+        "gpu",
+        "GPU of a rank: measured rates of H200, the others by datasheet.",
+        one_of("h200", "gb200", "gb300"),
+        default="gb200",
+    ),
+    Setting(
+        "max-output-len",
+        "Longer answers of --lengths are cut; MLPerf cuts DeepSeek-R1's here.",
+        count(2),
+        default=20_000,
+    ),
+    Setting("balance", "Run with prompts held, too; else only without.", SWITCH, default=True),
+    Setting(
+        "timeout-iters",
+        "Most steps that prompts wait for a rank that has none.",
+        count(0),
+        default=50,
+    ),
+    Setting(
+        "batching-wait-iters",
+        "Steps that they wait when every rank has one, to gather more.",
+        count(0),
+        default=10,
+    ),
+    Setting(
+        "compare-policies",
+        "Beside it vLLM's rule (every n-th step), SGLang's (wait while ranks differ), and steps "
+        "so small that prompts are always spread over many.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "search",
+        "Try several waits and sizes of a step, and name the fastest within --ttft-limit-ms.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "ttft-limit-ms",
+        "What --search allows at p99, from a place on a rank to the first token.",
+        number(0, math.inf, "MS"),
+        default=2000.0,
+    ),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),

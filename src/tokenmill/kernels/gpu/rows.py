@@ -14,6 +14,7 @@ from tokenmill.kernels.gpu.dependent import launch_options, release, wait
 
 FP8_LIMIT = tl.constexpr(448.0)
 ELEMENTS_PER_WARP = 512  # two 16-byte accesses in flight per thread and tensor
+GATHERED_PER_WARP = 256  # tl.gather of Triton 3.6 goes wrong where one warp holds 512
 MAX_WARPS = 16
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -100,7 +101,8 @@ def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
 
 def _launch(k: int, channels: torch.Tensor | None) -> dict[str, int]:
     block = triton.next_power_of_2(k)
-    warps = max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP))
+    per_warp = ELEMENTS_PER_WARP if channels is None else GATHERED_PER_WARP
+    warps = max(1, min(MAX_WARPS, block // per_warp))
     return {"BLOCK": block, "CHANNELS": _count(channels), "num_warps": warps, **launch_options()}
 
 
