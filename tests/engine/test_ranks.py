@@ -97,6 +97,7 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
     with engine(folder) as one:
         expected = facts(run(one))
     parallel = {"ep": 2, "attention_dp": True, "redundant_experts": 2, "rebalance_steps": 4}
+    parallel |= {"timeout_iters": 5, "batching_wait_iters": 1}
     with engine(folder, **parallel) as two:
         assert facts(run(two)) == expected
         stats = two.engine.stats()

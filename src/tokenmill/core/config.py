@@ -68,6 +68,8 @@ class ParallelConfig:
     tp: int = 1  # ranks that divide heads and dense MLPs
     ep: int = 1  # ranks that divide experts
     attention_dp: bool = False  # each rank has requests of its own; experts are shared
+    timeout_iters: int = 0  # steps that prompts of such ranks wait for one that has none; 0: never
+    batching_wait_iters: int = 0  # and how many more once every rank has one
     redundant_experts: int = 0  # more places for experts than experts, in each layer
     rebalance_steps: int = 0  # between two looks at the experts' load; 0: experts stay
     rebalance_layers: int = 2  # whose experts may move between two steps

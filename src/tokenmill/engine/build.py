@@ -53,6 +53,7 @@ from tokenmill.models.shards import local_spec, plan_layout, wanted
 from tokenmill.models.store import resolve
 from tokenmill.models.weights import Checkpoint, eos_token_ids, open_checkpoint
 from tokenmill.parallel import ONE, Layout, Ranks
+from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -265,10 +266,21 @@ def _lead(
     if setup.parallel.attention_dp:
         own = OwnModel(part.network)
         engine, runner = make_engine(setup, part, own, grammar_vocab)
-        return DataParallelEngine(OwnEngine(engine, own, rebalancer), crew, rebalancer), runner
+        ours = OwnEngine(engine, own, rebalancer)
+        return DataParallelEngine(ours, crew, rebalancer, _context_policy(setup)), runner
     shared = SharedModel(part.network, crew, rebalancer)
     engine, runner = make_engine(setup, part, shared, grammar_vocab)
     return LeadingEngine(engine, crew, rebalancer), runner
+
+
+def _context_policy(setup: Setup) -> ContextPolicy:
+    """Whether prompts of ranks with requests of their own wait for each other."""
+    parallel = setup.parallel
+    if not parallel.timeout_iters:
+        return NeverHold()
+    return ContextBalancer(
+        setup.scheduler.max_num_seqs, parallel.timeout_iters, parallel.batching_wait_iters
+    )
 
 
 def _same(num_blocks: int) -> int:

@@ -21,6 +21,7 @@ from tokenmill.core.types import (
 from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
 from tokenmill.engine.kv_transfer import KVTransfer
 from tokenmill.engine.sampling import state_of
+from tokenmill.sched.attention_dp import Load, Outlook
 from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 
@@ -114,15 +115,18 @@ class LanguageEngine:
             give_up_ns = self._clock() + COMPILE_TIMEOUT_NS
             self._compiling[request.request_id] = _Compiling(request, grammar, give_up_ns)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one batch and return what it produced; [] when there is nothing to do."""
+    def step(self, hold_context: bool = False) -> list[RequestOutput]:
+        """Run one batch and return what it produced; [] when there is nothing to do.
+
+        Where context is held, no prompt is computed in it: see sched/attention_dp.py.
+        """
         now_ns = self._clock()
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
         self._admit(now_ns)
         overlap = self._launcher is not None and not self._host_bound
         outputs = [] if overlap else self._land()
-        batch = self._scheduler.schedule(now_ns)
+        batch = self._scheduler.schedule(now_ns, hold_context)
         outputs += self._take_finished()
         if self._launcher is not None and overlap:
             outputs += self._fly(batch, self._launcher)
@@ -155,6 +159,14 @@ class LanguageEngine:
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
         return stats
+
+    def load(self) -> Load:
+        """Of its requests, for whoever balances several such engines."""
+        return self._scheduler.load()
+
+    def outlook(self) -> Outlook:
+        """On its next step, for whoever decides whether prompts wait."""
+        return self._scheduler.outlook()
 
     def kv_events(self) -> EventPublisher:
         """The events of the prefix cache from now on, numbered."""

@@ -7,7 +7,7 @@ runs one step, or computes its experts' part of the others'.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
@@ -34,6 +34,7 @@ from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.engine.runner import KVCache, Model, RankModel
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.parallel import Ranks
+from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, assign
 from tokenmill.sched.kv_events import Dump, EventPublisher
 
 
@@ -147,7 +148,9 @@ class OwnEngine:
     ) -> None:
         self.engine, self._model, self._rebalancer = engine, model, rebalancer
 
-    def round(self, submit: list[Request], abort: list[str]) -> list[RequestOutput]:
+    def round(
+        self, submit: list[Request], abort: list[str], hold_context: bool
+    ) -> list[RequestOutput]:
         """Take what is new, then one step in time with the other ranks."""
         for request in submit:
             self.engine.submit(request)
@@ -156,22 +159,40 @@ class OwnEngine:
         if self._rebalancer is not None:
             self._rebalancer.turn()
         self._model.ran = False
-        outputs = self.engine.step()
+        outputs = self.engine.step(hold_context)
         if not self._model.ran:
             self._model.assist()
         return outputs
 
     def answer(self, message: Message) -> Message:
         """A round as rank 0 asks for it, over the wire."""
-        outputs = self.round([unpack_request(data) for data in message["submit"]], message["abort"])
-        return {
-            "outputs": [pack_output(output) for output in outputs],
-            "has_work": self.engine.has_work(),
-            "stats": {field.name: getattr(self.engine.stats(), field.name) for field in _COUNTS},
-        }
+        requests = [unpack_request(data) for data in message["submit"]]
+        outputs = self.round(requests, message["abort"], message["hold"])
+        return asdict(self.state()) | {"outputs": [pack_output(output) for output in outputs]}
+
+    def state(self) -> RankState:
+        """What rank 0 has to know for the next round."""
+        engine = self.engine
+        return RankState(engine.has_work(), engine.stats(), engine.load(), engine.outlook())
 
 
-_COUNTS = [field for field in fields(EngineStats) if field.name != "num_finished"]
+@dataclass(slots=True)
+class RankState:
+    """A rank after a round."""
+
+    has_work: bool = False
+    stats: EngineStats = field(default_factory=EngineStats)
+    load: Load = (0, 0)
+    outlook: Outlook = (0, 0)
+
+    @classmethod
+    def of(cls, data: Message) -> RankState:
+        """From what a rank has sent."""
+        load, outlook = ((data[name][0], data[name][1]) for name in ("load", "outlook"))
+        return cls(data["has_work"], EngineStats(**data["stats"]), load, outlook)
+
+
+_COUNTS = [field.name for field in fields(EngineStats) if field.name != "num_finished"]
 
 
 class DataParallelEngine:
@@ -179,14 +200,20 @@ class DataParallelEngine:
 
     kv = None
 
-    def __init__(self, own: OwnEngine, crew: Crew, rebalancer: Rebalancer | None) -> None:
+    def __init__(
+        self,
+        own: OwnEngine,
+        crew: Crew,
+        rebalancer: Rebalancer | None,
+        policy: ContextPolicy,
+    ) -> None:
         self._own, self._crew, self._rebalancer = own, crew, rebalancer
+        self._policy = policy
         self._new: dict[str, Request] = {}
         self._refused: list[RequestOutput] = []
         self._aborted: list[str] = []
-        self._rank_of: dict[str, tuple[int, int]] = {}  # open request: its rank, prompt tokens
-        self._busy = [False] * crew.size
-        self._stats = [EngineStats()] * crew.size
+        self._rank_of: dict[str, int] = {}  # of open requests
+        self._states = [RankState() for _ in range(crew.size)]
         self._num_finished: dict[str, int] = {}
 
     def submit(self, request: Request) -> None:
@@ -208,7 +235,10 @@ class DataParallelEngine:
 
     def has_work(self) -> bool:
         """True while a step() would do something."""
-        return bool(self._new or self._aborted or self._refused or any(self._busy))
+        return bool(self._new or self._aborted or self._refused or self._busy())
+
+    def _busy(self) -> bool:
+        return any(state.has_work for state in self._states)
 
     def step(self) -> list[RequestOutput]:
         """One round of all ranks."""
@@ -227,49 +257,46 @@ class DataParallelEngine:
 
     def _round(self) -> list[RequestOutput]:
         submits, aborts = self._hand_out()
+        hold = self._policy.hold([state.outlook for state in self._states])
         others = range(1, self._crew.size)
         self._crew.tell_each(
             [
-                {"submit": [pack_request(r) for r in submits[rank]], "abort": aborts[rank]}
+                {
+                    "submit": [pack_request(request) for request in submits[rank]],
+                    "abort": aborts[rank],
+                    "hold": hold,
+                }
                 for rank in others
             ]
         )
-        outputs = self._own.round(submits[0], aborts[0])
-        self._busy[0] = self._own.engine.has_work()
-        self._stats[0] = self._own.engine.stats()
+        outputs = self._own.round(submits[0], aborts[0], hold)
+        self._states[0] = self._own.state()
         for rank, answer in zip(others, self._crew.hear(), strict=True):
             outputs += [unpack_output(data) for data in answer["outputs"]]
-            self._busy[rank] = answer["has_work"]
-            self._stats[rank] = EngineStats(**answer["stats"])
+            self._states[rank] = RankState.of(answer)
         return outputs
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
-        """The new requests and aborts of each rank; the longest goes to the least loaded first."""
-        size = self._crew.size
-        loads = [[0, 0, rank] for rank in range(size)]  # tokens, requests
-        for rank, num_tokens in self._rank_of.values():
-            loads[rank][0] += num_tokens
-            loads[rank][1] += 1
-        submits: list[list[Request]] = [[] for _ in range(size)]
-        aborts: list[list[str]] = [[] for _ in range(size)]
-        for request in sorted(self._new.values(), key=lambda r: -len(r.prompt_token_ids)):
-            load = min(loads)
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-            self._rank_of[request.request_id] = load[2], num_tokens
-            load[0] += num_tokens
-            load[1] += 1
-        for request in self._new.values():  # a rank hears of its requests in the order they came
-            submits[self._rank_of[request.request_id][0]].append(request)
+        """The new requests and the aborts of each rank."""
+        submits: list[list[Request]] = [[] for _ in self._states]
+        aborts: list[list[str]] = [[] for _ in self._states]
+        new, self._new = list(self._new.values()), {}
+        lens = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in new]
+        ranks = assign([state.load for state in self._states], lens)
+        for request, rank in zip(new, ranks, strict=True):
+            submits[rank].append(request)
+            self._rank_of[request.request_id] = rank
         for request_id in self._aborted:
             if request_id in self._rank_of:
-                aborts[self._rank_of[request_id][0]].append(request_id)
-        self._new, self._aborted = {}, []
+                aborts[self._rank_of[request_id]].append(request_id)
+        self._aborted = []
         return submits, aborts
 
     def stats(self) -> EngineStats:
         """The sums over all ranks."""
         self._crew.check()
-        sums = {field.name: sum(getattr(s, field.name) for s in self._stats) for field in _COUNTS}
+        parts = [state.stats for state in self._states]
+        sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         total = EngineStats(**sums, num_finished=dict(self._num_finished))
         total.num_waiting += len(self._new)
         return with_balance(total, self._rebalancer)

@@ -152,6 +152,21 @@ PARALLEL = (
     ),
     of(
         ParallelConfig,
+        "adp-timeout-iters",
+        count(0),
+        "Most steps that prompts wait for a rank that has none, so that ranks compute theirs "
+        "together; 0: they never wait.",
+        field="timeout_iters",
+    ),
+    of(
+        ParallelConfig,
+        "adp-batching-wait-iters",
+        count(0),
+        "Steps that they wait when every rank has one, to gather more.",
+        field="batching_wait_iters",
+    ),
+    of(
+        ParallelConfig,
         "redundant-experts",
         count(0),
         "Second places for busy experts of a layer; rounded up to equally many on each rank.",
