@@ -14,7 +14,7 @@ import torch
 
 from harness import BLOCK_SIZE, Harness
 from tokenmill.core.config import ParallelConfig
-from tokenmill.engine.build import set_num_threads
+from tokenmill.engine.choices import set_num_threads
 from tokenmill.engine.rebalance import move_experts
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
 from tokenmill.kernels import cpu_kernels

@@ -67,7 +67,7 @@ def ladder(settings: Settings) -> None:
 
 def _device(model: ModelConfig) -> tuple[str, frozenset[str]]:
     from tokenmill.cli.ceiling import device_features
-    from tokenmill.engine.build import choose_device
+    from tokenmill.engine.choices import choose_device
 
     device = choose_device(model)
     return device, device_features(device)

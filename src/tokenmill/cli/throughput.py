@@ -130,7 +130,8 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
         console.progress("Loading weights", size_in_bytes=True) as loaded,
         console.progress("Capturing CUDA graphs") as captured,
     ):
-        from tokenmill.engine.build import build_engine, choose_device
+        from tokenmill.engine.build import build_engine
+        from tokenmill.engine.choices import choose_device
 
         model = replace(settings.build(ModelConfig), model=str(path))
         device = choose_device(model)
