@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
-from tokenmill.core.types import Engine, Request, RequestOutput, SamplingParams, TokenLogprobs
+from tokenmill.core.types import (
+    Engine,
+    GrammarVocab,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tokenmill.engine.build import BuiltEngine, build_engine
 
 
@@ -40,17 +47,22 @@ def build(
     prefix_cache: bool,
     num_blocks: int,
     overlap: bool = False,
+    mtp: int = 0,
+    draft: Path | None = None,
+    vocab: GrammarVocab | None = None,
+    relaxed: str | None = None,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
-        ModelConfig(model=str(folder), dtype=dtype),  # type: ignore[arg-type]
+        ModelConfig(model=str(folder), dtype=dtype, draft=draft and str(draft)),  # type: ignore[arg-type]
         CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
         SchedulerConfig(
             max_num_batched_tokens=48 if chunked else 512,
             max_num_seqs=16,
             chunked_prefill=chunked,
         ),
-        ExecutionConfig(overlap=overlap),
+        ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False, mtp_relaxed=relaxed),
+        vocab,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from tokenmill.core.types import FinishReason, Request, StepResult, TokenLogprobs
@@ -55,6 +56,7 @@ class Row:
     token_ids: list[int]  # up to the step's last one
     begin: int
     samples: bool
+    num_drafts: int = 0  # of token_ids, the last ones
 
     def values(self) -> list[int]:
         return digests(self.token_ids, self.request.cache_salt)
@@ -84,8 +86,11 @@ class FakeRunner:
     Like a device it has its own block tables, a row per slot, and knows the newest tokens itself.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, tokens_per_step: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, tokens_per_step: int = 1, max_drafts: int = 0
+    ) -> None:
         self.block_size = block_size
+        self.max_drafts, self.random = max_drafts, random.Random(0)
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.tokens_per_step = tokens_per_step
         self.tables: dict[int, list[int]] = {}
@@ -118,12 +123,16 @@ class FakeRunner:
 
     def _row(self, seq: Sequence, num_new: int) -> Row:
         begin, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new
-        assert num_new >= 1 and end <= seq.num_tokens
+        num_drafts = max(0, end - seq.num_tokens)
+        assert num_new >= 1 and num_drafts <= len(seq.draft_ids)
+        assert end <= seq.capacity and seq.num_tokens + num_drafts < max(seq.max_len, end + 1)
+        assert not num_drafts or num_new == 1 + num_drafts
         assert PENDING not in seq.token_ids[: end - 1], "only the newest token may be unknown"
         block_ids = self.tables[seq.slot][: len(seq.block_ids)]
         assert block_ids == seq.block_ids, "the block table was not told of all blocks"
-        samples = end == seq.num_tokens
-        return Row(seq.request, seq.slot, block_ids, seq.token_ids[:end], begin, samples)
+        token_ids = seq.token_ids[:end] + seq.draft_ids[:num_drafts]
+        samples = end >= seq.num_tokens
+        return Row(seq.request, seq.slot, block_ids, token_ids, begin, samples, num_drafts)
 
     def execute(self, launched: Launched) -> StepResult:
         rows = launched.rows
@@ -137,6 +146,8 @@ class FakeRunner:
         tokens = [self._sample(row, row in lost) for row in rows]
         launched.lost = [index for index, row in enumerate(rows) if row in lost]
         result = StepResult(tokens)
+        if self.max_drafts:
+            result.draft_ids = [self._guess(row, t) for row, t in zip(rows, tokens, strict=True)]
         if any(row.request.sampling.logprobs is not None for row in rows):
             result.logprobs = [[TokenLogprobs([t], [-float(t)], 1) for t in ts] for ts in tokens]
         return result
@@ -183,10 +194,26 @@ class FakeRunner:
         if lost:
             self.newest[row.slot] = request_id, None
             return [VOCAB]
+        drafts = ids[len(ids) - row.num_drafts :]
+        del ids[len(ids) - row.num_drafts :]
+        num_known = len(ids)
         for _ in range(self.tokens_per_step):
             ids.append(next_token(digests(ids, row.request.cache_salt)[-1]))
+        for draft in drafts:
+            if ids[-1] != draft:
+                break
+            ids.append(next_token(digests(ids, row.request.cache_salt)[-1]))
         self.newest[row.slot] = request_id, ids[-1]
-        return ids[len(row.token_ids) :]
+        return ids[num_known:]
+
+    def _guess(self, row: Row, tokens: list[int]) -> list[int]:
+        """Drafts of what comes after the sampled tokens, most of them right."""
+        ids = row.token_ids[: len(row.token_ids) - row.num_drafts] + tokens
+        drafts: list[int] = []
+        for _ in range(self.random.randint(0, self.max_drafts) if tokens else 0):
+            right = next_token(digests(ids + drafts, row.request.cache_salt)[-1])
+            drafts.append(right if self.random.random() < 0.7 else self.random.randrange(VOCAB))
+        return drafts
 
     def _prompt_logprobs(self, seq: Sequence, num_new: int) -> list[TokenLogprobs]:
         first = seq.num_computed_tokens + 1

@@ -32,9 +32,11 @@ def build(
     overlap: bool = False,
     max_waiting: int = 1024,
     vocab: GrammarVocab | None = None,
+    mtp: int = 0,
+    draft: Path | None = None,
 ) -> LanguageEngine:
     built = build_engine(
-        ModelConfig(str(folder), dtype=dtype, device="cpu"),  # type: ignore[arg-type]
+        ModelConfig(str(folder), dtype=dtype, device="cpu", draft=draft and str(draft)),  # type: ignore[arg-type]
         CacheConfig(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -47,7 +49,7 @@ def build(
             chunked_prefill=chunked,
             max_waiting=max_waiting,
         ),
-        ExecutionConfig(overlap=overlap),
+        ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False),
         vocab,
     )
     return built.engine

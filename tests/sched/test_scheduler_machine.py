@@ -51,12 +51,13 @@ class Session:
         pool: BlockPool,
         tokens_per_step: int = 1,
         overlap: bool = False,
+        max_drafts: int = 0,
     ) -> None:
         self.config = config
         self.pool = pool
         self.overlap = overlap
         self.scheduler = Scheduler(config, pool, EOS)
-        self.runner = FakeRunner(pool.num_blocks, pool.block_size, tokens_per_step)
+        self.runner = FakeRunner(pool.num_blocks, pool.block_size, tokens_per_step, max_drafts)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
@@ -430,7 +431,7 @@ def test_a_long_random_run_meets_every_situation(overlap: bool) -> None:
     assert (session.met["preempted in flight"] > 20) == overlap
 
 
-def random_session(rng: random.Random, overlap: bool) -> Session:
+def random_session(rng: random.Random, overlap: bool, max_drafts: int = 0) -> Session:
     config = SchedulerConfig(
         max_num_batched_tokens=rng.randint(1, 24),
         max_num_seqs=rng.randint(1, 6),
@@ -440,7 +441,7 @@ def random_session(rng: random.Random, overlap: bool) -> Session:
         policy=rng.choice(["fcfs", "priority"]),
     )
     pool = BlockPool(rng.randint(5, 14), rng.randint(2, 4), prefix_cache=rng.random() < 0.8)
-    return Session(config, pool, overlap=overlap)
+    return Session(config, pool, overlap=overlap, max_drafts=max_drafts)
 
 
 def random_request(rng: random.Random, session: Session) -> Request:
@@ -501,3 +502,24 @@ def test_many_random_sessions_survive_failures(overlap: bool) -> None:
         assert met["hit of a late block"] > 100
         assert met["failed under a launched batch"] > 100
         assert met["read from a failed batch"] > 1
+
+
+def test_many_random_sessions_with_drafts() -> None:
+    """Right and wrong drafts, scarce blocks and budgets: the answers stay, nothing leaks."""
+    drafted: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    met: Counter[str] = Counter()
+    for seed in range(80):
+        rng = random.Random(seed)
+        session = random_session(rng, overlap=False, max_drafts=3)
+        failure_rate = rng.choice([0, 0.02, 0.1])
+        for _ in range(rng.randint(20, 200)):
+            random_event(rng, session, failure_rate)
+        session.run_out()
+        stats = session.scheduler.stats()
+        met["preempted"] += stats.num_preemptions
+        met["hit"] += stats.prefix_hit_tokens
+        drafted.update(dict(enumerate(stats.num_drafted)))
+        accepted.update(dict(enumerate(stats.num_accepted)))
+    assert met["preempted"] > 50 and met["hit"] > 500
+    assert all(drafted[p] > accepted[p] > 100 for p in range(3))

@@ -39,12 +39,14 @@ RUNGS = (
     Rung("int8", "int8", {"dtype": "int8"}, "cpu"),
     Rung("fp8", "fp8", {"dtype": "fp8"}, "fp8"),
     Rung("fp8-kv", "fp8 KV", {"kv-cache-dtype": "fp8"}, "fp8"),
+    Rung("mtp", "multi-token prediction", {"mtp": 3}, "mtp"),
 )
 NEEDS = {
     "compiled": "there are no compiled kernels for this machine",
     "cuda": "needs a GPU",
     "cpu": "only on a CPU",
     "fp8": "needs a GPU with fp8 arithmetic",
+    "mtp": "the model has no MTP module (--draft)",
 }
 CHANGED = frozenset().union(*BASE.values(), *(rung.settings for rung in RUNGS))
 

@@ -1,4 +1,4 @@
-"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, compare, published and more."""
+"""tokenmill bench: throughput, endpoint, campaign, ladder, mlperf, mtp, compare and more."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tokenmill.cli import (
     kv_moves,
     ladder,
     mlperf,
+    mtp,
     published,
     routing,
     simulate,
@@ -37,6 +38,7 @@ def register(app: typer.Typer) -> None:
     command(group, "ladder", ladder.PANELS)(ladder.ladder)
     command(group, "mlperf", mlperf.PANELS)(mlperf.mlperf)
     command(group, mlperf.CHILD, mlperf.PANELS, hidden=True)(mlperf.run_child)
+    command(group, "mtp", mtp.PANELS)(mtp.mtp)
     command(group, "verify", verify.PANELS)(verify.verify)
     command(group, "compare", compare.PANELS)(compare.compare)
     command(group, "published", published.PANELS)(published.published)

@@ -25,8 +25,9 @@ def ladder(settings: Settings) -> None:
     """The same workload with one optimisation more each time, and what each is worth.
 
     On a GPU: eager torch, fused kernels, CUDA graphs, overlap, fp8, fp8 KV.
-    On a CPU: eager torch, fused kernels, overlap, int8. Each rung runs in a
-    process of its own; without --lengths it is the batch cell.
+    On a CPU: eager torch, fused kernels, overlap, int8. Where the model has an
+    MTP module, multi-token prediction comes last. Each rung runs in a process
+    of its own; without --lengths it is the batch cell.
 
     tokenmill bench ladder --plot ladder.html
     tokenmill bench ladder --model llama3.1-8b --random-weights --device cuda
@@ -42,7 +43,7 @@ def ladder(settings: Settings) -> None:
     model = settings.build(ModelConfig)
     make_cells(settings.build(BenchConfig, cells=("batch",)))  # wrong lengths end here
     path = throughput.model_path(model)
-    device, features = _device(model)
+    device, features = _device(model, path)
     values = settings.values | {"model": str(path), "device": device, "json-only": True}
     attempts = _climb(rungs, values, device, features)
     rows = bench.ladder_rows(attempts, settings.get("gpu-price"))
@@ -65,12 +66,14 @@ def ladder(settings: Settings) -> None:
         raise BenchError(f"{len(failed)} of {len(attempts)} rungs failed: {', '.join(failed)}")
 
 
-def _device(model: ModelConfig) -> tuple[str, frozenset[str]]:
+def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
+    """Where it runs, and what is there to be switched on."""
     from tokenmill.cli.ceiling import device_features
+    from tokenmill.engine.build import has_mtp
     from tokenmill.engine.choices import choose_device
 
     device = choose_device(model)
-    return device, device_features(device)
+    return device, device_features(device) | ({"mtp"} if has_mtp(model, path) else set())
 
 
 def _climb(

@@ -8,7 +8,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenmill.cli import decode, ladder, mlperf, steps, throughput
+from tokenmill.cli import decode, ladder, mlperf, mtp, steps, throughput
 from tokenmill.cli.console import without_markup
 from tokenmill.cli.helptext import EPILOG, help_of
 from tokenmill.settings import Setting, Settings, SettingsError, load
@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[Callable[[Settings], None], Panels]] = {
     "ladder": (ladder.ladder, ladder.PANELS),
     "mlperf": (mlperf.mlperf, mlperf.PANELS),
     mlperf.CHILD: (mlperf.run_child, mlperf.PANELS),
+    "mtp": (mtp.mtp, mtp.PANELS),
     "scheduler": (steps.scheduler, steps.PANELS),
 }
 MISSING = "typer and rich are not installed, so there is only tokenmill bench " + " | ".join(

@@ -8,6 +8,7 @@ from tokenmill.bench import throughput as bench
 from tokenmill.bench.roofline import Machine, Setup, roofline
 from tokenmill.bench.workload import Cell
 from tokenmill.cli.console import out, print_table
+from tokenmill.core.metrics import acceptance
 
 if TYPE_CHECKING:
     from tokenmill.bench.peers import Lineup
@@ -50,6 +51,10 @@ def throughput_report(
         },
         "cells": reports,
     }
+    stats = built.engine.stats()
+    if stats.num_drafted:
+        shares = acceptance(stats.num_drafted, stats.num_accepted)
+        report["mtp"] = {"acceptance": shares, "num_relaxed": stats.num_relaxed}
     if lineup:
         rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
         absent = lineup.absent | measured.failures
@@ -76,6 +81,9 @@ def print_throughput(cells: list[Cell], report: Report) -> None:
     peaks = [f"{name} {mib:,.0f} MiB of the GPU" for name, mib in report["peak_gpu_mib"].items()]
     peaks.append(f"{report['peak_rss_mib']:,.0f} MiB of the host")
     out.print(f"peak memory {', '.join(peaks)}; weights {report['weight_mib']:,.0f} MiB")
+    if shares := report.get("mtp", {}).get("acceptance"):
+        right, length = shares["first"], shares["length"]
+        out.print(f"drafts: {right:.1%} of the first are right, {length:.2f} tokens a step")
     for cell in cells:
         _print_cell(cell, report["cells"][cell.name])
     for name, reason in report.get("peers", {}).get("absent", {}).items():

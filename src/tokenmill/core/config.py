@@ -23,6 +23,7 @@ class ModelConfig:
     seed: int = 0
     max_model_len: int | None = None  # None: what the checkpoint says
     num_threads: int | None = None  # CPU threads of the engine; None: all cores
+    draft: str | None = None  # file or folder of an MTP module; None: the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class ExecutionConfig:
     overlap: bool | None = None  # prepare a step while the last one runs; None: on a GPU
     batch_invariant: bool = False  # bitwise the same answer whatever a request is batched with
     graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
+    mtp: int = 0  # most tokens that a step drafts for the next one
+    mtp_adaptive: bool = True  # fewer, or none, where drafts cost more than they give
+    mtp_relaxed: str | None = None  # TOP:DELTA: also likely drafts are taken, outputs are not exact
 
 
 @dataclass(frozen=True, slots=True)

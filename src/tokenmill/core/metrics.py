@@ -148,3 +148,18 @@ def summarize_with_intervals(values: Iterable[float | None]) -> dict[str, Any]:
     }
     known = {name: list(bounds) for name, bounds in intervals.items() if bounds}
     return summarize(present) | ({"ci95": known} if known else {})
+
+
+def acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> dict[str, Any]:
+    """Share of right first drafts, tokens per verified step, and the share by position.
+
+    `drafted` and `accepted` count drafts by position; a step brings one token besides.
+    """
+    if not drafted or not drafted[0]:
+        return {"first": None, "length": None, "positions": []}
+    positions = [a / d if d else 0.0 for d, a in zip(drafted, accepted, strict=True)]
+    return {
+        "first": round(positions[0], 4),
+        "length": round(1 + sum(accepted) / drafted[0], 4),
+        "positions": [round(share, 4) for share in positions],
+    }

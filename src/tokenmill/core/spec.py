@@ -166,7 +166,7 @@ class ModelSpec:
     quantization: QuantizationSpec | None = None  # of the weights as stored
     moe: MoESpec | None = None
     mla: MLASpec | None = None  # then num_kv_heads is 1: all heads share what is cached
-    num_mtp_layers: int = 0  # of the checkpoint, after the model's own; not used
+    num_mtp_layers: int = 0  # of the checkpoint, after the model's own; the first can draft
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Literal, Protocol
 
 MAX_TOP_LOGPROBS = 20
@@ -181,9 +182,11 @@ class RequestOutput:
 class StepResult:
     """What the runner made of a batch; every list runs parallel to the batch's items."""
 
-    token_ids: list[list[int]]  # [] while a prompt is still being computed
+    token_ids: list[list[int]]  # [] while a prompt is still being computed; accepted drafts first
     logprobs: list[list[TokenLogprobs] | None] | None = None  # None when no item asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by item index
+    draft_ids: list[list[int]] | None = None  # guesses of what comes next, to be verified
+    num_relaxed: int = 0  # drafts in token_ids that were taken though others were drawn
 
 
 @dataclass(slots=True)
@@ -210,6 +213,28 @@ class EngineStats:
     rebalance_s: float = 0.0  # time spent on that, steps waiting
     rank_imbalance: float = 0.0  # busiest rank over mean in the last window; 0: not counted
     rank_imbalance_before: float = 0.0  # the same in the window that led to the last move
+    num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
+    num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
+    num_relaxed: int = 0  # of these, those that were taken though others were drawn
+
+
+_BY_POSITION = ("num_drafted", "num_accepted")
+_RATIOS = ("rank_imbalance", "rank_imbalance_before")
+
+
+def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
+    """The sums of two engines' stats; of ratios the larger one."""
+    finished = dict(a.num_finished)
+    for reason, count in b.num_finished.items():
+        finished[reason] = finished.get(reason, 0) + count
+    other = ("num_finished", *_BY_POSITION)
+    names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
+    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
+    sums |= {name: max(getattr(a, name), getattr(b, name)) for name in _RATIOS}
+    for name in _BY_POSITION:
+        pairs = zip_longest(getattr(a, name), getattr(b, name), fillvalue=0)
+        sums[name] = [sum(counts) for counts in pairs]
+    return EngineStats(**sums, num_finished=finished)
 
 
 class Engine(Protocol):

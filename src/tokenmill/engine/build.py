@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -23,6 +24,7 @@ from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import available_bytes, set_mode, set_num_threads, settle
 from tokenmill.engine.crew import Crew
+from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.kv_link import KVLink
@@ -35,18 +37,31 @@ from tokenmill.engine.leading import (
 )
 from tokenmill.engine.rank_wire import pack_setup
 from tokenmill.engine.rebalance import Rebalancer
-from tokenmill.engine.runner import KVCache, Model, ModelRunner, RankModel, allocate_kv_cache
+from tokenmill.engine.relaxed import Relaxed
+from tokenmill.engine.runner import KVCache, Model, ModelRunner, allocate_kv_cache
 from tokenmill.engine.setup import Setup
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.mtp import MTPModule
+from tokenmill.models.names import mtp_spec
 from tokenmill.models.shards import local_spec, plan_layout, wanted
-from tokenmill.models.weights import Checkpoint, eos_token_ids, open_checkpoint
+from tokenmill.models.store import shipped_mtp
+from tokenmill.models.weights import (
+    Checkpoint,
+    eos_token_ids,
+    open_checkpoint,
+    open_mtp,
+    read_all,
+    read_spec,
+)
 from tokenmill.parallel import ONE, Layout, Ranks
 from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
 _KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 
@@ -80,7 +95,9 @@ class Part:
     """What a rank holds of a model, and its KV cache."""
 
     checkpoint: Checkpoint
-    network: RankModel
+    network: Decoder
+    mtp: MTPModule | None
+    cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
     kv_cache: KVCache
     num_blocks: int
     link: KVLink | None
@@ -126,8 +143,8 @@ def build_engine(
         max_model_len=setup.scheduler.max_model_len,
         num_blocks=part.num_blocks,
         block_size=setup.cache.block_size,
-        weight_bytes=part.network.num_bytes,
-        description=part.checkpoint.describe(),
+        weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
+        description=part.checkpoint.describe() + _drafts_line(setup.execution),
         crew=crew,
     )
 
@@ -149,17 +166,23 @@ def load_part(
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
     ) and ranks.size == 1
     max_len = scheduler.max_model_len
-    network = _load(checkpoint, "bf16" if narrow else dtype, max_len, device, layout, progress)
+    loaded: ComputeType = "bf16" if narrow else dtype
+    network = _load(checkpoint, loaded, max_len, device, layout, progress)
+    drafts = setup.execution.mtp > 0
+    mtp = _load_mtp(checkpoint, model, network, loaded) if drafts and layout.samples else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
-    block_bytes = network.spec.kv_bytes_per_token(_KV_BYTES[cache.dtype]) * cache.block_size
+    # With a layer of KV for the module.
+    cached = network.spec if mtp is None else mtp_spec(network.spec)
+    block_bytes = cached.kv_bytes_per_token(_KV_BYTES[cache.dtype]) * cache.block_size
     num_blocks = agree(_num_blocks(cache, cache.block_size, block_bytes, device, reserve))
-    spare = int(device == "cuda")  # the block that padded rows of a CUDA graph write to
+    # The block that padded rows of a CUDA graph write to, and drafts that have no place.
+    spare = int(device == "cuda" or drafts)
     link = KVLink.plan(cache.connector, device)
     pages = link.pages if link is not None else None
     kv_cache = allocate_kv_cache(
-        network.spec, num_blocks + spare, cache.block_size, device, cache.dtype, pages
+        cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages
     )
-    return Part(checkpoint, network, kv_cache, num_blocks, link, narrow)
+    return Part(checkpoint, network, mtp, cached, kv_cache, num_blocks, link, narrow)
 
 
 def make_engine(
@@ -174,19 +197,22 @@ def make_engine(
     on_gpu, block_size = setup.model.device == "cuda", cache.block_size
     assert block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
+    num_slots, max_len = 2 * scheduler.max_num_seqs, scheduler.max_model_len
     runner = ModelRunner(
-        network, part.kv_cache, block_size, 2 * scheduler.max_num_seqs, scheduler.max_model_len
+        network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution)
     )
     if part.narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
-        runner.capture(scheduler.max_num_seqs, execution.graph_memory_bytes, capture_progress)
+        memory, depth = execution.graph_memory_bytes, execution.mtp
+        runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(part.checkpoint.path, spec, grammar_vocab)
     policy = Scheduler(scheduler, BlockPool(part.num_blocks, block_size, cache.prefix_cache), eos)
-    kv = None if part.link is None else part.link.open(policy, part.kv_cache, spec, cache.dtype)
+    link, kv_cache = part.link, part.kv_cache
+    kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
     engine = LanguageEngine(
         policy,
         runner,
@@ -194,6 +220,7 @@ def make_engine(
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
         kv=kv,
+        drafting=_drafting(execution),
     )
     return engine, runner
 
@@ -269,13 +296,60 @@ def _load(
     device: str,
     layout: Layout,
     progress: Progress | None,
-) -> RankModel:
+) -> Decoder:
     spec = checkpoint.spec
     module, _, name = MODELS[spec.family].partition(":")
     family = getattr(import_module(module), name)
     tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
-    network: RankModel = family(spec, tensors, dtype, max_len, device, layout)
+    network: Decoder = family(spec, tensors, dtype, max_len, device, layout)
     return network
+
+
+def _load_mtp(
+    checkpoint: Checkpoint, model: ModelConfig, network: Decoder, dtype: ComputeType
+) -> MTPModule:
+    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it."""
+    random = model.random_weights and model.draft is None
+    path = checkpoint.path
+    if model.draft is not None:
+        path = Path(model.draft).expanduser()
+    elif not random and not checkpoint.spec.num_mtp_layers:
+        shipped = shipped_mtp(path)
+        if shipped is None:
+            raise ModelLoadError(f"mtp: {path.name} has no MTP module; give one with --draft")
+        path = shipped
+    tensors = open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
+    return MTPModule(network, read_all(tensors, network.device), dtype)
+
+
+def has_mtp(model: ModelConfig, path: Path) -> bool:
+    """Whether a model at this path can draft."""
+    if model.draft is not None or read_spec(path).num_mtp_layers > 0:
+        return True
+    return not model.random_weights and shipped_mtp(path) is not None
+
+
+def _drafts_line(execution: ExecutionConfig) -> str:
+    """What a user has to know of drafts."""
+    if not execution.mtp:
+        return ""
+    line = f", up to {execution.mtp} drafts a step"
+    if execution.mtp_relaxed:
+        line += f", relaxed acceptance {execution.mtp_relaxed}: outputs are not exact"
+    return line
+
+
+def _relaxed(execution: ExecutionConfig) -> Relaxed | None:
+    if not execution.mtp or not execution.mtp_relaxed:
+        return None
+    _log.warning("mtp_relaxed %s: outputs are not exact", execution.mtp_relaxed)
+    return Relaxed.parse(execution.mtp_relaxed)
+
+
+def _drafting(execution: ExecutionConfig) -> Drafting | None:
+    if not execution.mtp:
+        return None
+    return (AdaptiveDrafting if execution.mtp_adaptive else FixedDrafting)(execution.mtp)
 
 
 def _reserve(

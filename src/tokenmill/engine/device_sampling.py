@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tokenmill.core.types import Request, SamplingParams, TokenLogprobs
 from tokenmill.engine.sampling import (
+    SampledRow,
     biases,
     check_finite,
     is_greedy,
@@ -68,7 +69,7 @@ class Sampled:
 class _Plan:
     """What the parameters of a batch's rows ask for: as long as the rows stay, so does it."""
 
-    rows: list[Sequence]
+    rows: list[SampledRow]
     filters: Filters | None  # None: all rows are greedy
     seeds: NDArray[np.uint64]  # [rows], empty without filters
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # each fp32 [rows]
@@ -85,7 +86,7 @@ class DeviceSampler:
     def __init__(self) -> None:
         self._plan: _Plan | None = None
 
-    def wants_best(self, rows: list[Sequence]) -> bool:
+    def wants_best(self, rows: list[SampledRow]) -> bool:
         """True when nothing but the largest logit of each row is asked for."""
         return all(map(_takes_best, rows))
 
@@ -98,7 +99,9 @@ class DeviceSampler:
             self.launch(logits[:1], [seq], last_ids)
         self._plan = None
 
-    def launch(self, logits: torch.Tensor, rows: list[Sequence], last_ids: torch.Tensor) -> Sampled:
+    def launch(
+        self, logits: torch.Tensor, rows: list[SampledRow], last_ids: torch.Tensor
+    ) -> Sampled:
         """Queue the sampling of logits [rows, vocab], which stay as they are.
 
         last_ids, int32 [rows] on the device: the token that each row was just fed.
@@ -119,13 +122,13 @@ class DeviceSampler:
         )
 
 
-def _takes_best(seq: Sequence) -> bool:
+def _takes_best(seq: SampledRow) -> bool:
     params = seq.request.sampling
     plain = is_greedy(params) and params.logprobs is None and params.structured is None
     return plain and not (is_penalised(params) or params.logit_bias or params.min_tokens)
 
 
-def _make_plan(rows: list[Sequence], device: torch.device) -> _Plan:
+def _make_plan(rows: list[SampledRow], device: torch.device) -> _Plan:
     params = [seq.request.sampling for seq in rows]
     penalised = [is_penalised(p) for p in params]
     logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
@@ -166,7 +169,7 @@ def _penalty_parameters(
 
 def _uniforms(plan: _Plan, device: torch.device) -> torch.Tensor:
     """The number that decides each row's token, fp64 [rows]."""
-    positions = np.array([len(seq.token_ids) - seq.num_prompt_tokens for seq in plan.rows])
+    positions = np.array([seq.num_output_tokens for seq in plan.rows])
     return upload(uniforms(plan.seeds, positions.astype(np.uint64)), device)
 
 

@@ -18,12 +18,14 @@ from tokenmill.core.types import (
     RequestOutput,
     StepResult,
 )
+from tokenmill.engine.drafting import Drafting
 from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
 from tokenmill.engine.kv_transfer import KVTransfer
-from tokenmill.engine.sampling import state_of
+from tokenmill.engine.sampling import Bitmask, sampled_rows, state_of
 from tokenmill.sched.attention_dp import Load, Outlook
 from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
+from tokenmill.sched.sequence import num_drafts
 
 COMPILE_TIMEOUT_NS = 60 * 10**9
 _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
@@ -68,7 +70,7 @@ class LanguageEngine:
 
     With a `launcher`, steps overlap: the next batch is chosen and launched before the tokens of the
     last one are known. While a request needs the host between two of its tokens (a grammar, prompt
-    log-probabilities), all run in the plain loop.
+    log-probabilities), or steps draft, all run in the plain loop.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class LanguageEngine:
         clock: Callable[[], int] = time.monotonic_ns,
         launcher: Launcher | None = None,
         kv: KVTransfer | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self.drafting = drafting  # may be exchanged between two steps
         self._runner = runner
         self._launcher = launcher
         self.kv = kv
@@ -124,9 +128,12 @@ class LanguageEngine:
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
         self._admit(now_ns)
-        overlap = self._launcher is not None and not self._host_bound
+        to_draft = 0 if self.drafting is None else self.drafting.choose()
+        drafts = to_draft or self._scheduler.drafting
+        overlap = self._launcher is not None and not self._host_bound and not drafts
         outputs = [] if overlap else self._land()
         batch = self._scheduler.schedule(now_ns, hold_context)
+        batch.num_to_draft = to_draft
         outputs += self._take_finished()
         if self._launcher is not None and overlap:
             outputs += self._fly(batch, self._launcher)
@@ -134,6 +141,9 @@ class LanguageEngine:
             outputs += self._execute(batch)
         if not outputs and not batch.items:
             self._idle()
+        if self.drafting is not None and batch.items:
+            counts = self._scheduler.draft_counts
+            self.drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -394,16 +404,19 @@ class LanguageEngine:
         They run like the others, since their blocks may already be shared, and end after it.
         """
         lost: dict[str, str] = {}
-        for seq, num_new in batch.items:
-            samples = seq.num_computed_tokens + num_new == seq.num_tokens
-            if seq.request.sampling.structured is not None and samples:
+        for item in batch.items:
+            seq, count = item[0], num_drafts(item)
+            if seq.request.sampling.structured is not None and count >= 0:
                 state = state_of(seq)
                 try:
                     state.matcher = state.matcher or self._matcher(seq)
-                    state.mask = state.matcher.allowed()
+                    masks = _masks(state.matcher, seq.draft_ids[:count])
                 except GrammarError as error:
-                    state.mask = None
+                    masks = []
                     lost[seq.request_id] = str(error)
+                rows = sampled_rows(seq, count)
+                for row, mask in zip(rows, masks + [None] * len(rows), strict=False):
+                    state_of(row).mask = mask
         return lost
 
     def _matcher(self, seq: Sequence) -> Matcher:
@@ -432,6 +445,20 @@ class LanguageEngine:
                     lost[seq.request_id] = str(error)
             if seq.request_id in lost:
                 result.token_ids[index] = []
+
+
+def _masks(matcher: Matcher, drafts: list[int]) -> list[Bitmask | None]:
+    """What may come next, and after each draft; it ends where the grammar forbids one."""
+    masks: list[Bitmask | None] = [matcher.allowed()]
+    try:
+        for draft in drafts:
+            matcher.accept(draft)
+            masks.append(None)
+            masks[-1] = matcher.allowed()
+    except GrammarError:
+        pass
+    matcher.rollback(len(masks) - 1)
+    return masks
 
 
 def _sentence(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from tokenmill.kernels.attention import (
     place_tokens,
     plan_tiles,
 )
-from tokenmill.sched.sequence import Batch, Item, Sequence
+from tokenmill.sched.sequence import Batch, Item, Sequence, num_drafts
 
 _NUM_BUFFERS = 16  # a step takes at most six, and two steps are under way: none is filled too early
 _ALIGN = 4  # int32 per 16 bytes: a pointer's alignment is part of what a Triton kernel is built for
@@ -58,7 +58,7 @@ class BlockTables:
         self.device = device
         self.tensor = torch.zeros(num_rows + 1, width, dtype=torch.int32, device=device)
         self.tensor[num_rows] = pad_block
-        self.pad_row = num_rows
+        self.pad_row, self.pad_block = num_rows, pad_block
 
     def update(self, grown: list[Item], staging: Staging) -> None:
         """Write the blocks that a step has given to sequences."""
@@ -77,13 +77,26 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One step's tensors; the last three are about the items that sample."""
+    """One step's tensors; the last four are about the items that sample."""
 
     token_ids: torch.Tensor  # [tokens]
     attention: AttentionBatch
     ready: list[int]  # their indices in the batch
-    ends: torch.Tensor  # [ready]: their last rows
+    num_drafts: list[int]  # [ready]
+    ends: torch.Tensor  # [ready + drafts]: the rows that sample, a sequence's side by side
     slots: torch.Tensor  # [ready]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What drafting needs to know of a step."""
+
+    next_ids: torch.Tensor  # [tokens]: the token after each; any where it is yet to be sampled
+    places: torch.Tensor  # [ready, k + 1]: where the sampled tokens of an item lie among all
+    drafts: torch.Tensor  # [ready, k]
+    num_drafts: torch.Tensor  # [ready]
+    firsts: torch.Tensor  # [ready]: the first row that samples
+    capacities: torch.Tensor  # [ready]: tokens that the blocks hold
 
 
 class InputBuilder:
@@ -115,7 +128,12 @@ class InputBuilder:
         starts = np.concatenate([[0], np.cumsum(lens)])
         owners = np.repeat(np.arange(len(items)), lens)
         positions = np.arange(starts[-1]) - starts[owners] + contexts[owners]
-        ready = [i for i, (s, n) in enumerate(items) if s.num_computed_tokens + n == s.num_tokens]
+        beyond = [num_drafts(item) for item in items]
+        ready = [i for i, count in enumerate(beyond) if count >= 0]
+        ends = np.array(
+            [row for i in ready for row in range(starts[i + 1] - beyond[i] - 1, starts[i + 1])],
+            np.int64,
+        )
         plans = plan_tiles(lens, self.group, self.kv_heads, self.device.type == "cuda")
         tiles = [array for plan in plans for array in (plan.seqs, plan.starts)]
         sent = self.staging.send(
@@ -126,32 +144,93 @@ class InputBuilder:
                 starts,
                 contexts,
                 rows,
-                starts[1:][ready] - 1,
+                ends,
                 rows[ready],
                 *tiles,
             ]
         )
-        staged, places, token_rows, query_starts, context_lens, table_rows, ends, slots = sent[:8]
+        staged, places, token_rows, query_starts, context_lens, table_rows, lasts, slots = sent[:8]
         ids, cache_slots = place_tokens(
             staged, places, token_rows, self.tables.tensor, self.last_tokens, self.block_size
         )
+        planned = tuple(
+            QueryTiles(seqs, first, plan.tokens, plan.splits, plan.rows)
+            for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
+        )
+        attention = self.attention(
+            places, cache_slots, query_starts, context_lens, table_rows, planned
+        )
+        return Inputs(self.ids(ids), attention, ready, [beyond[i] for i in ready], lasts, slots)
+
+    def build_drafts(self, batch: Batch, inputs: Inputs) -> DraftInputs:
+        """The rest of a step whose tokens the MTP module sees, too."""
+        next_ids: list[int] = []
+        for seq, num_new in batch.items:
+            first = seq.num_computed_tokens + 1
+            known = seq.token_ids[first : first + num_new]
+            next_ids += known + [0] * (num_new - len(known))
+        count, most = len(inputs.ready), max(inputs.num_drafts, default=0)
+        places, drafts = np.zeros((count, most + 1), np.int64), np.zeros((count, most), np.int64)
+        firsts = np.cumsum([0, *(n + 1 for n in inputs.num_drafts)])
+        for row, (index, num) in enumerate(zip(inputs.ready, inputs.num_drafts, strict=True)):
+            places[row] = firsts[row] + np.minimum(np.arange(most + 1), num)
+            drafts[row, :num] = batch.items[index][0].draft_ids[:num]
+        capacities = [batch.items[index][0].capacity for index in inputs.ready]
+        sent = self.staging.send(
+            [
+                np.array(next_ids),
+                places.ravel(),
+                drafts.ravel(),
+                np.array(inputs.num_drafts, np.int64),
+                np.array(capacities, np.int64),
+            ]
+        )
+        rows = sent[1].view(count, most + 1).long()
+        return DraftInputs(
+            next_ids=sent[0],
+            places=rows,
+            drafts=sent[2].view(count, most),
+            num_drafts=sent[3],
+            firsts=inputs.ends.long()[rows[:, 0]],
+            capacities=sent[4],
+        )
+
+    def ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids as the model takes them."""
+        return token_ids.long() if self.device.type == "cpu" else token_ids
+
+    def attention(
+        self,
+        positions: torch.Tensor,
+        cache_slots: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        rows: torch.Tensor,
+        tiles: tuple[QueryTiles, ...],
+    ) -> AttentionBatch:
+        """A batch of sequences whose table rows these are."""
         tables = self.tables.tensor
         if self.device.type == "cpu":  # the compiled kernels read row i for sequence i, and int64
-            tables, table_rows = tables[table_rows], torch.arange(len(items), dtype=torch.int32)
-            ids, places, cache_slots = ids.long(), places.long(), cache_slots.long()
-        attention = AttentionBatch(
-            positions=places,
+            tables, rows = tables[rows.long()], torch.arange(len(rows), dtype=torch.int32)
+            positions, cache_slots = positions.long(), cache_slots.long()
+        return AttentionBatch(
+            positions=positions,
             slots=cache_slots,
             query_starts=query_starts,
             context_lens=context_lens,
             block_tables=tables,
-            table_rows=table_rows,
-            tiles=tuple(
-                QueryTiles(seqs, first, plan.tokens, plan.splits)
-                for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
-            ),
+            table_rows=rows,
+            tiles=tiles,
         )
-        return Inputs(ids, attention, ready, ends, slots)
+
+    def cache_slots(
+        self, positions: torch.Tensor, rows: torch.Tensor, capacities: torch.Tensor
+    ) -> torch.Tensor:
+        """Where tokens at `positions` lie, int32; what is beyond a capacity lies in padding."""
+        size = self.block_size
+        blocks = self.tables.tensor[rows.long(), (positions // size).long()]
+        blocks = torch.where(positions < capacities, blocks, self.tables.pad_block)
+        return blocks * size + positions % size
 
 
 def newest_token(seq: Sequence) -> int:
@@ -166,5 +245,7 @@ def _token_ids(items: list[Item]) -> np.ndarray:
         if n == 1 and seq.num_computed_tokens + 1 == len(seq.token_ids):
             ids.append(newest_token(seq))
         else:
-            ids += seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n]
+            first = seq.num_computed_tokens
+            ids += seq.token_ids[first : first + n]
+            ids += seq.draft_ids[: max(0, first + n - len(seq.token_ids))]
     return np.array(ids)

@@ -7,7 +7,8 @@ runs one step, or computes its experts' part of the others'.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 
 import torch
 
@@ -17,6 +18,7 @@ from tokenmill.core.types import (
     RanksLostError,
     Request,
     RequestOutput,
+    add_stats,
 )
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.engine import LanguageEngine
@@ -60,6 +62,9 @@ class SharedModel:
         except Exception as error:
             raise lost(error) from error
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.normed(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
 
@@ -94,6 +99,9 @@ class OwnModel:
             return self._model.forward(token_ids, kv_cache, batch)
         except Exception as error:
             raise lost(error) from error
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.normed(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
@@ -192,9 +200,6 @@ class RankState:
         return cls(data["has_work"], EngineStats(**data["stats"]), load, outlook)
 
 
-_COUNTS = [field.name for field in fields(EngineStats) if field.name != "num_finished"]
-
-
 class DataParallelEngine:
     """Rank 0's engine and those of the other ranks, as one."""
 
@@ -214,7 +219,6 @@ class DataParallelEngine:
         self._aborted: list[str] = []
         self._rank_of: dict[str, int] = {}  # of open requests
         self._states = [RankState() for _ in range(crew.size)]
-        self._num_finished: dict[str, int] = {}
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round."""
@@ -250,8 +254,6 @@ class DataParallelEngine:
         for output in outputs:
             if output.finish_reason is not None:
                 self._rank_of.pop(output.request_id, None)
-                reason = output.finish_reason.value
-                self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
         refused, self._refused = self._refused, []
         return refused + outputs
 
@@ -295,9 +297,7 @@ class DataParallelEngine:
     def stats(self) -> EngineStats:
         """The sums over all ranks."""
         self._crew.check()
-        parts = [state.stats for state in self._states]
-        sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
-        total = EngineStats(**sums, num_finished=dict(self._num_finished))
+        total = reduce(add_stats, (state.stats for state in self._states))
         total.num_waiting += len(self._new)
         return with_balance(total, self._rebalancer)
 

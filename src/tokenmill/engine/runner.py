@@ -12,15 +12,25 @@ import torch
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
 from tokenmill.engine.device_sampling import DeviceSampler, Sampled
+from tokenmill.engine.draft_graphs import DraftGraphs
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
-from tokenmill.engine.inputs import InputBuilder
+from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.kv_shared import SharedPages
-from tokenmill.engine.sampling import Sampler, grammar_masks, is_penalised
+from tokenmill.engine.mtp import Proposer, count_accepted
+from tokenmill.engine.relaxed import Relaxed
+from tokenmill.engine.sampling import (
+    SampledRow,
+    Sampler,
+    grammar_masks,
+    is_penalised,
+    sampled_rows,
+)
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
+from tokenmill.models.mtp import MTPModule
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -41,6 +51,7 @@ class Model(Protocol):
     def forward(
         self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor: ...
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -84,41 +95,55 @@ class Launched:
 
     result: StepResult
     ready: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)  # of the ready items, verified here
+    stride: int | None = None  # tokens of each ready item, where there are more than it verifies
     tokens: torch.Tensor | None = None  # on the host once `done` has happened
     done: torch.cuda.Event | None = None
     sampled: Sampled | None = None  # what else the sampler computed
+    logprobs: list[TokenLogprobs | None] | None = None  # those of the host's sampler
+    proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
+    relaxed: dict[int, int] = field(default_factory=dict)  # by row of tokens: row of `changed`
+    changed: torch.Tensor | None = None  # 1 where relaxed acceptance took a draft instead
 
     def wait(self) -> StepResult:
         """The tokens of the items that sampled, and their log-probabilities."""
         if self.done is not None:
             self.done.synchronize()
         if self.tokens is not None:
-            tokens = self.tokens.tolist()
+            tokens = self.tokens.flatten().tolist()
             if min(tokens) < 0:
                 raise FloatingPointError("the largest logit of a row is not finite")
-            logprobs = self.sampled.finish(tokens) if self.sampled is not None else None
-            _fill(self.result, self.ready, tokens, logprobs)
+            logprobs = self.sampled.finish(tokens) if self.sampled is not None else self.logprobs
+            self._fill(tokens, logprobs)
         return self.result
 
+    def _fill(self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
+        """Put the accepted drafts of the ready items and one token more into the result."""
+        result, first = self.result, 0
+        changed = [] if self.changed is None else self.changed.tolist()
+        if logprobs is not None and any(entry is not None for entry in logprobs):
+            result.logprobs = [None] * len(result.token_ids)
+        for index, drafts in zip(self.ready, self.drafts, strict=True):
+            last = first
+            for draft in drafts:
+                if tokens[last] != draft:
+                    break
+                result.num_relaxed += changed[self.relaxed[last]] if last in self.relaxed else 0
+                last += 1
+            result.token_ids[index] = tokens[first : last + 1]
+            if result.logprobs is not None and logprobs is not None:
+                entries = [entry for entry in logprobs[first : last + 1] if entry is not None]
+                result.logprobs[index] = entries or None
+            first += self.stride or len(drafts) + 1
+        if self.proposed is not None:
+            result.draft_ids = [[] for _ in result.token_ids]
+            for index, proposed in zip(self.ready, self.proposed.tolist(), strict=True):
+                result.draft_ids[index] = proposed
 
-def _counts_pending(seq: Sequence) -> bool:
+
+def _counts_pending(seq: SampledRow) -> bool:
     """True where a penalty asks for a token that the host does not know yet."""
-    return seq.token_ids[-1] == PENDING and is_penalised(seq.request.sampling)
-
-
-def _fill(
-    result: StepResult,
-    ready: list[int],
-    tokens: list[int],
-    logprobs: list[TokenLogprobs | None] | None,
-) -> None:
-    """Put the tokens of the ready items into the result."""
-    for i, token in zip(ready, tokens, strict=True):
-        result.token_ids[i] = [token]
-    if logprobs is not None and any(entry is not None for entry in logprobs):
-        result.logprobs = [None] * len(result.token_ids)
-        for i, entry in zip(ready, logprobs, strict=True):
-            result.logprobs[i] = None if entry is None else [entry]
+    return is_penalised(seq.request.sampling) and seq.token_ids[-1] == PENDING
 
 
 class ModelRunner:
@@ -131,9 +156,13 @@ class ModelRunner:
         block_size: int,
         num_slots: int = 512,
         max_model_len: int | None = None,
+        mtp: MTPModule | None = None,
+        relaxed: Relaxed | None = None,
     ) -> None:
+        """With an MTP module the cache's last layer is the module's, its last block nobody's."""
         spec = model.spec
         self.model, self.kv_cache, self.block_size = model, kv_cache, block_size
+        self.layers = kv_cache[: spec.num_layers]  # without those that draft
         self.device = kv_cache[0][0].device
         self.on_gpu = self.device.type == "cuda"
         self.sampler, self.device_sampler = Sampler(), DeviceSampler()
@@ -146,6 +175,9 @@ class ModelRunner:
             self.device,
         )
         self.graphs: DecodeGraphs | None = None
+        self.draft_graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
+        self.relaxed = relaxed
+        self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
 
     def warm_up(self, sampling: bool = False) -> None:
         """Compile and load every kernel before the first request waits for them.
@@ -160,14 +192,31 @@ class ModelRunner:
         seq = Sequence(request, (0, 0, 0), self.block_size, frozenset())
         seq.block_ids, seq.slot = [0], 0
         for num_new in (2, 1):
-            self.run(Batch([(seq, num_new)], num_new, [(seq, 0)]))
+            to_draft = 2 if self.proposer is not None else 0
+            self.run(Batch([(seq, num_new)], num_new, [(seq, 0)], num_to_draft=to_draft))
             seq.num_computed_tokens += num_new
 
     @torch.inference_mode()
-    def capture(self, max_size: int, budget_bytes: int, progress: Progress | None = None) -> None:
-        """Capture decode graphs up to max_size sequences; the cache's last block is padding."""
-        self.graphs = DecodeGraphs(self.model, self.kv_cache, self.builder, max_size)
+    def capture(
+        self, max_size: int, budget_bytes: int, progress: Progress | None = None, depth: int = 0
+    ) -> None:
+        """Capture decode graphs up to max_size sequences, and those of up to `depth` drafts.
+
+        The cache's last block is padding.
+        """
+        self.graphs = DecodeGraphs(self.model, self.layers, self.builder, max_size)
         self.graphs.capture(budget_bytes, progress)
+        self.add_draft_graphs(max_size, depth)
+        pool = torch.cuda.graph_pool_handle()
+        for graphs in self.draft_graphs.values():
+            graphs.capture(pool)
+
+    def add_draft_graphs(self, max_size: int, depth: int) -> None:
+        """Run steps of 1 to `depth` drafts for each sequence in shapes of their own."""
+        for count in range(1, depth + 1):
+            assert self.proposer is not None
+            graphs = DraftGraphs(self.model, self.layers, self.proposer, count, max_size)
+            self.draft_graphs[count] = graphs
 
     def run(self, batch: Batch) -> StepResult:
         """Compute every item's new tokens; sample those whose last known token was computed."""
@@ -178,14 +227,14 @@ class ModelRunner:
         """Start a step; on a GPU this returns while it runs."""
         try:
             self.builder.tables.update(batch.grown, self.builder.staging)
-            return self._replay(batch) or self._compute(batch)
+            return self._replay(batch) or self._replay_drafts(batch) or self._compute(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise OutOfMemory(str(error).split(". ")[0]) from error
 
     def _replay(self, batch: Batch) -> Launched | None:
         """A step of single tokens through a captured graph, or None."""
-        if self.graphs is None or batch.num_tokens != len(batch.items):
+        if self.graphs is None or batch.num_tokens != len(batch.items) or batch.num_to_draft:
             return None
         seqs = [seq for seq, _ in batch.items]
         if any(s.num_computed_tokens + 1 != s.num_tokens or s.prompt_logprobs for s in seqs):
@@ -193,57 +242,141 @@ class ModelRunner:
         decoded = self.graphs.run(seqs)
         if decoded is None:
             return None
-        result, ready = StepResult([[] for _ in seqs]), list(range(len(seqs)))
-        if self.device_sampler.wants_best(seqs):
-            return self._collect(result, ready, decoded.best)
-        return self._choose(result, ready, seqs, decoded.logits, decoded.token_ids, decoded.slots)
+        launched = Launched(
+            StepResult([[] for _ in seqs]), list(range(len(seqs))), [[] for _ in seqs]
+        )
+        rows: list[SampledRow] = [*seqs]
+        if self.device_sampler.wants_best(rows):
+            return self._collect(launched, decoded.best)
+        tokens = self._choose(launched, rows, decoded.logits, decoded.token_ids)
+        self.builder.last_tokens.index_copy_(0, decoded.slots.long(), tokens)
+        return self._collect(launched, tokens)
+
+    def _replay_drafts(self, batch: Batch) -> Launched | None:
+        """A step that verifies drafts and makes new ones through captured graphs, or None."""
+        graphs = self.draft_graphs.get(batch.num_to_draft)
+        if graphs is None or not graphs.takes(batch.items):
+            return None
+        count, width = len(batch.items), graphs.depth + 1
+        verified = graphs.verify(batch.items)
+        launched = Launched(
+            StepResult([[] for _ in batch.items]),
+            list(range(count)),
+            [seq.draft_ids[: num_new - 1] for seq, num_new in batch.items],
+            width,
+        )
+        if not self.device_sampler.wants_best([seq for seq, _ in batch.items]):
+            rows = [row for seq, _ in batch.items for row in sampled_rows(seq, graphs.depth)]
+            logits, newest = verified.logits[: len(rows)], verified.token_ids[: len(rows)]
+            tokens = self._choose(launched, rows, logits, newest)
+            graphs.tokens[:count].copy_(tokens.view(count, width))
+        self._relax(launched, batch, verified.logits, graphs.tokens.view(-1))
+        host = self._to_host(graphs.draft(count, verified))
+        launched.tokens, launched.proposed = host[:, :width], host[:, width:]
+        launched.done = self._mark()
+        return launched
 
     def _compute(self, batch: Batch) -> Launched:
         """A step of any shape."""
         inputs = self.builder.build(batch)
-        hidden = self.model.forward(inputs.token_ids, self.kv_cache, inputs.attention)
-        result = StepResult([[] for _ in batch.items])
-        self._score_prompts(batch, hidden, result)
-        if not inputs.ready:
-            return Launched(result, done=self._mark())
-        seqs = [batch.items[i][0] for i in inputs.ready]
-        logits = self.model.logits(hidden.index_select(0, inputs.ends))
-        newest = inputs.token_ids.index_select(0, inputs.ends)
-        return self._choose(result, inputs.ready, seqs, logits, newest, inputs.slots)
+        hidden = self.model.forward(inputs.token_ids, self.layers, inputs.attention)
+        launched = Launched(StepResult([[] for _ in batch.items]), inputs.ready)
+        self._score_prompts(batch, hidden, launched.result)
+        tokens = inputs.slots
+        if inputs.ready:
+            seqs = [batch.items[i][0] for i in inputs.ready]
+            counts = list(zip(seqs, inputs.num_drafts, strict=True))
+            launched.drafts = [seq.draft_ids[:count] for seq, count in counts]
+            rows = [row for seq, count in counts for row in sampled_rows(seq, count)]
+            logits = self.model.logits(hidden.index_select(0, inputs.ends))
+            newest = inputs.token_ids.index_select(0, inputs.ends)
+            tokens = self._choose(launched, rows, logits, newest)
+            self._relax(launched, batch, logits, tokens)
+            if len(rows) == len(seqs):  # else the host knows all tokens before the next step
+                self.builder.last_tokens.index_copy_(0, inputs.slots.long(), tokens)
+        proposed = self._propose(batch, inputs, hidden, tokens)
+        return self._collect(launched, tokens if inputs.ready else None, proposed)
+
+    def _propose(
+        self, batch: Batch, inputs: Inputs, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Show the step to the MTP module; drafts for the next one where they are asked for.
+
+        A step that only decodes and asks for none is not shown: the module's cache keeps a gap,
+        which makes its guesses worse and nothing else.
+        """
+        if self.proposer is None:
+            return None
+        if not batch.num_to_draft and batch.num_tokens == len(batch.items):
+            return None
+        more = self.builder.build_drafts(batch, inputs)
+        next_ids = more.next_ids.index_copy(0, inputs.ends.long(), tokens)
+        next_ids = next_ids if self.on_gpu else next_ids.long()
+        out = self.proposer.fill(next_ids, self.model.normed(hidden), inputs.attention)
+        if not batch.num_to_draft or not inputs.ready:
+            return None
+        accepted = count_accepted(tokens[more.places], more.drafts, more.num_drafts)
+        rows = more.firsts + accepted
+        positions = inputs.attention.positions.index_select(0, rows)
+        return self.proposer.propose(
+            out.index_select(0, rows), positions, inputs.slots, more.capacities, batch.num_to_draft
+        )
 
     def _choose(
         self,
-        result: StepResult,
-        ready: list[int],
-        seqs: list[Sequence],
+        launched: Launched,
+        rows: list[SampledRow],
         logits: torch.Tensor,
         newest: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> Launched:
-        """Sample the ready items: on a GPU there, unless a grammar has to be asked."""
-        masks = grammar_masks(seqs)
+    ) -> torch.Tensor:
+        """Sample all rows, int32 [rows]: on a GPU there, unless a grammar has to be asked."""
+        masks = grammar_masks(rows)
         constrained = any(mask is not None for mask in masks)
-        if (self.on_gpu and not constrained) or any(map(_counts_pending, seqs)):
-            sampled = self.device_sampler.launch(logits, seqs, newest)
-            self.builder.last_tokens.index_copy_(0, slots.long(), sampled.token_ids)
-            return self._collect(result, ready, sampled.token_ids, sampled)
-        tokens, logprobs = self.sampler(logits.float(), seqs, masks)
-        _fill(result, ready, tokens, logprobs)
-        newest_tokens = torch.tensor(tokens, dtype=torch.int32).to(self.device)
-        self.builder.last_tokens.index_copy_(0, slots.long(), newest_tokens)
-        return Launched(result)
+        if (self.on_gpu and not constrained) or any(map(_counts_pending, rows)):
+            launched.sampled = self.device_sampler.launch(logits, rows, newest)
+            return launched.sampled.token_ids
+        tokens, launched.logprobs = self.sampler(logits.float(), rows, masks)
+        return torch.tensor(tokens, dtype=torch.int32).to(self.device)
+
+    def _relax(
+        self, launched: Launched, batch: Batch, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Put likely drafts in the place of what was drawn, where that is asked for."""
+        if self.relaxed is None:
+            return
+        rows: list[int] = []
+        drafts: list[int] = []
+        first = 0
+        for index, own in zip(launched.ready, launched.drafts, strict=True):
+            if self.relaxed.covers(batch.items[index][0]):
+                rows += range(first, first + len(own))
+                drafts += own
+            first += launched.stride or len(own) + 1
+        if not rows:
+            return
+        places, ids = self.builder.staging.send([np.array(rows), np.array(drafts)])
+        places, drawn = places.long(), tokens[places.long()]
+        taken = torch.where(self.relaxed.right(logits[places], ids), ids, drawn)
+        tokens.index_copy_(0, places, taken)
+        launched.relaxed = {row: i for i, row in enumerate(rows)}
+        launched.changed = self._to_host((taken != drawn).int())
 
     def _collect(
         self,
-        result: StepResult,
-        ready: list[int],
-        tokens: torch.Tensor,
-        sampled: Sampled | None = None,
+        launched: Launched,
+        tokens: torch.Tensor | None,
+        proposed: torch.Tensor | None = None,
     ) -> Launched:
-        """Send the tokens to the host without waiting for them."""
-        host = self.builder.staging.buffer(len(ready))
-        host.copy_(tokens, non_blocking=True)
-        return Launched(result, ready, host, self._mark(), sampled)
+        """Send tokens and drafts to the host without waiting for them."""
+        launched.tokens = None if tokens is None else self._to_host(tokens)
+        launched.proposed = None if proposed is None else self._to_host(proposed)
+        launched.done = self._mark()
+        return launched
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self.builder.staging.buffer(tensor.numel()).view(tensor.shape)
+        host.copy_(tensor, non_blocking=True)
+        return host
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event after all that was launched, on a GPU."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from tokenmill.sched.sequence import PENDING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenmill.core.types import Request
     from tokenmill.engine.grammar import Matcher
     from tokenmill.sched.sequence import Sequence
 
@@ -44,6 +45,25 @@ _MASK64 = 2**64 - 1
 U64 = TypeVar("U64", int, NDArray[Any])  # an array must be of uint64
 
 
+class SampledRow(Protocol):
+    """What the sampler asks about a row: a Sequence, or one with drafts after it."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    state: object | None
+
+
 class TokenCounts:
     """The tokens of one sequence, each once, and how often it was generated."""
 
@@ -55,15 +75,22 @@ class TokenCounts:
         self._ids = np.zeros(64, np.int32)
         self._num_outputs = np.zeros(64, np.float32)
 
-    def update(self, seq: Sequence) -> tuple[NDArray[np.int32], Row]:
+    def copy(self) -> TokenCounts:
+        """The same counts, to go on by themselves."""
+        other = TokenCounts()
+        other._slots, other._num_seen = dict(self._slots), self._num_seen
+        other._ids, other._num_outputs = self._ids.copy(), self._num_outputs.copy()
+        return other
+
+    def update(self, seq: SampledRow) -> tuple[NDArray[np.int32], Row]:
         """Count the tokens that are new; returns distinct ids, and outputs of each (0: prompt).
 
         A pending token is counted once it is known.
         """
-        slots = self._slots
-        num_known = seq.num_tokens - (seq.token_ids[-1] == PENDING)
+        slots, token_ids = self._slots, seq.token_ids
+        num_known = len(token_ids) - (token_ids[-1] == PENDING)
         for position in range(self._num_seen, num_known):
-            token = seq.token_ids[position]
+            token = token_ids[position]
             slot = slots.setdefault(token, len(slots))
             if slot == self._ids.size:
                 self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
@@ -84,9 +111,59 @@ class SequenceState:
     counts: TokenCounts | None = None  # made when a penalty first asks for it
     matcher: Matcher | None = None
     mask: Bitmask | None = None  # what the matcher allows in this step
+    ahead: list[DraftedRow] = field(default_factory=list)  # the rows of its drafts
 
 
-def state_of(seq: Sequence) -> SequenceState:
+class DraftedRow:
+    """A sequence with its first `depth` drafts taken for granted: what a verified row samples."""
+
+    __slots__ = ("depth", "seq", "state")
+
+    def __init__(self, seq: Sequence, depth: int) -> None:
+        self.seq, self.depth = seq, depth
+        self.state: object | None = SequenceState(state_of(seq).seed)
+
+    @property
+    def request(self) -> Request:
+        return self.seq.request
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.seq.token_ids + self.seq.draft_ids[: self.depth]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.seq.token_ids) + self.depth
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.seq.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.seq.num_prompt_tokens
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.seq.stop_ids
+
+
+def sampled_rows(seq: Sequence, num_drafts: int) -> list[SampledRow]:
+    """The rows of a step in which a sequence samples: its own, and one after each draft."""
+    if not num_drafts:
+        return [seq]
+    ahead = state_of(seq).ahead
+    ahead += [DraftedRow(seq, depth) for depth in range(len(ahead) + 1, num_drafts + 1)]
+    if is_penalised(seq.request.sampling):
+        token_counts(seq)  # of all known tokens
+        counts = state_of(seq).counts
+        assert counts is not None
+        for row in ahead[:num_drafts]:
+            state_of(row).counts = counts.copy()
+    return [seq, *ahead[:num_drafts]]
+
+
+def state_of(seq: SampledRow) -> SequenceState:
     """The sequence's state, made at first use; a request without a seed gets a random one."""
     if seq.state is None:
         seed = seq.request.sampling.seed
@@ -95,12 +172,12 @@ def state_of(seq: Sequence) -> SequenceState:
     return seq.state
 
 
-def grammar_masks(rows: list[Sequence]) -> list[Bitmask | None]:
+def grammar_masks(rows: list[SampledRow]) -> list[Bitmask | None]:
     """The Sampler's masks of this step, as the engine set them before the run."""
     return [state_of(seq).mask for seq in rows]
 
 
-def token_counts(seq: Sequence) -> tuple[NDArray[np.int32], Row]:
+def token_counts(seq: SampledRow) -> tuple[NDArray[np.int32], Row]:
     """Distinct tokens of the sequence, and how often each was generated."""
     state = state_of(seq)
     if state.counts is None:
@@ -131,7 +208,7 @@ class Sampler:
     """Turns the logits of the rows that sample in a step into tokens and log-probabilities."""
 
     def __call__(
-        self, logits: Tensor, rows: list[Sequence], masks: list[Bitmask | None]
+        self, logits: Tensor, rows: list[SampledRow], masks: list[Bitmask | None]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """One token per row of fp32 logits [rows, vocab], which are left as they are."""
         values = _values(logits)
@@ -178,7 +255,7 @@ def is_penalised(params: SamplingParams) -> bool:
     )
 
 
-def biases(seq: Sequence, vocab_size: int) -> dict[int, float]:
+def biases(seq: SampledRow, vocab_size: int) -> dict[int, float]:
     """logit_bias, and -inf for the stop ids as long as min_tokens are not reached."""
     params = seq.request.sampling
     if seq.num_output_tokens >= params.min_tokens:
@@ -187,19 +264,19 @@ def biases(seq: Sequence, vocab_size: int) -> dict[int, float]:
     return {**(params.logit_bias or {}), **dict.fromkeys(masked, -math.inf)}
 
 
-def is_adjusted(seq: Sequence) -> bool:
+def is_adjusted(seq: SampledRow) -> bool:
     params = seq.request.sampling
     return (
         bool(params.logit_bias) or seq.num_output_tokens < params.min_tokens or is_penalised(params)
     )
 
 
-def _is_plain(seq: Sequence, mask: Bitmask | None) -> bool:
+def _is_plain(seq: SampledRow, mask: Bitmask | None) -> bool:
     """Nothing but the largest logit decides."""
     return mask is None and is_greedy(seq.request.sampling) and not is_adjusted(seq)
 
 
-def _sample(row: Row, seq: Sequence, mask: Bitmask | None) -> int:
+def _sample(row: Row, seq: SampledRow, mask: Bitmask | None) -> int:
     params = seq.request.sampling
     if is_adjusted(seq):
         row = adjusted(row, seq)
@@ -215,7 +292,7 @@ def _sample(row: Row, seq: Sequence, mask: Bitmask | None) -> int:
     return index if allowed is None else int(allowed[index])
 
 
-def adjusted(row: Row, seq: Sequence) -> Row:
+def adjusted(row: Row, seq: SampledRow) -> Row:
     """A copy of the logits after penalties, logit_bias and min_tokens."""
     row = row.copy()
     if is_penalised(seq.request.sampling):
@@ -226,7 +303,7 @@ def adjusted(row: Row, seq: Sequence) -> Row:
     return row
 
 
-def _penalise(row: Row, seq: Sequence) -> None:
+def _penalise(row: Row, seq: SampledRow) -> None:
     """Repetition counts prompt and output; frequency and presence count the output alone."""
     params = seq.request.sampling
     ids, num_outputs = token_counts(seq)

@@ -16,6 +16,8 @@ from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_t
 
 TILE_ROWS = 24  # query rows that share one pass over the keys on CPU: four register tiles
 GPU_TILE_ROWS = 128
+SHORT = 9  # most queries of a sequence that splits its keys: a token and its drafts
+NARROW_ROWS = 16  # of the narrowest tile on a GPU, whatever it needs
 GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles split their keys
 MAX_SPLITS = 32
 
@@ -26,7 +28,8 @@ class TilePlan(NamedTuple):
     seqs: np.ndarray
     starts: np.ndarray
     tokens: int
-    splits: int
+    splits: int = 1
+    rows: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,13 @@ class QueryTiles:
     starts: torch.Tensor  # int32 [tiles]: first query token of the tile within its sequence
     tokens: int
     splits: int = 1  # programs that share the keys of a tile
+    rows: range = range(0)  # of the batch that these tiles cover, where they share keys
 
     @classmethod
     def of(cls, plan: TilePlan, device: torch.device | str = "cpu") -> QueryTiles:
         """A plan's tiles on a device."""
         seqs, starts = (torch.from_numpy(a).to(device) for a in (plan.seqs, plan.starts))
-        return cls(seqs, starts, plan.tokens, plan.splits)
+        return cls(seqs, starts, plan.tokens, plan.splits, plan.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +65,38 @@ class AttentionBatch:
 def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) -> list[TilePlan]:
     """Cut each sequence's queries into tiles.
 
-    On a GPU single queries, which come first, get narrow tiles and a launch of their own; unless a
-    result may not depend on the batch: then all tiles are alike.
+    On a GPU single queries, which come first, and after them the few of a token and its drafts get
+    narrow tiles that split their keys; unless a result may not depend on the batch: then all tiles
+    are alike.
     """
     if not on_gpu:
         return [_cut(query_lens, 0, max(1, TILE_ROWS // group))]
     tokens = max(1, GPU_TILE_ROWS // group)
     if MODE.batch_invariant:
         return [_cut(query_lens, 0, tokens)]
-    num_single = int((query_lens > 1).argmax()) if query_lens.max() > 1 else len(query_lens)
-    plans = []
-    if num_single:
-        plans.append(_cut(query_lens[:num_single], 0, 1, num_splits(num_single * kv_heads)))
-    if num_single < len(query_lens):
-        wide = _cut(query_lens[num_single:], num_single, tokens)
+    num_single, num_short = _leading(query_lens, 1), _leading(query_lens, SHORT)
+    if query_lens[:num_short].max(initial=0) * group <= NARROW_ROWS:
+        num_single = 0  # one launch: the tile of a single query is no narrower
+    bounds = ((0, num_single), (num_single, num_short))
+    plans = [_narrow(query_lens, *each, kv_heads) for each in bounds if each[0] < each[1]]
+    if num_short < len(query_lens):
+        wide = _cut(query_lens[num_short:], num_short, tokens)
         order = np.argsort(-wide.starts, kind="stable")  # the longest tiles start first
         plans.append(wide._replace(seqs=wide.seqs[order], starts=wide.starts[order]))
     return plans
+
+
+def _leading(query_lens: np.ndarray, most: int) -> int:
+    """How many sequences come before the first with more than `most` queries."""
+    return int((query_lens > most).argmax()) if query_lens.max() > most else len(query_lens)
+
+
+def _narrow(query_lens: np.ndarray, first: int, last: int, kv_heads: int) -> TilePlan:
+    """One tile for each of these sequences, with its keys split over programs."""
+    lens = query_lens[first:last]
+    start = int(query_lens[:first].sum())
+    plan = _cut(lens, first, int(lens.max()), num_splits(len(lens) * kv_heads))
+    return plan._replace(rows=range(start, start + int(lens.sum())))
 
 
 def num_splits(num_programs: int, enough: int = GPU_PROGRAMS) -> int:

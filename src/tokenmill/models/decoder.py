@@ -151,6 +151,10 @@ class Decoder:
             if isinstance(layer.mlp, MoE):
                 layer.mlp.assist()
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm of hidden states, [rows, hidden]."""
+        return Residual(hidden, self.spec.rms_eps).normed(self.norm)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab], in the stream's type."""
         return Residual(hidden, self.spec.rms_eps).project(self.norm, self.head)

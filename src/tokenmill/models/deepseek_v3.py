@@ -105,6 +105,6 @@ class DecoderLayer:
 
 
 class DeepseekV3(Decoder):
-    """A decoder-only transformer with latent attention; its MTP layers are left in the file."""
+    """A decoder-only transformer with latent attention; models/mtp.py has its MTP layer."""
 
     layer_type = DecoderLayer

@@ -6,6 +6,7 @@ Layers are built from the same short names whatever the family calls them; see `
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from tokenmill.core.mla import MLASpec
 from tokenmill.core.moe import MoESpec
@@ -24,6 +25,9 @@ STATIC_SCALES = (
     r".+\.(input|activation)_scale",
     r"model\.layers\.\d+\.self_attn\.[kv]_scale",
 )
+# Beside those of its decoder layer; DeepSeek's files also hold copies of embedding and head.
+MTP_OUTER = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _EXPERTS = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _TO_MIXTRAL = {ours: theirs for theirs, ours in _MIXTRAL.items()}
@@ -57,6 +61,22 @@ def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
         expected |= {f"mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
         expected["mlp.down_proj.bias"] = (hidden,)
     return expected
+
+
+def mtp_spec(spec: ModelSpec) -> ModelSpec:
+    """The spec with one more layer, which is like the last one."""
+    moe = spec.moe and replace(spec.moe, layers=(*spec.moe.layers, spec.moe.layers[-1]))
+    windows = (*spec.layer_windows, spec.layer_windows[-1])
+    return replace(spec, num_layers=spec.num_layers + 1, layer_windows=windows, moe=moe)
+
+
+def mtp_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of the tensors of the MTP module after the last layer."""
+    hidden, index = spec.hidden_size, spec.num_layers
+    shapes = [(hidden,), (hidden,), (hidden, 2 * hidden), (hidden,)]
+    tensors: dict[str, Shape] = dict(zip(MTP_OUTER, shapes, strict=True))
+    tensors |= layer_tensors(mtp_spec(spec), index)
+    return {f"model.layers.{index}.{_stored(spec, name)}": s for name, s in tensors.items()}
 
 
 def canonical(spec: ModelSpec, name: str) -> str:

@@ -105,6 +105,15 @@ def cached(name: str) -> Path | None:
     return target if target.is_file() and target.stat().st_size == entry.num_bytes else None
 
 
+def shipped_mtp(path: Path) -> Path | None:
+    """The MTP module of this package for a catalog model's file, or None."""
+    for entry in CATALOG.values():
+        if path.name == entry.file_name and path.is_file():
+            file = Path(__file__).parent / f"mtp_{entry.name}" / "model.safetensors"
+            return file if file.is_file() else None
+    return None
+
+
 def list_catalog() -> tuple[CatalogEntry, ...]:
     """Every model that `pull` knows."""
     return tuple(CATALOG.values())

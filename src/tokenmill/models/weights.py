@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -19,7 +19,15 @@ from safetensors import SafetensorError, safe_open
 from tokenmill.core.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import gguf
-from tokenmill.models.names import EMBEDDING, STATIC_SCALES, Shape, expected_tensors, ignorable
+from tokenmill.models.names import (
+    EMBEDDING,
+    MTP_COPIES,
+    STATIC_SCALES,
+    Shape,
+    expected_tensors,
+    ignorable,
+    mtp_tensors,
+)
 
 Progress = Callable[[int, int], None]  # stored bytes read so far, and in all
 
@@ -204,7 +212,37 @@ def iter_tensors(
         return _read_all(tensors, spec, progress)
     stored = _safetensors(path)
     check_tensors(stored, spec, path)
-    return _read_all(_with_scales(stored, spec), spec, progress)
+    return _read_all(_with_scales(stored, spec, expected_tensors(spec)), spec, progress)
+
+
+def open_mtp(
+    path: Path, spec: ModelSpec, *, random_weights: bool = False, seed: int = 0
+) -> Mapping[str, ReadableTensor]:
+    """The tensors of the MTP module in a safetensors file or folder, checked against the spec."""
+    expected = mtp_tensors(spec)
+    if random_weights:
+        return {name: RandomTensor(name, shape, seed) for name, shape in expected.items()}
+    if path.is_dir():
+        stored = _safetensors(path)
+    elif path.suffix == ".safetensors" and path.is_file():
+        stored = {tensor.name: tensor for tensor in _read_header(path)}
+    else:
+        raise ModelLoadError(f"{path}: expected a .safetensors file or a folder with one")
+    prefix = f"model.layers.{spec.num_layers}."
+    own = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    if not own:
+        raise ModelLoadError(f"{path}: has no MTP module, no tensor's name begins with {prefix}")
+    check_tensors(own, spec, path, expected, [prefix + name for name in MTP_COPIES])
+    return _with_scales(own, spec, expected)
+
+
+def read_all(
+    readable: Mapping[str, ReadableTensor], device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor once; random ones lie on `device`, those of a file in CPU memory."""
+    for name, tensor in readable.items():
+        own = replace(tensor, device=str(device)) if isinstance(tensor, RandomTensor) else tensor
+        yield name, own.read()
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -247,17 +285,28 @@ def _random(spec: ModelSpec, seed: int) -> dict[str, RandomTensor]:
     return {name: RandomTensor(name, shape, seed) for name, shape in shapes}
 
 
-def check_tensors(stored: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
-    """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors."""
-    scales = scale_names(stored, spec)
-    expected = _allowed_shapes(scales, spec)
-    known = ignorable(spec)
+def check_tensors(
+    stored: Mapping[str, StoredTensor],
+    spec: ModelSpec,
+    path: Path,
+    wanted: Mapping[str, Shape] | None = None,
+    ignored: Collection[str] = (),
+) -> None:
+    """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors.
+
+    `wanted` are the model's unless given; a part of a checkpoint is checked by its own.
+    """
+    whole = wanted is None
+    wanted = expected_tensors(spec) if wanted is None else wanted
+    scales = scale_names(stored, spec, wanted)
+    expected = _allowed_shapes(scales, spec, wanted)
+    known = ignorable(spec) if whole else re.compile("|".join(STATIC_SCALES))
     missing = [f"{name} {_or(shapes)}" for name, shapes in expected.items() if name not in stored]
     unexpected, misshaped, unreadable = [], [], []
     for name, tensor in stored.items():
         where = f"in {tensor.file.name}"
         if name not in expected:
-            if not known.fullmatch(name):
+            if not known.fullmatch(name) and name not in ignored:
                 unexpected.append(f"{name} {list(tensor.shape)} {where}")
         elif tensor.shape not in expected[name]:
             found = f"expected {_or(expected[name])}, found {list(tensor.shape)}"
@@ -274,13 +323,15 @@ def check_tensors(stored: Mapping[str, StoredTensor], spec: ModelSpec, path: Pat
         raise ModelLoadError("\n".join([head, *problems]))
 
 
-def scale_names(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, str]:
+def scale_names(
+    stored: Mapping[str, StoredTensor], spec: ModelSpec, expected: Mapping[str, Shape]
+) -> dict[str, str]:
     """Weight -> its scales, for every linear weight that is stored as fp8 and may be."""
     if spec.quantization is None:
         return {}
     modules = [
         name.removesuffix(".weight")
-        for name, shape in expected_tensors(spec).items()
+        for name, shape in expected.items()
         if len(shape) == 2 and name != EMBEDDING
         if name in stored and stored[name].type_name == _FP8
     ]
@@ -291,8 +342,9 @@ def scale_names(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str
     return names
 
 
-def _allowed_shapes(scales: Mapping[str, str], spec: ModelSpec) -> dict[str, tuple[Shape, ...]]:
-    expected = expected_tensors(spec)
+def _allowed_shapes(
+    scales: Mapping[str, str], spec: ModelSpec, expected: Mapping[str, Shape]
+) -> dict[str, tuple[Shape, ...]]:
     allowed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in expected.items()}
     for weight, scale in scales.items():
         assert spec.quantization is not None
@@ -343,7 +395,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
     spec = read_spec(path)
     stored = _safetensors(path)
     check_tensors(stored, spec, path)
-    tensors = _with_scales(stored, spec)
+    tensors = _with_scales(stored, spec, expected_tensors(spec))
     types: Counter[str] = Counter()
     for tensor in tensors.values():
         types[tensor.type_name] += tensor.num_bytes
@@ -354,12 +406,11 @@ def _open_safetensors(path: Path) -> Checkpoint:
 
 
 def _with_scales(
-    stored: Mapping[str, SafetensorsTensor], spec: ModelSpec
+    stored: Mapping[str, SafetensorsTensor], spec: ModelSpec, expected: Mapping[str, Shape]
 ) -> dict[str, SafetensorsTensor | FP8Tensor]:
-    """The model's tensors in the file's order, fp8 codes joined with their scales."""
-    scales = scale_names(stored, spec)
+    """The expected tensors in the file's order, fp8 codes joined with their scales."""
+    scales = scale_names(stored, spec, expected)
     tensors: dict[str, SafetensorsTensor | FP8Tensor] = {}
-    expected = expected_tensors(spec)
     block = spec.quantization.block if spec.quantization else None
     for name in (name for name in stored if name in expected):
         tensors[name] = stored[name]

@@ -48,6 +48,9 @@ class Scheduler:
     A sequence whose prompt another engine computes gets blocks and is received outside the batch;
     received() counts all its prompt as computed, and it runs. The engine that computes such a
     prompt announces its blocks and holds them in `leases`.
+
+    Drafts are tokens after the known ones: they take budget and blocks that nobody else needs, and
+    update() counts the accepted ones as computed. A caller that overlaps must not bring drafts.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Scheduler:
         self._now_ns = 0
         self._num_in_flight = 0  # batches between schedule() and update()
         self._num_advanced = 0  # of these, batches that advance() has counted as computed
+        self._drafting = False  # some sequence may have drafts
         self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
         self._grown: list[Item] = []  # of the batch being chosen
         self._free_slots: list[int] = []
@@ -149,6 +153,8 @@ class Scheduler:
             num_receiving=len(self._receiving),
             num_leases=len(self.leases),
             num_leases_expired=self.leases.num_expired,
+            num_drafted=list(self._counters.num_drafted),
+            num_accepted=list(self._counters.num_accepted),
         )
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
@@ -250,6 +256,8 @@ class Scheduler:
         if hold_context or not self._admit_alone(chunks):
             preemptions = self._counters.num_preemptions
             budget = self._schedule_running(singles, chunks, hold_context)
+            if budget and self._drafting:
+                singles, chunks, budget = self._with_drafts(singles, chunks, budget)
             if preemptions == self._counters.num_preemptions:
                 self._admit(budget, singles, chunks, hold_context)
         if not singles and not chunks:
@@ -321,12 +329,38 @@ class Scheduler:
         seq.capacity = len(seq.block_ids) * self.pool.block_size
         return True
 
+    def _with_drafts(
+        self, singles: list[Item], chunks: list[Item], budget: int
+    ) -> tuple[list[Item], list[Item], int]:
+        """Let sequences of one new token verify their drafts as well; the budget that is left."""
+        plain: list[Item] = []
+        drafted: list[Item] = []
+        for seq, num_new in singles:
+            del seq.draft_ids[budget:]
+            if seq.draft_ids:
+                del seq.draft_ids[self._draft_room(seq) :]
+            num_drafts = len(seq.draft_ids)
+            budget -= num_drafts
+            (drafted if num_drafts else plain).append((seq, num_new + num_drafts))
+        return plain, drafted + chunks, budget
+
+    def _draft_room(self, seq: Sequence) -> int:
+        """How many drafts the blocks hold; with one block more, if nobody else will want it."""
+        size, num_tokens = self.pool.block_size, len(seq.token_ids)
+        needed = -(-(num_tokens + len(seq.draft_ids)) // size) - len(seq.block_ids)
+        if 0 < needed <= self.pool.num_free - self._reserved - self._watermark:
+            self._grown.append((seq, len(seq.block_ids)))
+            seq.block_ids += self.pool.allocate(needed)
+            seq.capacity = len(seq.block_ids) * size
+        return seq.capacity - num_tokens
+
     def _requeue(self, seq: Sequence) -> None:
         """A preempted sequence waits again; its tokens are kept, its blocks are not."""
         if self._num_in_flight:
             self._dropped += seq.block_ids
         self._release(seq)
         seq.num_computed_tokens = 0
+        seq.draft_ids = []
         self._waiting.push(seq)
         self._counters.num_preemptions += 1
 
@@ -490,18 +524,11 @@ class Scheduler:
             batch.items[index][0].extend_prompt_logprobs(entries)
         outputs: list[RequestOutput] = []
         num_kept = 0
-        samples: list[bool] | list[None] = batch.samples or [None] * len(batch.items)
-        for (seq, num_new), tokens, logprobs, sampled in zip(
-            batch.items, result.token_ids, all_logprobs, samples, strict=True
-        ):
+        for index, (seq, _) in enumerate(batch.items):
             if seq.finished:
                 continue
+            tokens, sampled = self._count(batch, index, result.token_ids[index])
             token_ids = seq.token_ids
-            if sampled is None:
-                seq.num_computed_tokens += num_new
-                sampled = seq.num_computed_tokens == len(token_ids)
-            elif sampled:
-                token_ids.pop()  # the PENDING one
             num_tokens = len(token_ids)
             if not sampled and not tokens:
                 continue
@@ -511,7 +538,7 @@ class Scheduler:
             output = RequestOutput(
                 seq.request_id,
                 tokens,
-                logprobs,
+                all_logprobs[index],
                 seq.prompt_logprobs if num_tokens == seq.num_prompt_tokens else None,
                 None,
                 None,
@@ -530,10 +557,75 @@ class Scheduler:
                 self._append(seq, output)
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
+        self._counters.num_relaxed += result.num_relaxed
+        if self._drafting or result.draft_ids is not None:
+            self._take_drafts(batch, result.draft_ids or [[] for _ in batch.items])
         self._hash_late()
         if self.leases:
             self._announce(batch)
         return outputs
+
+    def _count(self, batch: Batch, index: int, tokens: list[int]) -> tuple[list[int], bool]:
+        """Count an item as computed: the tokens it sampled, and whether it was to sample any."""
+        seq, num_new = batch.items[index]
+        if batch.samples is not None:
+            if batch.samples[index]:
+                seq.token_ids.pop()  # the PENDING one
+            return tokens, batch.samples[index]
+        seq.num_computed_tokens += num_new
+        num_drafts = seq.num_computed_tokens - len(seq.token_ids)
+        return (self._verified(seq, tokens) if num_drafts > 0 else tokens), num_drafts >= 0
+
+    @property
+    def drafting(self) -> bool:
+        """True while a sequence has drafts: the next batch may verify them."""
+        return self._drafting
+
+    @property
+    def draft_counts(self) -> tuple[list[int], list[int]]:
+        """Verified drafts by position, and those of them that were right."""
+        return self._counters.num_drafted, self._counters.num_accepted
+
+    def _verified(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """Count the accepted drafts, all tokens but the last, as computed, and no others."""
+        num_drafts, num_accepted = seq.num_computed_tokens - len(seq.token_ids), len(tokens) - 1
+        if not 0 <= num_accepted <= num_drafts:
+            return []
+        seq.num_computed_tokens -= num_drafts - num_accepted
+        drafted, accepted = self._counters.num_drafted, self._counters.num_accepted
+        missing = [0] * (num_drafts - len(drafted))
+        drafted += missing
+        accepted += missing
+        for position in range(num_drafts):
+            drafted[position] += 1
+            accepted[position] += position < num_accepted
+        return tokens
+
+    def _take_drafts(self, batch: Batch, draft_ids: list[list[int]]) -> None:
+        """Give running sequences their next drafts, as far as these can be used.
+
+        Blocks that accepted drafts have filled are cached, those that none has reached come back.
+        """
+        size = self.pool.block_size
+        for (seq, _), drafts in zip(batch.items, draft_ids, strict=True):
+            if seq.finished or not seq.block_ids or seq.num_computed_tokens < seq.num_tokens - 1:
+                continue
+            if seq.draft_ids:
+                self._cache_computed(seq)
+                num_blocks = -(-seq.num_tokens // size)
+                self.pool.release(seq.block_ids[num_blocks:])
+                del seq.block_ids[num_blocks:]
+                seq.capacity = len(seq.block_ids) * size
+            usable = drafts[: max(0, seq.max_len - seq.num_tokens - 1)]
+            stop = next((i for i, token in enumerate(usable) if token in seq.stop_ids), None)
+            seq.draft_ids = usable[:stop]
+        self._drafting = any(seq.draft_ids for seq in self._running)
+
+    def _cache_computed(self, seq: Sequence) -> None:
+        """Cache the full blocks of known tokens whose keys and values are computed."""
+        end = min(seq.num_computed_tokens, seq.num_tokens)
+        if self.pool.prefix_cache and end // self.pool.block_size > seq.num_inserted_blocks:
+            cache_blocks(self.pool, [(seq, end)])
 
     def _announce(self, batch: Batch) -> None:
         """Tell of the full blocks of prompts that are computed for another engine."""
@@ -631,6 +723,8 @@ class Scheduler:
                 if output.stop_reason == PREFILLED:
                     self.leases.announce(seq.request_id, seq.block_ids, token)
                     self.leases.hold(seq.request_id, self._now_ns)
+                if seq.draft_ids:
+                    self._cache_computed(seq)
                 self._finish(seq, output.finish_reason)
                 return
 

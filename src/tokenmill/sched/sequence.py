@@ -19,6 +19,7 @@ class Sequence:
         "block_ids",
         "capacity",
         "chain",
+        "draft_ids",
         "finished",
         "key",
         "max_len",
@@ -45,6 +46,7 @@ class Sequence:
         # Prompt, then output: what was generated elsewhere is known like after a preemption.
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.draft_ids: list[int] = []  # guesses of what comes after token_ids
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, at the first admission
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
@@ -87,10 +89,18 @@ class Sequence:
 class Batch:
     """What one step computes: (sequence, num_new_tokens), those with one new token first.
 
-    An item samples iff its num_computed_tokens + num_new_tokens == num_tokens.
+    An item samples iff its num_computed_tokens + num_new_tokens >= num_tokens; what goes beyond are
+    its drafts, which the step verifies.
     """
 
     items: list[Item] = field(default_factory=list)
     num_tokens: int = 0
     grown: list[Item] = field(default_factory=list)  # (sequence, index of its first new block)
     samples: list[bool] | None = None  # by item, once Scheduler.advance() has counted the step
+    num_to_draft: int = 0  # tokens that the runner is to guess for each item that samples
+
+
+def num_drafts(item: Item) -> int:
+    """How many of an item's new tokens are drafts; negative while a prompt is being computed."""
+    seq, num_new = item
+    return seq.num_computed_tokens + num_new - len(seq.token_ids)

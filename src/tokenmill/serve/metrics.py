@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from tokenmill.core.metrics import RequestTimes, summarize
+from tokenmill.core.metrics import RequestTimes, acceptance, summarize
 from tokenmill.core.types import EngineStats
 from tokenmill.serve.floor_view import FloorView
 
@@ -148,6 +148,7 @@ class ServerMetrics:
         s = self._stats
         rate = s.prefix_hit_tokens / s.prefix_query_tokens if s.prefix_query_tokens else 0.0
         usage = s.num_kv_blocks_used / s.num_kv_blocks if s.num_kv_blocks else 0.0
+        length = acceptance(s.num_drafted, s.num_accepted)["length"] or 0.0
         for name, text, value in (
             ("num_requests_running", "Requests in the running batch.", s.num_running),
             ("num_requests_waiting", "Requests waiting to run.", s.num_waiting),
@@ -161,6 +162,7 @@ class ServerMetrics:
                 "The same before experts were last moved.",
                 s.rank_imbalance_before,
             ),
+            ("mtp_acceptance_length", "Tokens of a step that verified drafts; 0: none.", length),
         ):
             family = GaugeMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
             family.add_metric([self._model], float(value))
@@ -178,6 +180,7 @@ class ServerMetrics:
             ("expert_rebalances", "Times that experts were moved.", s.num_rebalances),
             ("expert_bytes_moved", "Of experts, between ranks.", s.num_expert_bytes_moved),
             ("expert_rebalance_seconds", "Time that steps waited for it.", s.rebalance_s),
+            ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
             ("prompt_tokens", "Prompt tokens of finished requests.", self.num_prompt_tokens),
             ("generation_tokens", "Tokens sent to clients.", self.num_output_tokens),
             ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
@@ -185,6 +188,15 @@ class ServerMetrics:
             family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
             family.add_metric([self._model], float(value))
             yield family
+        for name, text, counts in (
+            ("drafted", "Drafts verified, by position.", s.num_drafted),
+            ("accepted", "Drafts accepted, by position.", s.num_accepted),
+        ):
+            labels = ["model_name", "position"]
+            drafts = CounterMetricFamily(f"tokenmill_mtp_{name}_tokens", text, labels=labels)
+            for position, count in enumerate(counts, 1):
+                drafts.add_metric([self._model, str(position)], float(count))
+            yield drafts
         success = CounterMetricFamily(
             "tokenmill_request_success",
             "Finished requests by finish reason.",

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Literal, Protocol
 
 from tokenmill.core.config import FloorConfig
-from tokenmill.core.types import EngineStats
+from tokenmill.core.types import EngineStats, add_stats
 from tokenmill.serve.wire import (
     FromWorker,
     GetStats,
@@ -30,7 +30,6 @@ BUSY_SAMPLES = 60  # signs of life over which busy() is a mean
 MAX_BACKOFF_S = 30.0
 State = Literal["starting", "ready", "draining", "restarting", "failed"]
 Role = Literal["both", "prefill", "decode"]
-_RATIOS = ("rank_imbalance", "rank_imbalance_before")
 
 
 class Owner(Protocol):
@@ -245,17 +244,6 @@ class Rate:
         second = int(time.monotonic())
         counts = [n for s, n in self._counts if second - RATE_WINDOW_S <= s < second]
         return sum(counts) / RATE_WINDOW_S
-
-
-def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
-    """The sums of two engines' stats; of ratios the larger one."""
-    finished = dict(a.num_finished)
-    for reason, count in b.num_finished.items():
-        finished[reason] = finished.get(reason, 0) + count
-    names = [name for name in EngineStats.__dataclass_fields__ if name != "num_finished"]
-    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
-    sums |= {name: max(getattr(a, name), getattr(b, name)) for name in _RATIOS}
-    return EngineStats(**sums, num_finished=finished)
 
 
 def _counters(stats: EngineStats) -> EngineStats:

@@ -27,6 +27,7 @@ from tokenmill.settings.bench import (
     ENDPOINT_REQUESTS,
     LADDER,
     MLPERF,
+    MTP,
     PUBLISHED,
     REPLAY,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "LADDER",
     "MLPERF",
     "MODEL",
+    "MTP",
     "PARALLEL",
     "PUBLISHED",
     "REPLAY",
@@ -94,6 +96,8 @@ SETTINGS: dict[str, Setting] = {
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
+        *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
         *(FLOOR, ROUTER, REPLAY, ATTENTION_DP, COMMANDS),
     )
     for s in group

@@ -79,6 +79,10 @@ LADDER = (
     ),
     Setting("plot", "Write the bars to this .svg or .html file.", TEXT),
 )
+MTP = (
+    Setting("depths", "Numbers of drafts to measure (1,2,3).", numbers(read_int, 1, "N[,N...]")),
+    Setting("batch", "Prompts that are answered at once.", count(1), default=1),
+)
 ENDPOINT_REQUESTS = (
     of(EndpointConfig, "api", one_of("chat", "completions"), "Route to call."),
     of(EndpointConfig, "stream", SWITCH, "Ask for streams; off: only whole answers are timed."),

@@ -17,6 +17,7 @@ from tokenmill.core.config import (
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings.kinds import (
     INTEGER,
+    RELAXED,
     SECONDS,
     SIZE,
     SWITCH,
@@ -46,6 +47,12 @@ MODEL = (
     of(ModelConfig, "weights-seed", count(0), "Seed of the random weights.", field="seed"),
     of(ModelConfig, "max-model-len", count(1), "Longest prompt plus answer, in tokens."),
     of(ModelConfig, "num-threads", count(1, 4096), "CPU threads of the engine; all cores."),
+    of(
+        ModelConfig,
+        "draft",
+        TEXT,
+        "MTP module for --mtp: a safetensors file or folder; the model's own unless given.",
+    ),
 )
 CACHE = (
     of(
@@ -128,6 +135,25 @@ EXECUTION = (
         SIZE,
         "Most GPU memory that captured graphs may take.",
         field="graph_memory_bytes",
+    ),
+    of(
+        ExecutionConfig,
+        "mtp",
+        count(0, 8),
+        "Multi-token prediction: tokens drafted in a step and verified in the next; 0 is off.",
+    ),
+    of(
+        ExecutionConfig,
+        "mtp-adaptive",
+        SWITCH,
+        "Draft fewer tokens, or none, where they cost more than they give.",
+    ),
+    of(
+        ExecutionConfig,
+        "mtp-relaxed",
+        RELAXED,
+        "Take a draft among the TOP likeliest tokens and at most DELTA in probability behind the "
+        "best, such as 10:0.6: more tokens per step, but outputs are not exact.",
     ),
 )
 PARALLEL = (

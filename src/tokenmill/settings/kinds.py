@@ -149,6 +149,13 @@ def numbers(read: Callable[[Any], Any], low: float, metavar: str) -> Kind:
     return Kind(read_all, f"numbers of at least {low:g}, separated by commas", metavar)
 
 
+def _read_relaxed(value: Any) -> str:
+    top, _, delta = str(value).partition(":")
+    if int(top) < 1 or not 0.0 <= float(delta) <= 1.0:
+        raise ValueError(value)
+    return str(value)
+
+
 def _read_polynomial(value: Any) -> tuple[float, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if len(parts) != 3:
@@ -158,6 +165,7 @@ def _read_polynomial(value: Any) -> tuple[float, ...]:
 
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
 POLYNOMIAL = Kind(_read_polynomial, "three numbers A,B,C for A x^2 + B x + C", "A,B,C")
+RELAXED = Kind(_read_relaxed, "TOP:DELTA, a whole number and a probability", "TOP:DELTA")
 SWITCH = Kind(_read_switch, "true or false", "")
 SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")
 SECONDS = number(0, math.inf, "SECONDS")

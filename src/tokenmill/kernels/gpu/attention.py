@@ -239,14 +239,14 @@ def _attention_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first"])
 def _join_kernel(
-    partial, stats, out, out_stride, num_tokens, heads,
+    partial, stats, out, out_stride, num_tokens, heads, first,
     DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     wait(EARLY)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = first + tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, channels = tl.arange(0, SPLITS), tl.arange(0, DIM)
     line = (splits * num_tokens + token) * heads + head
     peaks, totals = tl.load(stats + 2 * line), tl.load(stats + 2 * line + 1)
@@ -340,10 +340,9 @@ def paged_attention(
         num_warps=warps, **launch_options(),
     )  # fmt: skip
     if splits > 1:
-        # Single queries come first, so that a tile's index is its token's.
-        _join_kernel[(tiles.seqs.shape[0], num_heads)](
-            partial, stats, out, out.stride(0), q.shape[0], num_heads, DIM=dim, SPLITS=splits,
-            num_warps=1, **launch_options(),
+        _join_kernel[(len(tiles.rows), num_heads)](
+            partial, stats, out, out.stride(0), q.shape[0], num_heads, tiles.rows.start, DIM=dim,
+            SPLITS=splits, num_warps=1, **launch_options(),
         )  # fmt: skip
 
 

@@ -221,8 +221,7 @@ def latent_attention(
         **launch_options(),
     )  # fmt: skip
     if splits > 1:
-        # Single queries come first, so that a tile's index is its token's.
-        _join_kernel[(count, heads)](
-            partial, stats, out, heads * latent, tokens, heads, DIM=latent, SPLITS=splits,
-            num_warps=4, **launch_options(),
+        _join_kernel[(len(tiles.rows), heads)](
+            partial, stats, out, heads * latent, tokens, heads, tiles.rows.start, DIM=latent,
+            SPLITS=splits, num_warps=4, **launch_options(),
         )  # fmt: skip

@@ -1,0 +1,130 @@
+"""How many tokens to draft: always as many, or as many as pay at the load of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+from tokenmill.sched.sequence import Batch
+
+TRIAL_STEPS = 8  # with one number of drafts, until its cost is known
+MAX_TRIAL_STEPS = 64  # while prompts in the batch hide it
+PROBE_EVERY = 256  # steps; then the number that was not seen for longest has a turn
+MARGIN = 1.02  # by which drafts must be ahead of none
+_FIRST_GUESS = 0.6  # of a draft being right, before any was verified
+_COST_SHARE = 0.2  # of the newest step in the mean of a cost
+_MEMORY = 0.99  # weight of what is known, for each draft that was verified
+
+
+class Drafting(Protocol):
+    """Decides before each step how many tokens it drafts, and hears how the step went."""
+
+    def choose(self) -> int: ...
+
+    def record(
+        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """A step took so long; drafted and accepted count by position, since the start."""
+
+
+class FixedDrafting:
+    """Always as many."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def choose(self) -> int:
+        return self._count
+
+    def record(
+        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """Nothing changes its mind."""
+
+
+class AdaptiveDrafting:
+    """As many as bring the most tokens per second, none among them.
+
+    Tokens come from the share of right drafts by position, seconds from the steps that only
+    decoded, by batch size in powers of two. Each number of drafts is tried when a size is new, and
+    again now and then, so that a change is noticed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._order: list[int] = [most, 0, *range(1, most)]
+        self._right = [_FIRST_GUESS] * most  # given that the drafts before it were right
+        self._known = ([0] * most, [0] * most)  # drafted and accepted as last heard
+        self._costs: dict[tuple[int, int], float] = {}  # seconds by (size class, drafts)
+        self._num_recorded: dict[tuple[int, int], int] = {}
+        self._num_tried: dict[tuple[int, int], int] = {}
+        self._seen: dict[tuple[int, int], int] = {}  # step at which it was last recorded
+        self._size, self._step = 1, 0
+        self._probe: tuple[int, int] | None = None  # drafts, and steps that are left
+
+    def choose(self) -> int:
+        """The number of drafts of the next step."""
+        self._step += 1
+        if self._probe is not None:
+            count, left = self._probe
+            self._probe = (count, left - 1) if left > 1 else None
+            return count
+        trial = next((count for count in self._order if self._is_open(count)), None)
+        if trial is not None:
+            key = self._size, trial
+            self._num_tried[key] = self._num_tried.get(key, 0) + 1
+            return trial
+        if self._step % PROBE_EVERY == 0:
+            oldest = min(self._order, key=lambda count: self._seen.get((self._size, count), 0))
+            self._probe = oldest, TRIAL_STEPS
+        return self._best()
+
+    def record(
+        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """Learn from a step."""
+        self._learn_right(drafted, accepted)
+        num_seqs, count = len(batch.items), batch.num_to_draft
+        self._size = num_seqs.bit_length()
+        if batch.num_tokens != num_seqs * (1 + count):
+            return  # it computed a prompt, or began or ended to draft
+        key = self._size, count
+        self._seen[key] = self._step
+        self._num_recorded[key] = self._num_recorded.get(key, 0) + 1
+        known = self._costs.get(key, seconds)
+        self._costs[key] = known + _COST_SHARE * (seconds - known)
+
+    def _is_open(self, count: int) -> bool:
+        key = self._size, count
+        recorded, tried = self._num_recorded.get(key, 0), self._num_tried.get(key, 0)
+        return recorded < TRIAL_STEPS and tried < MAX_TRIAL_STEPS
+
+    def _best(self) -> int:
+        plain = self._costs.get((self._size, 0))
+        if plain is None:
+            return 0
+        tokens: list[float] = list(accumulate(accumulate(self._right, mul), initial=1.0))
+        best, most = 0, MARGIN / plain
+        for count in self._order:
+            cost = self._costs.get((self._size, count))
+            if count and cost is not None and tokens[count] / cost > most:
+                best, most = count, tokens[count] / cost
+        return best
+
+    def _learn_right(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        before = None
+        for position in range(min(len(drafted), len(self._right))):
+            counts = drafted[position], accepted[position]
+            num_drafted, num_right = (
+                now - known[position] for now, known in zip(counts, self._known, strict=True)
+            )
+            num_reached = num_drafted if before is None else min(before, num_drafted)
+            if num_reached:
+                share = num_right / num_reached
+                self._right[position] += (1 - _MEMORY**num_reached) * (
+                    share - self._right[position]
+                )
+            before = num_right
+            for known, now in zip(self._known, counts, strict=True):
+                known[position] = now

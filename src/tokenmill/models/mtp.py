@@ -1,0 +1,66 @@
+"""Multi-token prediction: one more layer that guesses the token after next.
+
+From the model's state at position i and the token at i + 1 it predicts the token at i + 2. Its own
+result serves as the next state, so that the same layer goes on guessing. Embedding and head are the
+model's; position, cache slot and blocks of a pair are those of position i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.kernels.norm import rms_norm
+from tokenmill.layers.linear import ComputeType
+from tokenmill.layers.residual import Residual
+from tokenmill.models.decoder import Decoder, LayerTensors
+from tokenmill.models.names import MTP_OUTER, canonical, mtp_spec
+
+
+class MTPModule:
+    """enorm(embedding) and hnorm(state), projected, through one decoder layer of the family."""
+
+    def __init__(
+        self, model: Decoder, tensors: Iterable[tuple[str, torch.Tensor]], dtype: ComputeType
+    ) -> None:
+        spec, index = mtp_spec(model.spec), model.spec.num_layers
+        self.model, self.eps = model, spec.rms_eps
+        parts = LayerTensors(spec, index, dtype, model.device)
+        for name, tensor in tensors:
+            parts.put(canonical(spec, name.removeprefix(f"model.layers.{index}.")), tensor)
+        if parts.missing + len(MTP_OUTER):
+            raise ValueError(f"{parts.missing + len(MTP_OUTER)} tensors of the layer are missing")
+        self.embedding_norm, self.state_norm = parts.norm("enorm"), parts.norm("hnorm")
+        self.project = parts.linear("eh_proj")
+        self.norm = parts.norm("shared_head.norm")
+        self.layer = model.layer_type(parts)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        states: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Tokens [t] and the normed states before them [t, hidden] -> [t, hidden]."""
+        embedded = rms_norm(self.model.embedding(token_ids), self.embedding_norm, self.eps)
+        state = rms_norm(states, self.state_norm, self.eps)
+        assert isinstance(embedded, torch.Tensor) and isinstance(state, torch.Tensor)
+        stream = Residual(self.project(torch.cat([embedded, state], dim=1)), self.eps)
+        self.layer(stream, cache, self.model.cos_sin, batch)
+        return stream.complete()
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab]."""
+        return Residual(out, self.eps).project(self.norm, self.model.head)
+
+    def states(self, out: torch.Tensor) -> torch.Tensor:
+        """What stands for the model's normed state in the next guess, [rows, hidden]."""
+        return Residual(out, self.eps).normed(self.norm)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own weights."""
+        return self.project.num_bytes + self.layer.num_bytes

@@ -1,0 +1,113 @@
+"""How many drafts: what pays at a load, found by trial, and found again when it changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tokenmill.engine.drafting import PROBE_EVERY, AdaptiveDrafting, FixedDrafting
+from tokenmill.sched.sequence import Batch
+
+Cost = Callable[[int, int], float]  # of (sequences, drafts), in seconds
+
+
+class Load:
+    """Steps of a made-up machine whose drafts are right by chance."""
+
+    def __init__(self, drafting: AdaptiveDrafting, cost: Cost, right: float) -> None:
+        self.drafting, self.cost, self.right = drafting, cost, right
+        self.random = random.Random(1)
+        self.drafted, self.accepted = [0] * 3, [0] * 3
+        self.last = 0
+
+    def run(self, num_seqs: int, num_steps: int) -> list[int]:
+        chosen = []
+        for _ in range(num_steps):
+            count = self.drafting.choose()
+            for _ in range(num_seqs):
+                self._verify(self.last)
+            items: list[Any] = [None] * num_seqs
+            batch = Batch(items, num_seqs * (1 + self.last), num_to_draft=count)
+            seconds = self.cost(num_seqs, self.last) * self.random.uniform(0.95, 1.05)
+            self.drafting.record(batch, self.drafted, self.accepted, seconds)
+            self.last = count
+            chosen.append(count)
+        return chosen
+
+    def _verify(self, count: int) -> None:
+        right = True
+        for position in range(count):
+            right = right and self.random.random() < self.right
+            self.drafted[position] += 1
+            self.accepted[position] += right
+
+
+def memory_bound(num_seqs: int, count: int) -> float:
+    return 1.0 + 0.05 * count
+
+
+def compute_bound(num_seqs: int, count: int) -> float:
+    return 0.2 * num_seqs * (1 + count)
+
+
+def share(chosen: list[int], count: int) -> float:
+    return chosen.count(count) / len(chosen)
+
+
+def test_drafts_that_cost_little_are_made() -> None:
+    load = Load(AdaptiveDrafting(3), memory_bound, right=0.8)
+    load.run(1, 100)
+    assert share(load.run(1, 1000), 3) > 0.9
+
+
+def test_drafts_that_cost_more_than_they_give_are_not_made() -> None:
+    load = Load(AdaptiveDrafting(3), compute_bound, right=0.5)
+    load.run(32, 100)
+    assert share(load.run(32, 1000), 0) > 0.9
+
+
+def test_poor_drafts_are_not_made_however_cheap() -> None:
+    load = Load(AdaptiveDrafting(3), memory_bound, right=0.02)
+    load.run(1, 300)
+    assert share(load.run(1, 1000), 0) > 0.9
+
+
+def test_a_middle_number_wins_where_later_drafts_are_wrong() -> None:
+    load = Load(AdaptiveDrafting(3), lambda _, count: 1.0 + 0.3 * count, right=0.5)
+    load.run(1, 100)
+    assert share(load.run(1, 1000), 1) > 0.7
+
+
+def test_each_batch_size_has_its_own_answer() -> None:
+    def cost(num_seqs: int, count: int) -> float:
+        return max(1.0, 0.1 * num_seqs * (1 + count)) + 0.02 * count
+
+    load = Load(AdaptiveDrafting(3), cost, right=0.6)
+    for _ in range(2):
+        load.run(1, 100), load.run(40, 100)
+    assert share(load.run(1, 500)[10:], 3) > 0.9
+    assert share(load.run(40, 500)[10:], 0) > 0.9
+
+
+def test_better_drafts_are_noticed_by_probing() -> None:
+    load = Load(AdaptiveDrafting(3), memory_bound, right=0.0)
+    load.run(1, 400)
+    assert load.run(1, 50).count(0) > 40
+    load.right = 0.9
+    load.run(1, 20 * PROBE_EVERY)
+    assert share(load.run(1, 500), 3) > 0.8
+
+
+def test_nothing_is_drafted_while_prompts_hide_the_costs() -> None:
+    drafting = AdaptiveDrafting(2)
+    for _ in range(400):
+        count = drafting.choose()
+        drafting.record(Batch([None] * 4, 100, num_to_draft=count), [], [], 1.0)  # type: ignore[list-item]
+    assert drafting.choose() == 0
+
+
+def test_a_fixed_number_stays() -> None:
+    drafting = FixedDrafting(2)
+    drafting.record(Batch(), [100], [0], 1.0)
+    assert drafting.choose() == 2

@@ -1,0 +1,210 @@
+"""Drafts change the number of steps and nothing else: the same answer with MTP on and off."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draft_heads import forgetful, save_head
+from driver import Answer, build, complete
+from engine import disaggregated
+from random_model import EOS, PIECES, vocab
+from tiny_models import make_model, save, tame
+from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, StructuredOutput
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+DRAWN = SamplingParams(
+    temperature=1.0, top_p=0.95, top_k=40, seed=5, max_tokens=24, min_tokens=6, logprobs=1,
+    repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1, logit_bias={7: 1.0},
+)  # fmt: skip
+WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
+Model = tuple[Path, Path]  # of the model, of its MTP module
+
+
+@pytest.fixture(scope="module", params=["llama", "deepseek-v3"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def tiny_model(variant: str, folder: Path, **changes: int) -> Model:
+    shape = WIDE if variant == "llama" else {"max_position_embeddings": 512}
+    model = forgetful(tame(make_model(variant, **shape, **changes), 0.3))
+    return save(model, folder / "model"), save_head(model, folder / "head.safetensors")
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(3)
+    shared = [source.randrange(64) for _ in range(40)]
+    own = [[source.randrange(64) for _ in range(n)] for n in (1, 15, 16, 33)]
+    return own + [shared + tail for tail in own]
+
+
+def facts(answers: list[Answer]) -> list[object]:
+    """Tokens, log-probabilities to the last bit, and how each ended."""
+    ends = [(a.terminals[0].finish_reason, a.terminals[0].stop_reason) for a in answers]
+    return [(a.token_ids, a.logprobs, end) for a, end in zip(answers, ends, strict=True)]
+
+
+def assert_drafted(stats: EngineStats, count: int) -> None:
+    """As many positions as asked for, and each was right sometimes and wrong sometimes."""
+    assert len(stats.num_drafted) == len(stats.num_accepted) == count
+    for drafted, accepted in zip(stats.num_drafted, stats.num_accepted, strict=True):
+        assert 0 < accepted < drafted
+
+
+# chunked, prefix_cache, num_blocks, mtp
+LLAMA = [
+    (*mode, 1 + 2 * (index % 2 == mode[0]))
+    for index, mode in enumerate(itertools.product([False, True], [False, True], [400, 14]))
+]
+DEEPSEEK = [(True, True, 400, 3), (False, False, 14, 1)]
+
+
+@pytest.mark.parametrize(
+    ("tiny", "dtype", "modes"),
+    [("llama", "fp32", LLAMA), ("llama", "int8", LLAMA), ("deepseek-v3", "fp32", DEEPSEEK)],
+    indirect=["tiny"],
+)
+def test_every_mode_gives_the_answer_without_drafts(
+    tiny: Model, dtype: str, modes: list[tuple[bool, bool, int, int]]
+) -> None:
+    folder, head = tiny
+    alone = build(folder, dtype, chunked=False, prefix_cache=False, num_blocks=64)
+    golden = [complete(alone.engine, [prompt], GREEDY)[0] for prompt in prompts()]
+    for chunked, prefix_cache, num_blocks, mtp in modes:
+        overlap = mtp == 3  # which an engine that drafts does not do
+        built = build(
+            folder, dtype, chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks,
+            overlap=overlap, mtp=mtp, draft=head,
+        )  # fmt: skip
+        engine = built.engine
+        for _ in range(1 + prefix_cache):
+            answers = complete(engine, prompts(), GREEDY)
+            assert facts(answers) == facts(golden)
+        stats = engine.stats()
+        assert_drafted(stats, mtp)
+        if num_blocks == 14:
+            assert stats.num_preemptions > 0
+        elif prefix_cache:
+            cached = [answer.num_cached_tokens for answer in answers]
+            assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts()]
+            follow_up = prompts()[7] + answers[7].token_ids  # blocks of accepted drafts are cached
+            again = complete(engine, [follow_up], GREEDY)[0]
+            assert again.num_cached_tokens == (len(follow_up) - 1) // 16 * 16
+        engine._scheduler.check_integrity()
+        assert stats.num_kv_blocks_used == 0
+
+
+def test_seeded_draws_penalties_and_stops_are_those_without_drafts(llama: Model) -> None:
+    folder, head = llama
+    params = [replace(DRAWN, seed=i) for i in range(6)]
+    params[1] = replace(DRAWN, seed=1, stop_token_ids=(3, 50), min_tokens=0)
+    params[2] = replace(GREEDY, ignore_eos=False, stop_token_ids=(41,))
+    params[3] = replace(GREEDY, max_tokens=2)
+    params[4] = replace(GREEDY, prompt_logprobs=1)
+    asked = [prompts()[4]] * len(params)  # n > 1 is several requests of one prompt
+    plain = build(folder, "int8", chunked=True, prefix_cache=True, num_blocks=100)
+    golden = complete(plain.engine, asked, params)
+    for num_blocks, mtp in ((100, 2), (100, 3), (16, 3)):
+        built = build(
+            folder, "int8", chunked=True, prefix_cache=True, num_blocks=num_blocks, mtp=mtp,
+            draft=head,
+        )  # fmt: skip
+        answers = complete(built.engine, asked, params)
+        assert facts(answers) == facts(golden)
+        assert answers[4].prompt_logprobs == golden[4].prompt_logprobs
+        assert sum(built.engine.stats().num_accepted) > 0
+    assert {a.terminals[0].finish_reason for a in golden} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
+
+
+def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model) -> None:
+    """Padded to one shape, operation by operation: what a GPU captures."""
+    folder, head = tiny
+    params = [GREEDY, DRAWN, replace(GREEDY, max_tokens=9), replace(DRAWN, seed=8, logprobs=None)]
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": 60, "draft": head}
+    asked = prompts()[:4]
+    plain = build(folder, "fp32", mtp=3, **options)
+    padded = build(folder, "fp32", mtp=3, **options)
+    runner = padded.engine._runner
+    runner.add_draft_graphs(3, 3)  # more than three sequences are computed as before
+    expected, answers = (complete(b.engine, asked, params) for b in (plain, padded))
+    assert facts(answers) == facts(expected)
+    counts = [
+        (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_relaxed_acceptance_takes_likely_drafts_and_says_so(
+    llama: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, head = llama
+    asked, greedy = prompts()[:4], replace(GREEDY, logprobs=None)
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": 60, "draft": head, "mtp": 2}
+    exact = build(folder, "fp32", **options)
+    golden = complete(exact.engine, asked, greedy)
+    assert exact.engine.stats().num_relaxed == 0 and "not exact" not in exact.description
+    strict = build(folder, "fp32", relaxed="1:0.0", **options)  # the likeliest token alone
+    assert facts(complete(strict.engine, asked, greedy)) == facts(golden)
+    assert strict.engine.stats().num_relaxed == 0
+    for padded in (False, True):
+        loose = build(folder, "fp32", relaxed="64:1.0", **options)  # whatever is drafted
+        if padded:
+            loose.engine._runner.add_draft_graphs(4, 2)
+        answers = complete(loose.engine, asked, greedy)
+        stats = loose.engine.stats()
+        assert [a.token_ids for a in answers] != [a.token_ids for a in golden]
+        assert stats.num_drafted == stats.num_accepted and stats.num_relaxed > 10
+        with_logprobs = complete(loose.engine, asked, GREEDY)  # these are answered exactly
+        assert [a.token_ids for a in with_logprobs] == [a.token_ids for a in golden]
+    assert "outputs are not exact" in loose.description
+    assert "outputs are not exact" in caplog.text
+
+
+def test_structured_output_is_that_without_drafts(tmp_path: Path) -> None:
+    folder, head = tiny_model("llama", tmp_path, vocab_size=len(PIECES), eos_token_id=EOS)
+    kinds = [
+        StructuredOutput("regex", "[a-z0-9 ]{5,12}"),
+        StructuredOutput("json_schema", '{"type": "array", "items": {"type": "boolean"}}'),
+        StructuredOutput("choice", '["red", "green", "blue"]'),
+    ]
+    params = [
+        SamplingParams(temperature=t, seed=i, max_tokens=40, structured=kind, logprobs=1)
+        for i, (kind, t) in enumerate(itertools.product(kinds, [0.0, 1.0]))
+    ] + [GREEDY]
+    asked = [[5, 6, 7, 8 + i] for i in range(len(params))]
+    plain = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=100, vocab=vocab())
+    golden = complete(plain.engine, asked, params)
+    built = build(
+        folder, "fp32", chunked=True, prefix_cache=True, num_blocks=100, vocab=vocab(), mtp=3,
+        draft=head,
+    )  # fmt: skip
+    assert facts(complete(built.engine, asked, params)) == facts(golden)
+    assert sum(built.engine.stats().num_accepted) > 0
+
+
+def test_a_prompt_from_another_engine_goes_on_with_drafts(llama: Model) -> None:
+    folder, head = llama
+    alone = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=100)
+    golden = complete(alone.engine, prompts(), GREEDY)
+    engines = [disaggregated.build(folder, mtp=2, draft=head, budget=32) for _ in range(2)]
+    floor = disaggregated.Floor(*engines)
+    try:
+        for _ in range(2):
+            answers = floor.complete(prompts(), GREEDY)
+            assert [a.token_ids for a in answers] == [a.token_ids for a in golden]
+        assert_drafted(engines[1].stats(), 2)
+    finally:
+        floor.close()

@@ -1,0 +1,113 @@
+"""The MTP module against a plain torch reimplementation, and the files it comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from draft_heads import head_tensors
+from tiny_models import make_model, save, stored_tensors, tame
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.types import ModelLoadError, Request, SamplingParams
+from tokenmill.engine.build import build_engine, has_mtp
+from tokenmill.models.weights import open_mtp, read_spec
+from tokenmill.sched.sequence import Batch, Sequence
+
+PROMPT = [5, 9, 3, 60, 33, 2, 17, 17, 8]
+WIDE = {"head_dim": 16, "hidden_size": 64}
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_plain_torch(tmp_path: Path) -> None:
+    model = tame(make_model("llama", **WIDE), 0.3)
+    tensors = head_tensors(model, scale=0.2)
+    save_file(tensors, tmp_path / "head.safetensors")
+    built = build_engine(
+        ModelConfig(
+            str(save(model, tmp_path / "model")),
+            dtype="fp32",
+            draft=str(tmp_path / "head.safetensors"),
+        ),
+        CacheConfig(num_blocks=8),
+        SchedulerConfig(max_num_seqs=2),
+        ExecutionConfig(mtp=3),
+    )
+    request = Request("0", PROMPT, SamplingParams(temperature=0.0))
+    seq = Sequence(request, (0, 0, 0), 100, frozenset())
+    seq.block_ids, seq.slot, seq.capacity = [1, 2], 0, 32
+    batch = Batch([(seq, len(PROMPT))], len(PROMPT), [(seq, 0)], num_to_draft=3)
+    result = built.engine._runner.run(batch)
+
+    prefix = "model.layers.2."
+    layer = LlamaDecoderLayer(model.config, layer_idx=0)
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    layer.load_state_dict({name: own[name] for name in layer.state_dict()})
+    states = model.model(torch.tensor([PROMPT])).last_hidden_state[0]  # after the final norm
+    newest = int(model.lm_head(states[-1]).argmax())
+    assert result.token_ids == [[newest]]
+    ids, drafts = [*PROMPT[1:], newest], []
+    for _ in range(3):
+        embedded = norm(model.model.embed_tokens(torch.tensor(ids)), own["enorm.weight"])
+        pairs = torch.cat([embedded, norm(states, own["hnorm.weight"])], dim=1)
+        places = torch.arange(len(ids))[None]
+        rotary = LlamaRotaryEmbedding(model.config)(pairs, places)
+        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+        found = layer(
+            (pairs @ own["eh_proj.weight"].T)[None], attention_mask=mask,
+            position_embeddings=rotary,
+        )  # fmt: skip
+        out = (found[0] if isinstance(found, tuple) else found).view(len(ids), -1)
+        recycled = norm(out, own["shared_head.norm.weight"])
+        drafts.append(int(model.lm_head(recycled[-1]).argmax()))
+        ids, states = [*ids, drafts[-1]], torch.cat([states, recycled[-1:]])
+    assert result.draft_ids == [drafts]
+
+
+def test_a_module_is_found_in_a_checkpoint_or_refused_by_name(tmp_path: Path) -> None:
+    model = tame(make_model("deepseek-v3"), 0.3)
+    folder = save(model, tmp_path / "plain")
+    spec = read_spec(folder)
+    with pytest.raises(ModelLoadError, match=r"no tensor's name begins with model\.layers\.3\."):
+        open_mtp(folder, spec)
+    model.config.num_nextn_predict_layers = 1
+    model.config.save_pretrained(folder)
+    head = head_tensors(model)
+    copies = {
+        f"model.layers.3.{name}": model.model.embed_tokens.weight.data.clone()
+        for name in ("embed_tokens.weight", "shared_head.head.weight")
+    }
+    save_file(stored_tensors(model) | head | copies, folder / "model.safetensors")
+    assert open_mtp(folder, spec).keys() == head.keys()
+    assert has_mtp(ModelConfig(), folder)
+    head.pop("model.layers.3.eh_proj.weight")
+    head["model.layers.3.hnorm.weight"] = torch.ones(3)
+    head["model.layers.3.extra.weight"] = torch.ones(3)
+    file = tmp_path / "head.safetensors"
+    save_file(head, file)
+    with pytest.raises(ModelLoadError) as failed:
+        open_mtp(file, spec)
+    for problem in (
+        "missing: model.layers.3.eh_proj.weight",
+        "hnorm.weight expected [64]",
+        "extra",
+    ):
+        assert problem in str(failed.value)
+    with pytest.raises(ModelLoadError, match=r"expected a \.safetensors file or a folder"):
+        open_mtp(tmp_path / "none.bin", spec)
+
+
+def test_a_model_without_a_module_says_how_to_give_one(tmp_path: Path) -> None:
+    folder = save(make_model("llama"), tmp_path)
+    assert not has_mtp(ModelConfig(), folder)
+    with pytest.raises(ModelLoadError, match="has no MTP module; give one with --draft"):
+        build_engine(
+            ModelConfig(str(folder)), CacheConfig(), SchedulerConfig(), ExecutionConfig(mtp=1)
+        )
