@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 120.0  # of one collective: a rank that does not come is taken for dead
+TIMEOUT_S = 300.0  # of one collective: a rank that does not come is taken for dead
 Backend = Literal["gloo", "nccl"]
 _DIST: Any = dist  # the stores are there, but not in its types
 
