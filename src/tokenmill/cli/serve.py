@@ -20,6 +20,7 @@ from tokenmill.core.config import (
     ExecutionConfig,
     FloorConfig,
     ModelConfig,
+    ParallelConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -29,6 +30,7 @@ from tokenmill.settings import (
     EXECUTION,
     FLOOR,
     MODEL,
+    PARALLEL,
     ROUTER,
     SCHEDULER,
     SERVER,
@@ -47,8 +49,9 @@ ENGINE_PANELS = {
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
+    "Ranks": PARALLEL,
 }
-WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, SETTINGS["log-level"])
+WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
 
 
 def register(app: typer.Typer) -> None:
@@ -66,6 +69,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
+    tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
 
     Then, for example:
 
@@ -95,7 +99,8 @@ def serve(settings: Settings) -> None:
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
 
     tokenizer = load_tokenizer(path, config.chat_template)
-    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
+    ranks = settings.build(ParallelConfig).num_ranks
+    floor, router = settings.build(FloorConfig, ranks=ranks), settings.build(RouterConfig)
     shared = _share(_roles(settings, floor), floor.num_workers)
     commands = [worker_command(_own(shared, key), path) for key in ("decode-set", "prefill-set")]
     run_server(commands[0], tokenizer, config, name, on_listening, floor, router, commands[1])
@@ -190,7 +195,8 @@ def _build(settings: Settings) -> BuiltEngine:
         console.progress("Loading weights", size_in_bytes=True) as loaded,
         console.progress("Capturing CUDA graphs") as captured,
     ):
-        return build_engine(config, cache, limits, execution, vocab, loaded, captured)
+        parallel = settings.build(ParallelConfig)
+        return build_engine(config, cache, limits, execution, vocab, loaded, captured, parallel)
 
 
 def _facts(built: BuiltEngine) -> ModelFacts:

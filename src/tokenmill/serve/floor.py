@@ -28,6 +28,7 @@ from tokenmill.core.types import (
     Request,
     RequestOutput,
     TokenmillError,
+    add_stats,
 )
 from tokenmill.sched.disaggregate import DisaggregationRule
 from tokenmill.sched.rates import match_rates
@@ -36,7 +37,7 @@ from tokenmill.serve.floor_view import Choice, FloorView, decision_view, worker_
 from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
-from tokenmill.serve.place import Place, Role, add_stats
+from tokenmill.serve.place import Place, Role
 from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.wire import (
     Abort,

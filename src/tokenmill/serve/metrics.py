@@ -156,6 +156,12 @@ class ServerMetrics:
             ("kv_leases", "Prompts whose KV is held for another engine.", s.num_leases),
             ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
             ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
+            ("rank_imbalance", "Busiest rank / mean of its experts' rows.", s.rank_imbalance),
+            (
+                "rank_imbalance_before",
+                "The same before experts were last moved.",
+                s.rank_imbalance_before,
+            ),
             ("mtp_acceptance_length", "Tokens of a step that verified drafts; 0: none.", length),
         ):
             family = GaugeMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
@@ -171,6 +177,9 @@ class ServerMetrics:
             ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
             ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),
+            ("expert_rebalances", "Times that experts were moved.", s.num_rebalances),
+            ("expert_bytes_moved", "Of experts, between ranks.", s.num_expert_bytes_moved),
+            ("expert_rebalance_seconds", "Time that steps waited for it.", s.rebalance_s),
             ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
             ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
         ):
@@ -186,7 +195,7 @@ class ServerMetrics:
             yield drafts
         yield from self.own_counters()
 
-    def _counter(self, name: str, text: str, value: int) -> Metric:
+    def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
         family.add_metric([self._model], float(value))
         return family

@@ -36,6 +36,7 @@ from tokenmill.settings.engine import (
     EXECUTION,
     FLOOR,
     MODEL,
+    PARALLEL,
     ROUTE,
     ROUTER,
     SAMPLING,
@@ -68,6 +69,7 @@ __all__ = [
     "MLPERF",
     "MODEL",
     "MTP",
+    "PARALLEL",
     "PUBLISHED",
     "REPLAY",
     "ROUTE",
@@ -94,7 +96,7 @@ Config = TypeVar("Config")
 SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
-        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
         *(FLOOR, ROUTER, ROUTE, REPLAY, ATTENTION_DP, COMMANDS),
     )

@@ -9,6 +9,7 @@ from tokenmill.core.config import (
     ExecutionConfig,
     FloorConfig,
     ModelConfig,
+    ParallelConfig,
     RouteConfig,
     RouterConfig,
     SchedulerConfig,
@@ -154,6 +155,67 @@ EXECUTION = (
         RELAXED,
         "Take a draft among the TOP likeliest tokens and at most DELTA in probability behind the "
         "best, such as 10:0.6: more tokens per step, but outputs are not exact.",
+    ),
+)
+PARALLEL = (
+    of(
+        ParallelConfig,
+        "tp",
+        count(1, 4096),
+        "Ranks, a process each, that divide heads and dense layers; experts, too.",
+    ),
+    of(
+        ParallelConfig,
+        "ep",
+        count(1, 4096),
+        "Ranks that divide the experts; attention is repeated on each, unless --tp or "
+        "--attention-dp divides it.",
+    ),
+    of(
+        ParallelConfig,
+        "attention-dp",
+        SWITCH,
+        "With --ep: each rank has requests and KV of its own, experts are shared.",
+    ),
+    of(
+        ParallelConfig,
+        "adp-timeout-iters",
+        count(0),
+        "Most steps that prompts wait for a rank that has none, so that ranks compute theirs "
+        "together; 0: they never wait.",
+        field="timeout_iters",
+    ),
+    of(
+        ParallelConfig,
+        "adp-batching-wait-iters",
+        count(0),
+        "Steps that they wait when every rank has one, to gather more.",
+        field="batching_wait_iters",
+    ),
+    of(
+        ParallelConfig,
+        "redundant-experts",
+        count(0),
+        "Second places for busy experts of a layer; rounded up to equally many on each rank.",
+    ),
+    of(
+        ParallelConfig,
+        "rebalance-steps",
+        count(0),
+        "Steps between two looks at the experts' load, which moves them; 0: they stay.",
+    ),
+    of(
+        ParallelConfig,
+        "rebalance-layers",
+        count(1),
+        "Most layers whose experts move between two steps.",
+    ),
+    of(
+        ParallelConfig,
+        "ep-nodes",
+        count(1),
+        "Machines of the ranks: moved experts of a routing group stay together on one.",
+        field="nodes",
     ),
 )
 SERVER = (
