@@ -13,36 +13,47 @@ from pathlib import Path
 import pytest
 
 from serve.sim import MAX_MODEL_LEN, worker_argv
+from serve.sim_server import wait_until
 from serve.streams import read, until
 from serve.test_floor import request, states
 from tokenmill.core.config import FloorConfig, SchedulerConfig
 from tokenmill.core.types import FinishReason
 from tokenmill.serve.floor import Floor
-from tokenmill.serve.supervisor import PlacementError, ProcessPlacement, open_placement
+from tokenmill.serve.supervisor import (
+    PlacementError,
+    ProcessPlacement,
+    RayPlacement,
+    open_placement,
+)
 
 LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=32)
 ARGV = worker_argv(LIMITS, step_ms=10.0)
+RANK = "tokenmill.engine.rank"
 
 
-def workers() -> list[tuple[str, int]]:
-    """Workers that talk by TCP, as Ray's do: the id of the engine and the process."""
+def workers() -> list[int]:
+    """Processes of workers that talk by TCP, as Ray's do."""
+    return processes(str(Path(ARGV[1])), "tcp://")
+
+
+def engine_process(floor: Floor, name: str) -> int:
+    """The process of a worker: its shared memory is reached by it."""
+    facts = floor._places[name].facts
+    assert facts is not None and facts.kv is not None
+    return int(facts.kv.ways[0].endpoint.partition(b":")[0])
+
+
+def processes(word: str, start: str = "") -> list[int]:
+    """Those with a word on the command line, and one that starts so."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            names = [os.readlink(fd) for fd in (folder / "fd").iterdir()]
         except OSError:
             continue
-        if str(Path(ARGV[1])).encode() in words and any(w.startswith(b"tcp://") for w in words):
-            name = next((n for n in names if "memfd:tokenmill-" in n), "")
-            found.append((name.partition("tokenmill-")[2].partition(" ")[0], int(folder.name)))
+        if word.encode() in words and any(w.startswith(start.encode()) for w in words):
+            found.append(int(folder.name))
     return found
-
-
-def engine_id(floor: Floor, name: str) -> str:
-    facts = floor._places[name].facts
-    assert facts is not None and facts.kv is not None
-    return facts.kv.engine_id
 
 
 def test_one_worker_and_plain_processes_need_no_ray() -> None:
@@ -72,7 +83,7 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         """Streams go on while a worker of a role gets a signal."""
         await until(lambda: states(floor) == ["ready"] * 2 and not floor._handovers._asked)
         prompts = [[ord(tag) + i] * 300 for i in range(3)]
-        before, pids = floor.num_restarts, dict(workers())
+        before = floor.num_restarts
         streams = [floor.submit([request(f"{tag}{i}", 90, p)]) for i, p in enumerate(prompts)]
         reading = [asyncio.create_task(read(stream)) for stream in streams]
         if role == "prefill":
@@ -80,7 +91,7 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         else:
             await asyncio.sleep(0.3)
         name = next(w.name for w in floor.view().workers if w.role == role)
-        os.kill(pids[engine_id(floor, name)], number)
+        os.kill(engine_process(floor, name), number)
         for task in reading:
             (output,) = await task
             assert len(output.token_ids) == 90 and output.finish_reason is FinishReason.LENGTH
@@ -101,6 +112,27 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         spawn = placement.spawner(ARGV)
         asyncio.run(main(Floor(spawn, config, host=placement.host, prefill_spawn=spawn)))
         assert workers() == []
+        assert placement.host is not None
+        ranks = RayPlacement(placement.host, 1, num_ranks=2)
+        one = FloorConfig(placement="ray", backoff_s=0.05)
+        asyncio.run(end_with_a_rank(Floor(ranks.spawner(ARGV), one, host=placement.host)))
+        wait_until(lambda: processes(RANK, "127.0.0.1:") == workers() == [], "all are gone")
+
+
+async def end_with_a_rank(floor: Floor) -> None:
+    """A worker is restarted, with ranks of its own, when one of them dies."""
+    try:
+        await floor.start()
+        (rank,) = processes(RANK, "127.0.0.1:")
+        (worker,) = workers()
+        os.kill(rank, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while floor.num_restarts == 0:
+                await asyncio.sleep(0.05)
+        assert states(floor) == ["ready"] and workers() != [worker]
+        assert processes(RANK, "127.0.0.1:") not in ([], [rank])
+    finally:
+        await floor.close()
 
 
 def test_roles_on_two_nodes_of_a_cluster() -> None:

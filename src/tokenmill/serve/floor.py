@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -33,13 +33,14 @@ from tokenmill.sched.blocks import U64
 from tokenmill.sched.disaggregate import DisaggregationRule
 from tokenmill.sched.rates import match_rates
 from tokenmill.sched.router import Decision, Router
-from tokenmill.serve.crew import PREFIXES, Crew
 from tokenmill.serve.floor_view import Choice, FloorView, decision_view, worker_view
 from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
 from tokenmill.serve.place import Place, Role
+from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.routers import Routers
+from tokenmill.serve.staff import PREFIXES, Staff
 from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
     Abort,
@@ -87,8 +88,8 @@ class Floor:
         self.config = config or FloorConfig()
         spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
         spawns["prefill"] = prefill_spawn or spawn
-        self._crew = Crew(spawns, self.config, self, host)
-        self._places = self._crew.places
+        self._staff = Staff(spawns, self.config, self, host)
+        self._places = self._staff.places
         self._open: dict[str, OpenRequest] = {}
         self._sent: dict[str, OpenRequest] = {}  # by their ids at the workers
         self._handovers = Handovers(DisaggregationRule(self.config.remote_prefill_tokens))
@@ -123,7 +124,7 @@ class Floor:
     @property
     def num_restarts(self) -> int:
         """Times that a worker was started in place of another."""
-        return self._crew.num_restarts
+        return self._staff.num_restarts
 
     @property
     def num_ready(self) -> int:
@@ -137,14 +138,20 @@ class Floor:
         if config.prefill or config.decode:
             counts = {"prefill": config.prefill, "decode": config.decode}
         roles = [role for role in counts for _ in range(counts[role])]
-        await self._crew.start(roles, self._handovers.settled)
+        await self._staff.start(roles, self._handovers.settled)
         assert self.facts is not None
         return self.facts
 
-    def submit(self, requests: list[Request], words: list[U64] | None = None) -> OutputStream:
+    def submit(
+        self,
+        requests: list[Request],
+        traces: Sequence[RequestTrace] = (),
+        words: Sequence[U64] = (),
+    ) -> OutputStream:
         """Route requests to workers; their outputs come by their index in the stream.
 
-        `words` are their prompts as sched.blocks.token_words() has them, if that was done before.
+        A trace for each request hears what becomes of it. `words` are the prompts as
+        sched.blocks.token_words() has them, if that was done before.
         """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
@@ -158,7 +165,8 @@ class Floor:
         for index, request in enumerate(requests):
             request_id = request.request_id
             entry = OpenRequest(seeded(request), stream, index)
-            entry.words = None if words is None else words[index]
+            entry.words = words[index] if words else None
+            entry.trace = traces[index] if traces else None
             self._open[request_id] = self._sent[request_id] = entry
         self._assign(stream.request_ids)
         return stream
@@ -177,12 +185,12 @@ class Floor:
 
     async def stats(self, timeout_s: float = 1.0) -> EngineStats:
         """The sums over all workers; last known figures of those that do not answer in time."""
-        await self._crew.refresh(timeout_s)
+        await self._staff.refresh(timeout_s)
         return self.known_stats()
 
     def known_stats(self) -> EngineStats:
         """The sums over all workers as they last told, a heartbeat ago at most; asks nobody."""
-        return self._crew.stats()
+        return self._staff.stats()
 
     def drain(self) -> None:
         """Refuse new requests from now on; open ones finish, on another worker if need be."""
@@ -200,13 +208,13 @@ class Floor:
         self.fail_open("the server is shutting down", "shutdown")
         if self._retry is not None:
             self._retry.cancel()
-        await self._crew.close(grace_s)
+        await self._staff.close(grace_s)
 
     def view(self) -> FloorView:
         """The floor now."""
         places = list(self._places.values())
         roles: tuple[Role, Role] = ("prefill", "decode")
-        sides = [[place.busy() for place in self._crew.of_role(role)] for role in roles]
+        sides = [[place.busy() for place in self._staff.of_role(role)] for role in roles]
         return FloorView(
             router=self._router.config.policy,
             num_open=self.num_open,
@@ -232,9 +240,9 @@ class Floor:
             if role not in roles:
                 have = " and ".join(sorted("workers" if r == "both" else r for r in roles))
                 raise FloorError(f"{what}: this floor has {have}")
-            staying = [p.name for p in self._crew.of_role(role) if p.state != "draining"]
+            staying = [p.name for p in self._staff.of_role(role) if p.state != "draining"]
             new = [role] * (num_workers - len(staying))
-            await self._crew.start(new, self._handovers.settled)
+            await self._staff.start(new, self._handovers.settled)
             for name in reversed(staying[num_workers:]):
                 await self._remove(name)
 
@@ -258,7 +266,7 @@ class Floor:
             if time.monotonic() > deadline_s or not place.ready:
                 break
             await asyncio.sleep(POLL_S)
-        self._crew.leave(place)
+        self._staff.leave(place)
         late = self._entries_at(place)
         place.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {name} left the floor")
@@ -346,13 +354,25 @@ class Floor:
             case KVConnected():
                 self._handovers.on_connected(place, message)
             case KVNotices(notices=notices):
+                for trace in self._traces([notice.request_id for notice in notices]):
+                    trace.transfer_began()
                 self._handovers.on_notices(place, notices)
             case KVReceived(request_ids=request_ids):
-                self._handovers.on_received(request_ids)
+                self._on_received(request_ids)
             case LeasesExpired(request_ids=request_ids):
                 sent = [self._sent[i] for i in request_ids if i in self._sent]
                 late = [e for e in sent if self._handovers.source(e.sent_as) is place]
                 self._keep_and_migrate(late, "its lease expired")
+
+    def _on_received(self, request_ids: list[str]) -> None:
+        for trace in self._traces(request_ids):
+            trace.transfer_ended()
+        self._handovers.on_received(request_ids)
+
+    def _traces(self, request_ids: list[str]) -> list[RequestTrace]:
+        """The traces of those that are open and traced, by their ids at the workers."""
+        entries = [self._sent[i] for i in request_ids if i in self._sent]
+        return [entry.trace for entry in entries if entry.trace is not None]
 
     # Requests move.
 
@@ -360,6 +380,8 @@ class Floor:
         moved = list(entries)
         for entry in moved:
             _log.debug("%s goes on elsewhere: %s", entry.sent_as, reason)
+            if entry.trace is not None:
+                entry.trace.migrated(reason)
             self._hold(entry)
         self.num_migrations += len(moved)
         self._assign_held()
@@ -388,6 +410,8 @@ class Floor:
 
     def _close(self, entry: OpenRequest) -> None:
         """A request has ended, in whatever way."""
+        if entry.trace is not None:
+            entry.trace.ended()
         self._forget(entry)
         del self._open[entry.request.request_id]
         if self._suspects.ended(entry):
@@ -420,23 +444,27 @@ class Floor:
         """Choose who decodes and who computes the prompt; returns who is sent what."""
         router = self._router if self._router.workers else self._handovers.router
         request = entry.resumed()
-        words = entry.routed_tokens()
-        decision = router.route(entry.sent_as, words, time.monotonic(), request.cache_salt)
+        words, began_ns = entry.routed_tokens(), time.monotonic_ns()
+        decision = router.route(entry.sent_as, words, began_ns / 1e9, request.cache_salt)
         place = entry.place = self._places[decision.worker]
         entry.num_uncached = decision.num_prompt_tokens - decision.num_cached_tokens
         begun = None
         if entry.may_hand_over and place.role == "decode":
             begun = self._handovers.begin(request, words, place, decision, self._places)
-        self._count_choice(entry, decision, computes=begun is None)
+        self._count_choice(entry, decision, began_ns, computes=begun is None)
         if begun is None:
             return place, request
         router.prefill_done(entry.sent_as)
-        self._count_choice(entry, begun[1], computes=True)
+        self._count_choice(entry, begun[1], began_ns, computes=True)
         return begun[0], replace(request, hold_kv_s=self.config.kv_lease_s)
 
-    def _count_choice(self, entry: OpenRequest, decision: Decision, computes: bool) -> None:
+    def _count_choice(
+        self, entry: OpenRequest, decision: Decision, began_ns: int, computes: bool
+    ) -> None:
         """Count a request where it goes, and its prompt where it is computed."""
         place = self._places[decision.worker]
+        if entry.trace is not None:
+            entry.trace.routed(decision, began_ns, place.role)
         place.num_routed += 1
         if computes:
             place.num_prompt_tokens += decision.num_prompt_tokens
@@ -455,8 +483,10 @@ class Floor:
         prefilling = self._handovers.source(output.request_id) is place
         if not prefilling and entry.place is not place:
             return
+        if entry.trace is not None:
+            entry.trace.output(output)
         if not prefilling and output.token_ids:
-            self._handovers.on_received([output.request_id])
+            self._on_received([output.request_id])
         if prefilling and output.stop_reason == PREFILLED:
             output.finish_reason = output.stop_reason = None
             self._handovers.router.prefill_done(output.request_id)

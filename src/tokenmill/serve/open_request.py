@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.sched.blocks import U64, token_words
 from tokenmill.serve.place import Place
+from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.wire import OutputStream
 
 
@@ -26,6 +27,7 @@ class OpenRequest:
     num_deaths: int = 0  # of workers that it was at, since it last got on
     num_tokens_at_death: int = 0
     stays: bool = False  # its prompt is computed where it decodes
+    trace: RequestTrace | None = None  # who wants to know what becomes of it
 
     @property
     def sent_as(self) -> str:

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from tokenmill.core.config import FloorConfig
-from tokenmill.core.types import EngineStats
-from tokenmill.serve.place import Owner, Place, Role, add_stats
+from tokenmill.core.types import EngineStats, add_stats
+from tokenmill.serve.place import Owner, Place, Role
 from tokenmill.serve.wire import Spawn
 
 PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
 
 
-class Crew:
+class Staff:
     """Who works on a floor, and what became of those who have left."""
 
     def __init__(
