@@ -81,6 +81,11 @@ class House:
             assert output.token_ids == self.answer(request), request.request_id
 
 
+def worker_argv(folder: Path) -> list[str]:
+    """A worker with the tiny model, but for its address."""
+    return [sys.executable, SCRIPT, "--model", str(folder), "--connector", "shm"]
+
+
 def kill(workers: Spawner) -> None:
     """The oldest one that lives."""
     os.kill(workers.live[0], signal.SIGKILL)
@@ -148,7 +153,7 @@ def house(folder: Path) -> Iterator[House]:
         heartbeat_s=0.2,
         max_migrations=5,
     )
-    argv = [sys.executable, SCRIPT, "--model", str(folder), "--connector", "shm"]
+    argv = worker_argv(folder)
     prefill, decode = Spawner([*argv, "--budget", "16"]), Spawner(argv)
     answer = whole_engine(folder)
     with asyncio.Runner() as runner:

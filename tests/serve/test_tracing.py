@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from serve.sim import make_tokenizer
-from serve.test_disaggregated import Spawner, prompt
+from serve.streams import Spawner
+from serve.test_disaggregated import kill, prompt, worker_argv
 from serve.test_kv_workers import CONFIG
 from tokenmill.__main__ import run
 from tokenmill.core.config import FloorConfig, ServerConfig
@@ -83,7 +84,8 @@ class House:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    prefill, decode = Spawner(folder, "--budget", "32"), Spawner(folder)
+    argv = worker_argv(folder)
+    prefill, decode = Spawner([*argv, "--budget", "32"]), Spawner(argv)
     config = FloorConfig(prefill=1, decode=1, remote_prefill_tokens=40, backoff_s=0.05)
     with asyncio.Runner() as runner:
         floor = runner.run(make_floor(decode, config, prefill))
@@ -159,7 +161,7 @@ def test_errors_and_migrations_are_told(house: House) -> None:
         answering = asyncio.create_task(house.call(completion(10, 300)))
         while not any(e.token_ids for e in house.floor._open.values()):
             await asyncio.sleep(0.001)
-        house.decode.kill()
+        kill(house.decode)
         assert json.loads(await answering)["usage"]["completion_tokens"] == 300
 
     house.run(killed)
