@@ -84,6 +84,7 @@ class Crew:
     def agree(self, num_blocks: int) -> int:
         """The least that any rank has room for; all have loaded their part then."""
         least: int = min(num_blocks, *(message["num_blocks"] for message in self.hear()))
+        self._folder.cleanup()  # all have met: a sudden death leaves nothing behind
         self.tell({"num_blocks": least})
         return least
 
