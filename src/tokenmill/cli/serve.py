@@ -82,7 +82,7 @@ def serve(settings: Settings) -> None:
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
     config = settings.build(ServerConfig)
-    _set_log_level(config.log_level)
+    set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
     path = fetch(model)
     from tokenmill.serve.server import serve as run_server
@@ -113,7 +113,7 @@ def worker(
     """Own an engine and run it for the API process at an address."""
     from tokenmill.serve.worker import run_worker, send_failure
 
-    _set_log_level(settings.get("log-level"))
+    set_log_level(settings.get("log-level"))
     try:
         built = _build(settings)
     except Exception as error:
@@ -178,7 +178,8 @@ def model_name(model: str) -> str:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
-def _set_log_level(level: str) -> None:
+def set_log_level(level: str) -> None:
+    """Log lines of this level and above, plain, to stderr."""
     logging.basicConfig(level=level.upper(), format="%(message)s", stream=sys.stderr)
 
 

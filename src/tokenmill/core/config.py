@@ -145,6 +145,17 @@ class ServerConfig:
     chat_template: str | None = None  # a file that replaces the model's own
     default_max_tokens: int | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_endpoint: str | None = None  # OpenTelemetry collector that gets traces
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConfig:
+    """The servers that `tokenmill route` stands in front of."""
+
+    backends: tuple[str, ...] = ()  # base URLs
+    backend_key: str | None = None  # sent instead of the client's own
+    health_interval_s: float = 5.0
+    connect_timeout_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

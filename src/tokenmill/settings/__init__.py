@@ -37,6 +37,7 @@ from tokenmill.settings.engine import (
     FLOOR,
     MODEL,
     PARALLEL,
+    ROUTE,
     ROUTER,
     SAMPLING,
     SCHEDULER,
@@ -71,6 +72,7 @@ __all__ = [
     "PARALLEL",
     "PUBLISHED",
     "REPLAY",
+    "ROUTE",
     "ROUTER",
     "SAMPLING",
     "SCHEDULER",
@@ -95,10 +97,8 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
-        *(BENCH, LADDER, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
         *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, REPLAY, ATTENTION_DP, COMMANDS),
+        *(FLOOR, ROUTER, ROUTE, REPLAY, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }

@@ -10,6 +10,7 @@ from tokenmill.core.config import (
     FloorConfig,
     ModelConfig,
     ParallelConfig,
+    RouteConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -283,6 +284,12 @@ SERVER = (
         one_of("debug", "info", "warning", "error"),
         "How much is logged to stderr.",
     ),
+    of(
+        ServerConfig,
+        "otlp-endpoint",
+        TEXT,
+        "OpenTelemetry collector for traces (OTLP over HTTP), such as http://127.0.0.1:4318.",
+    ),
 )
 SAMPLING = (
     of(SamplingParams, "max-tokens", count(1), "Most tokens of an answer."),
@@ -414,5 +421,49 @@ ROUTER = (
         "Workers tell which blocks they hold; off: predicted from what was routed.",
         field="events",
     ),
+    of(
+        RouterConfig,
+        "router-lifetime",
+        number(0.01, math.inf, "SECONDS"),
+        "How long a prompt is taken for cached where workers do not tell.",
+        field="approximate_s",
+    ),
+    of(
+        RouterConfig,
+        "router-worker-blocks",
+        count(1),
+        "KV blocks of 16 tokens that a worker is taken to hold where it does not tell.",
+        field="approximate_blocks",
+    ),
     of(RouterConfig, "router-seed", count(0), "Seed of the router's ties.", field="seed"),
+)
+ROUTE = (
+    of(
+        RouteConfig,
+        "backend",
+        TEXT,
+        "Base URL of an OpenAI-compatible server, such as http://10.0.0.1:8000; repeatable.",
+        field="backends",
+        repeated=True,
+    ),
+    of(
+        RouteConfig,
+        "backend-key",
+        TEXT,
+        "API key for the backends; without it, they get the Authorization of the client.",
+    ),
+    of(
+        RouteConfig,
+        "health-interval",
+        number(0.01, 3600, "SECONDS"),
+        "Time between two looks at a backend; one that is down is asked sooner, then less often.",
+        field="health_interval_s",
+    ),
+    of(
+        RouteConfig,
+        "connect-timeout",
+        number(0.01, 3600, "SECONDS"),
+        "A backend that takes no connection within this time is down.",
+        field="connect_timeout_s",
+    ),
 )
