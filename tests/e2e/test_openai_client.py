@@ -403,7 +403,8 @@ def test_a_full_queue_is_a_rate_limit() -> None:
             results = await asyncio.gather(*calls, return_exceptions=True)
         refused = [r for r in results if isinstance(r, openai.RateLimitError)]
         answered = [r for r in results if not isinstance(r, BaseException)]
-        assert refused and len(answered) >= 2 and len(refused) + len(answered) == 8
+        # All may come before the first step: then one waits and is answered.
+        assert refused and answered and len(refused) + len(answered) == 8
         assert all(int(r.response.headers["retry-after"]) >= 1 for r in refused)
         assert {r.code for r in refused} == {"queue_full"}
 
