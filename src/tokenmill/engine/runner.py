@@ -308,7 +308,7 @@ class ModelRunner:
             return None
         accepted = count_accepted(tokens[more.places], more.drafts, more.num_drafts)
         rows = more.firsts + accepted
-        positions = inputs.attention.positions.index_select(0, rows)
+        positions = inputs.attention.positions.index_select(0, rows).int()
         return self.proposer.propose(
             out.index_select(0, rows), positions, inputs.slots, more.capacities, batch.num_to_draft
         )
