@@ -15,6 +15,9 @@ from engine import disaggregated
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, StructuredOutput
+from tokenmill.engine.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.runner import Ahead
+from tokenmill.sched.sequence import Batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(
@@ -145,6 +148,47 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
         (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
     ]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("num_blocks", [60, 12])
+def test_steps_launched_ahead_change_no_answer(
+    llama: Model, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends, stops, aborts, new requests and scarce blocks come between them."""
+    folder, head = llama
+    greedy = replace(GREEDY, logprobs=None, max_tokens=40)
+    params = [
+        greedy,
+        replace(greedy, max_tokens=17),
+        replace(greedy, stop_token_ids=(41, 22)),
+        DRAWN,
+    ]
+    asked = [prompts()[i] for i in (0, 1, 3, 2)]
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": num_blocks}
+    plain = build(folder, "fp32", **options)
+    ahead = build(folder, "fp32", **options, mtp=3, draft=head)
+    runner = ahead.engine._runner
+    runner.add_draft_graphs(2, 3)
+    runner.runs_ahead = True
+    launches, used = [0], [0]
+    verify_next, matches = DraftGraphs.verify_next, Ahead.matches
+
+    def counted(self: DraftGraphs, count: int) -> Verified:
+        launches[0] += 1
+        return verify_next(self, count)
+
+    def noted(self: Ahead, graphs: DraftGraphs, batch: Batch) -> bool:
+        used[0] += matches(self, graphs, batch)
+        return matches(self, graphs, batch)
+
+    monkeypatch.setattr(DraftGraphs, "verify_next", counted)
+    monkeypatch.setattr(Ahead, "matches", noted)
+    for first, last in ((0, 1), (1, 3), (0, 4), (3, 4), (0, 2)):
+        golden = complete(plain.engine, asked[first:last], params[first:last])
+        answers = complete(ahead.engine, asked[first:last], params[first:last])
+        assert facts(answers) == facts(golden)
+        ahead.engine._scheduler.check_integrity()
+    assert used[0] > 10 and launches[0] > used[0]
 
 
 def test_relaxed_acceptance_takes_likely_drafts_and_says_so(

@@ -93,9 +93,8 @@ def check_drafts(device: str) -> None:
             expected = drafts.place_drafts_reference(*arguments)
             for ours, theirs in zip(gpu_drafts.place_drafts(*arguments), expected, strict=True):
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-        tokens, ids, counts = (
-            integers(2, count, depth + 1), integers(2, count, depth + 1), integers(depth + 1, count),
-        )  # fmt: skip
+        tokens, ids = integers(2, count, depth + 1), integers(2, count, depth + 1)
+        counts = integers(depth + 1, count)
         expected = drafts.accept_drafts_reference(tokens, ids, counts, base)
         found = gpu_drafts.accept_drafts(tokens, ids, counts, base)
         for ours, theirs in zip(found, expected, strict=True):

@@ -133,6 +133,7 @@ def build_engine(
     if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
         memory, depth = execution.graph_memory_bytes, execution.mtp
         runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
+        runner.runs_ahead = link is None  # no other engine may wait for blocks that are written
     overlap = device == "cuda" if execution.overlap is None else execution.overlap
     eos = _stop_ids(path, spec, grammar_vocab)
     pool = BlockPool(num_blocks, block_size, cache.prefix_cache)

@@ -18,7 +18,7 @@ from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.drafts import accept_drafts, advance_drafts
 from tokenmill.kernels.sampling import argmax
-from tokenmill.sched.sequence import Item, num_drafts
+from tokenmill.sched.sequence import Item, Sequence, num_drafts
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner import KVCache, Model
@@ -108,6 +108,20 @@ class DraftGraphs:
             ids[row, :num_new] = [seq.token_ids[-1], *seq.draft_ids[: num_new - 1]]
             columns[:, row] = (seq.num_computed_tokens, seq.slot, seq.capacity, num_new - 1)
         self.inputs.copy_(host, non_blocking=True)
+        return self.verify_next(count)
+
+    def may_go_on(self, seqs: list[Sequence]) -> bool:
+        """True if the step after the one under way needs no block and ends nobody by length."""
+        block, most = self.builder.block_size, 2 * (self.depth + 1)
+        return all(
+            seq.num_computed_tokens + most <= -(-len(seq.token_ids) // block) * block
+            and len(seq.token_ids) + most < seq.max_len
+            for seq in seqs
+        )
+
+    def verify_next(self, count: int) -> Verified:
+        """The rows of the step that the last one has left in the input buffer."""
+        size = self.sizes[bisect_left(self.sizes, count)]
         captured = self._graphs.get(size)
         if captured is None:
             return self._verify(size)
