@@ -171,6 +171,7 @@ class ServerMetrics:
             ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
             ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),
+            ("mtp_runs", "Runs of drafts verified.", s.num_drafted[0] if s.num_drafted else 0),
             ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
             ("prompt_tokens", "Prompt tokens of finished requests.", self.num_prompt_tokens),
             ("generation_tokens", "Tokens sent to clients.", self.num_output_tokens),
