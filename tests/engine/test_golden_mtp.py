@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +190,50 @@ def test_steps_launched_ahead_change_no_answer(
         assert facts(answers) == facts(golden)
         ahead.engine._scheduler.check_integrity()
     assert used[0] > 10 and launches[0] > used[0]
+
+
+class Fickle:
+    """Drafts now and then: steps overlap in between."""
+
+    def __init__(self) -> None:
+        self.random, self.count, self.left = random.Random(2), 0, 0
+        self.chosen: list[int] = []
+
+    def choose(self) -> int:
+        if not self.left:
+            self.count, self.left = self.random.choice([0, 1, 3]), self.random.randint(1, 6)
+        self.left -= 1
+        self.chosen.append(self.count)
+        return self.count
+
+    def record(
+        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        assert seconds > 0 and batch.items
+
+
+@pytest.mark.parametrize("num_blocks", [60, 14])
+def test_drafts_come_and_go_between_overlapped_steps(llama: Model, num_blocks: int) -> None:
+    folder, head = llama
+    params = [GREEDY, DRAWN] * 4
+    alone = build(folder, "int8", chunked=False, prefix_cache=False, num_blocks=64)
+    golden = [complete(alone.engine, [p], s)[0] for p, s in zip(prompts(), params, strict=True)]
+    built = build(
+        folder, "int8", chunked=True, prefix_cache=True, num_blocks=num_blocks, overlap=True,
+        mtp=3, draft=head,
+    )  # fmt: skip
+    fickle = Fickle()
+    built.engine.drafting = fickle
+    built.engine._runner.add_draft_graphs(4, 3)
+    built.engine._runner.runs_ahead = True
+    for _ in range(3):
+        answers = complete(built.engine, prompts(), params)
+        for answer, expected in zip(answers, golden, strict=True):
+            assert answer.token_ids == expected.token_ids
+            assert answer.terminals[0].finish_reason == expected.terminals[0].finish_reason
+    assert min(fickle.chosen.count(count) for count in (0, 1, 3)) > 10
+    assert sum(built.engine.stats().num_accepted) > 10
+    built.engine._scheduler.check_integrity()
 
 
 def test_relaxed_acceptance_takes_likely_drafts_and_says_so(

@@ -29,9 +29,11 @@ from tokenmill.core.config import (
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
+from tokenmill.engine.draft_graphs import MAX_SIZE
 from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
+from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
@@ -365,7 +367,19 @@ def _reserve(
         widest += 2 * spec.num_heads * spec.mla.kv_rank
     activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
     logits = scheduler.max_num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
-    return 2**30 + 2 * activations + logits + execution.graph_memory_bytes
+    return (
+        2**30
+        + 2 * activations
+        + logits
+        + execution.graph_memory_bytes
+        + _draft_bytes(spec, execution.mtp, scheduler.max_num_seqs)
+    )
+
+
+def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
+    """The logits that captured steps with drafts keep, a row for each draft and one more."""
+    num_seqs = sum(ladder(min(max_num_seqs, MAX_SIZE)))
+    return sum(range(2, depth + 2)) * num_seqs * spec.vocab_size * 2
 
 
 def _num_blocks(
