@@ -1,11 +1,12 @@
 """Train a multi-token-prediction module for a Llama-family model on text that the model writes.
 
 The model first writes user turns (sampled, from its own chat template), then answers them, mostly
-greedily. The module learns the model's own next-token distributions over that text, for a chain of
-drafts: draft k sees the module's hidden state of draft k - 1, as it will when it is used.
+greedily. The module learns the model's own next-token distributions over the answers, for a chain
+of drafts: draft k sees the module's hidden state of draft k - 1, as it will when it is used.
 
-usage: python scripts/train_mtp.py --out FOLDER [--generate-s 150 --train-s 300]     (one GPU)
-The last line is one JSON object: acceptance of each draft on conversations left out of training.
+usage: python scripts/train_mtp.py --out FOLDER [--generate-s 120 --train-s 180]     (one GPU)
+The last line is one JSON object: acceptance of each draft over the answers of conversations left
+out of training.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+import triton
+import triton.language as tl
+from safetensors.torch import load_file, save_file
 
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.spec import ModelSpec
@@ -43,11 +48,21 @@ LAYER = (
     "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
 MAX_LEN = 640
+BLOCK = 4096  # of the vocabulary
 Weights = dict[str, torch.Tensor]
 
 
-def write_conversations(args: argparse.Namespace) -> list[list[int]]:
-    """Conversations as token ids, each a prompt and the model's answer."""
+@dataclass(slots=True)
+class Conversation:
+    """A prompt and the model's answer."""
+
+    token_ids: list[int]
+    num_prompt: int
+    hidden: torch.Tensor | None = None  # [tokens, hidden], after the final norm
+
+
+def write_conversations(args: argparse.Namespace) -> list[Conversation]:
+    """What the model asks and answers until the time is over."""
     path = str(resolve(args.model))
     tokenizer = load_tokenizer(path)
     built = build_engine(
@@ -60,7 +75,7 @@ def write_conversations(args: argparse.Namespace) -> list[list[int]]:
     inner = tokenizer.encode(marker)
     at = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
     head, tail = whole[:at], whole[at + len(inner) :]
-    dice, seen, done = random.Random(args.seed), set[tuple[int, ...]](), list[list[int]]()
+    dice, seen, done = random.Random(args.seed), set[tuple[int, ...]](), list[Conversation]()
     end = time.monotonic() + args.generate_s
     while time.monotonic() < end:
         starts = [tokenizer.encode(dice.choice(OPENERS)) for _ in range(4 * args.batch)]
@@ -74,11 +89,17 @@ def write_conversations(args: argparse.Namespace) -> list[list[int]]:
                 prompts.append([*head, *user, *tail])
         greedy = SamplingParams(temperature=0.0, max_tokens=args.answer)
         drawn = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=args.answer)
-        how = [greedy if dice.random() < 0.75 else drawn for _ in prompts]
+        how = [greedy if dice.random() < 0.85 else drawn for _ in prompts]
         answers = complete(built, prompts, how, dice)
-        done += [p + a for p, a in zip(prompts, answers, strict=True)]
-        print(f"{len(done)} conversations, {sum(map(len, done))} tokens", flush=True)
-    return [ids[:MAX_LEN] for ids in done]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if len(prompt) + 8 < MAX_LEN and len(answer) > 8:
+                done.append(Conversation((prompt + answer)[:MAX_LEN], len(prompt)))
+        print(f"{len(done)} conversations, {_num_tokens(done)} tokens", flush=True)
+    return done
+
+
+def _num_tokens(conversations: list[Conversation]) -> int:
+    return sum(len(c.token_ids) for c in conversations)
 
 
 def complete(
@@ -162,9 +183,10 @@ class Module(torch.nn.Module):
     def __init__(self, target: Target) -> None:
         super().__init__()
         size = target.spec.hidden_size
-        weights = {
-            n: t.float().clone() for n, t in target.layer(target.spec.num_layers - 1).items()
-        }
+        last = target.layer(target.spec.num_layers - 1)
+        weights = {name: tensor.float().clone() for name, tensor in last.items()}
+        for name in ("self_attn.o_proj", "mlp.down_proj"):  # the stream starts small here
+            weights[name] *= 0.1
         weights["enorm"] = torch.ones(size)
         weights["hnorm"] = torch.ones(size)
         weights["eh_proj"] = torch.cat([0.02 * torch.randn(size, size), torch.eye(size)], dim=1)
@@ -174,6 +196,12 @@ class Module(torch.nn.Module):
         for name, key in self.names.items():
             tensor = weights[name].to(target.device)
             self.register_parameter(key, torch.nn.Parameter(tensor))
+
+    def load(self, file: Path) -> None:
+        """Go on from a module that was trained before."""
+        for name, tensor in load_file(file).items():
+            short = name.split(".", 3)[3].removesuffix(".weight")
+            self.weights[short].data.copy_(tensor)
 
     @property
     def weights(self) -> Weights:
@@ -209,51 +237,125 @@ class Module(torch.nn.Module):
         return states
 
 
+@triton.jit
+def _distil_kernel(student, teacher, rows, losses, hits, vocab, BLOCK: tl.constexpr):
+    """Cross entropy of a row against the teacher's distribution; its gradient replaces the row."""
+    row = tl.program_id(0).to(tl.int64)
+    own, goal = student + row * vocab, teacher + tl.load(rows + row).to(tl.int64) * vocab
+    peak_s = tl.full([], float("-inf"), tl.float32)
+    peak_t = tl.full([], float("-inf"), tl.float32)
+    sum_s, sum_t = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    best_s, best_t = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        s = tl.load(own + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        t = tl.load(goal + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        top_s, top_t = tl.max(s, axis=0), tl.max(t, axis=0)
+        best_s = tl.where(top_s > peak_s, start + tl.argmax(s, axis=0), best_s)
+        best_t = tl.where(top_t > peak_t, start + tl.argmax(t, axis=0), best_t)
+        new_s, new_t = tl.maximum(peak_s, top_s), tl.maximum(peak_t, top_t)
+        sum_s = sum_s * tl.exp(peak_s - new_s) + tl.sum(tl.exp(s - new_s), axis=0)
+        sum_t = sum_t * tl.exp(peak_t - new_t) + tl.sum(tl.exp(t - new_t), axis=0)
+        peak_s, peak_t = new_s, new_t
+    norm_s, norm_t = peak_s + tl.log(sum_s), peak_t + tl.log(sum_t)
+    loss = tl.full([], 0.0, tl.float32)
+    for start in range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocab
+        s = tl.load(own + column, mask=inside, other=0.0).to(tl.float32) - norm_s
+        t = tl.load(goal + column, mask=inside, other=0.0).to(tl.float32) - norm_t
+        loss -= tl.sum(tl.where(inside, tl.exp(t) * s, 0.0), axis=0)
+        tl.store(own + column, (tl.exp(s) - tl.exp(t)).to(student.dtype.element_ty), mask=inside)
+    tl.store(losses + row, loss)
+    tl.store(hits + row, (best_s == best_t).to(tl.int32))
+
+
+class Distillation(torch.autograd.Function):
+    """The mean cross entropy of head(states) against rows of the teacher's logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        head: torch.Tensor,
+        teacher: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = F.linear(states, head)
+        losses = torch.empty(len(rows), device=states.device)
+        hits = torch.empty(len(rows), dtype=torch.int32, device=states.device)
+        _distil_kernel[(len(rows),)](
+            logits, teacher, rows, losses, hits, head.shape[0], BLOCK=BLOCK, num_warps=8
+        )
+        ctx.save_for_backward(logits, head)
+        ctx.mark_non_differentiable(hits)
+        return losses.mean(), hits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, head = ctx.saved_tensors
+        return (logits @ head) * (gradients[0] / len(logits)), None, None, None
+
+
 def batches(
-    texts: list[list[int]], num_tokens: int, dice: random.Random, pad: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Texts of about the same length together: ids and lengths."""
-    order = sorted(texts, key=lambda ids: len(ids) + 16 * dice.random())
-    groups: list[list[list[int]]] = [[]]
-    for ids in order:
-        if groups[-1] and (len(groups[-1]) + 1) * len(ids) > num_tokens:
+    conversations: list[Conversation], num_tokens: int, dice: random.Random
+) -> Iterator[list[Conversation]]:
+    """Conversations of about the same length together."""
+    order = sorted(conversations, key=lambda c: len(c.token_ids) + 16 * dice.random())
+    groups: list[list[Conversation]] = [[]]
+    for one in order:
+        if groups[-1] and (len(groups[-1]) + 1) * len(one.token_ids) > num_tokens:
             groups.append([])
-        groups[-1].append(ids)
+        groups[-1].append(one)
     dice.shuffle(groups)
-    for group in groups:
-        longest = max(map(len, group))
-        rows = [ids + [pad] * (longest - len(ids)) for ids in group]
-        yield torch.tensor(rows), torch.tensor([len(ids) for ids in group])
+    yield from groups
+
+
+def _ids(group: list[Conversation], device: str) -> torch.Tensor:
+    longest = max(len(c.token_ids) for c in group)
+    rows = [c.token_ids + [0] * (longest - len(c.token_ids)) for c in group]
+    return torch.tensor(rows).to(device)
+
+
+def note_hidden(target: Target, conversations: list[Conversation], num_tokens: int) -> None:
+    """Run the model once over everything: it does not change."""
+    for group in batches(conversations, num_tokens, random.Random(0)):
+        for one, hidden in zip(group, target(_ids(group, target.device)), strict=True):
+            one.hidden = hidden[: len(one.token_ids)].clone()
 
 
 def losses(
-    module: Module, ids: torch.Tensor, lens: torch.Tensor, depth: int
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """The summed loss, per draft whether its best token is the model's, and which entries count."""
+    module: Module, group: list[Conversation], depth: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The summed loss over the answers, and per draft whether its best token is the model's."""
     (target,) = module.target
-    hidden = target(ids)
+    ids = _ids(group, target.device)
+    known = [c.hidden for c in group if c.hidden is not None]
+    hidden = torch.nn.utils.rnn.pad_sequence(known, batch_first=True)
     states = module(hidden, ids, depth)
-    count = states[0].shape[1]
-    valid = torch.arange(count, device=ids.device)[None] < (lens - 1 - depth)[:, None]
-    with torch.no_grad():
-        said = F.linear(hidden[:, 1:], target.head)
-    loss = torch.zeros((), device=ids.device)
-    hits = []
+    count, width = states[0].shape[1], hidden.shape[1] - 1
+    firsts = torch.tensor([c.num_prompt - 1 for c in group], device=ids.device)[:, None]
+    ends = torch.tensor([len(c.token_ids) - 1 - depth for c in group], device=ids.device)[:, None]
+    places = torch.arange(count, device=ids.device)[None]
+    line, place = ((places >= firsts) & (places < ends)).nonzero(as_tuple=True)
+    teacher = F.linear(hidden[:, 1:], target.head).flatten(0, 1)
+    loss, hits = torch.zeros((), device=ids.device), []
     for k, state in enumerate(states):
-        logits = F.linear(state[valid], target.head)
-        goal = said[:, k : k + count][valid]
-        loss = loss + 0.8**k * F.cross_entropy(logits.float(), goal.float().softmax(-1))
-        hits.append(logits.argmax(-1) == goal.argmax(-1))
-    return loss, hits, valid
+        rows = line * width + place + k
+        own, right = Distillation.apply(state[line, place], target.head, teacher, rows)
+        loss = loss + 0.7**k * own
+        hits.append(right.bool())
+    return loss, hits
 
 
 @torch.no_grad()
-def measure(module: Module, texts: list[list[int]], args: argparse.Namespace) -> list[float]:
+def measure(
+    module: Module, conversations: list[Conversation], args: argparse.Namespace
+) -> list[float]:
     """The share of each draft that is right where those before it were."""
     kept, right = [0] * args.depth, [0] * args.depth
-    for ids, lens in batches(texts, args.tokens, random.Random(0), 0):
-        ids, lens = ids.to(args.device), lens.to(args.device)
-        _, hits, _ = losses(module, ids, lens, args.depth)
+    for group in batches(conversations, args.tokens, random.Random(0)):
+        _, hits = losses(module, group, args.depth)
         alive = torch.ones_like(hits[0])
         for k, hit in enumerate(hits):
             kept[k] += int(alive.sum())
@@ -262,33 +364,28 @@ def measure(module: Module, texts: list[list[int]], args: argparse.Namespace) ->
     return [r / max(1, n) for r, n in zip(right, kept, strict=True)]
 
 
-def train(module: Module, texts: list[list[int]], args: argparse.Namespace) -> int:
+def train(module: Module, conversations: list[Conversation], args: argparse.Namespace) -> int:
     """Train until the time is over; returns the number of steps."""
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.01
     )
     dice, begin, step = random.Random(args.seed), time.monotonic(), 0
     while True:
-        for ids, lens in batches(texts, args.tokens, dice, 0):
+        for group in batches(conversations, args.tokens, dice):
             share = (time.monotonic() - begin) / args.train_s
             if share >= 1:
                 return step
-            warm = min(1.0, (step + 1) / 100)
-            for group in optimizer.param_groups:
-                group["lr"] = (
-                    args.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
-                )
-            ids, lens = ids.to(args.device), lens.to(args.device)
-            loss, hits, _ = losses(module, ids, lens, args.depth)
+            falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share))
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = args.rate * min(1.0, (step + 1) / 100) * falling
+            loss, hits = losses(module, group, args.depth)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
-            if step % 100 == 0:
-                first = [round(float(h.float().mean()), 3) for h in hits]
-                print(
-                    f"step {step} ({share:.0%}): loss {loss.item():.3f}, right {first}", flush=True
-                )
+            if step % 250 == 0:
+                right = [round(float(h.float().mean()), 3) for h in hits]
+                print(f"step {step} ({share:.0%}): loss {loss.item():.3f}, {right}", flush=True)
             step += 1
 
 
@@ -297,13 +394,14 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder of model.safetensors")
+    parser.add_argument("--start", type=Path, help="a module to go on from")
     parser.add_argument("--depth", type=int, default=3, help="drafts in a chain")
-    parser.add_argument("--generate-s", type=float, default=150)
-    parser.add_argument("--train-s", type=float, default=300)
+    parser.add_argument("--generate-s", type=float, default=120)
+    parser.add_argument("--train-s", type=float, default=180)
     parser.add_argument("--batch", type=int, default=1024, help="conversations at once")
     parser.add_argument("--answer", type=int, default=384, help="tokens of an answer at most")
     parser.add_argument("--tokens", type=int, default=16384, help="of a training step")
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -313,7 +411,10 @@ def main() -> None:
     held, texts = texts[:num_held], texts[num_held:]
     checkpoint = open_checkpoint(resolve(args.model))
     target = Target(checkpoint.spec, dict(checkpoint.tensors(None, args.device)), args.device)
+    note_hidden(target, held + texts, args.tokens)
     module = Module(target)
+    if args.start is not None:
+        module.load(args.start)
     steps = train(module, texts, args)
     found = measure(module, held, args)
     prefix = f"model.layers.{checkpoint.spec.num_layers}"
@@ -325,7 +426,7 @@ def main() -> None:
     save_file(tensors, args.out / "model.safetensors", {"format": "pt"})
     length = 1 + sum(math.prod(found[: k + 1]) for k in range(args.depth))
     report = {
-        "model": args.model, "conversations": len(texts), "tokens": sum(map(len, texts)),
+        "model": args.model, "conversations": len(texts), "tokens": _num_tokens(texts),
         "held_out": num_held, "steps": steps, "acceptance": [round(a, 4) for a in found],
         "length": round(length, 3), "bytes": (args.out / "model.safetensors").stat().st_size,
     }  # fmt: skip

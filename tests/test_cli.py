@@ -91,6 +91,14 @@ def test_every_flag_is_a_setting() -> None:
         (["serve", "./nowhere"], 1, "model './nowhere': tried it as a path"),
         (["chat", "--url", "http://127.0.0.1:9/v1"], 1, "cannot reach http://127.0.0.1:9/v1"),
         (["chat", "--url", "nonsense"], 1, "cannot reach nonsense"),
+        (["route"], 2, "--backend is needed: the URL of a server"),
+        (["route", "--backend", "host:1"], 2, "--backend must be http://HOST:PORT"),
+        (
+            ["route", "--backend=http://h:1", "--backend=http://h:1/v1"],
+            2,
+            "--backend http://h:1/v1",
+        ),
+        (["route", "--backend=http://h", "--chat-template=t"], 2, "--chat-template needs --tok"),
     ],
 )
 def test_errors_are_one_sentence(

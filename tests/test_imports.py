@@ -54,7 +54,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "jinja2": ("serve/chat_template",),
     "prometheus_client": ("serve/metrics",),
     "msgspec": ("serve/", "bench/wire"),
-    "httptools": ("bench/client",),
+    "httptools": ("bench/client", "serve/upstream"),
     "uvloop": ("bench/issue",),
     "zmq": ("serve/wire", "serve/worker"),
     "ray": ("serve/supervisor",),
@@ -65,6 +65,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "rich": ("cli/", "demo"),
     "openai": ("demo",),
     "tqdm": ("llm",),
+    "opentelemetry": ("serve/tracing",),
     **dict.fromkeys(PEERS, ("bench/peer_runners",)),
 }
 

@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from tokenmill.core.types import (
     FinishReason,
     InvalidRequestError,
@@ -93,6 +99,7 @@ class LLM:
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         execution: ExecutionConfig | None = None,
+        parallel: ParallelConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load a model; what is named here wins over the same field of `cache` and `scheduler`."""
@@ -120,6 +127,7 @@ class LLM:
             execution or ExecutionConfig(),
             self.tokenizer.grammar_vocab(),
             progress,
+            parallel=parallel,
         )
         self.engine = self.built.engine
         self._ids = itertools.count()

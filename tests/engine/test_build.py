@@ -8,7 +8,8 @@ import torch
 from tiny_models import make_model, save
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import ModelLoadError
-from tokenmill.engine.build import build_engine, choose_device
+from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import choose_device
 
 
 @pytest.mark.parametrize(

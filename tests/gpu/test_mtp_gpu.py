@@ -1,89 +1,64 @@
-"""Drafts on a GPU: captured graphs, steps launched ahead, and the answers without them."""
+"""Drafts on a GPU: the same answers with and without them, in graphs and out of them."""
 
-import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from draft_heads import OUTPUTS, make_head
+from draft_heads import forgetful, save_head
 from driver import Answer, complete
-from gpu.test_gpu import CONFIG, prompts
+from tiny_models import make_model, save, tame
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
-from tokenmill.core.types import SamplingParams
+from tokenmill.core.types import EngineStats, SamplingParams
 from tokenmill.engine.build import build_engine
-from tokenmill.engine.engine import LanguageEngine
-from tokenmill.models.weights import random_tensors, read_spec
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
-DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=60, frequency_penalty=0.4)
-PLAIN = ExecutionConfig(batch_invariant=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True)
+SHAPE = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 512}
+Model = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose newest token decides most, and a head that knows it."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    spec = read_spec(folder)
-    weights = {
-        name: tensor * (0.02 if name.endswith(OUTPUTS) else 1.0)
-        for name, tensor in random_tensors(spec)
-    }
-    save_file(weights, folder / "model.safetensors")
-    head = make_head(spec, torch.ones(spec.hidden_size), 0.003)
-    save_file(head, folder.parent / f"{folder.name}.safetensors")
-    return folder
+    model = forgetful(tame(make_model("llama", **SHAPE), 0.3))
+    return save(model, folder / "model"), save_head(model, folder / "head.safetensors")
 
 
-def build(folder: Path, execution: ExecutionConfig, num_blocks: int = 200) -> LanguageEngine:
-    return build_engine(
-        ModelConfig(
-            str(folder), "bf16", "cuda", draft=str(folder.parent / f"{folder.name}.safetensors")
-        ),
-        CacheConfig(num_blocks=num_blocks),
-        SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+def answers(
+    tiny: Model, execution: ExecutionConfig, sampling: SamplingParams
+) -> tuple[list[Answer], EngineStats]:
+    folder, head = tiny
+    source = random.Random(2)
+    prompts = [[source.randrange(64) for _ in range(n)] for n in (1, 9, 64, 100, 33)]
+    engine = build_engine(
+        ModelConfig(str(folder), "bf16", "cuda", draft=str(head)),
+        CacheConfig(num_blocks=64),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
         execution,
     ).engine
+    return complete(engine, prompts, sampling), engine.stats()
 
 
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_same_tokens_with_drafts(tiny: Model, graphs: bool, sampling: SamplingParams) -> None:
+    """Batch invariance makes logits the same for one row and for four."""
+    plain = ExecutionConfig(batch_invariant=True, cuda_graphs=graphs)
+    expected, _ = answers(tiny, plain, sampling)
+    found, stats = answers(tiny, replace(plain, mtp=3, mtp_adaptive=False), sampling)
+    assert [a.token_ids for a in found] == [a.token_ids for a in expected]
+    assert len(stats.num_accepted) == 3 and 0 < stats.num_accepted[0] < stats.num_drafted[0]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, logprobs=1)])
-def test_answers_are_those_without_drafts(folder: Path, sampling: SamplingParams) -> None:
-    expected = tokens(complete(build(folder, PLAIN), prompts(), sampling))
-    for graphs, num_blocks in ((True, 200), (False, 200), (True, 12)):
-        drafting = replace(PLAIN, mtp=3, mtp_adaptive=False, cuda_graphs=graphs)
-        engine = build(folder, drafting, num_blocks)
-        assert tokens(complete(engine, prompts(), sampling)) == expected
-        stats = engine.stats()
-        assert sum(stats.num_accepted) > 0
-        for prompt, answer in list(zip(prompts(), expected, strict=True))[:2]:  # alone: run ahead
-            assert tokens(complete(engine, [prompt], sampling)) == [answer]
-        engine._scheduler.check_integrity()
-    build(folder, ExecutionConfig())  # switches invariance off again
-
-
-def test_fast_kernels_draft_as_the_plain_ones_do(folder: Path) -> None:
-    """Without invariance a token may differ where two are nearly alike; drafts are as good."""
-    counts = []
-    for graphs in (False, True):
-        execution = ExecutionConfig(mtp=2, mtp_adaptive=False, cuda_graphs=graphs)
-        engine = build(folder, execution)
-        complete(engine, prompts(), GREEDY)
-        stats = engine.stats()
-        counts.append(stats.num_accepted[0] / stats.num_drafted[0])
-    assert min(counts) > 0.2 and abs(counts[0] - counts[1]) < 0.1
-
-
-def test_adaptive_drafts_come_and_go(folder: Path) -> None:
-    expected = tokens(complete(build(folder, PLAIN), prompts(), GREEDY))
-    engine = build(folder, replace(PLAIN, mtp=3))
-    for _ in range(3):
-        assert tokens(complete(engine, prompts(), GREEDY)) == expected
-    assert sum(engine.stats().num_drafted) > 0
-    build(folder, ExecutionConfig())  # switches invariance off again
+def test_cublas_kernels_nearly_agree(tiny: Model) -> None:
+    fast = ExecutionConfig()
+    expected, _ = answers(tiny, fast, GREEDY)
+    found, stats = answers(tiny, replace(fast, mtp=3, mtp_adaptive=False), GREEDY)
+    pairs = [
+        a == b
+        for f, e in zip(found, expected, strict=True)
+        for a, b in zip(f.token_ids[:8], e.token_ids[:8], strict=True)
+    ]
+    assert sum(pairs) > 0.8 * len(pairs) and stats.num_accepted[0] > 0

@@ -28,7 +28,7 @@ KERNELS = {
     "triton_moe_parity": (
         "route",
         "sort_by_expert",
-        "mix_experts",
+        "experts",
         "latent_cache",
         "latent_attention",
     ),

@@ -48,7 +48,7 @@ def check(index: KVIndex, pool: BlockPool, ever: set[int]) -> None:
     assert index.num_blocks("w") == len(cached)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_index_equals_pool(seed: int, lossy: bool) -> None:
     """Preemption, eviction, aborts, failed steps and lost batches."""

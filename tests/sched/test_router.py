@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tokenmill.core.config import RouterConfig
-from tokenmill.sched.blocks import block_hashes
+from tokenmill.sched.blocks import block_hashes, byte_tokens
 from tokenmill.sched.kv_events import Dump, EventBatch, Stored
 from tokenmill.sched.router import NoWorkerError, Router
 
@@ -95,6 +95,18 @@ def test_policies() -> None:
     assert {chance.route(str(i), prompt(0), 0.0).worker for i in range(30)} == {"a", "b"}
 
 
+@pytest.mark.parametrize("policy", ["kv", "round-robin", "least-loaded", "random"])
+def test_who_was_tried_is_left_out(policy: Any) -> None:
+    target = router("a", "b", "c", policy=policy)
+    hold(target, "a", prompt(0))
+    chosen = [target.route("1", prompt(0), 0.0, without={"a"}).worker for _ in range(20)]
+    assert "a" not in chosen
+    assert target.route("1", prompt(0), 0.0, without={"a", "b"}).worker == "c"
+    with pytest.raises(NoWorkerError):
+        target.route("1", prompt(0), 0.0, without={"a", "b", "c"})
+    assert sum(target._account.num_requests) == 1
+
+
 def test_the_account_is_empty_when_all_has_ended() -> None:
     target = router("a", "b")
     for number in range(20):
@@ -144,6 +156,11 @@ def test_a_gap_and_a_dump_pass_through() -> None:
     assert not target.apply("a", EventBatch(5, []))
     assert target.load("a", Dump(5, hashes))
     assert target.route("r", [*prompt(0), 1], 0.0).num_cached_tokens == 40
+
+
+def test_bytes_are_tokens_where_none_are_known() -> None:
+    assert byte_tokens(b"") == byte_tokens(b"abc") == array("q")
+    assert byte_tokens(b"\x01\0\0\0\xff\xff\xff\xff\0") == array("q", [1, 2**32 - 1])
 
 
 def test_tokens_in_an_array_hash_as_in_a_list() -> None:

@@ -1,4 +1,4 @@
-"""The command line as a typer app: serve | status | scale | drain | chat | generate and more."""
+"""The command line as a typer app: serve | route | status | chat | generate and more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, floor, generate, plan, pull, serve
+from tokenmill.cli import bench, chat, floor, generate, plan, pull, route, serve
 
 app = typer.Typer(
     name="tokenmill",
@@ -48,5 +48,5 @@ def root(
     """
 
 
-for _module in (serve, floor, chat, generate, pull, bench, plan):
+for _module in (serve, route, floor, chat, generate, pull, bench, plan):
     _module.register(app)

@@ -10,6 +10,7 @@ from tokenmill.cli import (
     console,
     decode,
     endpoint,
+    eplb,
     kv_moves,
     ladder,
     mlperf,
@@ -44,6 +45,7 @@ def register(app: typer.Typer) -> None:
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "router", routing.PANELS, defaults=routing.DEFAULTS)(routing.router)
     command(group, "kv-transfer", kv_moves.PANELS)(kv_moves.kv_transfer)
+    command(group, "eplb", eplb.PANELS)(eplb.eplb)
     command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
     simulate.register(group)
     app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")

@@ -40,7 +40,8 @@ def decode(settings: Settings) -> None:
     tokenmill bench decode --decode-batch 1,8 --context 512
     """
     from tokenmill.cli.ceiling import measure_machine
-    from tokenmill.engine.build import build_engine, choose_device
+    from tokenmill.engine.build import build_engine
+    from tokenmill.engine.choices import choose_device
     from tokenmill.engine.probe import DecodeProbe
 
     sizes, context = settings.get("decode-batch"), settings.get("context")

@@ -69,7 +69,8 @@ def ladder(settings: Settings) -> None:
 def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
     """Where it runs, and what is there to be switched on."""
     from tokenmill.cli.ceiling import device_features
-    from tokenmill.engine.build import choose_device, has_mtp
+    from tokenmill.engine.build import has_mtp
+    from tokenmill.engine.choices import choose_device
 
     device = choose_device(model)
     return device, device_features(device) | ({"mtp"} if has_mtp(model, path) else set())

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 
 from tokenmill.cli import console
 from tokenmill.cli.pull import fetch
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, SETTINGS, Settings
+from tokenmill.settings import CACHE, EXECUTION, MODEL, PARALLEL, SCHEDULER, SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenmill.llm import LLM
@@ -26,6 +32,7 @@ PANELS = {
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
+    "Ranks": PARALLEL,
 }
 
 
@@ -71,6 +78,7 @@ def load_llm(settings: Settings) -> LLM:
             cache=settings.build(CacheConfig),
             scheduler=settings.build(SchedulerConfig),
             execution=settings.build(ExecutionConfig),
+            parallel=settings.build(ParallelConfig),
             progress=update,
         )
 

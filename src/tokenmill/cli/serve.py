@@ -20,6 +20,7 @@ from tokenmill.core.config import (
     ExecutionConfig,
     FloorConfig,
     ModelConfig,
+    ParallelConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -29,6 +30,7 @@ from tokenmill.settings import (
     EXECUTION,
     FLOOR,
     MODEL,
+    PARALLEL,
     ROUTER,
     SCHEDULER,
     SERVER,
@@ -47,8 +49,9 @@ ENGINE_PANELS = {
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
+    "Ranks": PARALLEL,
 }
-WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, SETTINGS["log-level"])
+WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
 
 
 def register(app: typer.Typer) -> None:
@@ -66,6 +69,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
+    tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
 
     Then, for example:
 
@@ -78,7 +82,7 @@ def serve(settings: Settings) -> None:
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
     config = settings.build(ServerConfig)
-    _set_log_level(config.log_level)
+    set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
     path = fetch(model)
     from tokenmill.serve.server import serve as run_server
@@ -95,7 +99,8 @@ def serve(settings: Settings) -> None:
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
 
     tokenizer = load_tokenizer(path, config.chat_template)
-    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
+    ranks = settings.build(ParallelConfig).num_ranks
+    floor, router = settings.build(FloorConfig, ranks=ranks), settings.build(RouterConfig)
     shared = _share(_roles(settings, floor), floor.num_workers)
     commands = [worker_command(_own(shared, key), path) for key in ("decode-set", "prefill-set")]
     run_server(commands[0], tokenizer, config, name, on_listening, floor, router, commands[1])
@@ -108,7 +113,7 @@ def worker(
     """Own an engine and run it for the API process at an address."""
     from tokenmill.serve.worker import run_worker, send_failure
 
-    _set_log_level(settings.get("log-level"))
+    set_log_level(settings.get("log-level"))
     try:
         built = _build(settings)
     except Exception as error:
@@ -173,7 +178,8 @@ def model_name(model: str) -> str:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
-def _set_log_level(level: str) -> None:
+def set_log_level(level: str) -> None:
+    """Log lines of this level and above, plain, to stderr."""
     logging.basicConfig(level=level.upper(), format="%(message)s", stream=sys.stderr)
 
 
@@ -189,7 +195,8 @@ def _build(settings: Settings) -> BuiltEngine:
         console.progress("Loading weights", size_in_bytes=True) as loaded,
         console.progress("Capturing CUDA graphs") as captured,
     ):
-        return build_engine(config, cache, limits, execution, vocab, loaded, captured)
+        parallel = settings.build(ParallelConfig)
+        return build_engine(config, cache, limits, execution, vocab, loaded, captured, parallel)
 
 
 def _facts(built: BuiltEngine) -> ModelFacts:

@@ -18,6 +18,7 @@ from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from tokenmill.core.types import ModelLoadError
@@ -26,6 +27,7 @@ from tokenmill.settings import (
     CACHE,
     EXECUTION,
     MODEL,
+    PARALLEL,
     SCHEDULER,
     SETTINGS,
     Settings,
@@ -42,6 +44,7 @@ PANELS = {
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
+    "Ranks": PARALLEL,
 }
 GPU_MAX_NUM_SEQS = 1024  # of a workload, unless given
 SHAPES = Path(bench.__file__).parent / "shapes"
@@ -127,7 +130,8 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
         console.progress("Loading weights", size_in_bytes=True) as loaded,
         console.progress("Capturing CUDA graphs") as captured,
     ):
-        from tokenmill.engine.build import build_engine, choose_device
+        from tokenmill.engine.build import build_engine
+        from tokenmill.engine.choices import choose_device
 
         model = replace(settings.build(ModelConfig), model=str(path))
         device = choose_device(model)
@@ -135,7 +139,13 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
         cache = _cache(settings, config, cells, limits, device)
         execution = settings.build(ExecutionConfig)
         built = build_engine(
-            model, cache, limits, execution, progress=loaded, capture_progress=captured
+            model,
+            cache,
+            limits,
+            execution,
+            progress=loaded,
+            capture_progress=captured,
+            parallel=settings.build(ParallelConfig),
         )
     return built, Setup(
         dtype=built.dtype,

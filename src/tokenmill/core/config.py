@@ -66,6 +66,25 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many processes run one model together, and what is divided between them."""
+
+    tp: int = 1  # ranks that divide heads and dense MLPs
+    ep: int = 1  # ranks that divide experts
+    attention_dp: bool = False  # each rank has requests of its own; experts are shared
+    timeout_iters: int = 0  # steps that prompts of such ranks wait for one that has none; 0: never
+    batching_wait_iters: int = 0  # and how many more once every rank has one
+    redundant_experts: int = 0  # more places for experts than experts, in each layer
+    rebalance_steps: int = 0  # between two looks at the experts' load; 0: experts stay
+    rebalance_layers: int = 2  # whose experts may move between two steps
+    nodes: int = 1  # machines that the ranks are spread over, equally many on each
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.tp, self.ep)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """How to choose a worker, and how long to believe in what was routed."""
 
@@ -90,6 +109,7 @@ class FloorConfig:
     prefill: int = 0  # with decode, instead of workers: those that compute prompts for others
     decode: int = 0
     remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
+    ranks: int = 1  # processes of each worker, where others than the worker start them
     placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
     max_migrations: int = 3  # of one request, then it ends in ERROR
@@ -125,6 +145,17 @@ class ServerConfig:
     chat_template: str | None = None  # a file that replaces the model's own
     default_max_tokens: int | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_endpoint: str | None = None  # OpenTelemetry collector that gets traces
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConfig:
+    """The servers that `tokenmill route` stands in front of."""
+
+    backends: tuple[str, ...] = ()  # base URLs
+    backend_key: str | None = None  # sent instead of the client's own
+    health_interval_s: float = 5.0
+    connect_timeout_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

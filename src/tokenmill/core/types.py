@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Literal, Protocol
 
 MAX_TOP_LOGPROBS = 20
@@ -34,6 +35,10 @@ class InvalidRequestError(TokenmillError, ValueError):
 
 class ModelLoadError(TokenmillError):
     """A checkpoint, config or tokenizer cannot be used; the message names file and field."""
+
+
+class RanksLostError(TokenmillError):
+    """A process that runs a part of the model is gone or failed; the engine cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +208,33 @@ class EngineStats:
     num_leases: int = 0  # prompts whose KV is held for another engine
     num_leases_expired: int = 0
     num_kv_blocks_received: int = 0
+    num_rebalances: int = 0  # times that experts were moved between ranks
+    num_expert_bytes_moved: int = 0
+    rebalance_s: float = 0.0  # time spent on that, steps waiting
+    rank_imbalance: float = 0.0  # busiest rank over mean in the last window; 0: not counted
+    rank_imbalance_before: float = 0.0  # the same in the window that led to the last move
     num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
     num_relaxed: int = 0  # of these, those that were taken though others were drawn
+
+
+_BY_POSITION = ("num_drafted", "num_accepted")
+_RATIOS = ("rank_imbalance", "rank_imbalance_before")
+
+
+def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
+    """The sums of two engines' stats; of ratios the larger one."""
+    finished = dict(a.num_finished)
+    for reason, count in b.num_finished.items():
+        finished[reason] = finished.get(reason, 0) + count
+    other = ("num_finished", *_BY_POSITION)
+    names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
+    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
+    sums |= {name: max(getattr(a, name), getattr(b, name)) for name in _RATIOS}
+    for name in _BY_POSITION:
+        pairs = zip_longest(getattr(a, name), getattr(b, name), fillvalue=0)
+        sums[name] = [sum(counts) for counts in pairs]
+    return EngineStats(**sums, num_finished=finished)
 
 
 class Engine(Protocol):

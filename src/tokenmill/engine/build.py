@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from tokenmill.core.config import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_BUDGET,
-    EXPERTS_GPU_BUDGET,
-    GPU_BLOCK_SIZE,
-    GPU_BUDGET,
     GPU_MEMORY_SHARE,
     MEMORY_SHARE,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
+from tokenmill.engine.choices import available_bytes, set_mode, set_num_threads, settle
+from tokenmill.engine.crew import Crew
 from tokenmill.engine.draft_graphs import MAX_SIZE
 from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
+from tokenmill.engine.leading import (
+    DataParallelEngine,
+    LeadingEngine,
+    OwnEngine,
+    OwnModel,
+    SharedModel,
+)
+from tokenmill.engine.rank_wire import pack_setup
+from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.engine.relaxed import Relaxed
-from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
-from tokenmill.kernels import MODE, cpu_kernels
-from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
+from tokenmill.engine.runner import KVCache, Model, ModelRunner, allocate_kv_cache
+from tokenmill.engine.setup import Setup
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.mtp import MTPModule
 from tokenmill.models.names import mtp_spec
-from tokenmill.models.store import resolve, shipped_mtp
+from tokenmill.models.shards import local_spec, plan_layout, wanted
+from tokenmill.models.store import shipped_mtp
 from tokenmill.models.weights import (
     Checkpoint,
     eos_token_ids,
@@ -53,22 +57,22 @@ from tokenmill.models.weights import (
     read_all,
     read_spec,
 )
+from tokenmill.parallel import ONE, Layout, Ranks
+from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger(__name__)
 _KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
-_TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
-_MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
-    engine: LanguageEngine
+    engine: LanguageEngine | LeadingEngine | DataParallelEngine
     runner: ModelRunner
     spec: ModelSpec
     path: Path
@@ -76,10 +80,30 @@ class BuiltEngine:
     kv_dtype: str
     device: str
     max_model_len: int
-    num_blocks: int
+    num_blocks: int  # of each rank, where ranks have requests of their own
     block_size: int
-    weight_bytes: int
+    weight_bytes: int  # of this rank
     description: str
+    crew: Crew | None = None  # the other ranks
+
+    def close(self) -> None:
+        """End the other ranks; they also end with this process."""
+        if self.crew is not None:
+            self.crew.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a model, and its KV cache."""
+
+    checkpoint: Checkpoint
+    network: Decoder
+    mtp: MTPModule | None
+    cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
+    kv_cache: KVCache
+    num_blocks: int
+    link: KVLink | None
+    narrow: bool  # its products are to be rounded to fp8 after calibration
 
 
 def build_engine(
@@ -90,99 +114,162 @@ def build_engine(
     grammar_vocab: GrammarVocab | None = None,
     progress: Progress | None = None,
     capture_progress: Progress | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it."""
-    execution = execution or ExecutionConfig()
-    _set_mode(execution)
-    path = resolve(model.model)
+    asked = Setup(
+        model, cache, scheduler, execution or ExecutionConfig(), parallel or ParallelConfig()
+    )
+    setup, crew = settle(asked), None
+    try:
+        if setup.parallel.num_ranks > 1:
+            crew = Crew(setup.parallel.num_ranks, setup.model.device)
+            vocab = grammar_vocab if setup.parallel.attention_dp else None
+            crew.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
+        ranks = ONE if crew is None else crew.ranks
+        part = load_part(setup, ranks, _same if crew is None else crew.agree, progress)
+        engine, runner = _lead(setup, part, crew, grammar_vocab, capture_progress)
+    except BaseException:
+        if crew is not None:
+            crew.close()
+        raise
+    assert setup.model.dtype != "auto" and setup.cache.block_size is not None
+    return BuiltEngine(
+        engine=engine,
+        runner=runner,
+        spec=part.checkpoint.spec,
+        path=part.checkpoint.path,
+        dtype=setup.model.dtype,
+        kv_dtype=setup.cache.dtype,
+        device=setup.model.device,
+        max_model_len=setup.scheduler.max_model_len,
+        num_blocks=part.num_blocks,
+        block_size=setup.cache.block_size,
+        weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
+        description=part.checkpoint.describe() + _drafts_line(setup.execution),
+        crew=crew,
+    )
+
+
+def load_part(
+    setup: Setup, ranks: Ranks, agree: Callable[[int], int], progress: Progress | None = None
+) -> Part:
+    """Load what this rank holds; `agree` says how many blocks of KV all ranks have room for."""
+    model, cache, scheduler = setup.model, setup.cache, setup.scheduler
+    set_mode(setup.execution)
+    set_num_threads(model.num_threads or 1)
+    path, device, dtype = Path(model.model), model.device, model.dtype
+    assert dtype != "auto" and cache.block_size is not None
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
-    spec, max_len = checkpoint.spec, _context_limit(checkpoint.spec, model)
-    device = choose_device(model)
-    set_num_threads(model.num_threads or os.cpu_count() or 1)
-    dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
-    kv_dtype = _kv_dtype(cache, spec, device)
-    _check_compute(spec, dtype, device)
-    if device == "cuda" and execution.batch_invariant and spec.mla is not None:
-        raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
-    _check_memory(spec, dtype, device)
-    scheduler = _limits(scheduler, spec, device, max_len)
+    spec = checkpoint.spec
+    layout = plan_layout(spec, setup.parallel, ranks)
+    _check_memory(spec, layout, dtype, device)
     narrow = (
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
-    )
+    ) and ranks.size == 1
+    max_len = scheduler.max_model_len
     loaded: ComputeType = "bf16" if narrow else dtype
-    network = _load(checkpoint, loaded, max_len, device, progress)
-    mtp = _load_mtp(checkpoint, model, network, loaded) if execution.mtp else None
-    reserve = _reserve(spec, scheduler, execution, device)
-    block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
-    drawn = spec if mtp is None else mtp_spec(spec)  # with a layer of KV for the module
-    block_bytes = drawn.kv_bytes_per_token(_KV_BYTES[kv_dtype]) * block_size
-    num_blocks = _num_blocks(cache, block_size, block_bytes, device, reserve)
+    network = _load(checkpoint, loaded, max_len, device, layout, progress)
+    drafts = setup.execution.mtp > 0
+    mtp = _load_mtp(checkpoint, model, network, loaded) if drafts and layout.samples else None
+    reserve = _reserve(spec, scheduler, setup.execution, device)
+    # With a layer of KV for the module.
+    cached = network.spec if mtp is None else mtp_spec(network.spec)
+    block_bytes = cached.kv_bytes_per_token(_KV_BYTES[cache.dtype]) * cache.block_size
+    num_blocks = agree(_num_blocks(cache, cache.block_size, block_bytes, device, reserve))
     # The block that padded rows of a CUDA graph write to, and drafts that have no place.
-    spare = int(device == "cuda" or mtp is not None)
+    spare = int(device == "cuda" or drafts)
     link = KVLink.plan(cache.connector, device)
     pages = link.pages if link is not None else None
-    kv_cache = allocate_kv_cache(drawn, num_blocks + spare, block_size, device, kv_dtype, pages)
+    kv_cache = allocate_kv_cache(
+        cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages
+    )
+    return Part(checkpoint, network, mtp, cached, kv_cache, num_blocks, link, narrow)
+
+
+def make_engine(
+    setup: Setup,
+    part: Part,
+    network: Model,
+    grammar_vocab: GrammarVocab | None = None,
+    capture_progress: Progress | None = None,
+) -> tuple[LanguageEngine, ModelRunner]:
+    """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
+    scheduler, cache, execution = setup.scheduler, setup.cache, setup.execution
+    on_gpu, block_size = setup.model.device == "cuda", cache.block_size
+    assert block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
-    relaxed = None
-    if mtp is not None and execution.mtp_relaxed:
-        relaxed = Relaxed.parse(execution.mtp_relaxed)
-        _log.warning("mtp_relaxed %s: outputs are not exact", execution.mtp_relaxed)
-    num_slots = 2 * scheduler.max_num_seqs
-    runner = ModelRunner(network, kv_cache, block_size, num_slots, max_len, mtp, relaxed)
-    if narrow:
+    num_slots, max_len = 2 * scheduler.max_num_seqs, scheduler.max_model_len
+    runner = ModelRunner(
+        network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution)
+    )
+    if part.narrow:
         quantize(runner)
     runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
-    if device == "cuda" and execution.cuda_graphs and execution.fused_kernels:
+    if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         memory, depth = execution.graph_memory_bytes, execution.mtp
         runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
-        runner.runs_ahead = link is None  # no other engine may wait for blocks that are written
-    overlap = device == "cuda" if execution.overlap is None else execution.overlap
-    eos = _stop_ids(path, spec, grammar_vocab)
-    pool = BlockPool(num_blocks, block_size, cache.prefix_cache)
-    policy = Scheduler(scheduler, pool, eos)
+        # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
+        # blocks it may write.
+        runner.runs_ahead = part.link is None and network is part.network
+    overlap = on_gpu if execution.overlap is None else execution.overlap
+    spec = part.checkpoint.spec
+    eos = _stop_ids(part.checkpoint.path, spec, grammar_vocab)
+    policy = Scheduler(scheduler, BlockPool(part.num_blocks, block_size, cache.prefix_cache), eos)
+    link, kv_cache = part.link, part.kv_cache
+    kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
     engine = LanguageEngine(
         policy,
         runner,
         grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
-        kv=None if link is None else link.open(policy, kv_cache, drawn, kv_dtype),
+        kv=kv,
         drafting=_drafting(execution),
     )
-    return BuiltEngine(
-        engine=engine,
-        runner=runner,
-        spec=spec,
-        path=path,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        max_model_len=max_len,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        weight_bytes=network.num_bytes + (0 if mtp is None else mtp.num_bytes),
-        description=checkpoint.describe() + _drafts_line(execution),
+    return engine, runner
+
+
+def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None:
+    """What moves experts, where that is wanted."""
+    if not setup.parallel.rebalance_steps or part.checkpoint.spec.moe is None or ranks.size == 1:
+        return None
+    return Rebalancer(part.network.experts, part.checkpoint.spec, setup.parallel, ranks)
+
+
+def _lead(
+    setup: Setup,
+    part: Part,
+    crew: Crew | None,
+    grammar_vocab: GrammarVocab | None,
+    capture_progress: Progress | None,
+) -> tuple[LanguageEngine | LeadingEngine | DataParallelEngine, ModelRunner]:
+    """The engine of rank 0."""
+    if crew is None:
+        return make_engine(setup, part, part.network, grammar_vocab, capture_progress)
+    rebalancer = make_rebalancer(setup, part, crew.ranks)
+    if setup.parallel.attention_dp:
+        own = OwnModel(part.network)
+        engine, runner = make_engine(setup, part, own, grammar_vocab)
+        ours = OwnEngine(engine, own, rebalancer)
+        return DataParallelEngine(ours, crew, rebalancer, _context_policy(setup)), runner
+    shared = SharedModel(part.network, crew, rebalancer)
+    engine, runner = make_engine(setup, part, shared, grammar_vocab)
+    return LeadingEngine(engine, crew, rebalancer), runner
+
+
+def _context_policy(setup: Setup) -> ContextPolicy:
+    """Whether prompts of ranks with requests of their own wait for each other."""
+    parallel = setup.parallel
+    if not parallel.timeout_iters:
+        return NeverHold()
+    return ContextBalancer(
+        setup.scheduler.max_num_seqs, parallel.timeout_iters, parallel.batching_wait_iters
     )
 
 
-def _set_mode(execution: ExecutionConfig) -> None:
-    """Switch the kernels of this process."""
-    if execution.batch_invariant and not execution.fused_kernels:
-        raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
-    MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
-
-
-def _limits(
-    scheduler: SchedulerConfig, spec: ModelSpec, device: str, max_len: int
-) -> SchedulerConfig:
-    """Fill what was left to the device and the model."""
-    on_gpu = EXPERTS_GPU_BUDGET if spec.moe else GPU_BUDGET
-    budget = on_gpu if device == "cuda" else DEFAULT_BUDGET
-    return replace(
-        scheduler,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,
-        max_model_len=max_len,
-    )
+def _same(num_blocks: int) -> int:
+    return num_blocks
 
 
 def _stop_ids(path: Path, spec: ModelSpec, grammar_vocab: GrammarVocab | None) -> frozenset[int]:
@@ -191,56 +278,15 @@ def _stop_ids(path: Path, spec: ModelSpec, grammar_vocab: GrammarVocab | None) -
     return eos if grammar_vocab is None else eos | frozenset(grammar_vocab.stop_token_ids)
 
 
-def set_num_threads(num_threads: int) -> None:
-    """The compiled kernels bring their own threads; torch keeps one beside them."""
-    if cpu_kernels():
-        from tokenmill.kernels.cpu.pool import set_num_threads as set_kernel_threads
-
-        set_kernel_threads(num_threads)
-        torch.set_num_threads(1)
-    else:
-        torch.set_num_threads(num_threads)
-
-
-def choose_device(model: ModelConfig) -> str:
-    """What was asked for, or a GPU where there is one that runs the compute type."""
-    if model.device == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError("device is cuda, but torch sees no GPU here")
-    if model.device != "auto":
-        return model.device
-    needed = _MIN_CAPABILITY.get("bf16" if model.dtype == "auto" else model.dtype)
-    if needed is None or not torch.cuda.is_available():
-        return "cpu"
-    return "cuda" if torch.cuda.get_device_capability() >= needed else "cpu"
-
-
-def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
-    """The compute type must run on the device, and the device must have what it takes."""
-    needed = _MIN_CAPABILITY.get(dtype)
-    if (needed is not None) != (device == "cuda"):
-        raise ModelLoadError(
-            f"dtype {dtype} does not run on {device}: use bf16 or fp8 on cuda, else fp32 or int8"
-        )
-    if needed is None:
-        return
-    for dim in spec.cache_dims:
-        if dim & (dim - 1):
-            name = "head_dim" if spec.mla is None else "qk_rope_head_dim or kv_lora_rank"
-            raise ModelLoadError(f"{name} is {dim}: cuda takes powers of two, use --device cpu")
-    found = torch.cuda.get_device_capability()
-    if found < needed:
-        raise ModelLoadError(
-            f"dtype {dtype} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, "
-            f"but {torch.cuda.get_device_name()} has {found[0]}.{found[1]}"
-        )
-
-
-def _check_memory(spec: ModelSpec, dtype: str, device: str) -> None:
+def _check_memory(spec: ModelSpec, layout: Layout, dtype: str, device: str) -> None:
     """On a GPU, say before loading that the weights will not fit."""
     if device != "cuda":
         return
     free = torch.cuda.mem_get_info()[0]
-    needed = spec.weight_bytes(1 if dtype == "fp8" else 2)
+    own = local_spec(spec, layout)
+    if own.moe is not None and layout.num_slots:
+        own = replace(own, moe=replace(own.moe, num_experts=layout.num_slots // layout.ranks.size))
+    needed = own.weight_bytes(1 if dtype == "fp8" else 2)
     if needed > free:
         raise ModelLoadError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype}, but "
@@ -248,68 +294,19 @@ def _check_memory(spec: ModelSpec, dtype: str, device: str) -> None:
         )
 
 
-def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> str:
-    known = ("bf16", "fp8") if device == "cuda" else ("fp32",)
-    if cache.dtype == "auto":
-        return known[0]
-    if cache.dtype not in known:
-        raise ModelLoadError(
-            f"kv_cache_dtype {cache.dtype} does not run on {device}: use {' or '.join(known)}"
-        )
-    if cache.dtype == "fp8" and spec.mla is not None:
-        raise ModelLoadError("kv_cache_dtype fp8 does not run with latent attention: use bf16")
-    if cache.dtype == "fp8" and spec.head_dim < 32:
-        raise ModelLoadError(
-            f"kv_cache_dtype fp8 needs a head_dim of 32 or more, the model has {spec.head_dim}"
-        )
-    return cache.dtype
-
-
-def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
-    """bf16 on a GPU; else the faster of fp32 and int8 where a few rows read weights from memory."""
-    if device == "cuda":
-        return "bf16"
-    if not cpu_kernels():
-        return "fp32"  # without compiled kernels int8 is emulated
-    n, k = min(spec.intermediate_size, 4096), spec.hidden_size
-    x, limit = torch.randn(_TRIAL_ROWS, k), activation_limit(k)
-    weights = [torch.randn(n, k) for _ in range(-(-_TRIAL_BYTES // (4 * n * k)))]
-    fp32, int8 = [pack(w, "fp32") for w in weights], [pack(w, "int8") for w in weights]
-    best = {"fp32": math.inf, "int8": math.inf}
-    for _ in range(_TRIALS):  # in turns: what disturbs one disturbs the other
-        best["fp32"] = min(best["fp32"], _seconds(lambda: [matmul(x, w) for w in fp32]))
-        best["int8"] = min(
-            best["int8"], _seconds(lambda: [matmul(quantize_rows(x, limit), w) for w in int8])
-        )
-    return "int8" if best["int8"] < best["fp32"] else "fp32"
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
-    limit = model.max_model_len or spec.max_position
-    if limit > spec.max_position:
-        raise ModelLoadError(
-            f"max_model_len is {limit}, but {model.model} has {spec.max_position} positions"
-        )
-    return limit
-
-
 def _load(
     checkpoint: Checkpoint,
     dtype: ComputeType,
     max_len: int,
     device: str,
+    layout: Layout,
     progress: Progress | None,
 ) -> Decoder:
-    module, _, name = MODELS[checkpoint.spec.family].partition(":")
+    spec = checkpoint.spec
+    module, _, name = MODELS[spec.family].partition(":")
     family = getattr(import_module(module), name)
-    tensors = checkpoint.tensors(progress, device)
-    network: Decoder = family(checkpoint.spec, tensors, dtype, max_len, device)
+    tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
+    network: Decoder = family(spec, tensors, dtype, max_len, device, layout)
     return network
 
 
@@ -345,6 +342,13 @@ def _drafts_line(execution: ExecutionConfig) -> str:
     if execution.mtp_relaxed:
         line += f", relaxed acceptance {execution.mtp_relaxed}: outputs are not exact"
     return line
+
+
+def _relaxed(execution: ExecutionConfig) -> Relaxed | None:
+    if not execution.mtp or not execution.mtp_relaxed:
+        return None
+    _log.warning("mtp_relaxed %s: outputs are not exact", execution.mtp_relaxed)
+    return Relaxed.parse(execution.mtp_relaxed)
 
 
 def _drafting(execution: ExecutionConfig) -> Drafting | None:
@@ -404,14 +408,3 @@ def _num_blocks(
             f"takes {block_bytes}: give it more with kv_cache_memory"
         )
     return budget // block_bytes
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: the machine's, or the container's if less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    free = fields["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free

@@ -18,6 +18,7 @@ from tokenmill.kernels.matmul import QuantizedRows, Rounding
 from tokenmill.kernels.norm import rms_norm, silu_mul
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
+from tokenmill.parallel import ONE, Ranks
 from tokenmill.sched.sequence import Batch, Sequence
 
 NARROW = 2048  # hidden sizes below it
@@ -45,7 +46,7 @@ class ObservedResidual(Residual):
     ) -> torch.Tensor | QuantizedRows:
         return silu_mul(gate_up(self._see(gate_up, rms_norm(self.x, norm, self.eps))), rounding)
 
-    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows) -> None:
+    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows, ranks: Ranks = ONE) -> None:
         linear(self._see(linear, rows), add_to=self.x)
 
     def _see(self, linear: Linear, rows: torch.Tensor | QuantizedRows) -> torch.Tensor:

@@ -13,6 +13,7 @@ from tokenmill.core.types import (
     EngineStats,
     FinishReason,
     InvalidRequestError,
+    RanksLostError,
     Request,
     RequestOutput,
     StepResult,
@@ -21,6 +22,7 @@ from tokenmill.engine.drafting import Drafting
 from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
 from tokenmill.engine.kv_transfer import KVTransfer
 from tokenmill.engine.sampling import Bitmask, sampled_rows, state_of
+from tokenmill.sched.attention_dp import Load, Outlook
 from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 from tokenmill.sched.sequence import num_drafts
@@ -117,8 +119,11 @@ class LanguageEngine:
             give_up_ns = self._clock() + COMPILE_TIMEOUT_NS
             self._compiling[request.request_id] = _Compiling(request, grammar, give_up_ns)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one batch and return what it produced; [] when there is nothing to do."""
+    def step(self, hold_context: bool = False) -> list[RequestOutput]:
+        """Run one batch and return what it produced; [] when there is nothing to do.
+
+        Where context is held, no prompt is computed in it: see sched/attention_dp.py.
+        """
         now_ns = self._clock()
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
@@ -127,7 +132,7 @@ class LanguageEngine:
         drafts = to_draft or self._scheduler.drafting
         overlap = self._launcher is not None and not self._host_bound and not drafts
         outputs = [] if overlap else self._land()
-        batch = self._scheduler.schedule(now_ns)
+        batch = self._scheduler.schedule(now_ns, hold_context)
         batch.num_to_draft = to_draft
         outputs += self._take_finished()
         if self._launcher is not None and overlap:
@@ -164,6 +169,14 @@ class LanguageEngine:
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
         return stats
+
+    def load(self) -> Load:
+        """Of its requests, for whoever balances several such engines."""
+        return self._scheduler.load()
+
+    def outlook(self) -> Outlook:
+        """On its next step, for whoever decides whether prompts wait."""
+        return self._scheduler.outlook()
 
     def kv_events(self) -> EventPublisher:
         """The events of the prefix cache from now on, numbered."""
@@ -371,6 +384,8 @@ class LanguageEngine:
 
     def _failed(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """What a failed step means for its requests."""
+        if isinstance(error, RanksLostError):
+            raise error
         message = f"the step failed: {_sentence(error)}"
         if isinstance(error, OutOfMemory):
             _log.warning("%s; it runs again in smaller steps", message)

@@ -27,6 +27,7 @@ from tokenmill.engine.sampling import (
     sampled_rows,
 )
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.models.mtp import MTPModule
@@ -52,6 +53,14 @@ class Model(Protocol):
     ) -> torch.Tensor: ...
     def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class RankModel(Model, Protocol):
+    """One rank's part of a model."""
+
+    @property
+    def experts(self) -> list[RoutedExperts]: ...
+    def assist(self) -> None: ...
 
 
 def allocate_kv_cache(

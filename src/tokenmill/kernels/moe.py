@@ -109,28 +109,28 @@ def route_reference(
     return ids.int(), weights * routing.scaling
 
 
-def mix_experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    add_to: torch.Tensor,
-) -> None:
-    """Add to add_to[t, k] each token's experts: weight * down(silu(gate(x)) * up(x)) of x[t, k]."""
-    mix = triton_kernels("moe").mix_experts if use_triton(x) else mix_experts_reference
-    mix(x, ids, weights, gate_up, down, add_to)
+def apply_experts(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    if not ids.numel():
+        return x.new_empty(0, down.n)
+    apply = triton_kernels("moe").apply_experts if use_triton(x) else apply_experts_reference
+    results: torch.Tensor = apply(x, ids, gate_up, down)
+    return results
 
 
-def mix_experts_reference(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    add_to: torch.Tensor,
-) -> None:
-    """Expert by expert, all its tokens at once; a token's sum runs in the order of its choice."""
+def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
+    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order."""
+    if weights.numel():
+        add = triton_kernels("moe").add_choices if use_triton(results) else add_choices_reference
+        add(results, weights, add_to)
+
+
+def apply_experts_reference(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+) -> torch.Tensor:
+    """Expert by expert, all its tokens at once."""
     flat, top_k = ids.flatten().long(), ids.shape[1]
     order = flat.argsort(stable=True)
     rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
@@ -140,9 +140,15 @@ def mix_experts_reference(
         if places.shape[0]:
             inner = matmul(_pick(rows, places // top_k), gate_up.expert(expert))
             results[places] = matmul(silu_mul(inner, down.rounding), down.expert(expert))
-    by_token = results.unflatten(0, (-1, top_k))
-    total = torch.zeros(add_to.shape, device=x.device)
-    for choice in range(top_k):
+    return results
+
+
+def add_choices_reference(
+    results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor
+) -> None:
+    by_token = results.unflatten(0, weights.shape)
+    total = torch.zeros(add_to.shape, device=add_to.device)
+    for choice in range(weights.shape[1]):
         total += by_token[:, choice].float() * weights[:, choice, None]
     add_to += total
 

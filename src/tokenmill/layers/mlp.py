@@ -5,25 +5,32 @@ from __future__ import annotations
 import torch
 
 from tokenmill.core.moe import MoESpec
-from tokenmill.kernels.matmul import pack
-from tokenmill.kernels.moe import PackedExperts, Routing, mix_experts, route, router_logits
+from tokenmill.kernels.moe import Routing, add_choices, apply_experts, route, router_logits
 from tokenmill.kernels.norm import silu_mul
+from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import ComputeType, Device, Linear, Tensors, plain_type
 from tokenmill.layers.residual import Residual
+from tokenmill.parallel import ONE, Ranks
 
 
 class MLP:
     """down(silu(gate(x)) * up(x)) of the normed stream, added to it."""
 
     def __init__(
-        self, norm: torch.Tensor, tensors: Tensors, dtype: ComputeType, device: Device
+        self,
+        norm: torch.Tensor,
+        tensors: Tensors,
+        dtype: ComputeType,
+        device: Device,
+        ranks: Ranks = ONE,
     ) -> None:
-        self.norm = norm
+        self.norm, self.ranks = norm, ranks
         self.gate_up = Linear.named(tensors, ["mlp.gate_proj", "mlp.up_proj"], dtype, device)
         self.down = Linear.named(tensors, ["mlp.down_proj"], dtype, device)
 
     def __call__(self, stream: Residual) -> None:
-        stream.add(self.down, stream.gate(self.norm, self.gate_up, self.down.rounding))
+        gated = stream.gate(self.norm, self.gate_up, self.down.rounding)
+        stream.add(self.down, gated, self.ranks)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -32,31 +39,6 @@ class MLP:
     @property
     def num_bytes(self) -> int:
         return sum(linear.num_bytes for linear in self.linears)
-
-
-class RoutedExperts:
-    """The matrices of all experts of a layer, packed as they come out of a checkpoint."""
-
-    def __init__(self, num_experts: int, dtype: ComputeType, device: Device) -> None:
-        self.gate_up, self.down = PackedExperts(num_experts), PackedExperts(num_experts)
-        self._dtype, self._device = dtype, device
-        self._halves: dict[int, Tensors] = {}
-
-    def put(self, expert: int, kind: str, weight: torch.Tensor) -> None:
-        """Take one matrix: "gate", "up" or "down"; gate and up are packed once both are there."""
-        if kind == "down":
-            self.down.put(expert, pack(weight, self._dtype, self._device))
-            return
-        halves = self._halves.setdefault(expert, {})
-        halves[kind] = weight.to(self._device)
-        if len(halves) == 2:
-            del self._halves[expert]
-            both = torch.cat([halves["gate"], halves["up"]])
-            self.gate_up.put(expert, pack(both, self._dtype, self._device))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.gate_up.num_bytes + self.down.num_bytes
 
 
 class MoE:
@@ -93,12 +75,38 @@ class MoE:
             self.shared = gate_up, Linear.named(tensors, names[2:], dtype, device)
 
     def __call__(self, stream: Residual) -> None:
-        x = stream.normed(self.norm)
+        layout = self.experts.layout
+        if layout.own_tokens or layout.ranks.size == 1:
+            self._add(stream)
+            return
+        x = stream.complete()  # the same on every rank; each takes a share of the rows
+        part = Residual(x[layout.ranks.own(x.shape[0])], stream.eps)
+        if part.x.shape[0]:
+            self._add(part)
+            part.complete()
+        else:
+            self.assist()
+        layout.ranks.join(x)
+
+    def _add(self, stream: Residual) -> None:
+        """The shared expert runs while rows travel."""
+        x, experts = stream.normed(self.norm), self.experts
         ids, weights = route(router_logits(x, self.router.weight), self.bias, self.routing)
-        mix_experts(x, ids, weights, self.experts.gate_up, self.experts.down, stream.x)
+        sent = experts.dispatch(x, ids) if experts.layout.ranks.size > 1 else None
         if self.shared is not None:
             gate_up, down = self.shared
             stream.add(down, silu_mul(gate_up(x), down.rounding))
+        if sent is None:
+            results = apply_experts(x, ids, experts.gate_up, experts.down)
+        else:
+            results = experts.combine(sent)
+        add_choices(results, weights, stream.x)
+
+    def assist(self) -> None:
+        """Compute for other ranks, with no rows of its own."""
+        x = self.norm.new_empty(0, self.norm.shape[0])
+        ids = torch.empty(0, self.routing.top_k, dtype=torch.int32, device=x.device)
+        self.experts.combine(self.experts.dispatch(x, ids))
 
     @property
     def linears(self) -> tuple[Linear, ...]:

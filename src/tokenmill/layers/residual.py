@@ -7,6 +7,7 @@ import torch
 from tokenmill.kernels.matmul import QuantizedRows, Rounding
 from tokenmill.kernels.norm import norm_matmul, norm_matmul_gated, rms_norm
 from tokenmill.layers.linear import Linear
+from tokenmill.parallel import ONE, Ranks
 
 
 class Residual:
@@ -39,10 +40,12 @@ class Residual:
         weight, bias = gate_up.weight, gate_up.bias
         return norm_matmul_gated(self.x, norm, self.eps, weight, bias, self._take(), rounding)
 
-    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows) -> None:
-        """x += linear(rows)."""
+    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows, ranks: Ranks = ONE) -> None:
+        """x += linear(rows), summed over ranks that have a part of its columns each."""
         assert self.delta is None
-        if linear.adds_in_place(rows):
+        if ranks.size > 1:
+            self.x.add_(ranks.add_up(linear(rows)))
+        elif linear.adds_in_place(rows):
             linear(rows, add_to=self.x)
         else:
             self.delta = linear(rows)

@@ -9,6 +9,7 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -17,16 +18,20 @@ from tokenmill.layers.linear import (
     Tensors,
     activation_dtype,
 )
-from tokenmill.layers.mlp import MLP, MoE, RoutedExperts
+from tokenmill.layers.mlp import MLP, MoE
 from tokenmill.layers.residual import Residual
 from tokenmill.layers.rotary import rotary_table
 from tokenmill.models.names import canonical, expert_of, layer_tensors
+from tokenmill.models.shards import local_spec, shard
+from tokenmill.parallel import ALONE, Layout
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # two parts per layer: ModelSpec.cache_dims
 
 
 class Layer(Protocol):
     """Adds its attention and its MLP to the stream."""
+
+    mlp: MLP | MoE
 
     def __call__(
         self,
@@ -44,13 +49,24 @@ class Layer(Protocol):
 class LayerTensors:
     """The tensors of one layer as they come; those of routed experts are packed at once."""
 
-    def __init__(self, spec: ModelSpec, index: int, dtype: ComputeType, device: Device) -> None:
-        self.spec, self.index, self.dtype, self.device = spec, index, dtype, device
+    def __init__(
+        self,
+        full: ModelSpec,
+        index: int,
+        dtype: ComputeType,
+        device: Device,
+        layout: Layout = ALONE,
+    ) -> None:
+        self.full, self.layout = full, layout
+        self.spec = local_spec(full, layout)
+        self.index, self.dtype, self.device = index, dtype, device
         self.plain: Tensors = {}
-        self.missing = len(layer_tensors(spec, index))
         self.experts: RoutedExperts | None = None
-        if spec.moe and spec.moe.layers[index]:
-            self.experts = RoutedExperts(spec.moe.num_experts, dtype, device)
+        if full.moe and full.moe.layers[index]:
+            self.experts = RoutedExperts(full.moe.num_experts, dtype, device, layout)
+        elsewhere = set() if self.experts is None else self.experts.elsewhere
+        found = map(expert_of, layer_tensors(full, index))
+        self.missing = sum(not expert or expert[0] not in elsewhere for expert in found)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor under its short name."""
@@ -58,7 +74,7 @@ class LayerTensors:
         if self.experts is not None and (found := expert_of(name)):
             self.experts.put(*found, tensor)
         else:
-            self.plain[name] = tensor
+            self.plain[name] = shard(name, tensor, self.full, self.layout.tensor_ranks)
 
     def norm(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A norm's weights, in the stream's type unless asked otherwise."""
@@ -71,7 +87,7 @@ class LayerTensors:
         """What follows the attention in this layer."""
         norm = self.norm("post_attention_layernorm")
         if self.experts is None:
-            return MLP(norm, self.plain, self.dtype, self.device)
+            return MLP(norm, self.plain, self.dtype, self.device, self.layout.tensor_ranks)
         assert self.spec.moe is not None
         return MoE(self.spec.moe, norm, self.plain, self.experts, self.dtype, self.device)
 
@@ -88,14 +104,16 @@ class Decoder:
         dtype: ComputeType,
         max_model_len: int,
         device: Device = "cpu",
+        layout: Layout = ALONE,
     ) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
+        self.full, self.layout, self.spec = spec, layout, local_spec(spec, layout)
+        self.dtype, self.device = dtype, device
         self.stream: Callable[[torch.Tensor, float], Residual] = Residual
         self.cos_sin = rotary_table(spec.rope, spec.cache_dims[0], max_model_len).to(device)
         self.layers, outer = self._load(tensors)
         table = outer["model.embed_tokens.weight"]
         self.norm = outer["model.norm.weight"].to(device, activation_dtype(dtype))
-        head = table if spec.tie_embeddings else outer["lm_head.weight"]
+        head = table if spec.tie_embeddings else outer.get("lm_head.weight", table[:0])
         self.head = Linear([head], [], "bf16" if dtype == "fp8" else dtype, device)
         rows = self.head.weight if spec.tie_embeddings else table.to(device)
         self.embedding = Embedding(rows, dtype)
@@ -112,8 +130,8 @@ class Decoder:
             number, _, short = name.removeprefix("model.layers.").partition(".")
             index = int(number)
             if index not in parts:
-                parts[index] = LayerTensors(self.spec, index, self.dtype, self.device)
-            parts[index].put(canonical(self.spec, short), tensor)
+                parts[index] = LayerTensors(self.full, index, self.dtype, self.device, self.layout)
+            parts[index].put(canonical(self.full, short), tensor)
             if not parts[index].missing:
                 done[index] = self.layer_type(parts.pop(index))
         return [done[i] for i in range(self.spec.num_layers)], outer
@@ -127,6 +145,12 @@ class Decoder:
             layer(stream, cache, self.cos_sin, batch)
         return stream.complete()
 
+    def assist(self) -> None:
+        """Take part in a step without tokens of its own: compute for other ranks."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.assist()
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm of hidden states, [rows, hidden]."""
         return Residual(hidden, self.spec.rms_eps).normed(self.norm)
@@ -134,6 +158,11 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab], in the stream's type."""
         return Residual(hidden, self.spec.rms_eps).project(self.norm, self.head)
+
+    @property
+    def experts(self) -> list[RoutedExperts]:
+        """Those of all layers that have some."""
+        return [layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE)]
 
     @property
     def linears(self) -> list[Linear]:

@@ -77,6 +77,7 @@ class DecoderLayer:
     """Attention and MLP or experts, which both add to the residual stream."""
 
     def __init__(self, tensors: LayerTensors) -> None:
+        self.ranks = tensors.layout.tensor_ranks
         self.norm = tensors.norm("input_layernorm")
         self.attention = LatentAttention(tensors)
         self.out = tensors.linear("self_attn.o_proj")
@@ -90,7 +91,8 @@ class DecoderLayer:
         batch: AttentionBatch,
     ) -> None:
         """Add this layer's attention and MLP to the stream."""
-        stream.add(self.out, self.attention(stream, self.norm, cache, cos_sin, batch))
+        attended = self.attention(stream, self.norm, cache, cos_sin, batch)
+        stream.add(self.out, attended, self.ranks)
         self.mlp(stream)
 
     @property

@@ -17,7 +17,7 @@ class DecoderLayer:
     """Attention and MLP, which both add to the residual stream."""
 
     def __init__(self, tensors: LayerTensors) -> None:
-        self.spec = tensors.spec
+        self.spec, self.ranks = tensors.spec, tensors.layout.tensor_ranks
         self.window = self.spec.layer_windows[tensors.index] or 0
         self.norm = tensors.norm("input_layernorm")
         self.qkv = tensors.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -40,7 +40,8 @@ class DecoderLayer:
         heads, scale, eps = self.spec.num_heads, self.spec.head_dim**-0.5, self.spec.rms_eps
         qkv = stream.project(self.norm, self.qkv)
         q = rope_and_cache(qkv, *cache, cos_sin, batch, heads, scale, self.qk_norms, eps)
-        stream.add(self.out, paged_attention(q, *cache, batch, heads, self.window))
+        attended = paged_attention(q, *cache, batch, heads, self.window)
+        stream.add(self.out, attended, self.ranks)
         self.mlp(stream)
 
     @property

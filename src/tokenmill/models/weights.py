@@ -158,13 +158,17 @@ class Checkpoint:
     num_static_scales: int = 0  # in the file, and not used
 
     def tensors(
-        self, progress: Progress | None = None, device: torch.device | str = "cpu"
+        self,
+        progress: Progress | None = None,
+        device: torch.device | str = "cpu",
+        wanted: Callable[[str], bool] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once; random ones lie on `device`, those of a file in CPU memory."""
+        """Yield every wanted tensor once; random ones lie on `device`, others in CPU memory."""
         place = str(device)
         readable = {
             name: replace(tensor, device=place) if isinstance(tensor, RandomTensor) else tensor
             for name, tensor in self.readable.items()
+            if wanted is None or wanted(name)
         }
         return _read_all(readable, self.spec, progress)
 

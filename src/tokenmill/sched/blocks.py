@@ -48,6 +48,12 @@ def _words(token_ids: Sequence[int], count: int) -> U64:
     return np.frombuffer(pack(f"{count}q", *token_ids[:count]), np.uint64)
 
 
+def byte_tokens(data: bytes) -> array[int]:
+    """Four bytes as one token each, for hashing a text whose tokens are not known."""
+    words = np.frombuffer(data, np.uint32, len(data) // 4).astype(np.int64)
+    return array("q", words.tobytes())
+
+
 def _terms(tokens: U64, block_size: int, indices: slice | list[int]) -> U64:
     """What each block adds to the chain at its index, [blocks]."""
     words = tokens.reshape(-1, block_size)

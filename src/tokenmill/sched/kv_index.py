@@ -198,8 +198,9 @@ class KVIndex:
         assumed = worker.assumed
         hashes: list[int] = chain.tolist()
         for block_hash in reversed(hashes):  # as a pool releases them: prefixes go last
+            if block_hash in assumed:
+                assumed.move_to_end(block_hash)
             assumed[block_hash] = now_s
-            assumed.move_to_end(block_hash)
         self._store(worker, hashes)
         self._remove(worker, [assumed.popitem(False)[0] for _ in range(len(assumed) - capacity)])
 

@@ -14,7 +14,7 @@ this request alone, but work that another worker need not do delays everyone beh
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,16 +142,21 @@ class Router:
     # Requests come and go.
 
     def route(
-        self, request_id: str, token_ids: Sequence[int], now_s: float, salt: str = ""
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        now_s: float,
+        salt: str = "",
+        without: Collection[str] = (),
     ) -> Decision:
-        """Choose a worker for a prompt and put the request on its account."""
-        if not self._names:
+        """Choose a worker for a prompt, but none of `without`, and put it on its account."""
+        if not self._names or (without and not set(self._names).difference(without)):
             raise NoWorkerError("no worker is ready")
         config, num_tokens = self.config, len(token_ids)
         size = config.block_size
         chain = hash_chain(token_ids, size, salt=salt) if config.policy == "kv" else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
-        name = self._choose(cached)
+        name = self._choose(cached, without)
         num_cached = cached.get(name, 0)
         decision = Decision(
             name,
@@ -216,9 +221,13 @@ class Router:
         overlaps = self.index.overlaps(chain)
         return {name: min(depth * size, most) for name, depth in overlaps.items()}
 
-    def _choose(self, cached: dict[str, int]) -> str:
+    def _choose(self, cached: dict[str, int], without: Collection[str]) -> str:
         """The worker with the lowest cost, any of several; round-robin takes them in turn."""
         names, costs = self._names, self._account.costs
+        if without:
+            names = [name for name in names if name not in without]
+            costs = [costs[self._slots[name]] for name in names]
+            cached = {name: n for name, n in cached.items() if name not in without}
         if self.config.policy == "round-robin":
             self._turn += 1
             return names[self._turn % len(names)]
@@ -226,7 +235,8 @@ class Router:
         best: list[str] = []
         if cached:  # what is cached lowers the cost
             weight, slots = self.config.prefill_weight, self._slots
-            reduced = {name: costs[slots[name]] - weight * n for name, n in cached.items()}
+            all_costs = self._account.costs
+            reduced = {name: all_costs[slots[name]] - weight * n for name, n in cached.items()}
             least = min(reduced.values())
             if least <= lowest:
                 best = [name for name, cost in reduced.items() if cost == least]

@@ -44,21 +44,28 @@ from tokenmill.serve.responses import (
 )
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tools import tool_definitions
+from tokenmill.serve.tracing import Tracing
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
-def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model: str) -> FastAPI:
+def create_app(
+    client: Floor,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model: str,
+    tracing: Tracing | None = None,
+) -> FastAPI:
     """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
-    state = ApiState(client, tokenizer, config, model, ServerMetrics(model))
+    state = ApiState(client, tokenizer, config, model, ServerMetrics(model), tracing=tracing)
     app = FastAPI(
         title="tokenmill",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers=_exception_handlers(),
+        exception_handlers=exception_handlers(),
     )
     app.state.api = state
     api_document = document(version("tokenmill"), model, bool(config.api_keys))
@@ -71,7 +78,9 @@ def create_app(client: Floor, tokenizer: Tokenizer, config: ServerConfig, model:
     return app
 
 
-def _exception_handlers() -> dict[Any, Handler]:
+def exception_handlers() -> dict[Any, Handler]:
+    """Every error as OpenAI's clients know it."""
+
     async def api_error(_request: Request, error: Exception) -> Response:
         answer = _as_api_error(error)
         headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
@@ -126,22 +135,32 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
     @app.post("/v1/chat/completions", dependencies=guard)
     async def chat_completions(request: Request) -> Response:
         state.admit(request.state.key)
-        call = await read_body(request, ChatCompletionRequest, limit)
-        _check_model(call.model, state)
-        usage_in = _usage_in(call)
-        job = await preparer.chat(call)
-        form = ChatFormat(job, state.model, state.tokenizer, usage_in)
-        return GenerationResponse(state, job, form, bool(call.stream), request.state.key)
+        with state.traced(request) as trace:
+            call = await read_body(request, ChatCompletionRequest, limit)
+            _check_model(call.model, state)
+            usage_in = _usage_in(call)
+            if trace is not None:
+                trace.parsed()
+            job = await preparer.chat(call)
+            form = ChatFormat(job, state.model, state.tokenizer, usage_in)
+            if trace is not None:
+                trace.prepared(job, state.model)
+        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
 
     @app.post("/v1/completions", dependencies=guard)
     async def completions(request: Request) -> Response:
         state.admit(request.state.key)
-        call = await read_body(request, CompletionRequest, limit)
-        _check_model(call.model, state)
-        usage_in = _usage_in(call)
-        job = await preparer.completion(call)
-        form = CompletionFormat(job, state.model, state.tokenizer, usage_in, bool(call.echo))
-        return GenerationResponse(state, job, form, bool(call.stream), request.state.key)
+        with state.traced(request) as trace:
+            call = await read_body(request, CompletionRequest, limit)
+            _check_model(call.model, state)
+            usage_in = _usage_in(call)
+            if trace is not None:
+                trace.parsed()
+            job = await preparer.completion(call)
+            form = CompletionFormat(job, state.model, state.tokenizer, usage_in, bool(call.echo))
+            if trace is not None:
+                trace.prepared(job, state.model)
+        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
 
     @app.post("/tokenize", dependencies=guard)
     async def tokenize(request: Request) -> Response:

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.errors import ApiError, of_decoding
@@ -27,9 +29,14 @@ def authorizer(config: ServerConfig) -> Callable[[Request], None]:
     def authorize(request: Request) -> None:
         request.state.key = key_number(request) if config.api_keys else 0
         if request.state.key is None:
-            raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
+            raise wrong_key()
 
     return authorize
+
+
+def wrong_key() -> ApiError:
+    """401 for a call without a known key."""
+    return ApiError(401, "missing or wrong API key", code="invalid_api_key")
 
 
 def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
@@ -47,21 +54,29 @@ def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
 
 async def read_body(request: Request, kind: type[T], limit: int) -> T:
     """The body as `kind`; too large, malformed or unfit bodies raise ApiError."""
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > DISCARD_FACTOR * limit:
-        raise too_large
-    body = bytearray()
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-        elif size > DISCARD_FACTOR * limit:
-            break
-    if size > limit:
-        raise too_large
+    body = await read_bytes(request.receive, declared, limit)
     try:
-        return msgspec.json.decode(bytes(body), type=kind)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise of_decoding(error) from None
+
+
+async def read_bytes(receive: Receive, declared: str, limit: int) -> bytes:
+    """The body as it is; one that is too large, be it only `declared` so, raises ApiError."""
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    if declared.isdigit() and int(declared) > DISCARD_FACTOR * limit:
+        raise too_large
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more and size <= DISCARD_FACTOR * limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+    if size > limit:
+        raise too_large
+    return b"".join(parts)

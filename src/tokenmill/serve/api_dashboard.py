@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import msgspec
 from fastapi import Depends, FastAPI
 from starlette.responses import Response
 
+from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.serve.api_access import authorizer
 from tokenmill.serve.api_stream import ApiState
@@ -40,7 +42,7 @@ class DashboardView(msgspec.Struct, frozen=True):
 
     model: str
     version: str
-    dtype: str
+    dtype: str  # of the engine; "" and 0: there is none behind this front, but other servers
     device: str
     max_model_len: int
     block_size: int
@@ -60,17 +62,22 @@ class DashboardView(msgspec.Struct, frozen=True):
 
 
 def add_dashboard(app: FastAPI, state: ApiState) -> None:
+    """The page of a server with an engine."""
+    add_page(app, state.config, lambda uptime_s: _view(state, uptime_s))
+
+
+def add_page(app: FastAPI, config: ServerConfig, view: Callable[[float], DashboardView]) -> None:
     """Add GET /dashboard, the files of the page, and GET /dashboard/data, which wants a key."""
-    needs_key = "yes" if state.config.api_keys else "no"
+    needs_key = "yes" if config.api_keys else "no"
     page = (WEB / "dashboard.html").read_text(encoding="utf-8").replace("{needs_key}", needs_key)
     _add_text(app, "/dashboard", page, "text/html")
     for path, (name, kind) in FILES.items():
         _add_text(app, path, (WEB / name).read_text(encoding="utf-8"), kind)
     started_s = time.monotonic()
 
-    @app.get("/dashboard/data", dependencies=[Depends(authorizer(state.config))])
+    @app.get("/dashboard/data", dependencies=[Depends(authorizer(config))])
     async def data() -> Response:
-        body = json_encode(_view(state, time.monotonic() - started_s))
+        body = json_encode(view(time.monotonic() - started_s))
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
 

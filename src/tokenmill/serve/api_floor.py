@@ -9,10 +9,12 @@ import msgspec
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
+from tokenmill.core.config import ServerConfig
 from tokenmill.serve.api_access import key_matcher, read_body
 from tokenmill.serve.api_stream import ApiState
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.floor import FloorError
+from tokenmill.serve.floor_view import FloorView
 from tokenmill.serve.place import Role
 from tokenmill.serve.responses import json_encode
 from tokenmill.serve.wire import WorkerStartError
@@ -40,13 +42,18 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
     worker: str
 
 
+def add_floor_view(app: FastAPI, config: ServerConfig, view: Callable[[], FloorView]) -> None:
+    """Add GET /floor."""
+
+    @app.get("/floor", dependencies=[Depends(_controller(config))])
+    async def floor() -> Response:
+        return Response(json_encode(view()), media_type="application/json")
+
+
 def add_floor(app: FastAPI, state: ApiState) -> None:
     """Add GET /floor, POST /floor/scale and POST /floor/drain."""
-    guard = [Depends(_controller(state))]
-
-    @app.get("/floor", dependencies=guard)
-    async def floor() -> Response:
-        return _view(state)
+    guard = [Depends(_controller(state.config))]
+    add_floor_view(app, state.config, state.client.view)
 
     @app.post("/floor/scale", dependencies=guard)
     async def scale(request: Request) -> Response:
@@ -77,9 +84,9 @@ def _view(state: ApiState) -> Response:
     return Response(json_encode(state.client.view()), media_type="application/json")
 
 
-def _controller(state: ApiState) -> Callable[[Request], None]:
+def _controller(config: ServerConfig) -> Callable[[Request], None]:
     """A dependency: the control token where there is one, else a caller on this machine."""
-    token = state.config.control_token
+    token = config.control_token
     bears_token = key_matcher([token] if token else [])
 
     def check(request: Request) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -17,8 +20,10 @@ from tokenmill.serve.format_stream import EventFrame
 from tokenmill.serve.generation import Generation, TextDelta, join_deltas
 from tokenmill.serve.metrics import ServerMetrics
 from tokenmill.serve.prepare import Job
+from tokenmill.serve.request_trace import CallTrace
 from tokenmill.serve.responses import Usage
 from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.tracing import OPERATIONS, Tracing
 from tokenmill.serve.wire import OutputStream, StreamClosedError, WorkerDownError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -43,8 +48,17 @@ class ApiState:
     model: str
     metrics: ServerMetrics
     draining: bool = False
+    tracing: Tracing | None = None
     num_calls: int = 0  # generation calls being answered
     calls_by_key: Counter[int] = field(default_factory=Counter)
+
+    def traced(self, request: Request) -> AbstractContextManager[CallTrace | None]:
+        """The trace of a call, where calls are traced, and a block that may fail."""
+        if self.tracing is None:
+            return nullcontext()
+        start_ns, path = time.monotonic_ns(), request.url.path
+        span = self.tracing.begin(path, request.headers.raw, start_ns)
+        return CallTrace(span, OPERATIONS[path], start_ns)
 
     def admit(self, key: int) -> None:
         """Raise what a new generation call is to be answered with, if it cannot be taken."""
@@ -77,32 +91,47 @@ class Format(Protocol):
 class GenerationResponse(Response):
     """Submits a job when it is called, and aborts it when the client goes away."""
 
-    def __init__(self, state: ApiState, job: Job, form: Format, streams: bool, key: int) -> None:
+    def __init__(
+        self,
+        state: ApiState,
+        job: Job,
+        form: Format,
+        streams: bool,
+        key: int,
+        trace: CallTrace | None = None,
+    ) -> None:
         super().__init__()
         self._state = state
         self._job = job
         self._form = form
         self._streams = streams
         self._key = key
+        self._trace = trace
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace, error = self._trace, None
+        generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         try:
             self._state.admit(self._key)
-            stream = self._state.client.submit(self._job.requests)
-        except (ApiError, WorkerDownError) as error:
-            await send_error(send, _as_api_error(error))
+            traces = trace.requests(self._job) if trace is not None else ()
+            stream = self._state.client.submit(self._job.requests, traces)
+        except (ApiError, WorkerDownError) as refused:
+            error = _as_api_error(refused)
+            if trace is not None:
+                trace.end(generation.usage(), [], error)
+            await send_error(send, error)
             return
         self._state.num_calls += 1
         self._state.calls_by_key[self._key] += 1
-        generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.
             await asyncio.create_task(self._answer(generation, stream, send))
-        except StreamClosedError:  # the client is gone
-            pass
-        except ApiError as error:
+        except StreamClosedError:
+            error = ApiError(499, "the client has gone", code="cancelled")
+        except ApiError as failure:
+            error = failure
             await self._fail(send, error)
         finally:
             watcher.cancel()
@@ -110,6 +139,9 @@ class GenerationResponse(Response):
             self._state.client.abort(stream.request_ids)
             self._state.num_calls -= 1
             self._state.calls_by_key[self._key] -= 1
+            if trace is not None:
+                reasons = [choice.reason for choice in generation.choices]
+                trace.end(generation.usage(), reasons, error)
 
     async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:
         # The status line waits for the first output, which may be a refusal.

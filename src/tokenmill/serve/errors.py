@@ -22,6 +22,7 @@ _TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
+    502: "server_error",
     503: "service_unavailable_error",
 }
 _UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)

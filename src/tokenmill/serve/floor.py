@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -28,6 +28,7 @@ from tokenmill.core.types import (
     Request,
     RequestOutput,
     TokenmillError,
+    add_stats,
 )
 from tokenmill.sched.disaggregate import DisaggregationRule
 from tokenmill.sched.rates import match_rates
@@ -36,7 +37,8 @@ from tokenmill.serve.floor_view import Choice, FloorView, decision_view, worker_
 from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
-from tokenmill.serve.place import Place, Role, add_stats
+from tokenmill.serve.place import Place, Role
+from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.wire import (
     Abort,
     FromWorker,
@@ -142,8 +144,11 @@ class Floor:
         assert self.facts is not None
         return self.facts
 
-    def submit(self, requests: list[Request]) -> OutputStream:
-        """Route requests to workers; their outputs come by their index in the stream."""
+    def submit(self, requests: list[Request], traces: Sequence[RequestTrace] = ()) -> OutputStream:
+        """Route requests to workers; their outputs come by their index in the stream.
+
+        A trace for each request hears what becomes of it.
+        """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
         stream = OutputStream([r.request_id for r in requests])
@@ -156,6 +161,7 @@ class Floor:
         for index, request in enumerate(requests):
             request_id = request.request_id
             entry = OpenRequest(seeded(request), stream, index)
+            entry.trace = traces[index] if traces else None
             self._open[request_id] = self._sent[request_id] = entry
         self._assign(stream.request_ids)
         return stream
@@ -381,13 +387,25 @@ class Floor:
             case KVConnected():
                 self._handovers.on_connected(place, message)
             case KVNotices(notices=notices):
+                for trace in self._traces([notice.request_id for notice in notices]):
+                    trace.transfer_began()
                 self._handovers.on_notices(place, notices)
             case KVReceived(request_ids=request_ids):
-                self._handovers.on_received(request_ids)
+                self._on_received(request_ids)
             case LeasesExpired(request_ids=request_ids):
                 sent = [self._sent[i] for i in request_ids if i in self._sent]
                 late = [e for e in sent if self._handovers.source(e.sent_as) is place]
                 self._keep_and_migrate(late, "its lease expired")
+
+    def _on_received(self, request_ids: list[str]) -> None:
+        for trace in self._traces(request_ids):
+            trace.transfer_ended()
+        self._handovers.on_received(request_ids)
+
+    def _traces(self, request_ids: list[str]) -> list[RequestTrace]:
+        """The traces of those that are open and traced, by their ids at the workers."""
+        entries = [self._sent[i] for i in request_ids if i in self._sent]
+        return [entry.trace for entry in entries if entry.trace is not None]
 
     def _pull(self, place: Place) -> None:
         """Ask for a dump, unless one is on its way."""
@@ -401,6 +419,8 @@ class Floor:
         moved = list(entries)
         for entry in moved:
             _log.debug("%s goes on elsewhere: %s", entry.sent_as, reason)
+            if entry.trace is not None:
+                entry.trace.migrated(reason)
             self._hold(entry)
         self.num_migrations += len(moved)
         self._assign_held()
@@ -430,6 +450,8 @@ class Floor:
 
     def _close(self, entry: OpenRequest) -> None:
         """A request has ended, in whatever way."""
+        if entry.trace is not None:
+            entry.trace.ended()
         self._forget(entry)
         del self._open[entry.request.request_id]
 
@@ -452,20 +474,23 @@ class Floor:
         router = self._router if self._router.workers else self._handovers.router
         request = entry.resumed()
         token_ids = request.prompt_token_ids + request.output_token_ids
-        decision = router.route(entry.sent_as, token_ids, time.monotonic(), request.cache_salt)
+        began_ns = time.monotonic_ns()
+        decision = router.route(entry.sent_as, token_ids, began_ns / 1e9, request.cache_salt)
         place = entry.place = self._places[decision.worker]
         entry.num_uncached = decision.num_prompt_tokens - decision.num_cached_tokens
-        self._count_choice(entry, decision)
+        self._count_choice(entry, decision, began_ns)
         if entry.may_hand_over and place.role == "decode":
             begun = self._handovers.begin(request, place, decision, self._places)
             if begun is not None:
                 router.prefill_done(entry.sent_as)
-                self._count_choice(entry, begun[1])
+                self._count_choice(entry, begun[1], began_ns)
                 return begun[0], replace(request, hold_kv_s=LEASE_S)
         return place, request
 
-    def _count_choice(self, entry: OpenRequest, decision: Decision) -> None:
+    def _count_choice(self, entry: OpenRequest, decision: Decision, began_ns: int) -> None:
         place = self._places[decision.worker]
+        if entry.trace is not None:
+            entry.trace.routed(decision, began_ns, place.role)
         place.num_routed += 1
         place.num_prompt_tokens += decision.num_prompt_tokens
         place.num_overlap_tokens += decision.num_cached_tokens
@@ -483,8 +508,10 @@ class Floor:
         prefilling = self._handovers.source(output.request_id) is place
         if not prefilling and entry.place is not place:
             return
+        if entry.trace is not None:
+            entry.trace.output(output)
         if not prefilling and output.token_ids:
-            self._handovers.on_received([output.request_id])
+            self._on_received([output.request_id])
         if prefilling and output.stop_reason == PREFILLED:
             output.finish_reason = output.stop_reason = None
             self._handovers.router.prefill_done(output.request_id)

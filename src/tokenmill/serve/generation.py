@@ -58,6 +58,7 @@ class Choice:
         "_stop_ids",
         "finished",
         "num_tokens",
+        "reason",
         "times",
     )
 
@@ -77,6 +78,7 @@ class Choice:
         self.times = RequestTimes(request.arrival_ns)
         self.num_tokens = 0
         self.finished = False
+        self.reason = ""  # why it is finished
 
     def push(self, index: int, output: RequestOutput) -> TextDelta:
         """Detokenise an output; a stop string ends the choice where it was found."""
@@ -168,7 +170,7 @@ class Generation:
             self._metrics.queue_s.observe(max(waited_ns, 0) / 1e9)
 
     def _finish(self, choice: Choice, index: int, reason: str) -> None:
-        choice.finished = True
+        choice.finished, choice.reason = True, reason
         self.num_open -= 1
         num_prompt = len(self.job.requests[index].prompt_token_ids)
         self._metrics.finish(choice.times, num_prompt, reason)

@@ -141,8 +141,8 @@ class ServerMetrics:
         """All families; called by prometheus_client."""
         yield from self._gauges()
         yield from self._counters()
-        yield from self._histograms()
-        yield from self._workers()
+        yield from self.latencies()
+        yield from self.workers()
 
     def _gauges(self) -> Iterator[Metric]:
         s = self._stats
@@ -156,6 +156,12 @@ class ServerMetrics:
             ("kv_leases", "Prompts whose KV is held for another engine.", s.num_leases),
             ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
             ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
+            ("rank_imbalance", "Busiest rank / mean of its experts' rows.", s.rank_imbalance),
+            (
+                "rank_imbalance_before",
+                "The same before experts were last moved.",
+                s.rank_imbalance_before,
+            ),
             ("mtp_acceptance_length", "Tokens of a step that verified drafts; 0: none.", length),
         ):
             family = GaugeMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
@@ -172,14 +178,13 @@ class ServerMetrics:
             ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),
             ("mtp_runs", "Runs of drafts verified.", s.num_drafted[0] if s.num_drafted else 0),
+            ("expert_rebalances", "Times that experts were moved.", s.num_rebalances),
+            ("expert_bytes_moved", "Of experts, between ranks.", s.num_expert_bytes_moved),
+            ("expert_rebalance_seconds", "Time that steps waited for it.", s.rebalance_s),
             ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
-            ("prompt_tokens", "Prompt tokens of finished requests.", self.num_prompt_tokens),
-            ("generation_tokens", "Tokens sent to clients.", self.num_output_tokens),
             ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
         ):
-            family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], float(value))
-            yield family
+            yield self._counter(name, text, value)
         for name, text, counts in (
             ("drafted", "Drafts verified, by position.", s.num_drafted),
             ("accepted", "Drafts accepted, by position.", s.num_accepted),
@@ -189,6 +194,18 @@ class ServerMetrics:
             for position, count in enumerate(counts, 1):
                 drafts.add_metric([self._model, str(position)], float(count))
             yield drafts
+        yield from self.own_counters()
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
+        family.add_metric([self._model], float(value))
+        return family
+
+    def own_counters(self) -> Iterator[Metric]:
+        """What the front itself has counted."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", prompt)
+        yield self._counter("generation_tokens", "Tokens sent to clients.", output)
         success = CounterMetricFamily(
             "tokenmill_request_success",
             "Finished requests by finish reason.",
@@ -198,8 +215,8 @@ class ServerMetrics:
             success.add_metric([self._model, reason], float(count))
         yield success
 
-    def _workers(self) -> Iterator[Metric]:
-        """One sample for each worker."""
+    def workers(self) -> Iterator[Metric]:
+        """The floor, with one sample for each worker."""
         floor = self._floor
         if floor is None:
             return
@@ -231,7 +248,8 @@ class ServerMetrics:
                     family.add_metric([self._model, worker.name], value)
                 yield family
 
-    def _histograms(self) -> Iterator[Metric]:
+    def latencies(self) -> Iterator[Metric]:
+        """The histograms."""
         for name, text, histogram in (
             ("time_to_first_token_seconds", "Arrival to first token.", self.ttft_s),
             ("inter_token_latency_seconds", "Gap between successive outputs.", self.inter_token_s),

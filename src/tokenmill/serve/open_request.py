@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.serve.place import Place
+from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.wire import OutputStream
 
 
@@ -23,6 +24,7 @@ class OpenRequest:
     num_sent: int = 0  # to workers before the one that has it now
     num_migrations: int = 0
     stays: bool = False  # its prompt is computed where it decodes
+    trace: RequestTrace | None = None  # who wants to know what becomes of it
 
     @property
     def sent_as(self) -> str:

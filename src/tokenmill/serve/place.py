@@ -8,11 +8,10 @@ import logging
 import math
 import time
 from collections import deque
-from itertools import zip_longest
 from typing import Literal, Protocol
 
 from tokenmill.core.config import FloorConfig
-from tokenmill.core.types import EngineStats
+from tokenmill.core.types import EngineStats, add_stats
 from tokenmill.serve.wire import (
     FromWorker,
     GetStats,
@@ -247,28 +246,9 @@ class Rate:
         return sum(counts) / RATE_WINDOW_S
 
 
-def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
-    """The sums of two engines' stats."""
-    finished = dict(a.num_finished)
-    for reason, count in b.num_finished.items():
-        finished[reason] = finished.get(reason, 0) + count
-    other = ("num_finished", "num_drafted", "num_accepted")
-    names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
-    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
-    return EngineStats(
-        **sums,
-        num_finished=finished,
-        num_drafted=_by_position(a.num_drafted, b.num_drafted),
-        num_accepted=_by_position(a.num_accepted, b.num_accepted),
-    )
-
-
-def _by_position(a: list[int], b: list[int]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(a, b, fillvalue=0)]
-
-
 def _counters(stats: EngineStats) -> EngineStats:
     """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
     stats.num_receiving = stats.num_leases = 0
+    stats.rank_imbalance = stats.rank_imbalance_before = 0.0
     return stats

@@ -8,18 +8,18 @@ import gc
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 
 from tokenmill.core.config import FloorConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.serve.api import create_app
-from tokenmill.serve.api_stream import ApiState
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.supervisor import open_placement
 from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.tracing import Tracing, open_tracing
 from tokenmill.serve.wire import ModelFacts
 
 BACKLOG = 2048
@@ -52,17 +52,16 @@ def serve(
     prompts for others; `on_listening` gets the URL.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
-    _raise_file_limit()
+    raise_file_limit()
     floor = floor or FloorConfig()
     with (
-        contextlib.closing(_bind(config.host, config.port)) as listener,
+        tracing_to(config.otlp_endpoint, "tokenmill") as tracing,
+        contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(floor) as placement,
     ):
         prefill = None if prefill_argv is None else placement.spawner(prefill_argv)
         client = Floor(placement.spawner(worker_argv), floor, router, placement.host, prefill)
-        loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_run(listener, client, tokenizer, config, model, on_listening))
+        run_in_loop(_run(listener, client, tokenizer, config, model, tracing, on_listening))
 
 
 async def _run(
@@ -71,43 +70,78 @@ async def _run(
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: str,
+    tracing: Tracing | None,
     on_listening: OnListening | None,
 ) -> None:
-    signals = _Signals()
+    signals = Signals()
     try:
         facts = await signals.interrupt(client.start())
         if facts is None:
             return
-        app = create_app(client, tokenizer, config, model)
+        app = create_app(client, tokenizer, config, model, tracing)
         gc.freeze()  # vocabulary and app live as long as the process: do not scan them
-        server = _Uvicorn(_uvicorn_config(app))
-        serving = asyncio.create_task(server.serve([listener]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(POLL_S)
-        if on_listening is not None:
-            on_listening(_url(listener), facts)
-        gave_up = await signals.interrupt(client.gave_up.wait())
-        await _drain(app.state.api, config.drain_timeout_s, signals)
-        server.should_exit = True
-        await serving
+        async with listening(app, listener):
+            if on_listening is not None:
+                on_listening(url_of(listener), facts)
+            gave_up = await signals.interrupt(client.gave_up.wait())
+            client.drain()
+            await drain(app.state.api, config.drain_timeout_s, signals)
+            client.fail_open("the server is shutting down", "shutdown")
         if gave_up:
             raise ServerError("the engine keeps stopping; see its messages above")
     finally:
         await client.close()
 
 
-async def _drain(state: ApiState, timeout_s: float, signals: _Signals) -> None:
-    """Refuse new calls and let the open ones finish; a second signal or the timeout ends them."""
+@contextlib.contextmanager
+def tracing_to(endpoint: str | None, service: str) -> Iterator[Tracing | None]:
+    """Traces while the block runs, where they are asked for."""
+    tracing = open_tracing(endpoint, service)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run a server's work in uvicorn's event loop."""
+    loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(work)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Any, listener: socket.socket) -> AsyncIterator[None]:
+    """The app over HTTP while the block runs."""
+    server = _Uvicorn(_uvicorn_config(app))
+    serving = asyncio.create_task(server.serve([listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(POLL_S)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class Calls(Protocol):
+    """What the calls of an app share."""
+
+    draining: bool
+    num_calls: int
+
+
+async def drain(state: Calls, timeout_s: float, signals: Signals) -> None:
+    """Refuse new calls and let the open ones finish; a second signal or the timeout ends that."""
     state.draining = True
-    state.client.drain()
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     while state.num_calls and loop.time() < deadline_s and signals.count < 2:
         await asyncio.sleep(POLL_S)
-    state.client.fail_open("the server is shutting down", "shutdown")
 
 
-class _Signals:
+class Signals:
     """SIGTERM and SIGINT, counted."""
 
     def __init__(self) -> None:
@@ -120,6 +154,10 @@ class _Signals:
     def _on_signal(self) -> None:
         self.count += 1
         self._came.set()
+
+    async def wait(self) -> None:
+        """Until the first one."""
+        await self._came.wait()
 
     async def interrupt(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None when a signal comes first, which cancels it."""
@@ -159,7 +197,7 @@ def _uvicorn_config(app: Any) -> uvicorn.Config:
     )
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Every connection is a descriptor, and the usual soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
@@ -167,7 +205,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,6 +217,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

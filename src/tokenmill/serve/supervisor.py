@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from tokenmill.serve.worker import KEY_VARIABLE
 
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there
+RANKS_VARIABLES = ("TOKENMILL_RANKS", "TOKENMILL_RANKS_KEY")  # where ranks meet, and their key
+RANK_COMMAND = ("python", "-P", "-m", "tokenmill.engine.rank")  # each node has a Python of its own
 LOST = -1  # exit code of a worker whose node is gone
 
 
@@ -48,7 +51,7 @@ def open_placement(config: FloorConfig) -> Iterator[Placement]:
         yield ProcessPlacement()
         return
     with _connected(config.ray_address) as host:
-        yield RayPlacement(host, config.num_workers)
+        yield RayPlacement(host, config.num_workers, config.ranks)
 
 
 def _wants_ray(config: FloorConfig) -> bool:
@@ -82,16 +85,19 @@ class ProcessPlacement:
 
 
 class RayPlacement:
-    """Workers are processes of Ray actors, spread over the nodes; each has a GPU if there are."""
+    """Workers are processes of Ray actors, spread over the nodes; each has a GPU if there are.
 
-    def __init__(self, host: str, num_workers: int) -> None:
+    A worker of several ranks is as many actors: the first one is the worker, whom the others call.
+    """
+
+    def __init__(self, host: str, num_workers: int, num_ranks: int = 1) -> None:
         import ray
 
-        self.host = host
+        self.host, self._num_ranks = host, num_ranks
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         self._actor: Any = ray.remote(_WorkerHost).options(
             num_cpus=0,
-            num_gpus=min(1.0, int(1000 * num_gpus / num_workers) / 1000),
+            num_gpus=min(1.0, int(1000 * num_gpus / (num_workers * num_ranks)) / 1000),
             max_concurrency=4,  # kill() comes while wait() waits
             scheduling_strategy="SPREAD",
         )
@@ -104,15 +110,25 @@ class RayPlacement:
         import ray
 
         plain, _, key = address.partition("#")
-        actor: Any = self._actor.remote()
+        actors: list[Any] = [self._actor.remote() for _ in range(self._num_ranks)]
+        command, env = [*argv, "--address", plain], {KEY_VARIABLE: key}
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S):
-                await actor.start.remote([*argv, "--address", plain], {KEY_VARIABLE: key})
+                if len(actors) > 1:
+                    place = await actors[0].free_address.remote(self.host == LOOPBACK)
+                    meeting = (place, secrets.token_hex(32))
+                    ranks_env = dict(zip(RANKS_VARIABLES, meeting, strict=True))
+                    env |= ranks_env
+                    for actor in actors[1:]:
+                        await actor.start.remote([*RANK_COMMAND, place], ranks_env)
+                await actors[0].start.remote(command, env)
         except (TimeoutError, ray.exceptions.RayError) as error:
-            ray.kill(actor)
+            for actor in actors:
+                ray.kill(actor)
             reason = str(error) or f"no room was found in {PLACE_TIMEOUT_S:g} s"
             raise WorkerStartError(f"Ray cannot place the worker: {reason}") from None
-        return _RayProcess(actor)
+        first, *rest = map(_RayProcess, actors)
+        return _RayRanks(first, rest) if rest else first
 
 
 class _WorkerHost:
@@ -127,6 +143,15 @@ class _WorkerHost:
             [sys.executable, *argv[1:]], stdin=subprocess.DEVNULL, env={**os.environ, **env}
         )
         return self._process.pid
+
+    def free_address(self, local: bool) -> str:
+        """An address of this node that nobody listens at."""
+        import ray
+
+        host = LOOPBACK if local else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
 
     def wait(self) -> int:
         """The exit code, once there is one."""
@@ -160,6 +185,28 @@ class _RayProcess:
             return LOST
         ray.kill(self._actor)
         return code
+
+
+class _RayRanks:
+    """A worker of several processes: when one ends, all do."""
+
+    def __init__(self, first: _RayProcess, others: list[_RayProcess]) -> None:
+        self._first, self._others = first, others
+        self._watching = [asyncio.create_task(self._end_with(other)) for other in others]
+
+    async def wait(self) -> int:
+        code = await self._first.wait()
+        for other in self._others:
+            other.kill()
+        return code
+
+    def kill(self) -> None:
+        for process in (self._first, *self._others):
+            process.kill()
+
+    async def _end_with(self, other: _RayProcess) -> None:
+        await other.wait()
+        self._first.kill()
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ from tokenmill.settings.engine import (
     EXECUTION,
     FLOOR,
     MODEL,
+    PARALLEL,
+    ROUTE,
     ROUTER,
     SAMPLING,
     SCHEDULER,
@@ -67,8 +69,10 @@ __all__ = [
     "MLPERF",
     "MODEL",
     "MTP",
+    "PARALLEL",
     "PUBLISHED",
     "REPLAY",
+    "ROUTE",
     "ROUTER",
     "SAMPLING",
     "SCHEDULER",
@@ -92,9 +96,9 @@ Config = TypeVar("Config")
 SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
-        *(MODEL, CACHE, SCHEDULER, EXECUTION, SERVER, SAMPLING),
+        *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, REPLAY, ATTENTION_DP, COMMANDS),
+        *(FLOOR, ROUTER, ROUTE, REPLAY, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }

@@ -347,6 +347,18 @@ COMMANDS = (
     ),
     Setting("context", "Tokens that each sequence has in the cache.", count(1), default=4096),
     Setting("fusions", "Also leave out one fused kernel after another.", SWITCH, default=False),
+    Setting(
+        "eplb-ranks",
+        "Ranks that share the experts of synthetic loads; several: one after another.",
+        numbers(read_int, 1, "N[,N...]"),
+        default=(8, 32, 72),
+    ),
+    Setting(
+        "live-ranks",
+        "Ranks of this machine that run a small model; 0: none.",
+        count(0, 32),
+        default=4,
+    ),
     Setting("num-streams", "Streams at once.", count(1), default=128),
     Setting("stream-tokens", "Tokens of each stream.", count(1), default=512),
     Setting("router-workers", "Workers that the router knows.", count(1), default=64),

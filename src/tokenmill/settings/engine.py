@@ -9,6 +9,8 @@ from tokenmill.core.config import (
     ExecutionConfig,
     FloorConfig,
     ModelConfig,
+    ParallelConfig,
+    RouteConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -155,6 +157,67 @@ EXECUTION = (
         "best, such as 10:0.6: more tokens per step, but outputs are not exact.",
     ),
 )
+PARALLEL = (
+    of(
+        ParallelConfig,
+        "tp",
+        count(1, 4096),
+        "Ranks, a process each, that divide heads and dense layers; experts, too.",
+    ),
+    of(
+        ParallelConfig,
+        "ep",
+        count(1, 4096),
+        "Ranks that divide the experts; attention is repeated on each, unless --tp or "
+        "--attention-dp divides it.",
+    ),
+    of(
+        ParallelConfig,
+        "attention-dp",
+        SWITCH,
+        "With --ep: each rank has requests and KV of its own, experts are shared.",
+    ),
+    of(
+        ParallelConfig,
+        "adp-timeout-iters",
+        count(0),
+        "Most steps that prompts wait for a rank that has none, so that ranks compute theirs "
+        "together; 0: they never wait.",
+        field="timeout_iters",
+    ),
+    of(
+        ParallelConfig,
+        "adp-batching-wait-iters",
+        count(0),
+        "Steps that they wait when every rank has one, to gather more.",
+        field="batching_wait_iters",
+    ),
+    of(
+        ParallelConfig,
+        "redundant-experts",
+        count(0),
+        "Second places for busy experts of a layer; rounded up to equally many on each rank.",
+    ),
+    of(
+        ParallelConfig,
+        "rebalance-steps",
+        count(0),
+        "Steps between two looks at the experts' load, which moves them; 0: they stay.",
+    ),
+    of(
+        ParallelConfig,
+        "rebalance-layers",
+        count(1),
+        "Most layers whose experts move between two steps.",
+    ),
+    of(
+        ParallelConfig,
+        "ep-nodes",
+        count(1),
+        "Machines of the ranks: moved experts of a routing group stay together on one.",
+        field="nodes",
+    ),
+)
 SERVER = (
     of(ServerConfig, "host", TEXT, "Address to listen on."),
     of(ServerConfig, "port", count(0, 65535), "Port to listen on; 0 takes a free one."),
@@ -220,6 +283,12 @@ SERVER = (
         "log-level",
         one_of("debug", "info", "warning", "error"),
         "How much is logged to stderr.",
+    ),
+    of(
+        ServerConfig,
+        "otlp-endpoint",
+        TEXT,
+        "OpenTelemetry collector for traces (OTLP over HTTP), such as http://127.0.0.1:4318.",
     ),
 )
 SAMPLING = (
@@ -352,5 +421,49 @@ ROUTER = (
         "Workers tell which blocks they hold; off: predicted from what was routed.",
         field="events",
     ),
+    of(
+        RouterConfig,
+        "router-lifetime",
+        number(0.01, math.inf, "SECONDS"),
+        "How long a prompt is taken for cached where workers do not tell.",
+        field="approximate_s",
+    ),
+    of(
+        RouterConfig,
+        "router-worker-blocks",
+        count(1),
+        "KV blocks of 16 tokens that a worker is taken to hold where it does not tell.",
+        field="approximate_blocks",
+    ),
     of(RouterConfig, "router-seed", count(0), "Seed of the router's ties.", field="seed"),
+)
+ROUTE = (
+    of(
+        RouteConfig,
+        "backend",
+        TEXT,
+        "Base URL of an OpenAI-compatible server, such as http://10.0.0.1:8000; repeatable.",
+        field="backends",
+        repeated=True,
+    ),
+    of(
+        RouteConfig,
+        "backend-key",
+        TEXT,
+        "API key for the backends; without it, they get the Authorization of the client.",
+    ),
+    of(
+        RouteConfig,
+        "health-interval",
+        number(0.01, 3600, "SECONDS"),
+        "Time between two looks at a backend; one that is down is asked sooner, then less often.",
+        field="health_interval_s",
+    ),
+    of(
+        RouteConfig,
+        "connect-timeout",
+        number(0.01, 3600, "SECONDS"),
+        "A backend that takes no connection within this time is down.",
+        field="connect_timeout_s",
+    ),
 )

@@ -262,23 +262,23 @@ def _rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | Q
     return values if scales is None else QuantizedRows(values, scales)
 
 
-def mix_experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    add_to: torch.Tensor,
-) -> None:
-    """Add to add_to[t, k] each token's experts: weight * down(silu(gate(x)) * up(x)) of x[t, k]."""
-    (tokens, top_k), n = ids.shape, down.n
-    assert add_to.is_contiguous() and add_to.shape == (tokens, n)
+def apply_experts(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    tokens, top_k = ids.shape
     fp8 = gate_up.scales is not None
     rows = _rows(*gpu_rows.quantize_rows(x)) if fp8 else x
     tiles = sort_by_expert(ids, gate_up.num_experts)
     inner = grouped_matmul(rows, gate_up, tiles, tokens * top_k, share=top_k)
     gated = _rows(*gpu_rows.silu_mul(inner, fp8))
-    results = grouped_matmul(gated, down, tiles, tokens * top_k, share=1)
+    return grouped_matmul(gated, down, tiles, tokens * top_k, share=1)
+
+
+def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
+    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k]."""
+    (tokens, top_k), n = weights.shape, results.shape[1]
+    assert add_to.is_contiguous() and add_to.shape == (tokens, n)
     _sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
         results, weights, add_to, n, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=4, **launch_options()
     )

@@ -54,6 +54,7 @@ async function answer(item, messages, headers, signal) {
     method: "POST",
     headers: { ...headers, "Content-Type": "application/json" },
     body: JSON.stringify({
+      model: byId("model").dataset.name || undefined,
       messages,
       max_tokens: Number(byId("max-tokens").value) || 256,
       temperature: Number(byId("temperature").value),

@@ -103,9 +103,10 @@ function drawHead(data) {
   const { floor } = data;
   set(byId("model"), data.model);
   document.title = `${data.model} · tokenmill`;
+  byId("model").dataset.name = data.model;
+  const engine = [`${data.dtype} on ${data.device}`, `context ${num(data.max_model_len)}`, `blocks of ${data.block_size} tokens`];
   const facts = [
-    `${data.dtype} on ${data.device}`, `context ${num(data.max_model_len)}`, `blocks of ${data.block_size} tokens`,
-    plural(floor.workers.length, "worker"), ...(floor.workers.length > 1 ? [`router ${floor.router}`] : []), `up ${duration(data.uptime_s)}`,
+    ...(data.dtype ? engine : []), plural(floor.workers.length, data.dtype ? "worker" : "backend"), ...(floor.workers.length > 1 ? [`router ${floor.router}`] : []), `up ${duration(data.uptime_s)}`,
   ];
   keyed(byId("facts"), facts.map((text, i) => [String(i), text]), ([i]) => i, () => el("li"), (li, [, text]) => set(li, text));
   set(byId("foot"), `tokenmill ${data.version} · figures of ${clock(data.time_s)}`);

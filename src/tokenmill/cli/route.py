@@ -1,0 +1,89 @@
+"""tokenmill route."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from tokenmill.cli.options import command
+from tokenmill.cli.pull import fetch
+from tokenmill.cli.serve import set_log_level
+from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.settings import ROUTE, ROUTER, SETTINGS, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.serve.floor_view import FloorView
+
+SERVER_KEYS = (
+    "host",
+    "port",
+    "api-key",
+    "max-body-size",
+    "max-concurrency",
+    "max-concurrency-per-key",
+    "control-token",
+    "request-timeout",
+    "drain-timeout",
+    "chat-template",
+    "log-level",
+    "otlp-endpoint",
+)
+TOKENIZER = replace(
+    SETTINGS["tokenizer"],
+    help="Model whose tokenizer and chat template say what a prompt's tokens are; without it, "
+    "four bytes of the messages stand for a token: an approximation.",
+)
+PANELS = {
+    "Backends": (*ROUTE, TOKENIZER),
+    "Router": tuple(setting for setting in ROUTER if setting.key != "router-events"),
+    "Server": tuple(SETTINGS[key] for key in SERVER_KEYS),
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    command(app, "route", PANELS)(route)
+
+
+def route(settings: Settings) -> None:
+    """Stand in front of OpenAI-compatible servers and route calls to them.
+
+    tokenmill route --backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
+    tokenmill route --backend URL --backend URL --tokenizer Qwen/Qwen3-0.6B
+    tokenmill route --backend URL --backend URL --router least-loaded
+
+    vLLM, SGLang, tokenmill serve: bodies and answers pass as they are. Calls
+    that begin alike go to one backend, which is predicted to have them cached
+    for --router-lifetime, weighed against what each has to do. One that is
+    down, or answers 429 or 5xx, is replaced by another before the first byte;
+    a stream that breaks off later ends in an error event.
+
+    /floor, /dashboard, /metrics and tokenmill status show it at work.
+    """
+    from tokenmill.serve.backend import BackendError, base_urls
+
+    config = settings.build(ServerConfig)
+    set_log_level(config.log_level)
+    backends = settings.build(RouteConfig)
+    try:
+        base_urls(backends.backends)
+    except BackendError as error:
+        raise SettingsError(str(error)) from None
+    from tokenmill.serve.server_route import route as run_router
+    from tokenmill.serve.tokenizer import load_tokenizer
+
+    name = settings.get("tokenizer")
+    tokenizer = None if name is None else load_tokenizer(fetch(name), config.chat_template)
+    if tokenizer is None and config.chat_template is not None:
+        raise SettingsError("--chat-template needs --tokenizer")
+
+    def on_listening(url: str, floor: FloorView) -> None:
+        log = logging.getLogger(__name__)
+        num_up = sum(worker.up for worker in floor.workers)
+        log.info(f"{num_up} of {len(floor.workers)} backends are up; {url}/v1 routes to them")
+        log.info(f"dashboard: {url}/dashboard")
+
+    run_router(config, backends, settings.build(RouterConfig), tokenizer, on_listening)

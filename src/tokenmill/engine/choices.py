@@ -1,0 +1,202 @@
+"""What was left open is chosen, and what does not go together is refused, before anything loads."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tokenmill.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_BUDGET,
+    EXPERTS_GPU_BUDGET,
+    GPU_BLOCK_SIZE,
+    GPU_BUDGET,
+    GPU_MEMORY_SHARE,
+    MEMORY_SHARE,
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from tokenmill.core.spec import ModelSpec
+from tokenmill.core.types import ModelLoadError
+from tokenmill.engine.setup import Setup
+from tokenmill.kernels import MODE, cpu_kernels
+from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
+from tokenmill.layers.linear import ComputeType
+from tokenmill.models.shards import plan_layout
+from tokenmill.models.store import resolve
+from tokenmill.models.weights import open_checkpoint
+from tokenmill.parallel import Ranks
+
+KVType = Literal["fp32", "bf16", "fp8"]
+_TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
+_MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
+
+
+def settle(asked: Setup) -> Setup:
+    """Make every choice that was left open, and refuse what does not go together."""
+    model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
+    set_mode(execution)
+    path = resolve(model.model)
+    spec = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed).spec
+    size = parallel.num_ranks
+    plan_layout(spec, parallel, Ranks(0, size))
+    device = choose_device(model)
+    max_len = _context_limit(spec, model)
+    num_threads = max(1, (model.num_threads or os.cpu_count() or 1) // size)
+    set_num_threads(num_threads)
+    dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
+    kv_dtype = _kv_dtype(cache, spec, device)
+    _check_compute(spec, dtype, device)
+    if device == "cuda" and execution.batch_invariant and spec.mla is not None:
+        raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
+    if parallel.tp > 1 and execution.mtp:
+        raise ModelLoadError("mtp does not go with --tp: the module's heads are not divided")
+    if size > 1 and cache.connector != "none":
+        raise ModelLoadError("kv_connector does not go with --tp or --ep: a rank has a part of it")
+    block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
+    share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
+    if device == "cpu":
+        share /= size  # ranks share a machine's memory
+    return Setup(
+        replace(model, model=str(path), dtype=dtype, device=device, num_threads=num_threads),
+        replace(cache, block_size=block_size, dtype=kv_dtype, memory_share=share),
+        _limits(asked.scheduler, spec, device, max_len),
+        # A step of several ranks needs the host to know how many rows travel.
+        replace(execution, cuda_graphs=execution.cuda_graphs and size == 1),
+        parallel,
+    )
+
+
+def set_mode(execution: ExecutionConfig) -> None:
+    """Switch the kernels of this process."""
+    if execution.batch_invariant and not execution.fused_kernels:
+        raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
+    MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
+
+
+def _limits(
+    scheduler: SchedulerConfig, spec: ModelSpec, device: str, max_len: int
+) -> SchedulerConfig:
+    """Fill what was left to the device and the model."""
+    on_gpu = EXPERTS_GPU_BUDGET if spec.moe else GPU_BUDGET
+    budget = on_gpu if device == "cuda" else DEFAULT_BUDGET
+    return replace(
+        scheduler,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,
+        max_model_len=max_len,
+    )
+
+
+def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
+    limit = model.max_model_len or spec.max_position
+    if limit > spec.max_position:
+        raise ModelLoadError(
+            f"max_model_len is {limit}, but {model.model} has {spec.max_position} positions"
+        )
+    return limit
+
+
+def set_num_threads(num_threads: int) -> None:
+    """The compiled kernels bring their own threads; torch keeps one beside them."""
+    if cpu_kernels():
+        from tokenmill.kernels.cpu.pool import set_num_threads as set_kernel_threads
+
+        set_kernel_threads(num_threads)
+        torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(num_threads)
+
+
+def choose_device(model: ModelConfig) -> Literal["cpu", "cuda"]:
+    """What was asked for, or a GPU where there is one that runs the compute type."""
+    if model.device == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("device is cuda, but torch sees no GPU here")
+    if model.device != "auto":
+        return model.device
+    needed = _MIN_CAPABILITY.get("bf16" if model.dtype == "auto" else model.dtype)
+    if needed is None or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if torch.cuda.get_device_capability() >= needed else "cpu"
+
+
+def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
+    """The compute type must run on the device, and the device must have what it takes."""
+    needed = _MIN_CAPABILITY.get(dtype)
+    if (needed is not None) != (device == "cuda"):
+        raise ModelLoadError(
+            f"dtype {dtype} does not run on {device}: use bf16 or fp8 on cuda, else fp32 or int8"
+        )
+    if needed is None:
+        return
+    for dim in spec.cache_dims:
+        if dim & (dim - 1):
+            name = "head_dim" if spec.mla is None else "qk_rope_head_dim or kv_lora_rank"
+            raise ModelLoadError(f"{name} is {dim}: cuda takes powers of two, use --device cpu")
+    found = torch.cuda.get_device_capability()
+    if found < needed:
+        raise ModelLoadError(
+            f"dtype {dtype} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, "
+            f"but {torch.cuda.get_device_name()} has {found[0]}.{found[1]}"
+        )
+
+
+def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> KVType:
+    known: tuple[KVType, ...] = ("bf16", "fp8") if device == "cuda" else ("fp32",)
+    if cache.dtype == "auto":
+        return known[0]
+    if cache.dtype not in known:
+        raise ModelLoadError(
+            f"kv_cache_dtype {cache.dtype} does not run on {device}: use {' or '.join(known)}"
+        )
+    if cache.dtype == "fp8" and spec.mla is not None:
+        raise ModelLoadError("kv_cache_dtype fp8 does not run with latent attention: use bf16")
+    if cache.dtype == "fp8" and spec.head_dim < 32:
+        raise ModelLoadError(
+            f"kv_cache_dtype fp8 needs a head_dim of 32 or more, the model has {spec.head_dim}"
+        )
+    return cache.dtype
+
+
+def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
+    """bf16 on a GPU; else the faster of fp32 and int8 where a few rows read weights from memory."""
+    if device == "cuda":
+        return "bf16"
+    if not cpu_kernels():
+        return "fp32"  # without compiled kernels int8 is emulated
+    n, k = min(spec.intermediate_size, 4096), spec.hidden_size
+    x, limit = torch.randn(_TRIAL_ROWS, k), activation_limit(k)
+    weights = [torch.randn(n, k) for _ in range(-(-_TRIAL_BYTES // (4 * n * k)))]
+    fp32, int8 = [pack(w, "fp32") for w in weights], [pack(w, "int8") for w in weights]
+    best = {"fp32": math.inf, "int8": math.inf}
+    for _ in range(_TRIALS):  # in turns: what disturbs one disturbs the other
+        best["fp32"] = min(best["fp32"], _seconds(lambda: [matmul(x, w) for w in fp32]))
+        best["int8"] = min(
+            best["int8"], _seconds(lambda: [matmul(quantize_rows(x, limit), w) for w in int8])
+        )
+    return "int8" if best["int8"] < best["fp32"] else "fp32"
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: the machine's, or the container's if less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    free = fields["MemAvailable"]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free

@@ -1,0 +1,313 @@
+"""Engines over several ranks: rank 0 schedules for all, or each rank for requests of its own.
+
+Where ranks share every token, rank 0 broadcasts each step's inputs. With attention data parallelism
+every rank has a whole engine; rank 0 hands requests out and starts each round, in which every rank
+runs one step, or computes its experts' part of the others'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+
+import torch
+
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    RanksLostError,
+    Request,
+    RequestOutput,
+    add_stats,
+)
+from tokenmill.engine.crew import Crew
+from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.rank_wire import (
+    Message,
+    pack_output,
+    pack_request,
+    pack_step,
+    step_size,
+    unpack_output,
+    unpack_request,
+    unpack_step,
+)
+from tokenmill.engine.rebalance import Rebalancer
+from tokenmill.engine.runner import KVCache, Model, RankModel
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.parallel import Ranks
+from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, assign
+from tokenmill.sched.kv_events import Dump, EventPublisher
+
+
+class SharedModel:
+    """A model whose ranks all compute the same tokens, as rank 0 runs it."""
+
+    def __init__(self, model: Model, crew: Crew, rebalancer: Rebalancer | None) -> None:
+        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
+        self.linears = model.linears
+        self._model, self._crew, self._rebalancer = model, crew, rebalancer
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Send the step to all ranks and compute this one's part; a failure is the end."""
+        try:
+            sizes, flat = pack_step(token_ids, batch)
+            self._crew.tell(sizes)
+            self._crew.ranks.broadcast(flat)
+            if self._rebalancer is not None:
+                self._rebalancer.turn()
+            return self._model.forward(token_ids, kv_cache, batch)
+        except Exception as error:
+            raise lost(error) from error
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.normed(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+
+def follow(
+    sizes: Message, model: Model, kv_cache: KVCache, ranks: Ranks, rebalancer: Rebalancer | None
+) -> None:
+    """Compute another rank's part of a step that SharedModel has sent."""
+    device = kv_cache[0][0].device
+    flat = ranks.broadcast(torch.empty(step_size(sizes), dtype=torch.int32, device=device))
+    if rebalancer is not None:
+        rebalancer.turn()
+    with torch.inference_mode():
+        token_ids, batch = unpack_step(sizes, flat)
+        model.forward(token_ids, kv_cache, batch)
+
+
+class OwnModel:
+    """A model whose ranks have tokens of their own, and experts together."""
+
+    def __init__(self, model: RankModel) -> None:
+        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
+        self.linears = model.linears
+        self._model, self.ran = model, False
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Compute a step of this rank's, with the experts of all."""
+        self.ran = True
+        try:
+            return self._model.forward(token_ids, kv_cache, batch)
+        except Exception as error:
+            raise lost(error) from error
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.normed(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """Compute the experts' part of the other ranks' step."""
+        try:
+            self._model.assist()
+        except Exception as error:
+            raise lost(error) from error
+
+
+def lost(error: Exception) -> RanksLostError:
+    """An error inside a step of several ranks: the others wait in vain, so nothing goes on."""
+    if isinstance(error, RanksLostError):
+        return error
+    return RanksLostError(f"a step of several ranks failed: {type(error).__name__}: {error}")
+
+
+class LeadingEngine:
+    """The engine of rank 0, which schedules for all ranks."""
+
+    kv = None
+
+    def __init__(self, engine: LanguageEngine, crew: Crew, rebalancer: Rebalancer | None) -> None:
+        self._engine, self._crew, self._rebalancer = engine, crew, rebalancer
+        self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch on all ranks."""
+        with self._crew.together():
+            return self._engine.step()
+
+    def stats(self) -> EngineStats:
+        """The scheduler's, and where experts move, how balanced they are."""
+        self._crew.check()
+        return with_balance(self._engine.stats(), self._rebalancer)
+
+    def kv_events(self) -> EventPublisher:
+        return self._engine.kv_events()
+
+    def kv_dump(self) -> Dump:
+        return self._engine.kv_dump()
+
+
+class OwnEngine:
+    """One rank's engine of several, each with requests of its own."""
+
+    def __init__(
+        self, engine: LanguageEngine, model: OwnModel, rebalancer: Rebalancer | None
+    ) -> None:
+        self.engine, self._model, self._rebalancer = engine, model, rebalancer
+
+    def round(
+        self, submit: list[Request], abort: list[str], hold_context: bool
+    ) -> list[RequestOutput]:
+        """Take what is new, then one step in time with the other ranks."""
+        for request in submit:
+            self.engine.submit(request)
+        for request_id in abort:
+            self.engine.abort(request_id)
+        if self._rebalancer is not None:
+            self._rebalancer.turn()
+        self._model.ran = False
+        outputs = self.engine.step(hold_context)
+        if not self._model.ran:
+            self._model.assist()
+        return outputs
+
+    def answer(self, message: Message) -> Message:
+        """A round as rank 0 asks for it, over the wire."""
+        requests = [unpack_request(data) for data in message["submit"]]
+        outputs = self.round(requests, message["abort"], message["hold"])
+        return asdict(self.state()) | {"outputs": [pack_output(output) for output in outputs]}
+
+    def state(self) -> RankState:
+        """What rank 0 has to know for the next round."""
+        engine = self.engine
+        return RankState(engine.has_work(), engine.stats(), engine.load(), engine.outlook())
+
+
+@dataclass(slots=True)
+class RankState:
+    """A rank after a round."""
+
+    has_work: bool = False
+    stats: EngineStats = field(default_factory=EngineStats)
+    load: Load = (0, 0)
+    outlook: Outlook = (0, 0)
+
+    @classmethod
+    def of(cls, data: Message) -> RankState:
+        """From what a rank has sent."""
+        load, outlook = ((data[name][0], data[name][1]) for name in ("load", "outlook"))
+        return cls(data["has_work"], EngineStats(**data["stats"]), load, outlook)
+
+
+class DataParallelEngine:
+    """Rank 0's engine and those of the other ranks, as one."""
+
+    kv = None
+
+    def __init__(
+        self,
+        own: OwnEngine,
+        crew: Crew,
+        rebalancer: Rebalancer | None,
+        policy: ContextPolicy,
+    ) -> None:
+        self._own, self._crew, self._rebalancer = own, crew, rebalancer
+        self._policy = policy
+        self._new: dict[str, Request] = {}
+        self._refused: list[RequestOutput] = []
+        self._aborted: list[str] = []
+        self._rank_of: dict[str, int] = {}  # of open requests
+        self._states = [RankState() for _ in range(crew.size)]
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next round."""
+        request_id = request.request_id
+        if request_id in self._new or request_id in self._rank_of:
+            message = f"request_id {request_id!r} is already in use"
+            refusal = RequestOutput(
+                request_id, [], finish_reason=FinishReason.REJECT, stop_reason="duplicate_id",
+                error=message,
+            )  # fmt: skip
+            self._refused.append(refusal)
+        else:
+            self._new[request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        """End a request in the next round."""
+        self._aborted.append(request_id)
+
+    def has_work(self) -> bool:
+        """True while a step() would do something."""
+        return bool(self._new or self._aborted or self._refused or self._busy())
+
+    def _busy(self) -> bool:
+        return any(state.has_work for state in self._states)
+
+    def step(self) -> list[RequestOutput]:
+        """One round of all ranks."""
+        if not self.has_work():
+            self._crew.check()
+            return []
+        with self._crew.together():
+            outputs = self._round()
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._rank_of.pop(output.request_id, None)
+        refused, self._refused = self._refused, []
+        return refused + outputs
+
+    def _round(self) -> list[RequestOutput]:
+        submits, aborts = self._hand_out()
+        hold = self._policy.hold([state.outlook for state in self._states])
+        others = range(1, self._crew.size)
+        self._crew.tell_each(
+            [
+                {
+                    "submit": [pack_request(request) for request in submits[rank]],
+                    "abort": aborts[rank],
+                    "hold": hold,
+                }
+                for rank in others
+            ]
+        )
+        outputs = self._own.round(submits[0], aborts[0], hold)
+        self._states[0] = self._own.state()
+        for rank, answer in zip(others, self._crew.hear(), strict=True):
+            outputs += [unpack_output(data) for data in answer["outputs"]]
+            self._states[rank] = RankState.of(answer)
+        return outputs
+
+    def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
+        """The new requests and the aborts of each rank."""
+        submits: list[list[Request]] = [[] for _ in self._states]
+        aborts: list[list[str]] = [[] for _ in self._states]
+        new, self._new = list(self._new.values()), {}
+        lens = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in new]
+        ranks = assign([state.load for state in self._states], lens)
+        for request, rank in zip(new, ranks, strict=True):
+            submits[rank].append(request)
+            self._rank_of[request.request_id] = rank
+        for request_id in self._aborted:
+            if request_id in self._rank_of:
+                aborts[self._rank_of[request_id]].append(request_id)
+        self._aborted = []
+        return submits, aborts
+
+    def stats(self) -> EngineStats:
+        """The sums over all ranks."""
+        self._crew.check()
+        total = reduce(add_stats, (state.stats for state in self._states))
+        total.num_waiting += len(self._new)
+        return with_balance(total, self._rebalancer)
+
+
+def with_balance(stats: EngineStats, rebalancer: Rebalancer | None) -> EngineStats:
+    """The stats with what the rebalancer has to tell."""
+    if rebalancer is not None:
+        stats.num_rebalances = rebalancer.num_rebalances
+        stats.num_expert_bytes_moved = rebalancer.num_bytes_moved
+        stats.rebalance_s = rebalancer.seconds
+        stats.rank_imbalance = rebalancer.imbalance
+        stats.rank_imbalance_before = rebalancer.imbalance_before
+    return stats

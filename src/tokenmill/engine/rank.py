@@ -1,0 +1,86 @@
+"""A rank that is not the first: the process that tokenmill.engine.crew starts.
+
+python -m tokenmill.engine.rank ADDRESS
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from tokenmill.core.types import GrammarVocab, TokenmillError
+from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
+from tokenmill.engine.crew import call, join
+from tokenmill.engine.leading import OwnEngine, OwnModel, follow
+from tokenmill.engine.rank_wire import Message, receive, send, unpack_setup
+from tokenmill.engine.setup import Setup
+from tokenmill.parallel import Ranks
+
+
+class Inbox:
+    """What rank 0 says, in order; the process ends as soon as rank 0 has."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._messages.put(receive(self._connection))
+            except (EOFError, OSError):
+                os._exit(0)  # be it in the middle of a collective that will never end
+
+    def next(self) -> Message:
+        return self._messages.get()
+
+
+def main(address: str) -> None:
+    """Join rank 0, load a part of the model, and compute until rank 0 is gone."""
+    connection = call(address)
+    inbox = Inbox(connection)
+    ranks = join(inbox.next())
+    order = inbox.next()
+    setup = unpack_setup(order["setup"])
+
+    def agree(num_blocks: int) -> int:
+        send(connection, {"num_blocks": num_blocks})
+        return int(inbox.next()["num_blocks"])
+
+    try:
+        part = load_part(setup, ranks, agree)
+    except TokenmillError as error:
+        send(connection, {"error": str(error)})
+        inbox.next()  # until rank 0 ends
+        return
+    if setup.parallel.attention_dp:
+        vocab = order["vocab"] and GrammarVocab(**order["vocab"])
+        _run_own(setup, part, ranks, vocab, connection, inbox)
+    else:
+        rebalancer = make_rebalancer(setup, part, ranks)
+        while True:
+            follow(inbox.next(), part.network, part.kv_cache, ranks, rebalancer)
+
+
+def _run_own(
+    setup: Setup,
+    part: Part,
+    ranks: Ranks,
+    vocab: GrammarVocab | None,
+    connection: Connection,
+    inbox: Inbox,
+) -> None:
+    """Run requests of this rank's own, a step whenever rank 0 starts a round."""
+    model = OwnModel(part.network)
+    engine, _ = make_engine(setup, part, model, vocab)
+    own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
+    while True:
+        send(connection, own.answer(inbox.next()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

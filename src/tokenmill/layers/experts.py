@@ -1,0 +1,121 @@
+"""The routed experts of a layer: those that this rank holds, and the way to those of others.
+
+Experts lie in slots, equally many on each rank. An expert may lie in several slots; token i then
+uses the (i mod n)-th of its n copies, which are the same to the last bit. A row is sent to its
+expert's rank and its result comes back; its sum runs at home, in the order of the router's choice,
+so the answer does not depend on where experts lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.kernels.matmul import pack
+from tokenmill.kernels.moe import PackedExperts, apply_experts
+from tokenmill.layers.linear import ComputeType, Device, Tensors
+from tokenmill.parallel import ALONE, Exchange, Layout
+
+
+def first_placement(num_experts: int, layout: Layout) -> list[int]:
+    """The expert of each slot before any load is known: in order, and from the first again."""
+    return [slot % num_experts for slot in range(layout.num_slots or num_experts)]
+
+
+def own_slots(placement: list[int], layout: Layout) -> list[int]:
+    """The experts of this rank's slots."""
+    return placement[layout.ranks.own(len(placement))]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Rows on their way to their experts' ranks."""
+
+    order: torch.Tensor  # the choices (token * top_k + choice) in the order they were sent
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+    slots: torch.Tensor  # int32 [rows]: the own slot that each received row is for
+    rows: Exchange
+
+
+class RoutedExperts:
+    """The experts' matrices, packed as they come out of a checkpoint."""
+
+    def __init__(
+        self, num_experts: int, dtype: ComputeType, device: Device, layout: Layout = ALONE
+    ) -> None:
+        self.layout, self.num_experts = layout, num_experts
+        self._dtype, self._device = dtype, device
+        self._halves: dict[int, Tensors] = {}
+        self.place(first_placement(num_experts, layout))
+        num_own = len(self.own)
+        self.gate_up, self.down = PackedExperts(num_own), PackedExperts(num_own)
+        self.num_rows = torch.zeros(num_own, dtype=torch.int64, device=device)  # by slot, counted
+
+    def place(self, placement: list[int]) -> None:
+        """Say which expert each slot of all ranks holds from now on."""
+        self.placement, self.own = placement, own_slots(placement, self.layout)
+        copies: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(placement):
+            copies[expert].append(slot)
+        most = max(map(len, copies))
+        table = [slots + slots[:1] * (most - len(slots)) for slots in copies]
+        self._slots = torch.tensor(table, device=self._device)
+        self._num_copies = torch.tensor([len(slots) for slots in copies], device=self._device)
+
+    def put(self, expert: int, kind: str, weight: torch.Tensor) -> None:
+        """Take one matrix: "gate", "up" or "down"; gate and up are packed once both are there."""
+        target = self.down
+        if kind != "down":
+            halves = self._halves.setdefault(expert, {})
+            halves[kind] = weight.to(self._device)
+            if len(halves) < 2:
+                return
+            del self._halves[expert]
+            target, weight = self.gate_up, torch.cat([halves["gate"], halves["up"]])
+        packed = pack(weight, self._dtype, self._device)
+        for slot in (slot for slot, held in enumerate(self.own) if held == expert):
+            target.put(slot, packed)
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> Dispatched:
+        """Start to send x[t, k] to the ranks of its experts ids[t, top_k]."""
+        ranks, top_k = self.layout.ranks, ids.shape[1]
+        chosen = ids.long()
+        turns = torch.arange(ids.shape[0], device=ids.device)[:, None] % self._num_copies[chosen]
+        slots = self._slots[chosen, turns].flatten()
+        order = slots.argsort(stable=True)
+        counts = torch.bincount(slots, minlength=len(self.placement))
+        equal = [len(self.own)] * ranks.size
+        incoming = ranks.exchange(counts, equal, equal).wait()  # [rank, own slot]
+        self.num_rows += incoming.unflatten(0, (ranks.size, -1)).sum(0)
+        sizes = torch.stack([counts, incoming]).unflatten(1, (ranks.size, -1)).sum(2)
+        sent, received = sizes.tolist()  # the host has to know how much memory to give
+        rows = ranks.exchange(x[order // top_k], sent, received)
+        own = torch.arange(len(self.own), dtype=torch.int32, device=ids.device).repeat(ranks.size)
+        of_row = own.repeat_interleave(incoming, output_size=sum(received))
+        return Dispatched(order, sent, received, of_row, rows)
+
+    def combine(self, sent: Dispatched) -> torch.Tensor:
+        """Compute what has arrived and take back the own rows: [t * top_k, n] by choice."""
+        rows = apply_experts(sent.rows.wait(), sent.slots[:, None], self.gate_up, self.down)
+        back = self.layout.ranks.exchange(rows, sent.received, sent.sent).wait()
+        results = torch.empty_like(back)
+        results[sent.order] = back
+        return results
+
+    def parts(self, slot: int) -> list[torch.Tensor]:
+        """What an own slot holds: views of its matrices and their scales."""
+        packed = (self.gate_up.expert(slot), self.down.expert(slot))
+        return [
+            part for weight in packed for part in (weight.data, weight.scales) if part is not None
+        ]
+
+    @property
+    def elsewhere(self) -> set[int]:
+        """Experts that other ranks hold and this one does not."""
+        return set(range(self.num_experts)) - set(self.own)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.num_bytes + self.down.num_bytes

@@ -1,0 +1,151 @@
+"""Process groups and collectives; a group of one rank is the identity.
+
+Only `connect` and `Ranks` know torch.distributed: NCCL between GPUs, gloo between CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 300.0  # of one collective: a rank that does not come is taken for dead
+Backend = Literal["gloo", "nccl"]
+_DIST: Any = dist  # the stores are there, but not in its types
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Rows on their way between ranks."""
+
+    rows: torch.Tensor  # those that this rank receives, by sender
+    work: dist.Work | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The received rows, once they are here."""
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that run one model together, as one of them sees it."""
+
+    rank: int = 0
+    size: int = 1
+
+    def shares(self, count: int) -> list[int]:
+        """How many of `count` rows each rank takes, in the order of the ranks."""
+        bounds = [count * rank // self.size for rank in range(self.size + 1)]
+        return [end - start for start, end in pairwise(bounds)]
+
+    def own(self, count: int) -> slice:
+        """This rank's share of `count` rows."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's x, [ranks, ...]; all have the same shape."""
+        if self.size == 1:
+            return x[None]
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.stack(parts)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, in place."""
+        if self.size > 1:
+            dist.broadcast(x, 0)
+        return x
+
+    def exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> Exchange:
+        """Start to send the first sends[0] rows to rank 0, the next sends[1] to rank 1, ..."""
+        if self.size == 1:
+            return Exchange(rows)
+        out = rows.new_empty(sum(receives), *rows.shape[1:])
+        work = dist.all_to_all_single(out, rows.contiguous(), receives, sends, async_op=True)
+        return Exchange(out, work)
+
+    def join(self, x: torch.Tensor) -> None:
+        """Fill x[count, ...] with the share that each rank has in its own."""
+        if self.size > 1:
+            part, shares = x[self.own(x.shape[0])], self.shares(x.shape[0])
+            copies = part.repeat(self.size, *(1,) * (x.dim() - 1))
+            x.copy_(self.exchange(copies, [part.shape[0]] * self.size, shares).wait())
+
+    def move(
+        self,
+        sends: Iterable[tuple[int, torch.Tensor]],
+        receives: Iterable[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send tensors to ranks and fill others from ranks; both sides list them in one order."""
+        ops = [dist.P2POp(dist.isend, as_bytes(x), rank) for rank, x in sends]
+        ops += [dist.P2POp(dist.irecv, as_bytes(x), rank) for rank, x in receives]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+
+
+ONE = Ranks()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parts of a model a rank holds, and whose tokens it computes."""
+
+    ranks: Ranks = ONE
+    split_heads: bool = False  # heads and dense MLPs are divided; else every rank has them all
+    own_tokens: bool = False  # attention data parallelism: each rank runs requests of its own
+    num_slots: int = 0  # places for experts over all ranks; 0: one for each expert
+
+    @property
+    def tensor_ranks(self) -> Ranks:
+        """Those that share a product and add up its parts."""
+        return self.ranks if self.split_heads else ONE
+
+    @property
+    def samples(self) -> bool:
+        """True where this rank turns hidden states into tokens."""
+        return self.own_tokens or self.ranks.rank == 0
+
+
+ALONE = Layout()
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: what travels whatever the type."""
+    return x.view(-1).view(torch.uint8)
+
+
+def open_store(host: str, size: int, port: int | None = None) -> Any:
+    """Where ranks of several machines meet: made here, or the one at a port of `host`."""
+    first = port is None
+    return _DIST.TCPStore(host, port or 0, size, is_master=first, wait_for_workers=False)
+
+
+def file_store(path: str, size: int) -> Any:
+    """Where ranks of one machine meet."""
+    return _DIST.FileStore(path, size)
+
+
+def connect(rank: int, size: int, store: Any, backend: Backend) -> Ranks:
+    """Join the group that meets at `store`; the process can be in one at a time."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return Ranks(rank, size)
+
+
+def disconnect() -> None:
+    """Leave the group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

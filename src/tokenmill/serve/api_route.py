@@ -1,0 +1,204 @@
+"""The HTTP front of `tokenmill route`: calls go through, the rest is answered here.
+
+Every POST below /v1/ is passed on, whatever it is; the app around it answers for the router
+itself: models, health, metrics, floor and dashboard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+from fastapi import Depends, FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.types import EngineStats
+from tokenmill.serve.api import exception_handlers
+from tokenmill.serve.api_access import authorizer, key_matcher, read_bytes, wrong_key
+from tokenmill.serve.api_dashboard import DashboardView, add_page
+from tokenmill.serve.api_floor import add_floor_view
+from tokenmill.serve.api_relay import Relay
+from tokenmill.serve.api_stream import send_error
+from tokenmill.serve.backends import Backends
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.metrics import CONTENT_TYPE
+from tokenmill.serve.metrics_route import RouteMetrics
+from tokenmill.serve.responses import Health, Version, json_encode
+from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.tracing import Tracing
+from tokenmill.serve.upstream import header
+
+PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
+
+
+@dataclass(slots=True)
+class RouteState:
+    """What the calls share."""
+
+    backends: Backends
+    tokenizer: Tokenizer | None
+    config: ServerConfig
+    tracing: Tracing | None = None
+    metrics: RouteMetrics = field(default_factory=RouteMetrics)
+    draining: bool = False
+    num_calls: int = 0
+    calls_by_key: Counter[int] = field(default_factory=Counter)
+
+    def admit(self, key: int) -> None:
+        """Raise what a call is to be answered with, if it cannot be taken."""
+        if self.draining:
+            raise ApiError(503, "the server is draining and takes no new requests", code="draining")
+        limit = self.config.max_concurrency
+        if self.num_calls >= limit:
+            raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
+        limit = self.config.max_concurrency_per_key or limit
+        if self.calls_by_key[key] >= limit:
+            message = f"{limit} requests of this key are open, the limit"
+            raise ApiError(429, message, code="max_concurrency_per_key")
+
+
+class RouteApp:
+    """An ASGI app; calls on their way pass none of FastAPI's layers."""
+
+    def __init__(self, state: RouteState) -> None:
+        self._state = state
+        self._rest = _create_rest(state)
+        self._key_number = key_matcher(state.config.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_call(scope["path"]):
+            return await self._rest(scope, receive, send)
+        try:
+            key = self._admit(scope)
+        except ApiError as error:
+            return await send_error(send, error)
+        self._state.num_calls += 1
+        self._state.calls_by_key[key] += 1
+        try:
+            await self._relay(scope, receive, send)
+        finally:
+            self._state.num_calls -= 1
+            self._state.calls_by_key[key] -= 1
+
+    def _admit(self, scope: Scope) -> int:
+        """The number of the caller's key; raises ApiError where there is no room or no key."""
+        key = self._key_number(Request(scope)) if self._state.config.api_keys else 0
+        if key is None:
+            raise wrong_key()
+        self._state.admit(key)
+        return key
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        tracing = state.tracing
+        span = None if tracing is None else tracing.begin(scope["path"], scope["headers"])
+        relay = Relay(state.backends, state.metrics, state.tokenizer, span)
+        try:
+            declared = header(scope["headers"], b"content-length").decode("latin-1")
+            body = await read_bytes(receive, declared, state.config.max_body_bytes)
+        except (ApiError, ClientDisconnect) as error:
+            code = error.code if isinstance(error, ApiError) else "cancelled"
+            if span is not None:
+                span.end(f"{code}: {error}")
+            return await send_error(send, error) if isinstance(error, ApiError) else None
+        await relay.run(scope, body, receive, send, state.config.request_timeout_s)
+
+
+def _is_call(path: str) -> bool:
+    return path.startswith("/v1/") or path in PASSED_ON
+
+
+def _create_rest(state: RouteState) -> FastAPI:
+    app = FastAPI(
+        title="tokenmill route",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers=exception_handlers(),
+    )
+    _add_models(app, state)
+    _add_operations(app, state)
+    add_floor_view(app, state.config, state.backends.view)
+    add_page(app, state.config, lambda uptime_s: _dashboard(state, uptime_s))
+    return app
+
+
+def _add_models(app: FastAPI, state: RouteState) -> None:
+    guard = [Depends(authorizer(state.config))]
+
+    @app.get("/v1/models", dependencies=guard)
+    async def models(request: Request) -> Response:
+        cards = await state.backends.models(_authorization(request))
+        return _json({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    async def model(request: Request, model_id: str) -> Response:
+        cards = await state.backends.models(_authorization(request))
+        for card in cards:
+            if card["id"] == model_id:
+                return _json(card)
+        known = ", ".join(repr(card["id"]) for card in cards) or "none"
+        message = f"the model {model_id!r} does not exist; the backends have {known}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
+def _authorization(request: Request) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in request.headers.raw if name == b"authorization"]
+
+
+def _add_operations(app: FastAPI, state: RouteState) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if state.draining:
+            raise ApiError(503, "the server is draining", code="draining")
+        if not state.backends.ready:
+            raise ApiError(503, "no backend is up", code="no_backend")
+        return _json(Health())
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        return _json(Version(version=version("tokenmill")))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = state.metrics.render(EngineStats(), 0, state.backends.view())
+        return Response(text, media_type=CONTENT_TYPE)
+
+
+def _json(answer: object) -> Response:
+    return Response(json_encode(answer), media_type="application/json")
+
+
+def _dashboard(state: RouteState, uptime_s: float) -> DashboardView:
+    metrics, floor = state.metrics, state.backends.view()
+    hits = EngineStats(
+        prefix_query_tokens=sum(worker.routed_tokens for worker in floor.workers),
+        prefix_hit_tokens=sum(worker.overlap_tokens for worker in floor.workers),
+    )
+    return DashboardView(
+        model=next(iter(state.backends.known_models()), ""),
+        version=version("tokenmill"),
+        dtype="",
+        device="",
+        max_model_len=0,
+        block_size=0,
+        time_s=time.time(),
+        uptime_s=uptime_s,
+        draining=state.draining,
+        num_pending=sum(worker.num_waiting for worker in floor.workers),
+        restarts=sum(worker.restarts for worker in floor.workers),
+        prompt_tokens=metrics.num_prompt_tokens,
+        output_tokens=metrics.num_output_tokens,
+        finished=dict(metrics.finished),
+        window_s=metrics.recent_ttft_ms.window_s,
+        ttft_ms=metrics.recent_ttft_ms.summary(),
+        tpot_ms=metrics.recent_tpot_ms.summary(),
+        engine=hits,
+        floor=floor,
+    )

@@ -1,0 +1,72 @@
+"""The process of `tokenmill route`: a socket, the backends, the app between them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+from collections.abc import Callable
+
+from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.serve.api_route import RouteApp, RouteState
+from tokenmill.serve.backends import Backends
+from tokenmill.serve.floor_view import FloorView
+from tokenmill.serve.server import (
+    Signals,
+    bind,
+    drain,
+    listening,
+    raise_file_limit,
+    run_in_loop,
+    tracing_to,
+    url_of,
+)
+from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.tracing import Tracing
+
+OnListening = Callable[[str, FloorView], None]
+
+
+def route(
+    config: ServerConfig,
+    backends: RouteConfig,
+    router: RouterConfig,
+    tokenizer: Tokenizer | None = None,
+    on_listening: OnListening | None = None,
+) -> None:
+    """Route until SIGTERM or SIGINT, then let open calls finish and return.
+
+    `on_listening` gets the URL and the backends as they were found.
+    Raises TokenmillError when a setting is wrong or the address is taken.
+    """
+    raise_file_limit()
+    with (
+        tracing_to(config.otlp_endpoint, "tokenmill-route") as tracing,
+        contextlib.closing(bind(config.host, config.port)) as listener,
+    ):
+        run_in_loop(_run(listener, config, backends, router, tokenizer, tracing, on_listening))
+
+
+async def _run(
+    listener: socket.socket,
+    config: ServerConfig,
+    route_config: RouteConfig,
+    router: RouterConfig,
+    tokenizer: Tokenizer | None,
+    tracing: Tracing | None,
+    on_listening: OnListening | None,
+) -> None:
+    signals = Signals()
+    backends = Backends(route_config, router)
+    state = RouteState(backends, tokenizer, config, tracing)
+    try:
+        await signals.interrupt(backends.start())
+        app = RouteApp(state)
+        gc.freeze()  # the app lives as long as the process: do not scan it
+        async with listening(app, listener):
+            if on_listening is not None:
+                on_listening(url_of(listener), backends.view())
+            await signals.wait()
+            await drain(state, config.drain_timeout_s, signals)
+    finally:
+        await backends.close()

@@ -1,0 +1,317 @@
+"""HTTP to one backend: pooled connections, answers given on as their bytes come.
+
+Connections stay open and are used last in, first out. One that had been idle for a while and that
+the backend closed just when it was used again is replaced once; whatever else fails is the
+caller's to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+
+Headers = list[tuple[bytes, bytes]]
+
+MAX_BUFFERED = 1 << 20  # bytes that nobody has read yet; beyond them the backend has to wait
+MAX_IDLE = 1024  # connections kept
+MAX_IDLE_S = 4.0  # many servers close theirs after five seconds
+STALE_S = 1.0  # one that was used a moment ago did not go stale: the backend has failed
+# Between two neighbours only; the length is written anew.
+HOP_BY_HOP = frozenset(
+    b"connection content-length expect host keep-alive proxy-authenticate proxy-authorization "
+    b"proxy-connection te trailer transfer-encoding upgrade".split()
+)
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """The value of a header, empty when there is none."""
+    return next((value for known, value in headers if known == name), b"")
+
+
+class UpstreamError(Exception):
+    """The backend cannot be reached, or was lost before its answer was whole."""
+
+
+class ConnectError(UpstreamError):
+    """It takes no connections."""
+
+
+class Answer:
+    """One answer on its way: the head, then the body in the pieces that come."""
+
+    __slots__ = (
+        "_connection",
+        "_error",
+        "_has_head",
+        "_parts",
+        "_size",
+        "_waiter",
+        "ended",
+        "has_length",
+        "headers",
+        "is_closed",
+        "status",
+    )
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.ended = False  # the last byte is here, be it not read yet, or none will come
+        self.has_length = False
+        self.is_closed = False  # by its reader
+        self._has_head = False
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._error: str | None = None
+        self._connection: _Connection | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True when all has come and all was read."""
+        return self.ended and self._error is None and not self._parts
+
+    def header(self, name: bytes) -> bytes:
+        """The value of a header, empty when there is none."""
+        return header(self.headers, name)
+
+    async def read(self) -> bytes:
+        """All that has come since the last call; b"" at the end."""
+        while not self._parts and not self.ended:
+            await self._wait()
+        if self._parts:
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self._size = 0
+            if self._connection is not None:
+                self._connection.resume()
+            return data
+        if self._error is not None:
+            raise UpstreamError(self._error)
+        return b""
+
+    def close(self, reason: str = "closed") -> None:
+        """Read no more; the backend sees the connection close unless the answer is whole."""
+        connection, self.is_closed = self._connection, True
+        if connection is not None:
+            connection.answer = None
+            connection.close()
+        self.end(reason)
+
+    # For the connection.
+
+    async def head(self, connection: _Connection) -> None:
+        self._connection = connection
+        while not self._has_head and not self.ended:
+            await self._wait()
+        if self._error is not None:
+            raise UpstreamError(self._error)
+
+    def take_head(self, status: int, has_length: bool) -> None:
+        self.status, self.has_length, self._has_head = status, has_length, True
+        self._wake()
+
+    def take(self, parts: list[bytes]) -> bool:
+        """Parts of the body; True: hold the rest back for now."""
+        self._parts += parts
+        self._size += sum([len(part) for part in parts])
+        self._wake()
+        return self._size > MAX_BUFFERED
+
+    def end(self, error: str | None = None) -> None:
+        if not self.ended:
+            self.ended, self._error, self._connection = True, error, None
+            self._wake()
+
+    def begin_again(self) -> None:
+        """Nothing has come, and another connection shall bring it."""
+        self.ended, self._error = False, None
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """A keep-alive connection with at most one request on it."""
+
+    def __init__(self, idle: list[_Connection]) -> None:
+        self.answer: Answer | None = None
+        self.is_open = False
+        self.got_bytes = False  # of the current answer
+        self.idle_since_s = 0.0
+        self._idle = idle
+        self._transport: Any = None
+        self._parser: Any = None
+        self._headers: Headers = []
+        self._parts: list[bytes] = []
+        self._is_paused = False
+        self.on_body = self._parts.append
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._parser = httptools.HttpResponseParser(self)
+        self.is_open = True
+
+    def send(self, request: bytes, answer: Answer) -> None:
+        self.answer, self.got_bytes, self._headers = answer, False, []
+        self._transport.write(request)
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.got_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"its answer is not HTTP: {error}")
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._parts and self.answer is not None and self.answer.take(self._parts):
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._parts.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # the real one follows
+            self._headers = []
+        elif self.answer is not None:
+            names = {name for name, _ in self._headers}
+            self.answer.headers = self._headers
+            self.answer.take_head(status, bool(names & {b"content-length", b"transfer-encoding"}))
+
+    def on_message_complete(self) -> None:
+        answer = self.answer
+        if answer is None or self._parser.get_status_code() < 200:
+            return
+        self._flush()
+        self.answer = None
+        self.resume()
+        if self._parser.should_keep_alive() and len(self._idle) < MAX_IDLE:
+            self.idle_since_s = time.monotonic()
+            self._idle.append(self)
+        else:
+            self.close()
+        answer.end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        answer = self.answer
+        if answer is not None and answer.status and not answer.has_length and error is None:
+            self.answer = None
+            answer.end()  # the end of the connection is that of the answer
+        else:
+            self._fail(f"the connection was lost{f': {error}' if error else ''}")
+
+    def _fail(self, reason: str) -> None:
+        answer, self.answer = self.answer, None
+        self.close()
+        if answer is not None:
+            answer.end(reason)
+
+
+class Upstream:
+    """Requests to one base URL, such as http://host:8000, over a pool of connections."""
+
+    def __init__(self, url: str, connect_timeout_s: float) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/").encode()
+        self._host_line = b"Host: " + parts.netloc.rpartition("@")[2].encode() + b"\r\n"
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: list[_Connection] = []
+
+    async def send(
+        self,
+        answer: Answer,
+        method: str,
+        path: bytes,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: bytes = b"",
+    ) -> None:
+        """Send a request and wait for the head of its answer; raises UpstreamError."""
+        request = self._request(method, path, headers, body)
+        began_s = time.monotonic()
+        connection = self._take_idle(began_s - MAX_IDLE_S)
+        if connection is not None:
+            try:
+                connection.send(request, answer)
+                return await answer.head(connection)
+            except UpstreamError:
+                fresh = connection.idle_since_s > began_s - STALE_S
+                if fresh or connection.got_bytes or answer.is_closed:
+                    raise
+            answer.begin_again()  # the pooled connection had gone stale
+        connection = await self._connect()
+        if answer.is_closed:
+            connection.close()
+            raise UpstreamError("closed")
+        connection.send(request, answer)
+        await answer.head(connection)
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _request(
+        self, method: str, path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> bytes:
+        lines = [b"%s %s%s HTTP/1.1\r\n" % (method.encode(), self._prefix, path), self._host_line]
+        lines += [b"%s: %s\r\n" % pair for pair in headers if pair[0] not in HOP_BY_HOP]
+        lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        return b"".join(lines) + body
+
+    def _take_idle(self, since_s: float) -> _Connection | None:
+        """The one used last; when even that is too old, all are."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and connection.idle_since_s > since_s:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> _Connection:
+        name = self._host if self._tls else None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._idle),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=name,
+                )
+        except TimeoutError:
+            limit = self._connect_timeout_s
+            raise ConnectError(f"no connection within {limit:g} s") from None
+        except OSError as error:
+            raise ConnectError(error.strerror or str(error)) from None
+        return connection

@@ -1,0 +1,58 @@
+"""tokenmill serve over two ranks that Ray has placed: the answers of one rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tiny_tokenizers import byte_level, save_folder
+from tokenmill.cli.eplb import TINY
+from tokenmill.core.types import SamplingParams
+from tokenmill.llm import LLM
+
+PROMPTS = ["Hello world", "def add(a, b):", "Hello there"]
+ENGINE = {"dtype": "fp32", "device": "cpu", "random_weights": True, "num_threads": 1}
+FLAGS = ["--dtype", "fp32", "--device", "cpu", "--num-threads", "1"]
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
+    folder = save_folder(byte_level(), tmp_path / "tiny", eos_token="<|im_end|>")
+    (folder / "config.json").write_text(json.dumps(TINY | {"vocab_size": 422}))
+    command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--port", "0", *FLAGS]
+    command += ["--random-weights", "--kv-cache-memory", "4MiB", "--placement", "ray"]
+    command += ["--ep", "2", "--attention-dp", "--redundant-experts", "2", "--rebalance-steps", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            found = (re.search(r"is served at (\S+)/v1", line) for line in process.stderr)
+            url = next(match[1] for match in found if match)
+            answers = [complete(url, prompt) for prompt in PROMPTS]
+            with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+                metrics = response.read().decode()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert process.returncode == 0
+    moved = re.search(r"tokenmill_expert_bytes_moved_total\{.*\} (\S+)", metrics)
+    assert moved is not None and float(moved[1]) > 0
+    llm = LLM(str(folder), **ENGINE)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+    assert answers == [output.outputs[0].text for output in outputs]
+
+
+def complete(url: str, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(json.load(response)["choices"][0]["text"])

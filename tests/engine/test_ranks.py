@@ -1,0 +1,161 @@
+"""Engines over two ranks: the answer of one, whatever is divided; and the death of a rank."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft_heads import forgetful, save_head
+from driver import Answer, complete
+from tiny_models import make_model, save, tame
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from tokenmill.core.types import (
+    FinishReason,
+    RanksLostError,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprobs,
+)
+from tokenmill.engine import rank_wire
+from tokenmill.engine.build import BuiltEngine, build_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+MIXED = (
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=5, max_tokens=12, top_k=8, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=1, frequency_penalty=0.5),
+)
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(3)
+    shared = [source.randrange(64) for _ in range(40)]
+    own = [[source.randrange(64) for _ in range(n)] for n in (1, 17, 33)]
+    return own + [shared + tail for tail in own]
+
+
+@contextmanager
+def engine(
+    folder: Path, num_blocks: int = 64, head: Path | None = None, **parallel: Any
+) -> Iterator[BuiltEngine]:
+    draft = None if head is None else str(head)
+    built = build_engine(
+        ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
+        CacheConfig(num_blocks=num_blocks),
+        SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
+        ExecutionConfig(mtp=2 if head else 0, mtp_adaptive=False),
+        parallel=ParallelConfig(**parallel),
+    )
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def run(built: BuiltEngine) -> list[Answer]:
+    params = [MIXED[i % len(MIXED)] for i in range(len(prompts()))]
+    return complete(built.engine, prompts(), params)
+
+
+def facts(answers: list[Answer]) -> list[object]:
+    """Tokens and log-probabilities to the last bit."""
+    return [(answer.token_ids, answer.logprobs, answer.prompt_logprobs) for answer in answers]
+
+
+def test_experts_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
+    model = forgetful(tame(make_model("mixtral"), 0.3))
+    folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
+    with engine(folder) as one:
+        expected = facts(run(one))
+    parallel = {"ep": 2, "redundant_experts": 2, "rebalance_steps": 4, "rebalance_layers": 1}
+    with engine(folder, 18, head, **parallel) as two:
+        assert facts(run(two)) == expected
+        assert facts(run(two)) == expected
+        stats = two.engine.stats()
+        assert stats.num_rebalances > 0 and stats.num_expert_bytes_moved > 0
+        assert stats.rank_imbalance >= 1.0 and stats.rank_imbalance_before > 1.0
+        assert stats.rebalance_s > 0 and sum(stats.num_accepted) > 0
+        assert two.crew is not None
+        (child,) = two.crew._children
+        two.engine.submit(Request("last", prompts()[3], GREEDY))
+        two.engine.step()
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(RanksLostError, match=r"a rank|several ranks"):
+            while two.engine.has_work():
+                two.engine.step()
+        assert child.poll() == -signal.SIGKILL
+        with pytest.raises(RanksLostError, match="have been ended"):
+            two.engine.stats()
+    two.close()
+
+
+def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
+    model = forgetful(tame(make_model("deepseek-v3"), 0.3))
+    folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
+    with engine(folder) as one:
+        expected = facts(run(one))
+    parallel = {"ep": 2, "attention_dp": True, "redundant_experts": 2, "rebalance_steps": 4}
+    parallel |= {"timeout_iters": 5, "batching_wait_iters": 1}
+    with engine(folder, head=head, **parallel) as two:
+        assert facts(run(two)) == expected
+        stats = two.engine.stats()
+        assert stats.num_rebalances > 0 and stats.num_kv_blocks == 2 * 64
+        assert len(stats.num_drafted) == 2 and sum(stats.num_accepted) > 0
+        assert stats.num_finished == {"length": 6} and stats.num_kv_blocks_used == 0
+        for request_id in ("a", "b", "a"):
+            two.engine.submit(Request(request_id, prompts()[4], GREEDY))
+        (refused,) = [o for o in two.engine.step() if o.finish_reason is not None]
+        assert (refused.request_id, refused.stop_reason) == ("a", "duplicate_id")
+        assert two.engine.stats().num_running == 2
+        for request_id in ("a", "b", "unknown"):
+            two.engine.abort(request_id)
+        ended = {output.request_id: output.finish_reason for output in two.engine.step()}
+        assert ended == {"a": FinishReason.ABORT, "b": FinishReason.ABORT}
+        assert not two.engine.has_work() and two.engine.step() == []
+
+
+def test_heads_of_two_ranks_give_the_same_tokens(tmp_path: Path) -> None:
+    folder = save(tame(make_model("llama-bias"), 0.3), tmp_path)
+    with engine(folder) as one:
+        expected = [answer.token_ids for answer in complete(one.engine, prompts(), GREEDY)]
+    with engine(folder, tp=2) as two:
+        found = complete(two.engine, prompts(), GREEDY)
+        assert [answer.token_ids for answer in found] == expected
+
+
+def travelled(data: rank_wire.Message) -> rank_wire.Message:
+    return dict(json.loads(json.dumps(data)))
+
+
+def test_messages_between_ranks_are_what_they_were() -> None:
+    structured = StructuredOutput("regex", "a+")
+    sampling = SamplingParams(
+        stop=("x",), stop_token_ids=(7,), logit_bias={3: -1.5}, structured=structured
+    )
+    request = Request("r", [1, 2], sampling, deadline_ns=10**15, output_token_ids=[4])
+    entry = TokenLogprobs([1, 2], [-0.1, -2.3], 1)
+    output = RequestOutput(
+        "r", [1], [entry], [None, entry], FinishReason.STOP, "x", 3, scheduled_ns=5
+    )
+
+    back = rank_wire.unpack_request(travelled(rank_wire.pack_request(request)))
+    assert back.sampling == sampling and back.output_token_ids == [4]
+    assert back.deadline_ns is not None and abs(back.deadline_ns - 10**15) < 10**9
+    told = rank_wire.unpack_output(travelled(rank_wire.pack_output(output)))
+    assert abs(told.scheduled_ns - 5) < 10**9
+    told.scheduled_ns = 5
+    assert told == output

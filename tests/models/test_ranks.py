@@ -1,0 +1,64 @@
+"""Models divided over ranks: one rank's answer; and what cannot be divided."""
+
+import os
+import sys
+from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
+from typing import Any
+
+import pytest
+
+from tiny_models import SMALL, VARIANTS, make_model, save, tame
+from tokenmill.core.config import ParallelConfig
+from tokenmill.core.spec import ModelSpec
+from tokenmill.core.types import ModelLoadError
+from tokenmill.models.shards import plan_layout
+from tokenmill.parallel import Ranks
+
+CHECKS = Path(__file__).parent / "rank_checks.py"
+TIMEOUT_S = 300
+SIZE = 4
+MODELS = ("deepseek-v3", "llama-bias", "mixtral", "qwen3-moe")
+UNEVEN = {"tp": 4, "num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
+
+
+def test_ranks_give_the_answer_of_one(tmp_path: Path) -> None:
+    for name in MODELS:
+        save(tame(make_model(name), 0.3), tmp_path / name)
+    roots = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(roots), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(CHECKS)]
+    options: dict[str, Any] = {"env": env, "stdout": PIPE, "stderr": STDOUT, "text": True}
+    ranks = [Popen([*command, str(r), str(SIZE), str(tmp_path)], **options) for r in range(SIZE)]
+    told = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "reason"),
+    [
+        ("llama", {"tp": 3}, "--tp 3 does not divide the 4 attention heads"),
+        ("llama", {"ep": 2}, "--ep 2: LlamaForCausalLM has no experts, use --tp"),
+        ("llama", {"tp": 4, "intermediate_size": 50}, "--tp 4 does not divide the intermediate_si"),
+        (
+            "llama",
+            {"tp": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48},
+            "4 KV heads",
+        ),
+        ("llama", {"redundant_experts": 2, "tp": 2}, "--redundant-experts needs a model with exp"),
+        ("mixtral", {"ep": 8}, "--ep 8: the model has 6 experts in a layer"),
+        ("mixtral", {"ep": 2, "tp": 4}, "--tp 4 must be 1 or as many as --ep 2"),
+        ("mixtral", {"ep": 2, "tp": 2, "attention_dp": True}, "--attention-dp needs --ep of 2"),
+        ("mixtral", {"attention_dp": True}, "--attention-dp needs --ep of 2"),
+        ("mixtral", {"ep": 2, "redundant_experts": 7}, "--redundant-experts 7: with 6 on each of"),
+        ("mixtral", {"redundant_experts": 2}, "--redundant-experts needs a model with experts"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(variant: str, config: dict[str, Any], reason: str) -> None:
+    config_class, own = VARIANTS[variant]
+    changes = {key: value for key, value in config.items() if key in SMALL}
+    spec = ModelSpec.from_config(config_class(**(SMALL | own | changes)).to_dict())
+    parallel = ParallelConfig(**{key: config[key] for key in config.keys() - changes.keys()})
+    with pytest.raises(ModelLoadError) as error:
+        plan_layout(spec, parallel, Ranks(0, parallel.num_ranks))
+    assert reason in str(error.value)

@@ -1,0 +1,27 @@
+"""A router's process with the simulated servers' tokenizer; a script that prints its URL."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from sim import make_tokenizer
+
+from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.serve.server_route import route
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    options["route"]["backends"] = tuple(options["route"]["backends"])
+    route(
+        ServerConfig(**options["config"]),
+        RouteConfig(**options["route"]),
+        RouterConfig(**options["router"]),
+        make_tokenizer(),
+        on_listening=lambda url, floor: print(url, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    main()
