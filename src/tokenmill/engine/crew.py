@@ -2,8 +2,8 @@
 
 Rank 0 tells what comes next over a connection to each rank, which waits there as long as it takes;
 tensors go by collectives, which have a timeout. A rank ends when its connection does. Ranks are
-child processes, unless TOKENMILL_RANKS names an address where they will call: then somebody else
-starts them, with TOKENMILL_RANKS_KEY as the key to it.
+child processes, unless TOKENMILL_CREW_ADDRESS says where they will call: then somebody else starts
+them, with TOKENMILL_CREW_KEY as the key to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenmill.core.types import ModelLoadError, RanksLostError
 from tokenmill.engine.rank_wire import Message, receive, send
 from tokenmill.parallel import Ranks, connect, disconnect, file_store, open_store
 
-ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_RANKS", "TOKENMILL_RANKS_KEY"
+ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_CREW_ADDRESS", "TOKENMILL_CREW_KEY"
 START_TIMEOUT_S = 300.0  # for all ranks to call
 END_TIMEOUT_S = 5.0  # for a child to end by itself
 
@@ -84,6 +84,7 @@ class Crew:
     def agree(self, num_blocks: int) -> int:
         """The least that any rank has room for; all have loaded their part then."""
         least: int = min(num_blocks, *(message["num_blocks"] for message in self.hear()))
+        self._folder.cleanup()  # all have met: a sudden death leaves nothing behind
         self.tell({"num_blocks": least})
         return least
 

@@ -25,7 +25,10 @@ from tokenmill.serve.worker import KEY_VARIABLE
 
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there
-RANKS_VARIABLES = ("TOKENMILL_RANKS", "TOKENMILL_RANKS_KEY")  # where ranks meet, and their key
+RANKS_VARIABLES = (
+    "TOKENMILL_CREW_ADDRESS",
+    "TOKENMILL_CREW_KEY",
+)  # where ranks meet, and their key
 RANK_COMMAND = ("python", "-P", "-m", "tokenmill.engine.rank")  # each node has a Python of its own
 LOST = -1  # exit code of a worker whose node is gone
 
@@ -198,6 +201,7 @@ class _RayRanks:
         code = await self._first.wait()
         for other in self._others:
             other.kill()
+        await asyncio.gather(*(other.wait() for other in self._others))
         return code
 
     def kill(self) -> None:
