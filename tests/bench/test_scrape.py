@@ -94,6 +94,19 @@ def test_ours_over_a_point() -> None:
     assert report["prefix_hit_rate"] is None and report["num_preemptions"] == 0
 
 
+def test_accepted_drafts_are_summed_over_positions() -> None:
+    texts = [
+        f"""tokenmill_mtp_runs_total{{model_name="m"}} {runs}
+tokenmill_mtp_accepted_tokens_total{{model_name="m",position="1"}} {first}
+tokenmill_mtp_accepted_tokens_total{{model_name="m",position="2"}} {second}
+"""
+        for runs, first, second in ((10, 6, 2), (30, 18, 10))
+    ]
+    readings = [read_exposition(text, "m") for text in texts]
+    assert server_report(readings)["acceptance_length"] == 1 + 20 / 20
+    assert server_report([{}, {}])["acceptance_length"] is None
+
+
 def point(tokens: int, requests: int) -> dict[str, Any]:
     return {"num_output_tokens": tokens, "num_completed": requests}
 

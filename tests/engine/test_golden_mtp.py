@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from engine import disaggregated
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, StructuredOutput
+from tokenmill.engine.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.runner import Ahead
+from tokenmill.sched.sequence import Batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(
@@ -145,6 +149,91 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
         (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
     ]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("num_blocks", [60, 12])
+def test_steps_launched_ahead_change_no_answer(
+    llama: Model, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends, stops, aborts, new requests and scarce blocks come between them."""
+    folder, head = llama
+    greedy = replace(GREEDY, logprobs=None, max_tokens=40)
+    params = [
+        greedy,
+        replace(greedy, max_tokens=17),
+        replace(greedy, stop_token_ids=(41, 22)),
+        DRAWN,
+    ]
+    asked = [prompts()[i] for i in (0, 1, 3, 2)]
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": num_blocks}
+    plain = build(folder, "fp32", **options)
+    ahead = build(folder, "fp32", **options, mtp=3, draft=head)
+    runner = ahead.engine._runner
+    runner.add_draft_graphs(2, 3)
+    runner.runs_ahead = True
+    launches, used = [0], [0]
+    verify_next, matches = DraftGraphs.verify_next, Ahead.matches
+
+    def counted(self: DraftGraphs, count: int) -> Verified:
+        launches[0] += 1
+        return verify_next(self, count)
+
+    def noted(self: Ahead, graphs: DraftGraphs, batch: Batch) -> bool:
+        used[0] += matches(self, graphs, batch)
+        return matches(self, graphs, batch)
+
+    monkeypatch.setattr(DraftGraphs, "verify_next", counted)
+    monkeypatch.setattr(Ahead, "matches", noted)
+    for first, last in ((0, 1), (1, 3), (0, 4), (3, 4), (0, 2)):
+        golden = complete(plain.engine, asked[first:last], params[first:last])
+        answers = complete(ahead.engine, asked[first:last], params[first:last])
+        assert facts(answers) == facts(golden)
+        ahead.engine._scheduler.check_integrity()
+    assert used[0] > 10 and launches[0] > used[0]
+
+
+class Fickle:
+    """Drafts now and then: steps overlap in between."""
+
+    def __init__(self) -> None:
+        self.random, self.count, self.left = random.Random(2), 0, 0
+        self.chosen: list[int] = []
+
+    def choose(self) -> int:
+        if not self.left:
+            self.count, self.left = self.random.choice([0, 1, 3]), self.random.randint(1, 6)
+        self.left -= 1
+        self.chosen.append(self.count)
+        return self.count
+
+    def record(
+        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        assert seconds > 0 and batch.items
+
+
+@pytest.mark.parametrize("num_blocks", [60, 14])
+def test_drafts_come_and_go_between_overlapped_steps(llama: Model, num_blocks: int) -> None:
+    folder, head = llama
+    params = [GREEDY, DRAWN] * 4
+    alone = build(folder, "int8", chunked=False, prefix_cache=False, num_blocks=64)
+    golden = [complete(alone.engine, [p], s)[0] for p, s in zip(prompts(), params, strict=True)]
+    built = build(
+        folder, "int8", chunked=True, prefix_cache=True, num_blocks=num_blocks, overlap=True,
+        mtp=3, draft=head,
+    )  # fmt: skip
+    fickle = Fickle()
+    built.engine.drafting = fickle
+    built.engine._runner.add_draft_graphs(4, 3)
+    built.engine._runner.runs_ahead = True
+    for _ in range(3):
+        answers = complete(built.engine, prompts(), params)
+        for answer, expected in zip(answers, golden, strict=True):
+            assert answer.token_ids == expected.token_ids
+            assert answer.terminals[0].finish_reason == expected.terminals[0].finish_reason
+    assert min(fickle.chosen.count(count) for count in (0, 1, 3)) > 10
+    assert sum(built.engine.stats().num_accepted) > 10
+    built.engine._scheduler.check_integrity()
 
 
 def test_relaxed_acceptance_takes_likely_drafts_and_says_so(

@@ -19,6 +19,7 @@ KERNELS = {
         "skinny_matmul",
         "scale_product",
         "place_tokens",
+        "drafts",
         "rope_and_cache",
         "spread_keys",
         "paged_attention",

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from tokenmill.kernels import MODE, attention, norm
+from tokenmill.kernels import MODE, attention, drafts, norm
 from tokenmill.kernels import matmul as mm
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
+from tokenmill.kernels.gpu import drafts as gpu_drafts
 from tokenmill.kernels.gpu import matmul as gpu_matmul
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.matmul import FP8, QuantizedRows
@@ -76,6 +77,37 @@ def check_place_tokens(device: str) -> None:
         arguments = (staged, positions, rows, tables, last, 16)
         expected = attention.place_tokens_reference(*arguments)
         for ours, theirs in zip(gpu_attention.place_tokens(*arguments), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def check_drafts(device: str) -> None:
+    for count, depth in ((1, 1), (3, 3), (70, 2)):
+
+        def integers(high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(0, high, shape, dtype=torch.int32, device=device)
+
+        tables, rows = integers(BLOCKS, count + 2, 5), integers(count + 2, count)
+        base, capacities = integers(70, count), integers(5, count) * 16
+        for offset, width in ((0, depth + 1), (2, 1)):
+            arguments = (base, rows, capacities, tables, offset, width, 16, 72, BLOCKS - 1)
+            expected = drafts.place_drafts_reference(*arguments)
+            for ours, theirs in zip(gpu_drafts.place_drafts(*arguments), expected, strict=True):
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+        tokens, ids = integers(2, count, depth + 1), integers(2, count, depth + 1)
+        counts = integers(depth + 1, count)
+        expected = drafts.accept_drafts_reference(tokens, ids, counts, base)
+        found = gpu_drafts.accept_drafts(tokens, ids, counts, base)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+        state = [(ids.clone(), base.clone(), counts.clone()) for _ in range(2)]
+        guesses = integers(99, count, depth)
+        advance = drafts.advance_drafts_reference, gpu_drafts.advance_drafts
+        packed = [
+            each(tokens, guesses, found[1], *own, capacities, 72)
+            for each, own in zip(advance, state, strict=True)
+        ]
+        assert torch.equal(*packed)
+        for ours, theirs in zip(*state, strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -348,6 +380,7 @@ CHECKS = {
     "rms_norm": check_rms_norm,
     "silu_mul": check_silu_mul,
     "place_tokens": check_place_tokens,
+    "drafts": check_drafts,
     "quantize_rows": check_quantize_rows,
     "twice_rounded": check_twice_rounded,
     "matmul": check_matmul,

@@ -109,5 +109,8 @@ def test_a_model_without_a_module_says_how_to_give_one(tmp_path: Path) -> None:
     assert not has_mtp(ModelConfig(), folder)
     with pytest.raises(ModelLoadError, match="has no MTP module; give one with --draft"):
         build_engine(
-            ModelConfig(str(folder)), CacheConfig(), SchedulerConfig(), ExecutionConfig(mtp=1)
+            ModelConfig(str(folder), dtype="fp32"),
+            CacheConfig(),
+            SchedulerConfig(),
+            ExecutionConfig(mtp=1),
         )

@@ -49,6 +49,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
         *("vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total"),
     ),
     "num_preemptions": ("tokenmill_num_preemptions_total", "vllm:num_preemptions_total"),
+    "draft_runs": ("tokenmill_mtp_runs_total", "vllm:spec_decode_num_drafts_total"),
+    "drafts_accepted": (
+        *("tokenmill_mtp_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+    ),
     **{
         f"{name}_{part}": tuple(f"{server}{metric}_seconds_{part}" for server, metric in metrics)
         for name, metrics in {
@@ -207,6 +211,7 @@ def server_report(readings: Sequence[Reading]) -> Report:
         mean_s = ratio(f"{name}_sum", f"{name}_count")
         return None if mean_s is None else 1e3 * mean_s
 
+    accepted = ratio("drafts_accepted", "draft_runs")
     counts = {name: grown(name) for name in COUNTERS if name.startswith("num_")}
     peaks = {name: max((r[name] for r in readings if name in r), default=None) for name in _GAUGES}
     return {
@@ -214,6 +219,7 @@ def server_report(readings: Sequence[Reading]) -> Report:
         **{name: None if value is None else round(value) for name, value in counts.items()},
         **{f"peak_{name}": value for name, value in peaks.items()},
         "prefix_hit_rate": ratio("prefix_hits", "prefix_queries"),
+        "acceptance_length": None if accepted is None else 1 + accepted,
         "ttft_mean_ms": in_ms("ttft"),
         "queue_mean_ms": in_ms("queue"),
     }

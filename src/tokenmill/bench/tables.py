@@ -85,12 +85,13 @@ def server_table(points: Sequence[Report]) -> list[list[str]]:
         "most waiting": ("peak_waiting", ",.0f"),
         "most of KV cache": ("peak_kv_cache_usage", ".0%"),
         "prefix hits": ("prefix_hit_rate", ".0%"),
+        "tokens a drafted step": ("acceptance_length", ".2f"),
         "mean TTFT": ("ttft_mean_ms", ",.2f"),
     }
     rows = [["the server says", *columns]]
     for point in points:
         if server := point.get("server"):
-            values = ((server[key], form) for key, form in columns.values())
+            values = ((server.get(key), form) for key, form in columns.values())
             shown = ["-" if value is None else format(value, form) for value, form in values]
             rows.append([point["load"], *shown])
     return rows

@@ -24,9 +24,11 @@ from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import available_bytes, set_mode, set_num_threads, settle
 from tokenmill.engine.crew import Crew
+from tokenmill.engine.draft_graphs import MAX_SIZE
 from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
+from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.leading import (
     DataParallelEngine,
@@ -207,6 +209,9 @@ def make_engine(
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         memory, depth = execution.graph_memory_bytes, execution.mtp
         runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
+        # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
+        # blocks it may write.
+        runner.runs_ahead = part.link is None and network is part.network
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(part.checkpoint.path, spec, grammar_vocab)
@@ -366,7 +371,19 @@ def _reserve(
         widest += 2 * spec.num_heads * spec.mla.kv_rank
     activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
     logits = scheduler.max_num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
-    return 2**30 + 2 * activations + logits + execution.graph_memory_bytes
+    return (
+        2**30
+        + 2 * activations
+        + logits
+        + execution.graph_memory_bytes
+        + _draft_bytes(spec, execution.mtp, scheduler.max_num_seqs)
+    )
+
+
+def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
+    """The logits that captured steps with drafts keep, a row for each draft and one more."""
+    num_seqs = sum(ladder(min(max_num_seqs, MAX_SIZE)))
+    return sum(range(2, depth + 2)) * num_seqs * spec.vocab_size * 2
 
 
 def _num_blocks(

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from tokenmill.engine.graphs import ladder
-from tokenmill.engine.mtp import Proposer, count_accepted
+from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
+from tokenmill.kernels.drafts import accept_drafts, advance_drafts
 from tokenmill.kernels.sampling import argmax
-from tokenmill.sched.sequence import Item, num_drafts
+from tokenmill.sched.sequence import Item, Sequence, num_drafts
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner import KVCache, Model
@@ -48,9 +49,10 @@ class Captured:
 class DraftGraphs:
     """Steps of `depth` drafts for each sequence; without capture() they run operation by operation.
 
-    All read one input buffer, a row each for the newest token, every draft, context, slot, capacity
-    and number of drafts. Sequences with fewer drafts, and rows beyond the batch, are padded: what
-    lies outside a sequence's blocks is written to the cache's last one.
+    All read one input buffer: newest token and drafts of each sequence, then contexts, slots,
+    capacities and numbers of drafts; a step leaves there what the next one would need. Sequences
+    with fewer drafts, and rows beyond the batch, are padded: what lies outside a sequence's blocks
+    is written to the cache's last one.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class DraftGraphs:
         device = self.builder.device
         self.sizes = ladder(min(max_size, MAX_SIZE))
         self.stride = self.sizes[-1] + -self.sizes[-1] % 4
-        self.inputs = torch.zeros(depth + 5, self.stride, dtype=torch.int32, device=device)
-        self.inputs[depth + 2] = self.builder.tables.pad_row
-        self.places = torch.arange(depth + 1, dtype=torch.int32, device=device)
+        self.inputs = torch.zeros((depth + 5) * self.stride, dtype=torch.int32, device=device)
+        ids = self.inputs[: (depth + 1) * self.stride]
+        self.ids, self.columns = ids.view(-1, depth + 1), self.inputs[len(ids) :].view(4, -1)
+        self.columns[1] = self.builder.tables.pad_row
         self.tokens = torch.zeros(self.sizes[-1], depth + 1, dtype=torch.int32, device=device)
-        self._tiles: dict[int, tuple[QueryTiles, ...]] = {}
+        self._shapes: dict[int, tuple[torch.Tensor, tuple[QueryTiles, ...]]] = {}
         self._graphs: dict[int, Captured] = {}
 
     def capture(self, pool: Any) -> None:
@@ -94,17 +97,31 @@ class DraftGraphs:
         """The rows of a step, those of items one after the other; `tokens` gets the likeliest."""
         count, depth = len(items), self.depth
         size = self.sizes[bisect_left(self.sizes, count)]
-        host = self.builder.staging.buffer((depth + 5) * self.stride)
-        image = host.numpy().reshape(depth + 5, self.stride)
-        image[:, :size] = 0
-        image[depth + 2, count:size] = self.builder.tables.pad_row
-        for column, (seq, num_new) in enumerate(items):
-            drafts = seq.draft_ids[: num_new - 1]
-            image[:num_new, column] = [seq.token_ids[-1], *drafts]
-            image[depth + 1 :, column] = (
-                seq.num_computed_tokens, seq.slot, seq.capacity, num_new - 1,
-            )  # fmt: skip
-        self.inputs.view(-1).copy_(host, non_blocking=True)
+        host = self.builder.staging.buffer(self.inputs.numel())
+        image = host.numpy()
+        ids = image[: (depth + 1) * self.stride].reshape(-1, depth + 1)
+        columns = image[ids.size :].reshape(4, -1)
+        ids[:size] = 0
+        columns[:, count:size] = 0
+        columns[1, count:size] = self.builder.tables.pad_row
+        for row, (seq, num_new) in enumerate(items):
+            ids[row, :num_new] = [seq.token_ids[-1], *seq.draft_ids[: num_new - 1]]
+            columns[:, row] = (seq.num_computed_tokens, seq.slot, seq.capacity, num_new - 1)
+        self.inputs.copy_(host, non_blocking=True)
+        return self.verify_next(count)
+
+    def may_go_on(self, seqs: list[Sequence]) -> bool:
+        """True if the step after the one under way needs no block and ends nobody by length."""
+        block, most = self.builder.block_size, 2 * (self.depth + 1)
+        return all(
+            seq.num_computed_tokens + most <= -(-len(seq.token_ids) // block) * block
+            and len(seq.token_ids) + most < seq.max_len
+            for seq in seqs
+        )
+
+    def verify_next(self, count: int) -> Verified:
+        """The rows of the step that the last one has left in the input buffer."""
+        size = self.sizes[bisect_left(self.sizes, count)]
         captured = self._graphs.get(size)
         if captured is None:
             return self._verify(size)
@@ -122,39 +139,35 @@ class DraftGraphs:
 
     def _verify(self, size: int) -> Verified:
         depth, builder = self.depth, self.builder
-        rows = self.inputs[:, :size]
-        contexts, slots, capacities = rows[depth + 1 : depth + 4]
-        ids = rows[: depth + 1].t().reshape(-1)
-        positions = contexts[:, None] + self.places
-        positions = positions.clamp(max=builder.max_len - 1)
-        cache_slots = builder.cache_slots(positions, slots[:, None], capacities[:, None])
-        starts = torch.arange(size + 1, dtype=torch.int32, device=ids.device) * (depth + 1)
-        batch = builder.attention(
-            positions.reshape(-1), cache_slots.reshape(-1), starts, contexts, slots,
-            self._query_tiles(size),
-        )  # fmt: skip
+        contexts, slots, capacities, _ = self.columns[:, :size]
+        placed = builder.place(contexts, slots, capacities, 0, depth + 1)
+        starts, tiles = self._shape(size)
+        batch = builder.attention(*placed, starts, contexts, slots, tiles)
+        ids = self.ids[:size].view(-1)
         hidden = self.model.forward(builder.ids(ids), self.layers, batch)
         logits = self.model.logits(hidden)
         self.tokens[:size].copy_(argmax(logits).view(size, depth + 1))
         return Verified(logits, ids, self.model.normed(hidden), batch)
 
     def _draft(self, size: int, verified: Verified) -> torch.Tensor:
-        depth = self.depth
-        rows, tokens = self.inputs[:, :size], self.tokens[:size]
-        contexts, slots, capacities, counts = rows[depth + 1 :]
-        accepted = count_accepted(tokens, rows[1 : depth + 1].t(), counts)
-        next_ids = self.builder.ids(tokens.clamp(min=0).reshape(-1))
-        out = self.proposer.fill(next_ids, verified.states, verified.batch)
-        lasts = torch.arange(size, device=tokens.device) * (depth + 1) + accepted
-        drafts = self.proposer.propose(
-            out.index_select(0, lasts), (contexts + accepted).int(), slots, capacities, depth
+        contexts, slots, capacities, counts = self.columns[:, :size]
+        ids, tokens = self.ids[:size], self.tokens[:size]
+        lasts, positions = accept_drafts(tokens, ids, counts, contexts)
+        out = self.proposer.fill(
+            self.builder.ids(tokens.view(-1)), verified.states, verified.batch
+        ).index_select(0, lasts)
+        drafts = self.proposer.propose(out, positions, slots, capacities, self.depth)
+        return advance_drafts(
+            tokens, drafts, positions, ids, contexts, counts, capacities, self.builder.max_len
         )
-        return torch.cat([tokens, drafts], dim=1)
 
-    def _query_tiles(self, size: int) -> tuple[QueryTiles, ...]:
-        if size not in self._tiles:
-            builder, device = self.builder, self.builder.device
-            lens = np.full(size, self.depth + 1, np.int64)
+    def _shape(self, size: int) -> tuple[torch.Tensor, tuple[QueryTiles, ...]]:
+        """The parts of a batch that are the same every time."""
+        if size not in self._shapes:
+            builder, width = self.builder, self.depth + 1
+            device = builder.device
+            lens = np.full(size, width, np.int64)
             plans = plan_tiles(lens, builder.group, builder.kv_heads, device.type == "cuda")
-            self._tiles[size] = tuple(QueryTiles.of(plan, device) for plan in plans)
-        return self._tiles[size]
+            starts = torch.arange(0, size * width + 1, width, dtype=torch.int32, device=device)
+            self._shapes[size] = starts, tuple(QueryTiles.of(plan, device) for plan in plans)
+        return self._shapes[size]

@@ -13,6 +13,7 @@ from tokenmill.kernels.attention import (
     place_tokens,
     plan_tiles,
 )
+from tokenmill.kernels.drafts import place_drafts
 from tokenmill.sched.sequence import Batch, Item, Sequence, num_drafts
 
 _NUM_BUFFERS = 16  # a step takes at most six, and two steps are under way: none is filled too early
@@ -223,14 +224,20 @@ class InputBuilder:
             tiles=tiles,
         )
 
-    def cache_slots(
-        self, positions: torch.Tensor, rows: torch.Tensor, capacities: torch.Tensor
-    ) -> torch.Tensor:
-        """Where tokens at `positions` lie, int32; what is beyond a capacity lies in padding."""
-        size = self.block_size
-        blocks = self.tables.tensor[rows.long(), (positions // size).long()]
-        blocks = torch.where(positions < capacities, blocks, self.tables.pad_block)
-        return blocks * size + positions % size
+    def place(
+        self,
+        base: torch.Tensor,
+        rows: torch.Tensor,
+        capacities: torch.Tensor,
+        offset: int,
+        width: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and cache slots of `width` tokens of each sequence from base + offset on."""
+        tables = self.tables
+        return place_drafts(
+            base, rows, capacities, tables.tensor, offset, width, self.block_size, self.max_len,
+            tables.pad_block,
+        )  # fmt: skip
 
 
 def newest_token(seq: Sequence) -> int:

@@ -38,7 +38,7 @@ class Proposer:
 
     def __init__(self, module: MTPModule, cache: Cache, builder: InputBuilder) -> None:
         self.module, self.cache, self.builder = module, cache, builder
-        self._tiles: dict[int, tuple[QueryTiles, ...]] = {}
+        self._shapes: dict[int, tuple[torch.Tensor, tuple[QueryTiles, ...]]] = {}
 
     def fill(
         self, next_ids: torch.Tensor, states: torch.Tensor, batch: AttentionBatch
@@ -61,35 +61,29 @@ class Proposer:
         """
         drafts = [_best(self.module.logits(out))]
         for step in range(1, count):
-            batch = self._batch(positions + step, slots, capacities)
+            batch = self._batch(*self.builder.place(positions, slots, capacities, step), slots)
             ids = self.builder.ids(drafts[-1])
             out = self.module.forward(ids, self.module.states(out), self.cache, batch)
             drafts.append(_best(self.module.logits(out)))
         return torch.stack(drafts, dim=1)
 
     def _batch(
-        self, positions: torch.Tensor, slots: torch.Tensor, capacities: torch.Tensor
+        self, positions: torch.Tensor, cache_slots: torch.Tensor, slots: torch.Tensor
     ) -> AttentionBatch:
         """One query of each sequence."""
-        count, builder = slots.shape[0], self.builder
-        places = positions.clamp(max=builder.max_len - 1).int()
-        return builder.attention(
-            places,
-            builder.cache_slots(places, slots, capacities),
-            torch.arange(count + 1, dtype=torch.int32, device=slots.device),
-            places,
-            slots,
-            self._single_tiles(count),
-        )
+        starts, tiles = self._singles(slots.shape[0])
+        return self.builder.attention(positions, cache_slots, starts, positions, slots, tiles)
 
-    def _single_tiles(self, count: int) -> tuple[QueryTiles, ...]:
-        if count not in self._tiles:
+    def _singles(self, count: int) -> tuple[torch.Tensor, tuple[QueryTiles, ...]]:
+        """The parts of such a batch that are the same every time."""
+        if count not in self._shapes:
             builder, device = self.builder, self.builder.device
             plans = plan_tiles(
                 np.ones(count, np.int64), builder.group, builder.kv_heads, device.type == "cuda"
             )
-            self._tiles[count] = tuple(QueryTiles.of(plan, device) for plan in plans)
-        return self._tiles[count]
+            starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+            self._shapes[count] = starts, tuple(QueryTiles.of(plan, device) for plan in plans)
+        return self._shapes[count]
 
 
 def _best(logits: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
 from tokenmill.engine.device_sampling import DeviceSampler, Sampled
-from tokenmill.engine.draft_graphs import DraftGraphs
+from tokenmill.engine.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
@@ -141,6 +141,26 @@ class Launched:
                 result.draft_ids[index] = proposed
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before anybody asked for it, from what the device alone knows."""
+
+    graphs: DraftGraphs
+    seqs: list[Sequence]
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
+        """True if the batch is that step: nobody came or went, got blocks or lost drafts."""
+        return (
+            self.graphs is graphs
+            and not batch.grown
+            and len(self.seqs) == len(batch.items)
+            and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
+            and all(a is b for a, (b, _) in zip(self.seqs, batch.items, strict=True))
+        )
+
+
 def _counts_pending(seq: SampledRow) -> bool:
     """True where a penalty asks for a token that the host does not know yet."""
     return is_penalised(seq.request.sampling) and seq.token_ids[-1] == PENDING
@@ -176,6 +196,8 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
+        self.runs_ahead = False  # steps of drafts: the next one is launched before it is asked for
+        self._ahead: Ahead | None = None
         self.relaxed = relaxed
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
 
@@ -226,8 +248,10 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Launched:
         """Start a step; on a GPU this returns while it runs."""
         try:
+            ahead, self._ahead = self._ahead, None  # for this batch or for none
             self.builder.tables.update(batch.grown, self.builder.staging)
-            return self._replay(batch) or self._replay_drafts(batch) or self._compute(batch)
+            drafted = self._replay_drafts(batch, ahead)
+            return drafted or self._replay(batch) or self._compute(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise OutOfMemory(str(error).split(". ")[0]) from error
@@ -252,29 +276,46 @@ class ModelRunner:
         self.builder.last_tokens.index_copy_(0, decoded.slots.long(), tokens)
         return self._collect(launched, tokens)
 
-    def _replay_drafts(self, batch: Batch) -> Launched | None:
+    def _replay_drafts(self, batch: Batch, ahead: Ahead | None) -> Launched | None:
         """A step that verifies drafts and makes new ones through captured graphs, or None."""
         graphs = self.draft_graphs.get(batch.num_to_draft)
         if graphs is None or not graphs.takes(batch.items):
             return None
         count, width = len(batch.items), graphs.depth + 1
-        verified = graphs.verify(batch.items)
+        seqs = [seq for seq, _ in batch.items]
         launched = Launched(
-            StepResult([[] for _ in batch.items]),
+            StepResult([[] for _ in seqs]),
             list(range(count)),
             [seq.draft_ids[: num_new - 1] for seq, num_new in batch.items],
             width,
         )
-        if not self.device_sampler.wants_best([seq for seq, _ in batch.items]):
-            rows = [row for seq, _ in batch.items for row in sampled_rows(seq, graphs.depth)]
+        best = self.device_sampler.wants_best([*seqs]) and self.relaxed is None
+        if ahead is not None and best and ahead.matches(graphs, batch):
+            host, launched.done = ahead.host, ahead.done
+        else:
+            verified = graphs.verify(batch.items)
+            if not best:
+                self._sample_drafts(launched, batch, graphs, verified)
+            host = self._to_host(graphs.draft(count, verified))
+            launched.done = self._mark()
+        launched.tokens, launched.proposed = host[:, :width], host[:, width:]
+        if self.runs_ahead and best and graphs.may_go_on(seqs):
+            verified = graphs.verify_next(count)
+            host = self._to_host(graphs.draft(count, verified))
+            self._ahead = Ahead(graphs, seqs, host, self._mark())
+        return launched
+
+    def _sample_drafts(
+        self, launched: Launched, batch: Batch, graphs: DraftGraphs, verified: Verified
+    ) -> None:
+        """Put what the requests ask for in the place of the likeliest tokens."""
+        seqs = [seq for seq, _ in batch.items]
+        if not self.device_sampler.wants_best([*seqs]):
+            rows = [row for seq in seqs for row in sampled_rows(seq, graphs.depth)]
             logits, newest = verified.logits[: len(rows)], verified.token_ids[: len(rows)]
             tokens = self._choose(launched, rows, logits, newest)
-            graphs.tokens[:count].copy_(tokens.view(count, width))
+            graphs.tokens[: len(seqs)].copy_(tokens.view(len(seqs), -1))
         self._relax(launched, batch, verified.logits, graphs.tokens.view(-1))
-        host = self._to_host(graphs.draft(count, verified))
-        launched.tokens, launched.proposed = host[:, :width], host[:, width:]
-        launched.done = self._mark()
-        return launched
 
     def _compute(self, batch: Batch) -> Launched:
         """A step of any shape."""
@@ -317,7 +358,7 @@ class ModelRunner:
             return None
         accepted = count_accepted(tokens[more.places], more.drafts, more.num_drafts)
         rows = more.firsts + accepted
-        positions = inputs.attention.positions.index_select(0, rows)
+        positions = inputs.attention.positions.index_select(0, rows).int()
         return self.proposer.propose(
             out.index_select(0, rows), positions, inputs.slots, more.capacities, batch.num_to_draft
         )

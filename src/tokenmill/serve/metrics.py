@@ -177,6 +177,7 @@ class ServerMetrics:
             ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
             ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),
+            ("mtp_runs", "Runs of drafts verified.", s.num_drafted[0] if s.num_drafted else 0),
             ("expert_rebalances", "Times that experts were moved.", s.num_rebalances),
             ("expert_bytes_moved", "Of experts, between ranks.", s.num_expert_bytes_moved),
             ("expert_rebalance_seconds", "Time that steps waited for it.", s.rebalance_s),

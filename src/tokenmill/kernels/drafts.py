@@ -1,0 +1,116 @@
+"""The bookkeeping of drafts on the device: where they lie, which were right, what comes next."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.kernels import triton_kernels, use_triton
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def place_drafts(
+    base: torch.Tensor,
+    rows: torch.Tensor,
+    capacities: torch.Tensor,
+    tables: torch.Tensor,
+    offset: int,
+    width: int,
+    block_size: int,
+    max_len: int,
+    pad_block: int,
+) -> Pair:
+    """Positions and cache slots of `width` tokens from base + offset on, int32 [seqs * width] each.
+
+    A sequence's blocks are tables[row] and hold `capacity` tokens; what lies beyond goes to the
+    pad block. Positions end at max_len - 1.
+    """
+    place = triton_kernels("drafts").place_drafts if use_triton(base) else place_drafts_reference
+    placed: Pair = place(
+        base, rows, capacities, tables, offset, width, block_size, max_len, pad_block
+    )
+    return placed
+
+
+def place_drafts_reference(
+    base: torch.Tensor,
+    rows: torch.Tensor,
+    capacities: torch.Tensor,
+    tables: torch.Tensor,
+    offset: int,
+    width: int,
+    block_size: int,
+    max_len: int,
+    pad_block: int,
+) -> Pair:
+    steps = torch.arange(offset, offset + width, dtype=torch.int32, device=base.device)
+    positions = (base[:, None] + steps).clamp(max=max_len - 1)
+    blocks = tables[rows.long()[:, None], (positions // block_size).long()]
+    slots = blocks * block_size + positions % block_size
+    slots = torch.where(positions < capacities[:, None], slots, pad_block * block_size)
+    return positions.reshape(-1), slots.reshape(-1)
+
+
+def accept_drafts(
+    tokens: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, contexts: torch.Tensor
+) -> Pair:
+    """The row of each sequence's last sampled token that counts, int64, and its position, int32.
+
+    tokens [seqs, k + 1] was sampled after ids [seqs, k + 1], the newest token and k drafts, of
+    which the first counts [seqs] are compared; the first row stands at contexts [seqs].
+    """
+    accept = triton_kernels("drafts").accept_drafts if use_triton(ids) else accept_drafts_reference
+    accepted: Pair = accept(tokens, ids, counts, contexts)
+    return accepted
+
+
+def accept_drafts_reference(
+    tokens: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, contexts: torch.Tensor
+) -> Pair:
+    count, width = ids.shape
+    places = torch.arange(width - 1, device=ids.device)
+    right = (tokens[:, :-1] == ids[:, 1:]) & (places < counts[:, None])
+    num_right = right.long().cumprod(dim=1).sum(dim=1)
+    firsts = torch.arange(count, device=ids.device) * width
+    return firsts + num_right, (contexts + num_right).int()
+
+
+def advance_drafts(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    positions: torch.Tensor,
+    ids: torch.Tensor,
+    contexts: torch.Tensor,
+    counts: torch.Tensor,
+    capacities: torch.Tensor,
+    max_len: int,
+) -> torch.Tensor:
+    """tokens and drafts side by side, int32 [seqs, 2 k + 1]; ids, contexts, counts become the next.
+
+    `positions` are accept_drafts'. Rows without capacity are padding and stay at their beginning.
+    """
+    advance = (
+        triton_kernels("drafts").advance_drafts if use_triton(ids) else advance_drafts_reference
+    )
+    packed: torch.Tensor = advance(
+        tokens, drafts, positions, ids, contexts, counts, capacities, max_len
+    )
+    return packed
+
+
+def advance_drafts_reference(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    positions: torch.Tensor,
+    ids: torch.Tensor,
+    contexts: torch.Tensor,
+    counts: torch.Tensor,
+    capacities: torch.Tensor,
+    max_len: int,
+) -> torch.Tensor:
+    depth, real = drafts.shape[1], capacities > 0
+    ids[:, :1] = tokens.gather(1, (positions - contexts).long()[:, None])
+    ids[:, 1:] = drafts
+    contexts.copy_(torch.where(real, (positions + 1).clamp(max=max_len - 1 - depth), 0))
+    counts.copy_(torch.where(real, depth, 0))
+    return torch.cat([tokens, drafts], dim=1)
