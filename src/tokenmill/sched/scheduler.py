@@ -16,7 +16,9 @@ from tokenmill.core.types import (
     RequestOutput,
     StepResult,
 )
+from tokenmill.sched.admission import Limits
 from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.drafts import usable, verified
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.prefix import cache_blocks, match_prefix
 from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence
@@ -98,7 +100,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; one that cannot run gets its REJECT from take_finished()."""
-        refusal = self._refusal(request)
+        limits = Limits(self.config, self.pool.num_blocks * self.pool.block_size)
+        refusal = self._refusal(request, limits)
         if refusal is not None:
             self._count_finish(FinishReason.REJECT)
             stop_reason, error = refusal
@@ -112,7 +115,8 @@ class Scheduler:
                 )
             )
             return
-        seq = self._sequence(request)
+        self._order += 1
+        seq = limits.sequence(request, self._order, self._eos)
         self._live[seq.request_id] = seq
         if request.hold_kv_s is not None:
             self.leases.open(request.request_id, request.hold_kv_s)
@@ -157,47 +161,13 @@ class Scheduler:
             num_accepted=list(self._counters.num_accepted),
         )
 
-    def _refusal(self, request: Request) -> tuple[str, str] | None:
+    def _refusal(self, request: Request, limits: Limits) -> tuple[str, str] | None:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
-        num_prompt = len(request.prompt_token_ids) + len(request.output_token_ids)
-        max_len, max_waiting = self.config.max_model_len, self.config.max_waiting
-        capacity = self.pool.num_blocks * self.pool.block_size
         if self._draining:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._live or request.request_id in self.leases:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        if not request.prompt_token_ids:
-            return "empty_prompt", "the prompt has no tokens, at least 1 is needed"
-        if num_prompt > max_len - 1:
-            return (
-                "too_long",
-                f"the prompt has {num_prompt} tokens; with a context of {max_len} "
-                f"at most {max_len - 1} fit",
-            )
-        if num_prompt + 1 > capacity:
-            return (
-                "no_capacity",
-                f"the prompt has {num_prompt} tokens; the KV cache holds {capacity} "
-                "and must have room for one more",
-            )
-        if len(self._waiting) >= max_waiting and not request.output_token_ids:
-            return "queue_full", f"{len(self._waiting)} requests are waiting, the queue is full"
-        return None
-
-    def _sequence(self, request: Request) -> Sequence:
-        sampling = request.sampling
-        self._order += 1
-        priority = request.priority if self.config.policy == "priority" else 0
-        # One token past the pool needs no block of its own as long as nothing follows it.
-        max_len = min(self.config.max_model_len, self.pool.num_blocks * self.pool.block_size + 1)
-        if sampling.max_tokens is not None:
-            max_len = min(max_len, len(request.prompt_token_ids) + sampling.max_tokens)
-        if request.hold_kv_s is not None:
-            max_len = min(max_len, len(request.prompt_token_ids) + 1)
-        stop_ids = frozenset() if sampling.ignore_eos else self._eos
-        if sampling.stop_token_ids:
-            stop_ids = stop_ids.union(sampling.stop_token_ids)
-        return Sequence(request, (priority, request.arrival_ns, self._order), max_len, stop_ids)
+        return limits.refusal(request, len(self._waiting))
 
     def _compact(self) -> None:
         """Drop finished entries once they outnumber the live requests."""
@@ -574,7 +544,9 @@ class Scheduler:
             return tokens, batch.samples[index]
         seq.num_computed_tokens += num_new
         num_drafts = seq.num_computed_tokens - len(seq.token_ids)
-        return (self._verified(seq, tokens) if num_drafts > 0 else tokens), num_drafts >= 0
+        if num_drafts > 0:
+            tokens = verified(seq, tokens, *self.draft_counts)
+        return tokens, num_drafts >= 0
 
     @property
     def drafting(self) -> bool:
@@ -585,21 +557,6 @@ class Scheduler:
     def draft_counts(self) -> tuple[list[int], list[int]]:
         """Verified drafts by position, and those of them that were right."""
         return self._counters.num_drafted, self._counters.num_accepted
-
-    def _verified(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Count the accepted drafts, all tokens but the last, as computed, and no others."""
-        num_drafts, num_accepted = seq.num_computed_tokens - len(seq.token_ids), len(tokens) - 1
-        if not 0 <= num_accepted <= num_drafts:
-            return []
-        seq.num_computed_tokens -= num_drafts - num_accepted
-        drafted, accepted = self._counters.num_drafted, self._counters.num_accepted
-        missing = [0] * (num_drafts - len(drafted))
-        drafted += missing
-        accepted += missing
-        for position in range(num_drafts):
-            drafted[position] += 1
-            accepted[position] += position < num_accepted
-        return tokens
 
     def _take_drafts(self, batch: Batch, draft_ids: list[list[int]]) -> None:
         """Give running sequences their next drafts, as far as these can be used.
@@ -616,9 +573,7 @@ class Scheduler:
                 self.pool.release(seq.block_ids[num_blocks:])
                 del seq.block_ids[num_blocks:]
                 seq.capacity = len(seq.block_ids) * size
-            usable = drafts[: max(0, seq.max_len - seq.num_tokens - 1)]
-            stop = next((i for i, token in enumerate(usable) if token in seq.stop_ids), None)
-            seq.draft_ids = usable[:stop]
+            seq.draft_ids = usable(seq, drafts)
         self._drafting = any(seq.draft_ids for seq in self._running)
 
     def _cache_computed(self, seq: Sequence) -> None:
