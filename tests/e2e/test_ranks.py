@@ -8,10 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.cli.eplb import TINY
@@ -23,7 +20,6 @@ ENGINE = {"dtype": "fp32", "device": "cpu", "random_weights": True, "num_threads
 FLAGS = ["--dtype", "fp32", "--device", "cpu", "--num-threads", "1"]
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     folder = save_folder(byte_level(), tmp_path / "tiny", eos_token="<|im_end|>")
     (folder / "config.json").write_text(json.dumps(TINY | {"vocab_size": 422}))
