@@ -17,6 +17,14 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take long, most of it waiting: begun first, they leave no process alone at the end.
+LONG = ("serve/test_chaos.py", "serve/test_supervisor.py", "e2e/", "engine/test_ranks.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file, pulled on first use."""

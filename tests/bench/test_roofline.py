@@ -109,6 +109,7 @@ def test_shipped_shapes_have_their_published_sizes() -> None:
         "qwen3-14b": 14.77,
         "qwen3-30b-a3b": 30.53,
         "deepseek-r1": 671.03,
+        "deepseek-r1-rank": 37.45,  # 8 of 256 experts, without the MTP layer
     }
     assert specs["llama3.1-8b"].kv_bytes_per_token(2) == 128 * 1024
     assert specs["deepseek-r1"].kv_bytes_per_token(2) == 61 * (512 + 64) * 2

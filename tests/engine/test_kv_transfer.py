@@ -83,8 +83,6 @@ def test_same_answer_as_a_single_engine(
     assert told(floor.complete(prompts(), greedy(logprobs=2))) == single[dtype]
     if prefill.get("budget", 512) < 130:
         assert floor.num_early > 0, "no block moved before its prompt was complete"
-    if decode.get("num_blocks", 256) < 20:
-        assert floor.decode.stats().num_preemptions > 0
     # Again: with a prefix cache both sides hit, and the decode side reads no full block twice.
     before = floor.decode.stats()
     assert told(floor.complete(prompts(), greedy(logprobs=2))) == single[dtype]
@@ -92,6 +90,12 @@ def test_same_answer_as_a_single_engine(
     if decode.get("prefix_cache", True) and "num_blocks" not in decode:
         moved = after.num_kv_blocks_received - before.num_kv_blocks_received
         assert moved <= len(prompts())  # the last, partial ones
+    if decode.get("num_blocks", 256) < 20:  # who meets whom there depends on when KV comes
+        for _ in range(10):
+            if floor.decode.stats().num_preemptions:
+                break
+            assert told(floor.complete(prompts(), greedy(logprobs=2))) == single[dtype]
+        assert floor.decode.stats().num_preemptions > 0
     floor.close()
 
 
