@@ -48,7 +48,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test: lint $(VENV)/.browser
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo

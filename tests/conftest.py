@@ -17,12 +17,24 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take long, most of it waiting: begun first, they leave no process alone at the end.
-LONG = ("serve/test_chaos.py", "serve/test_supervisor.py", "e2e/", "engine/test_ranks.py")
+# Files that take long, the longest first: begun late they would leave one process alone at the end.
+LONG = (
+    "serve/test_chaos.py",
+    "kernels/test_triton.py",
+    "e2e/test_parity.py",
+    "engine/test_calibrate.py",
+    "serve/test_supervisor.py",
+    "e2e/",
+    "test_ranks.py",
+    "sched/test_scheduler_machine.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+    def place(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONG) if name in item.nodeid), len(LONG))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
