@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
@@ -43,3 +44,16 @@ class Harness:
             rows.append(self.model.logits(hidden))
             seq.num_computed_tokens += size
         return torch.cat(rows)
+
+
+def assert_same_logits(reference: PreTrainedModel, folder: Path) -> None:
+    """Logits within 1e-4 of transformers' and the same choice, whatever the chunks."""
+    harness = Harness(folder, "fp32")
+    torch.manual_seed(1)
+    ids = torch.randint(0, reference.config.vocab_size, (100,)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    for chunks in ([100], [1, 30, 16, 53], [90] + [1] * 10):
+        found = harness.logits(ids, chunks)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))

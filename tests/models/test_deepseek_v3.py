@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness import Harness
+from harness import Harness, assert_same_logits
 from tiny_models import assert_same, make_model, save, tame
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.weights import open_checkpoint
@@ -25,15 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
     reference = tame(make_model("deepseek-v3", **CASES[case]))
-    harness = Harness(save(reference, tmp_path), "fp32")
-    torch.manual_seed(1)
-    ids = torch.randint(0, reference.config.vocab_size, (100,)).tolist()
-    with torch.inference_mode():
-        expected = reference(torch.tensor([ids])).logits[0]
-    for chunks in ([100], [1, 30, 16, 53], [90] + [1] * 10):
-        found = harness.logits(ids, chunks)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert_same_logits(reference, save(reference, tmp_path))
 
 
 def test_mtp_layers_stay_in_the_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Harness
+from harness import Harness, assert_same_logits
 from tiny_models import make_model, save, tame
 from tokenmill.models import llama
 
@@ -67,15 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
     variant, changes = CASES[case]
     reference = tame(make_model(variant, **changes))
-    harness = Harness(save(reference, tmp_path), "fp32")
-    torch.manual_seed(1)
-    ids = torch.randint(0, reference.config.vocab_size, (100,)).tolist()
-    with torch.inference_mode():
-        expected = reference(torch.tensor([ids])).logits[0]
-    for chunks in ([100], [1, 30, 16, 53], [90] + [1] * 10):
-        found = harness.logits(ids, chunks)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert_same_logits(reference, save(reference, tmp_path))
 
 
 def test_chunking_does_not_change_a_bit(tmp_path: Path) -> None:

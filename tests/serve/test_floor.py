@@ -28,6 +28,7 @@ from tokenmill.core.types import (
 )
 from tokenmill.serve import worker
 from tokenmill.serve.floor import Floor, FloorError
+from tokenmill.serve.place import Place
 from tokenmill.serve.wire import (
     FromWorker,
     Outputs,
@@ -306,3 +307,33 @@ def test_a_link_by_tcp_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
             await link.close(0.0)
 
     asyncio.run(main())
+
+
+def test_a_worker_is_there_once_its_facts_are() -> None:
+    """Two that get ready in one turn of the loop: neither may be seen with facts of nobody."""
+    asyncio.run(_two_get_ready())
+
+
+async def _two_get_ready() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Owner:
+        def on_ready(self, place: Place) -> None:
+            seen.extend((other.ready, other.facts is not None) for other in places)
+
+    async def start(link: WorkerLink, spawn: object) -> object:
+        return await link.ready
+
+    places = [Place(name, None, FloorConfig(), Owner()) for name in ("a", "b")]  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerLink, "start", start)
+        starts = [asyncio.create_task(place._launch()) for place in places]
+        await asyncio.sleep(0)
+        for place in places:
+            assert place._link is not None and not place.ready
+            place._link.ready.set_result(FACTS)
+        await asyncio.gather(*starts)
+    for place in places:
+        assert place._link is not None
+        await place._link.close(0.0)
+    assert seen == [(True, True), (False, False), (True, True), (True, True)]

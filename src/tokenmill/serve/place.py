@@ -77,6 +77,7 @@ class Place:
         self._owner = owner
         self._host = host
         self._link: WorkerLink | None = None
+        self._known: WorkerLink | None = None  # the one whose worker told the facts
         self._tasks: list[asyncio.Task[None]] = []
         self._stats = EngineStats()
         self._past = EngineStats()  # counters of the workers that were here before
@@ -86,7 +87,7 @@ class Place:
     def ready(self) -> bool:
         """True while a worker is there, be it to finish what it has."""
         link = self._link
-        return link is not None and link.ready.done() and not link.dead.is_set()
+        return link is not None and link is self._known and not link.dead.is_set()
 
     async def start(self) -> ModelFacts:
         """Spawn the first worker; raises WorkerStartError when it does not come up."""
@@ -137,6 +138,7 @@ class Place:
         link = self._link = WorkerLink(self._on_message, self._host)
         try:
             self.facts = await self._started(link)
+            self._known = link
             if self.state != "draining":
                 self.state = "ready"
             self._owner.on_ready(self)
