@@ -216,7 +216,7 @@ def _operands(
     return values, scales, torch.bfloat16 if scaled else values.dtype
 
 
-def skinny_tile(n: int, gated: bool) -> tuple[int, int, int, int]:
+def skinny_tile(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
     """Output columns and steps of k per program, warps, stages.
 
     The same for every m: a row has the same bits whether its token is alone or has drafts beside.
@@ -242,7 +242,7 @@ def skinny_matmul(
     values, scales, dtype = _operands(x, weight)
     (m, k), n = values.shape, weight.n // 2 if gated else weight.n
     assert m <= SKINNY_ROWS
-    bn, bk, warps, stages = tile or skinny_tile(n, gated)
+    bn, bk, warps, stages = tile or skinny_tile(n, k, gated)
     bk = min(bk, triton.next_power_of_2(k))
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
