@@ -99,9 +99,40 @@ def _weigh(scores, first, clear, bound, before, scale):
 
 
 @gluon.jit
+def _unknown_zero():
+    """Added to what a turn indexes: addresses known before the loop would fill the registers."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _score(queries, keys, scores, use_acc=True):
+    """Begin to add the products of queries and keys to the scores."""
+    return warpgroup_mma(queries, keys.permute((1, 0)), scores, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def _shrunk(acc, old, new):
+    """Sums as they are with a new peak."""
+    return acc * gl.convert_layout(gl.exp2(old - new), SUM_ROWS, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _hand_over(rounded, peak, weights, peaks, ready):
+    weights.store(rounded)
+    peaks.store(peak)
+    fence_async_shared()
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
 def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
     """One group's walk over all tiles -> its sums [ROWS, HALF], the peak, its own tiles' total."""
     OTHER: gl.constexpr = 1 - WHO
+    NEAR: gl.constexpr = 3 * WHO  # the own half of the own buffer
+    FAR: gl.constexpr = 2 * WHO + OTHER  # the other half of it
+    HANDED: gl.constexpr = 2 * OTHER + WHO  # the own half of the other buffer
     tiles, turned, queries, turned_queries, weights, peaks, _ = memory
     full_tiles, full_turned, empty_tiles, empty_turned, ready, _ = barriers
     begin, count, clear, _ = span
@@ -109,50 +140,43 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
     acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
     peak = gl.full([ROWS], LOWEST, gl.float32, SCORE_ROWS)
     total = gl.zeros([ROWS], gl.float32, SCORE_ROWS)
-    near, far = tiles.index(3 * WHO), tiles.index(2 * WHO + OTHER)  # pieces of the own buffer
-    handed = tiles.index(2 * OTHER + WHO)  # the own half of the other buffer
     if WHO == 0:  # the first tile of all: nothing comes before it
         mbarrier.wait(full_turned.index(0), 0)
-        scores = warpgroup_mma(
-            turned_queries, turned.index(0).permute((1, 0)), none, use_acc=False, is_async=True
-        )
+        scores = _score(turned_queries, turned.index(0), none, False)
         mbarrier.wait(full_tiles.index(0), 0)
-        scores = warpgroup_mma(queries.index(0), near.permute((1, 0)), scores, is_async=True)
+        scores = _score(queries.index(0), tiles.index(0), scores)
         mbarrier.wait(full_tiles.index(1), 0)
-        scores = warpgroup_mma(queries.index(1), far.permute((1, 0)), scores, is_async=True)
+        scores = _score(queries.index(1), tiles.index(1), scores)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(empty_turned.index(0), count=1)
         each, peak = _weigh(scores, begin, clear, bound, peak, scale)
         total = gl.sum(each, axis=1)
         rounded = each.to(gl.bfloat16)
         own = gl.convert_layout(rounded, WEIGHTS, assert_trivial=True)
-        acc = warpgroup_mma(own, near, acc, use_acc=False, is_async=True)
-        weights.store(rounded)
-        peaks.index(0).store(peak)
-        fence_async_shared()
-        mbarrier.arrive(ready.index(0), count=1)
+        acc = warpgroup_mma(own, tiles.index(0), acc, use_acc=False, is_async=True)
+        _hand_over(rounded, peak, weights, peaks.index(0), ready.index(0))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_tiles.index(0), count=1)
     for turn in range(1 - WHO, (count + OTHER) // 2):
         phase, earlier = turn & 1, (turn - OTHER) & 1
+        nil = _unknown_zero()
+        near = tiles.index(NEAR + nil)
         mbarrier.wait(full_turned.index(WHO), phase)
-        scores = warpgroup_mma(
-            turned_queries, turned.index(WHO).permute((1, 0)), none, use_acc=False, is_async=True
-        )
-        mbarrier.wait(full_tiles.index(3 * WHO), phase)
-        scores = warpgroup_mma(queries.index(WHO), near.permute((1, 0)), scores, is_async=True)
+        scores = _score(turned_queries, turned.index(WHO + nil), none, False)
+        mbarrier.wait(full_tiles.index(NEAR), phase)
+        scores = _score(queries.index(WHO + nil), near, scores)
 
         mbarrier.wait(ready.index(OTHER), earlier)
-        mbarrier.wait(full_tiles.index(2 * OTHER + WHO), earlier)
+        mbarrier.wait(full_tiles.index(HANDED), earlier)
         before = peaks.index(OTHER).load(SCORE_ROWS)
-        shrink = gl.convert_layout(gl.exp2(peak - before), SUM_ROWS, assert_trivial=True)
-        acc = warpgroup_mma_wait(2, deps=(acc,))  # it is complete: else the assembler waits for all
-        acc = warpgroup_mma(weights, handed, acc * shrink[:, None], is_async=True)
+        acc = warpgroup_mma_wait(2, deps=(acc,))  # is complete; unsaid, the scores would be awaited
+        acc = _shrunk(acc, peak, before)
+        acc = warpgroup_mma(weights, tiles.index(HANDED + nil), acc, is_async=True)
 
-        mbarrier.wait(full_tiles.index(2 * WHO + OTHER), phase)
-        scores = warpgroup_mma(queries.index(OTHER), far.permute((1, 0)), scores, is_async=True)
+        mbarrier.wait(full_tiles.index(FAR), phase)
+        scores = _score(queries.index(OTHER + nil), tiles.index(FAR + nil), scores)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty_tiles.index(2 * OTHER + WHO), count=1)
+        mbarrier.arrive(empty_tiles.index(HANDED), count=1)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(empty_turned.index(WHO), count=1)
 
@@ -161,23 +185,18 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         total = total * gl.exp2(peak - top) + gl.sum(each, axis=1)
         rounded = each.to(gl.bfloat16)
         own = gl.convert_layout(rounded, WEIGHTS, assert_trivial=True)
-        shrink = gl.convert_layout(gl.exp2(before - top), SUM_ROWS, assert_trivial=True)
-        acc = warpgroup_mma(own, near, acc * shrink[:, None], is_async=True)
-        weights.store(rounded)
-        peaks.index(WHO).store(top)
-        fence_async_shared()
-        mbarrier.arrive(ready.index(WHO), count=1)
+        acc = warpgroup_mma(own, near, _shrunk(acc, before, top), is_async=True)
+        _hand_over(rounded, top, weights, peaks.index(WHO), ready.index(WHO))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty_tiles.index(3 * WHO), count=1)
+        mbarrier.arrive(empty_tiles.index(NEAR), count=1)
         peak = top
     if (count & 1) == WHO:  # the last tile is the other group's
         earlier = ((count - 1) >> 1) & 1
         mbarrier.wait(ready.index(OTHER), earlier)
-        mbarrier.wait(full_tiles.index(2 * OTHER + WHO), earlier)
+        mbarrier.wait(full_tiles.index(HANDED), earlier)
         before = peaks.index(OTHER).load(SCORE_ROWS)
         total *= gl.exp2(peak - before)
-        shrink = gl.convert_layout(gl.exp2(peak - before), SUM_ROWS, assert_trivial=True)
-        acc = warpgroup_mma(weights, handed, acc * shrink[:, None])
+        acc = warpgroup_mma(weights, tiles.index(HANDED), _shrunk(acc, peak, before))
         peak = before
     return acc, peak, total
 
