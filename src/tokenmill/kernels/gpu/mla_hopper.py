@@ -37,7 +37,8 @@ ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 HALF = gl.constexpr(256)  # of the latent channels
 ROPE = gl.constexpr(64)
-LOWEST = gl.constexpr(-1e30)
+MASKED = gl.constexpr(-1e30)
+FLOOR = gl.constexpr(-1e20)  # of a peak: masked scores weigh nothing even where all are masked
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -89,13 +90,12 @@ def _copy_tiles(latents, ropes, memory, barriers, span, table, BLOCK: gl.constex
 
 
 @gluon.jit
-def _weigh(scores, first, clear, bound, before, scale):
-    """Weights of a tile and the peak with it, given the one before; it hides keys from bound on."""
+def _masked(scores, first, clear, bound):
+    """Scores of the tile from key `first` on, without those of keys from bound on."""
     if first + KEYS > clear:
         key = first + gl.arange(0, KEYS, layout=SCORE_KEYS)
-        scores = gl.where(key[None, :] < bound[:, None], scores, LOWEST)
-    peak = gl.maximum(before, gl.max(scores, axis=1) * scale)
-    return gl.exp2(scores * scale - peak[:, None]), peak
+        scores = gl.where(key[None, :] < bound[:, None], scores, MASKED)
+    return scores
 
 
 @gluon.jit
@@ -138,7 +138,7 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
     begin, count, clear, _ = span
     none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
-    peak = gl.full([ROWS], LOWEST, gl.float32, SCORE_ROWS)
+    peak = gl.full([ROWS], FLOOR, gl.float32, SCORE_ROWS)
     total = gl.zeros([ROWS], gl.float32, SCORE_ROWS)
     if WHO == 0:  # the first tile of all: nothing comes before it
         mbarrier.wait(full_turned.index(0), 0)
@@ -149,7 +149,9 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         scores = _score(queries.index(1), tiles.index(1), scores)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(empty_turned.index(0), count=1)
-        each, peak = _weigh(scores, begin, clear, bound, peak, scale)
+        scores = _masked(scores, begin, clear, bound)
+        peak = gl.maximum(peak, gl.max(scores, axis=1) * scale)
+        each = gl.exp2(scores * scale - peak[:, None])
         total = gl.sum(each, axis=1)
         rounded = each.to(gl.bfloat16)
         own = gl.convert_layout(rounded, WEIGHTS, assert_trivial=True)
@@ -166,8 +168,8 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         mbarrier.wait(full_tiles.index(NEAR), phase)
         scores = _score(queries.index(WHO + nil), near, scores)
 
-        mbarrier.wait(ready.index(OTHER), earlier)
         mbarrier.wait(full_tiles.index(HANDED), earlier)
+        mbarrier.wait(ready.index(OTHER), earlier)
         before = peaks.index(OTHER).load(SCORE_ROWS)
         acc = warpgroup_mma_wait(2, deps=(acc,))  # is complete; unsaid, the scores would be awaited
         acc = _shrunk(acc, peak, before)
@@ -180,8 +182,9 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(empty_turned.index(WHO), count=1)
 
-        key = begin + (2 * turn + WHO) * KEYS
-        each, top = _weigh(scores, key, clear, bound, before, scale)
+        scores = _masked(scores, begin + (2 * turn + WHO) * KEYS, clear, bound)
+        top = gl.maximum(before, gl.max(scores, axis=1) * scale)
+        each = gl.exp2(scores * scale - top[:, None])
         total = total * gl.exp2(peak - top) + gl.sum(each, axis=1)
         rounded = each.to(gl.bfloat16)
         own = gl.convert_layout(rounded, WEIGHTS, assert_trivial=True)
@@ -192,8 +195,8 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         peak = top
     if (count & 1) == WHO:  # the last tile is the other group's
         earlier = ((count - 1) >> 1) & 1
-        mbarrier.wait(ready.index(OTHER), earlier)
         mbarrier.wait(full_tiles.index(HANDED), earlier)
+        mbarrier.wait(ready.index(OTHER), earlier)
         before = peaks.index(OTHER).load(SCORE_ROWS)
         total *= gl.exp2(peak - before)
         acc = warpgroup_mma(weights, tiles.index(HANDED), _shrunk(acc, peak, before))
