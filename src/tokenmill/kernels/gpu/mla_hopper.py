@@ -9,8 +9,9 @@ piece is filled again as soon as its last reader is through.
 Tile j lies in buffer j % 2, the group that scores it owns the buffer. A group's half of a tile is
 read last by that group, in both buffers: one arrival empties it. The rotated part is read by the
 owner alone. There is one place for handed weights: a group writes it only after it has multiplied
-what lay there, and the peaks beside it are written again only after the other group emptied its
-half of the tile they belong to.
+what lay there. Peaks are handed over before the weights, so that the other group's sums are ready
+for these when they come; they are written again only after the other group emptied its half of the
+tile they belong to.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _copy_queries(base, lines, valid, place, CHANNELS: gl.constexpr):
 def _copy_tiles(latents, ropes, memory, barriers, span, table, BLOCK: gl.constexpr):
     """The copying warp: every tile's pieces in the order in which they get empty."""
     tiles, turned = memory[0], memory[1]
-    full_tiles, full_turned, empty_tiles, empty_turned, _, _ = barriers
+    full_tiles, full_turned, empty_tiles, empty_turned, _, _, _ = barriers
     begin, count = span[0], span[1]
     for j in range(count):
         owner, phase = j & 1, ((j >> 1) & 1) ^ 1
@@ -119,9 +120,8 @@ def _shrunk(acc, old, new):
 
 
 @gluon.jit
-def _hand_over(rounded, peak, weights, peaks, ready):
+def _hand_over(rounded, weights, ready):
     weights.store(rounded)
-    peaks.store(peak)
     fence_async_shared()
     mbarrier.arrive(ready, count=1)
 
@@ -134,7 +134,7 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
     FAR: gl.constexpr = 2 * WHO + OTHER  # the other half of it
     HANDED: gl.constexpr = 2 * OTHER + WHO  # the own half of the other buffer
     tiles, turned, queries, turned_queries, weights, peaks, _ = memory
-    full_tiles, full_turned, empty_tiles, empty_turned, ready, _ = barriers
+    full_tiles, full_turned, empty_tiles, empty_turned, ready, _, known = barriers
     begin, count, clear, _ = span
     none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
@@ -151,12 +151,14 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         mbarrier.arrive(empty_turned.index(0), count=1)
         scores = _masked(scores, begin, clear, bound)
         peak = gl.maximum(peak, gl.max(scores, axis=1) * scale)
+        peaks.index(0).store(peak)
+        mbarrier.arrive(known.index(0), count=1)
         each = gl.exp2(scores * scale - peak[:, None])
         total = gl.sum(each, axis=1)
         rounded = each.to(gl.bfloat16)
         own = gl.convert_layout(rounded, WEIGHTS, assert_trivial=True)
         acc = warpgroup_mma(own, tiles.index(0), acc, use_acc=False, is_async=True)
-        _hand_over(rounded, peak, weights, peaks.index(0), ready.index(0))
+        _hand_over(rounded, weights, ready.index(0))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_tiles.index(0), count=1)
     for turn in range(1 - WHO, (count + OTHER) // 2):
@@ -169,10 +171,11 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
         scores = _score(queries.index(WHO + nil), near, scores)
 
         mbarrier.wait(full_tiles.index(HANDED), earlier)
-        mbarrier.wait(ready.index(OTHER), earlier)
+        mbarrier.wait(known.index(OTHER), earlier)
         before = peaks.index(OTHER).load(SCORE_ROWS)
         acc = warpgroup_mma_wait(2, deps=(acc,))  # is complete; unsaid, the scores would be awaited
         acc = _shrunk(acc, peak, before)
+        mbarrier.wait(ready.index(OTHER), earlier)
         acc = warpgroup_mma(weights, tiles.index(HANDED + nil), acc, is_async=True)
 
         mbarrier.wait(full_tiles.index(FAR), phase)
@@ -184,12 +187,14 @@ def _attend(memory, barriers, span, bound, scale, WHO: gl.constexpr):
 
         scores = _masked(scores, begin + (2 * turn + WHO) * KEYS, clear, bound)
         top = gl.maximum(before, gl.max(scores, axis=1) * scale)
+        peaks.index(WHO).store(top)
+        mbarrier.arrive(known.index(WHO), count=1)
         each = gl.exp2(scores * scale - top[:, None])
         total = total * gl.exp2(peak - top) + gl.sum(each, axis=1)
         rounded = each.to(gl.bfloat16)
         own = gl.convert_layout(rounded, WEIGHTS, assert_trivial=True)
         acc = warpgroup_mma(own, near, _shrunk(acc, before, top), is_async=True)
-        _hand_over(rounded, top, weights, peaks.index(WHO), ready.index(WHO))
+        _hand_over(rounded, weights, ready.index(WHO))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_tiles.index(NEAR), count=1)
         peak = top
@@ -282,6 +287,7 @@ def latent_kernel(
     empty_turned = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
         mbarrier.init(full_tiles.index(i), count=1)
         mbarrier.init(empty_tiles.index(i), count=1)
@@ -290,6 +296,7 @@ def latent_kernel(
         mbarrier.init(empty_turned.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(summed.index(i), count=1)
+        mbarrier.init(known.index(i), count=1)
 
     earliest = first + part * ROWS // heads
     latest = first + (part * ROWS + ROWS - 1) // heads
@@ -308,7 +315,7 @@ def latent_kernel(
     async_copy.wait_group(0)
     fence_async_shared()
     memory = (tiles, turned, queries, turned_queries, weights, peaks, totals)
-    barriers = (full_tiles, full_turned, empty_tiles, empty_turned, ready, summed)
+    barriers = (full_tiles, full_turned, empty_tiles, empty_turned, ready, summed, known)
     span = (begin, count, clear, limit)
     place = (start, first, length, context, part, split, heads, num_tokens, tile_tokens)
     factor = scale * LOG2E
