@@ -225,6 +225,8 @@ def check_skinny_matmul(device: str) -> None:
         expected = mm.matmul_reference(dense, weight, bias)
         found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        alone = gpu_matmul.skinny_matmul(x[:1], weight, bias, norm=(gain, 1e-5))
+        assert torch.equal(alone, found[:1])  # whatever rows are beside it
         found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gated=True)
         torch.testing.assert_close(found, norm.silu_mul_reference(expected), atol=1e-4, rtol=1e-4)
 
