@@ -148,18 +148,29 @@ class Ahead:
 
     graphs: DraftGraphs
     seqs: list[Sequence]
+    blocks: list[list[int]]  # of each, when it was launched
     host: torch.Tensor
     done: torch.cuda.Event | None
 
     def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
-        """True if the batch is that step: nobody came or went, got blocks or lost drafts."""
+        """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
+        size = graphs.builder.block_size
         return (
             self.graphs is graphs
-            and not batch.grown
             and len(self.seqs) == len(batch.items)
             and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
-            and all(a is b for a, (b, _) in zip(self.seqs, batch.items, strict=True))
+            and all(
+                known is seq and _agree(blocks, seq.block_ids, seq.num_computed_tokens + n, size)
+                for known, blocks, (seq, n) in zip(self.seqs, self.blocks, batch.items, strict=True)
+            )
         )
+
+
+def _agree(a: list[int], b: list[int], num_tokens: int, block_size: int) -> bool:
+    """True if both have the same blocks for so many tokens; those of the last ones may differ."""
+    last = (num_tokens - 1) // block_size
+    first = max(0, last - 1)  # a step has fewer tokens than a block, or it is not launched ahead
+    return len(a) > last and a[first : last + 1] == b[first : last + 1]
 
 
 def _counts_pending(seq: SampledRow) -> bool:
@@ -330,9 +341,12 @@ class ModelRunner:
             launched.done = self._mark()
         launched.tokens, launched.proposed = host[:, :width], host[:, width:]
         if self.runs_ahead and best and graphs.may_go_on(seqs):
+            if batch.grown:
+                graphs.note_capacities(seqs)
             verified = graphs.verify_next(count)
             host = self._to_host(graphs.draft(count, verified))
-            self._ahead = Ahead(graphs, seqs, host, self._mark())
+            blocks = [list(seq.block_ids) for seq in seqs]
+            self._ahead = Ahead(graphs, seqs, blocks, host, self._mark())
         return launched
 
     def _sample_drafts(
