@@ -44,15 +44,14 @@ def verified(
 def take_drafts(batch: Batch, draft_ids: list[list[int]], holdings: Holdings) -> None:
     """Give running sequences their next drafts, as far as these can be used.
 
-    Blocks that accepted drafts have filled are cached, those that none has reached come back.
+    Blocks that accepted drafts have filled are cached, those that none will reach come back.
     """
     for (seq, _), drafts in zip(batch.items, draft_ids, strict=True):
         if seq.finished or not seq.block_ids or seq.num_computed_tokens < seq.num_tokens - 1:
             continue
-        if seq.draft_ids:
-            cache_computed(holdings.pool, seq)
-            holdings.trim(seq)
+        cache_computed(holdings.pool, seq)
         seq.draft_ids = usable(seq, drafts)
+        holdings.trim(seq)
 
 
 def usable(seq: Sequence, drafts: list[int]) -> list[int]:

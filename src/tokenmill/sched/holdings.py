@@ -6,6 +6,11 @@ from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 
+def lookahead(seq: Sequence) -> int:
+    """The most tokens that a step with these drafts and one like it may add."""
+    return min(2 * len(seq.draft_ids) + 1, seq.max_len - seq.num_tokens) if seq.draft_ids else 0
+
+
 class Holdings:
     """Gives and takes blocks and rows; what a batch in flight may use comes back when it lands."""
 
@@ -56,19 +61,26 @@ class Holdings:
         seq.capacity = len(seq.block_ids) * self.pool.block_size
 
     def draft_room(self, seq: Sequence) -> int:
-        """How many drafts the blocks hold; with one block more, if nobody else will want it."""
-        num_tokens = len(seq.token_ids)
-        needed = -(-(num_tokens + len(seq.draft_ids)) // self.pool.block_size) - len(seq.block_ids)
-        if 0 < needed <= self.pool.num_free - self.reserved - self._watermark:
-            self.grow(seq, needed)
+        """How many drafts the blocks hold; with blocks more, if nobody else will want them.
+
+        The step after this one may already be under way when this one's tokens are known, so its
+        drafts get their room now.
+        """
+        num_tokens, num_spare = len(seq.token_ids), self.pool.num_free - self.reserved
+        for room in (lookahead(seq), len(seq.draft_ids)):
+            needed = -(-(num_tokens + room) // self.pool.block_size) - len(seq.block_ids)
+            if 0 < needed <= num_spare - self._watermark:
+                self.grow(seq, needed)
+                break
         return seq.capacity - num_tokens
 
     def trim(self, seq: Sequence) -> None:
-        """Take back the blocks that no known token has reached."""
-        num_blocks = -(-seq.num_tokens // self.pool.block_size)
-        self.pool.release(seq.block_ids[num_blocks:])
-        del seq.block_ids[num_blocks:]
-        seq.capacity = len(seq.block_ids) * self.pool.block_size
+        """Take back the blocks that neither known tokens nor drafts have a use for."""
+        num_blocks = -(-(seq.num_tokens + lookahead(seq)) // self.pool.block_size)
+        if num_blocks < len(seq.block_ids):
+            self.pool.release(seq.block_ids[num_blocks:])
+            del seq.block_ids[num_blocks:]
+            seq.capacity = num_blocks * self.pool.block_size
 
     def release(self, seq: Sequence) -> None:
         """Take all back at once."""
