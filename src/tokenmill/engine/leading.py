@@ -1,8 +1,7 @@
 """Engines over several ranks: rank 0 schedules for all, or each rank for requests of its own.
 
-Where ranks share every token, rank 0 broadcasts each step's inputs. With attention data parallelism
-every rank has a whole engine; rank 0 hands requests out and starts each round, in which every rank
-runs one step, or computes its experts' part of the others'.
+With attention data parallelism every rank has a whole engine; rank 0 hands requests out and starts
+each round, in which every rank runs one step, or computes its experts' part of the others'.
 """
 
 from __future__ import annotations
@@ -10,116 +9,26 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 
-import torch
-
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
-    RanksLostError,
     Request,
     RequestOutput,
     add_stats,
 )
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.rank_models import OwnModel
 from tokenmill.engine.rank_wire import (
     Message,
     pack_output,
     pack_request,
-    pack_step,
-    step_size,
     unpack_output,
     unpack_request,
-    unpack_step,
 )
 from tokenmill.engine.rebalance import Rebalancer
-from tokenmill.engine.runner import KVCache, Model, RankModel
-from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.parallel import Ranks
 from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, assign
 from tokenmill.sched.kv_events import Dump, EventPublisher
-
-
-class SharedModel:
-    """A model whose ranks all compute the same tokens, as rank 0 runs it."""
-
-    def __init__(self, model: Model, crew: Crew, rebalancer: Rebalancer | None) -> None:
-        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears = model.linears
-        self._model, self._crew, self._rebalancer = model, crew, rebalancer
-
-    def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """Send the step to all ranks and compute this one's part; a failure is the end."""
-        try:
-            sizes, flat = pack_step(token_ids, batch)
-            self._crew.tell(sizes)
-            self._crew.ranks.broadcast(flat)
-            if self._rebalancer is not None:
-                self._rebalancer.turn()
-            return self._model.forward(token_ids, kv_cache, batch)
-        except Exception as error:
-            raise lost(error) from error
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.normed(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-
-def follow(
-    sizes: Message, model: Model, kv_cache: KVCache, ranks: Ranks, rebalancer: Rebalancer | None
-) -> None:
-    """Compute another rank's part of a step that SharedModel has sent."""
-    device = kv_cache[0][0].device
-    flat = ranks.broadcast(torch.empty(step_size(sizes), dtype=torch.int32, device=device))
-    if rebalancer is not None:
-        rebalancer.turn()
-    with torch.inference_mode():
-        token_ids, batch = unpack_step(sizes, flat)
-        model.forward(token_ids, kv_cache, batch)
-
-
-class OwnModel:
-    """A model whose ranks have tokens of their own, and experts together."""
-
-    def __init__(self, model: RankModel) -> None:
-        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears = model.linears
-        self._model, self.ran = model, False
-
-    def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """Compute a step of this rank's, with the experts of all."""
-        self.ran = True
-        try:
-            return self._model.forward(token_ids, kv_cache, batch)
-        except Exception as error:
-            raise lost(error) from error
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.normed(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-    @torch.inference_mode()
-    def assist(self) -> None:
-        """Compute the experts' part of the other ranks' step."""
-        try:
-            self._model.assist()
-        except Exception as error:
-            raise lost(error) from error
-
-
-def lost(error: Exception) -> RanksLostError:
-    """An error inside a step of several ranks: the others wait in vain, so nothing goes on."""
-    if isinstance(error, RanksLostError):
-        return error
-    return RanksLostError(f"a step of several ranks failed: {type(error).__name__}: {error}")
 
 
 class LeadingEngine:

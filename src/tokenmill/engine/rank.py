@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from tokenmill.core.types import GrammarVocab, TokenmillError
 from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
 from tokenmill.engine.crew import call, join
-from tokenmill.engine.leading import OwnEngine, OwnModel, follow
+from tokenmill.engine.leading import OwnEngine
+from tokenmill.engine.rank_models import Follower, OwnModel
 from tokenmill.engine.rank_wire import Message, receive, send, unpack_setup
 from tokenmill.engine.setup import Setup
 from tokenmill.parallel import Ranks
@@ -62,8 +63,9 @@ def main(address: str) -> None:
         _run_own(setup, part, ranks, vocab, connection, inbox)
     else:
         rebalancer = make_rebalancer(setup, part, ranks)
+        follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer)
         while True:
-            follow(inbox.next(), part.network, part.kv_cache, ranks, rebalancer)
+            follower.follow(inbox.next())
 
 
 def _run_own(
