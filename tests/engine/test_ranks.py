@@ -19,9 +19,11 @@ from tokenmill.core.config import (
     ExecutionConfig,
     ModelConfig,
     ParallelConfig,
+    RouterConfig,
     SchedulerConfig,
 )
 from tokenmill.core.types import (
+    Engine,
     FinishReason,
     RanksLostError,
     Request,
@@ -32,6 +34,9 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine import rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.sched.kv_events import Cleared, Removed, Stored
+from tokenmill.sched.router import Router
+from tokenmill.serve.worker import KVSource
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 MIXED = (
@@ -126,6 +131,29 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         ended = {output.request_id: output.finish_reason for output in two.engine.step()}
         assert ended == {"a": FinishReason.ABORT, "b": FinishReason.ABORT}
         assert not two.engine.has_work() and two.engine.step() == []
+        check_that_caches_are_found(two.engine)
+
+
+def check_that_caches_are_found(ranks: Engine) -> None:
+    """Prompts go to the rank that holds their beginning, and a router hears of every rank."""
+    assert isinstance(ranks, KVSource)
+    publisher, router = ranks.kv_events(), Router(RouterConfig(policy="kv"))
+    router.add_worker("ranks")
+    router.load("ranks", ranks.kv_dump())
+    source = random.Random(8)
+    talks = [[source.randrange(64) for _ in range(n)] for n in (70, 50)]
+    first = complete(ranks, talks, GREEDY)  # one on each rank
+    batch = publisher.take()
+    assert batch is not None and router.apply("ranks", batch)
+    assert publisher.take() is None
+    for talk, answer in zip(talks, first, strict=True):
+        longer = talk + answer.token_ids + talk[:20]
+        decision = router.route(str(len(talk)), longer, now_s=0.0)
+        (again,) = complete(ranks, [longer], GREEDY)
+        assert again.num_cached_tokens == decision.num_cached_tokens > len(talk) - 16
+        batch = publisher.take()
+        assert batch is not None and router.apply("ranks", batch)
+    assert router.index.num_blocks("ranks") == len(ranks.kv_dump().hashes)
 
 
 @pytest.mark.parametrize("variant", ["llama-bias", "qwen3-tied", "deepseek-v3"])
@@ -167,3 +195,5 @@ def test_messages_between_ranks_are_what_they_were() -> None:
     assert abs(told.scheduled_ns - 5) < 10**9
     told.scheduled_ns = 5
     assert told == output
+    events = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
+    assert rank_wire.unpack_events(json.loads(json.dumps(rank_wire.pack_events(events)))) == events

@@ -54,7 +54,7 @@ from tokenmill.models.weights import (
     read_spec,
 )
 from tokenmill.parallel import ALONE, ONE, Layout, Ranks
-from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold
+from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -248,7 +248,9 @@ def _lead(
         own = OwnModel(part.network)
         engine, runner = make_engine(setup, part, own, grammar_vocab)
         ours = OwnEngine(engine, own, rebalancer)
-        return DataParallelEngine(ours, crew, rebalancer, _context_policy(setup)), runner
+        caches = RankCaches(crew.size, runner.block_size)
+        places, policy = setup.scheduler.max_num_seqs, _context_policy(setup)
+        return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
     shared = SharedModel(part.network, crew, rebalancer)
     if part.mtp is not None:
         part = replace(part, mtp=SharedDrafter(part.mtp, part.network, crew))

@@ -21,14 +21,16 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.rank_models import OwnModel
 from tokenmill.engine.rank_wire import (
     Message,
+    pack_events,
     pack_output,
     pack_request,
+    unpack_events,
     unpack_output,
     unpack_request,
 )
 from tokenmill.engine.rebalance import Rebalancer
-from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, assign
-from tokenmill.sched.kv_events import Dump, EventPublisher
+from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, RankCaches, assign
+from tokenmill.sched.kv_events import Dump, Event, EventPublisher
 
 
 class LeadingEngine:
@@ -65,6 +67,7 @@ class OwnEngine:
         self, engine: LanguageEngine, model: OwnModel, rebalancer: Rebalancer | None
     ) -> None:
         self.engine, self._model, self._rebalancer = engine, model, rebalancer
+        self._events = engine.kv_events()
 
     def round(
         self, submit: list[Request], abort: list[str], hold_context: bool
@@ -86,7 +89,13 @@ class OwnEngine:
         """A round as rank 0 asks for it, over the wire."""
         requests = [unpack_request(data) for data in message["submit"]]
         outputs = self.round(requests, message["abort"], message["hold"])
-        return asdict(self.state()) | {"outputs": [pack_output(output) for output in outputs]}
+        told: Message = {"outputs": [pack_output(output) for output in outputs]}
+        return asdict(self.state()) | told | {"events": pack_events(self.take_events())}
+
+    def take_events(self) -> list[Event]:
+        """What its prefix cache has stored and removed since the last call."""
+        batch = self._events.take()
+        return [] if batch is None else batch.events
 
     def state(self) -> RankState:
         """What rank 0 has to know for the next round."""
@@ -121,10 +130,13 @@ class DataParallelEngine:
         crew: Crew,
         rebalancer: Rebalancer | None,
         policy: ContextPolicy,
+        caches: RankCaches,
+        max_num_seqs: int,
     ) -> None:
         self._own, self._crew, self._rebalancer = own, crew, rebalancer
         self.warm_up = own.engine.warm_up
-        self._policy = policy
+        self._policy, self._caches, self._max_num_seqs = policy, caches, max_num_seqs
+        self._publisher: EventPublisher | None = None
         self._new: dict[str, Request] = {}
         self._refused: list[RequestOutput] = []
         self._aborted: list[str] = []
@@ -184,9 +196,11 @@ class DataParallelEngine:
         )
         outputs = self._own.round(submits[0], aborts[0], hold)
         self._states[0] = self._own.state()
+        self._caches.apply(0, self._own.take_events())
         for rank, answer in zip(others, self._crew.hear(), strict=True):
             outputs += [unpack_output(data) for data in answer["outputs"]]
             self._states[rank] = RankState.of(answer)
+            self._caches.apply(rank, unpack_events(answer["events"]))
         return outputs
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
@@ -194,8 +208,13 @@ class DataParallelEngine:
         submits: list[list[Request]] = [[] for _ in self._states]
         aborts: list[list[str]] = [[] for _ in self._states]
         new, self._new = list(self._new.values()), {}
-        lens = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in new]
-        ranks = assign([state.load for state in self._states], lens)
+        known = [request.prompt_token_ids + request.output_token_ids for request in new]
+        cached = [
+            self._caches.cached_tokens(token_ids, request.cache_salt)
+            for request, token_ids in zip(new, known, strict=True)
+        ]
+        loads = [state.load for state in self._states]
+        ranks = assign(loads, list(map(len, known)), cached, self._max_num_seqs)
         for request, rank in zip(new, ranks, strict=True):
             submits[rank].append(request)
             self._rank_of[request.request_id] = rank
@@ -211,6 +230,16 @@ class DataParallelEngine:
         total = reduce(add_stats, (state.stats for state in self._states))
         total.num_waiting += len(self._new)
         return with_balance(total, self._rebalancer)
+
+    def kv_events(self) -> EventPublisher:
+        """What is cached on any rank, and on none any more."""
+        if self._publisher is None:
+            self._publisher = EventPublisher(self._caches.record_events())
+        return self._publisher
+
+    def kv_dump(self) -> Dump:
+        """All blocks that a rank has cached."""
+        return self.kv_events().dump(self._caches.cached_hashes())
 
 
 def with_balance(stats: EngineStats, rebalancer: Rebalancer | None) -> EngineStats:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,7 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.setup import Setup
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.sched.kv_events import Cleared, Event, Removed, Stored
 
 Message = dict[str, Any]
 _TIMES = ("arrival_ns", "deadline_ns")
@@ -98,6 +100,19 @@ def unpack_output(data: Message) -> RequestOutput:
     more["finish_reason"] = None if reason is None else FinishReason(reason)
     more["scheduled_ns"] = started_ns and started_ns + time.monotonic_ns()
     return RequestOutput(**(data | more))
+
+
+def pack_events(events: Iterable[Event]) -> list[Message]:
+    """KV events as messages."""
+    return [asdict(event) for event in events]
+
+
+def unpack_events(data: list[Message]) -> list[Event]:
+    """The events of messages, told apart by their fields."""
+    return [
+        Stored(**event) if "parent" in event else Removed(**event) if event else Cleared()
+        for event in data
+    ]
 
 
 def pack_step(token_ids: torch.Tensor, batch: AttentionBatch) -> tuple[Message, torch.Tensor]:
