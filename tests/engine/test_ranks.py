@@ -6,8 +6,9 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -22,6 +23,7 @@ from tokenmill.core.config import (
     RouterConfig,
     SchedulerConfig,
 )
+from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
 from tokenmill.core.types import (
     Engine,
     FinishReason,
@@ -34,8 +36,11 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine import rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.leading import LeadingEngine
 from tokenmill.sched.kv_events import Cleared, Removed, Stored
 from tokenmill.sched.router import Router
+from tokenmill.serve.kv_wire import ConnectKV
+from tokenmill.serve.wire import decode_to_worker, encode
 from tokenmill.serve.worker import KVSource
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -55,12 +60,16 @@ def prompts() -> list[list[int]]:
 
 @contextmanager
 def engine(
-    folder: Path, num_blocks: int = 64, head: Path | None = None, **parallel: Any
+    folder: Path,
+    num_blocks: int = 64,
+    head: Path | None = None,
+    connector: Literal["none", "shm"] = "none",
+    **parallel: Any,
 ) -> Iterator[BuiltEngine]:
     draft = None if head is None else str(head)
     built = build_engine(
         ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
-        CacheConfig(num_blocks=num_blocks),
+        CacheConfig(num_blocks=num_blocks, connector=connector),
         SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
         ExecutionConfig(mtp=2 if head else 0, mtp_adaptive=False),
         parallel=ParallelConfig(**parallel),
@@ -164,13 +173,39 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
     folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
     with engine(folder) as one:
         expected = run(one)
-    with engine(folder, 18, head, tp=2) as two:
+    with engine(folder, 18, head, "shm", tp=2) as two:
         found = run(two)
         assert sum(two.engine.stats().num_accepted) > 0
+        found += handed_over(two.engine, prompts()[3:6:2])
+        expected += complete(two.engine, prompts()[3:6:2], GREEDY)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     for answer, other in zip(found, expected, strict=True):
         for entry, its in zip(answer.logprobs, other.logprobs, strict=True):
             assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
+
+
+def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
+    """Each prompt is computed in some blocks, then read into others, on every rank its part."""
+    assert isinstance(ranks, LeadingEngine) and ranks.kv is not None
+    kv, answers = ranks.kv, {str(i): Answer() for i in range(len(token_ids))}
+    engine_id = kv.address.engine_id
+    assert len(kv.address.others) == 1 and kv.connect(kv.address) is None
+    for i, prompt in enumerate(token_ids):
+        ranks.submit(Request(f"from {i}", prompt, GREEDY, hold_kv_s=30.0))
+        request = Request(f"to {i}", prompt, GREEDY, kv_from=engine_id, cache_salt="not cached")
+        ranks.submit(request)
+    while ranks.has_work() or kv.wait_ms() is not None:
+        for output in ranks.step():
+            if output.stop_reason == PREFILLED:
+                output.finish_reason = None
+            answers[output.request_id.split()[1]].add(output)
+        events = kv.take_events()
+        for notice in events.notices:
+            kv.notice(replace(notice, request_id=notice.request_id.replace("from", "to")))
+        for request_id in events.received:
+            kv.release(request_id.replace("to", "from"))
+    kv.disconnect(engine_id)
+    return list(answers.values())
 
 
 def travelled(data: rank_wire.Message) -> rank_wire.Message:
@@ -195,5 +230,10 @@ def test_messages_between_ranks_are_what_they_were() -> None:
     assert abs(told.scheduled_ns - 5) < 10**9
     told.scheduled_ns = 5
     assert told == output
+    shape = KVGeometry("m", "fp32", "l", 2, 1, 16, 16, (64, 64))
+    address = KVAddress("e", "h", shape, 9, (KVWay("shm", (0, 4096), b"1:\xff"),))
+    assert rank_wire.unpack_address(travelled(rank_wire.pack_address(address))) == address
+    told_peer = ConnectKV(replace(address, others=(address,)))
+    assert decode_to_worker(encode(told_peer)) == told_peer
     events = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
     assert rank_wire.unpack_events(json.loads(json.dumps(rank_wire.pack_events(events)))) == events

@@ -54,6 +54,12 @@ class KVAddress:
     geometry: KVGeometry
     num_blocks: int
     ways: tuple[KVWay, ...]  # the quickest first
+    others: tuple[KVAddress, ...] = ()  # where further ranks have their parts of the same blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all ranks' parts together."""
+        return sum(self.geometry.block_bytes) * (1 + len(self.others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,9 @@ def mismatch(source: KVAddress, target: KVAddress) -> str | None:
         theirs, ours = (" or ".join(w.connector for w in a.ways) for a in (source, target))
         reason = f"the prefill engine moves KV by {theirs}, the decode engine by {ours}"
         return f"{reason}: shm needs one host" if source.host != target.host else reason
+    if len(source.others) != len(target.others):
+        from_ranks, to_ranks = (1 + len(address.others) for address in (source, target))
+        return f"number of ranks: the prefill engine has {from_ranks}, the decode engine {to_ranks}"
     for field, name in _NAMES.items():
         theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
         if theirs != ours:

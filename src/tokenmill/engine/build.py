@@ -30,6 +30,7 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
+from tokenmill.engine.kv_ranks import CrewLink
 from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.mtp import Drafter
 from tokenmill.engine.rank_models import OwnModel, SharedDrafter, SharedModel
@@ -98,7 +99,7 @@ class Part:
     cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
     kv_cache: KVCache
     num_blocks: int
-    link: KVLink | None
+    link: KVLink | CrewLink | None
     narrow: bool  # its products are to be rounded to fp8 after calibration
 
 
@@ -252,6 +253,8 @@ def _lead(
         places, policy = setup.scheduler.max_num_seqs, _context_policy(setup)
         return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
     shared = SharedModel(part.network, crew, rebalancer)
+    if isinstance(part.link, KVLink):
+        part = replace(part, link=CrewLink(part.link, crew))
     if part.mtp is not None:
         part = replace(part, mtp=SharedDrafter(part.mtp, part.network, crew))
     engine, runner = make_engine(setup, part, shared, grammar_vocab)

@@ -32,6 +32,13 @@ class TransferError(TokenmillError):
     """A peer's blocks cannot be read; the message says why."""
 
 
+class Read(Protocol):
+    """A read under way; a Future is one."""
+
+    def done(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+
+
 class Connector(Protocol):
     """Moves blocks between the caches of two engines."""
 
@@ -41,8 +48,14 @@ class Connector(Protocol):
 
     def connect(self, peer: KVAddress, way: KVWay) -> None: ...
     def disconnect(self, engine_id: str) -> None: ...
-    def read(self, engine_id: str, runs: list[Run]) -> Future[None]: ...
+    def read(self, engine_id: str, runs: list[Run]) -> Read: ...
     def close(self) -> None: ...
+
+
+class OwnConnector(Connector, Protocol):
+    """Moves blocks of this process's cache."""
+
+    def read(self, engine_id: str, runs: list[Run]) -> Future[None]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +68,7 @@ class _Incoming:
     seq: Sequence | None = None
     source: list[int] = field(default_factory=list)  # blocks announced, by index in the sequence
     num_started: int = 0  # of these, blocks that are cached here or read
-    reads: list[Future[None]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     token_id: int | None = None  # known once all blocks are announced
 
     def wait(self, now_ns: int, hold_s: float) -> None:

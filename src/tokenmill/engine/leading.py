@@ -36,12 +36,10 @@ from tokenmill.sched.kv_events import Dump, Event, EventPublisher
 class LeadingEngine:
     """The engine of rank 0, which schedules for all ranks."""
 
-    kv = None
-
     def __init__(self, engine: LanguageEngine, crew: Crew, rebalancer: Rebalancer | None) -> None:
         self._engine, self._crew, self._rebalancer = engine, crew, rebalancer
         self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
-        self.warm_up = engine.warm_up
+        self.warm_up, self.kv = engine.warm_up, engine.kv
 
     def step(self) -> list[RequestOutput]:
         """Run one batch on all ranks."""

@@ -14,6 +14,7 @@ import torch
 
 from tokenmill.core.types import RanksLostError
 from tokenmill.engine.crew import Crew
+from tokenmill.engine.kv_ranks import RankReader
 from tokenmill.engine.mtp import Cache, Drafter
 from tokenmill.engine.rank_wire import Message, pack_step, step_size, unpack_step
 from tokenmill.engine.rebalance import Rebalancer
@@ -110,9 +111,10 @@ class Follower:
         kv_cache: KVCache,
         ranks: Ranks,
         rebalancer: Rebalancer | None,
+        reader: RankReader | None = None,
     ) -> None:
-        """With a drafter the cache's last layer is its own."""
-        self._model, self._drafter, self._ranks = model, drafter, ranks
+        """With a drafter the cache's last layer is its own; with a reader KV moves."""
+        self._model, self._drafter, self._ranks, self._reader = model, drafter, ranks, reader
         self._rebalancer, self._kv_cache = rebalancer, kv_cache
 
     @torch.inference_mode()
@@ -132,6 +134,8 @@ class Follower:
                 drafter.forward(token_ids, self._rows(message), self._kv_cache[-1], batch)
             case "draft_logits" if drafter is not None:
                 drafter.logits(self._rows(message))
+            case _ if self._reader is not None:
+                self._reader.do(message)
             case unknown:
                 raise ValueError(f"rank 0 asks for {unknown!r}")
 

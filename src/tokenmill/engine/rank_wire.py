@@ -21,6 +21,7 @@ from tokenmill.core.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from tokenmill.core.kv import KVAddress, KVGeometry, KVWay
 from tokenmill.core.types import (
     FinishReason,
     Request,
@@ -100,6 +101,24 @@ def unpack_output(data: Message) -> RequestOutput:
     more["finish_reason"] = None if reason is None else FinishReason(reason)
     more["scheduled_ns"] = started_ns and started_ns + time.monotonic_ns()
     return RequestOutput(**(data | more))
+
+
+def pack_address(address: KVAddress) -> Message:
+    """Where a rank's KV lies, as a message."""
+    ways = [asdict(way) | {"endpoint": way.endpoint.hex()} for way in address.ways]
+    return asdict(address) | {"ways": ways, "others": []}
+
+
+def unpack_address(data: Message) -> KVAddress:
+    """The address of a message."""
+    shape = data["geometry"] | {"block_bytes": tuple(data["geometry"]["block_bytes"])}
+    ways = [
+        KVWay(way["connector"], tuple(way["regions"]), bytes.fromhex(way["endpoint"]))
+        for way in data["ways"]
+    ]
+    return KVAddress(
+        **(data | {"geometry": KVGeometry(**shape), "ways": tuple(ways), "others": ()})
+    )
 
 
 def pack_events(events: Iterable[Event]) -> list[Message]:
