@@ -36,7 +36,7 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine import rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.leading import LeadingEngine
+from tokenmill.engine.leading import DataParallelEngine, LeadingEngine
 from tokenmill.sched.kv_events import Cleared, Removed, Stored
 from tokenmill.sched.router import Router
 from tokenmill.serve.kv_wire import ConnectKV
@@ -124,7 +124,7 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         expected = facts(run(one))
     parallel = {"ep": 2, "attention_dp": True, "redundant_experts": 2, "rebalance_steps": 4}
     parallel |= {"timeout_iters": 5, "batching_wait_iters": 1}
-    with engine(folder, head=head, **parallel) as two:
+    with engine(folder, head=head, connector="shm", **parallel) as two:
         assert facts(run(two)) == expected
         stats = two.engine.stats()
         assert stats.num_rebalances > 0 and stats.num_kv_blocks == 2 * 64
@@ -141,6 +141,10 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         assert ended == {"a": FinishReason.ABORT, "b": FinishReason.ABORT}
         assert not two.engine.has_work() and two.engine.step() == []
         check_that_caches_are_found(two.engine)
+        moved = prompts()[3:]
+        assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
+        stats = two.engine.stats()
+        assert stats.num_kv_blocks_used == 0 and stats.num_kv_blocks_received == 3 + 4 + 5
 
 
 def check_that_caches_are_found(ranks: Engine) -> None:
@@ -185,11 +189,11 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
 
 
 def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
-    """Each prompt is computed in some blocks, then read into others, on every rank its part."""
-    assert isinstance(ranks, LeadingEngine) and ranks.kv is not None
+    """Each prompt is computed in some blocks, then read into others, on the same rank or not."""
+    assert isinstance(ranks, LeadingEngine | DataParallelEngine) and ranks.kv is not None
     kv, answers = ranks.kv, {str(i): Answer() for i in range(len(token_ids))}
     engine_id = kv.address.engine_id
-    assert len(kv.address.others) == 1 and kv.connect(kv.address) is None
+    assert len(kv.address.others + kv.address.ranks) == 1 and kv.connect(kv.address) is None
     for i, prompt in enumerate(token_ids):
         ranks.submit(Request(f"from {i}", prompt, GREEDY, hold_kv_s=30.0))
         request = Request(f"to {i}", prompt, GREEDY, kv_from=engine_id, cache_salt="not cached")

@@ -55,6 +55,7 @@ class KVAddress:
     num_blocks: int
     ways: tuple[KVWay, ...]  # the quickest first
     others: tuple[KVAddress, ...] = ()  # where further ranks have their parts of the same blocks
+    ranks: tuple[KVAddress, ...] = ()  # further ranks, with blocks and requests of their own
 
     @property
     def block_bytes(self) -> int:
@@ -71,6 +72,7 @@ class KVNotice:
     block_ids: list[int]  # in the engine that computed them
     token_id: int | None = None
     hold_s: float = LEASE_S  # how long they are held once the prompt is computed
+    engine_id: str = ""  # of the rank that holds them, where ranks have blocks of their own
 
 
 @dataclass(slots=True)

@@ -89,6 +89,7 @@ class KVTransfer:
         self._scheduler = scheduler
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, Connector] = {}
+        self._ranks: dict[str, list[str]] = {}  # the ranks of an engine, by its id
         self._incoming: dict[str, _Incoming] = {}
         self._ended: list[_Incoming] = []  # their reads are not over
         self._received: list[str] = []
@@ -97,7 +98,16 @@ class KVTransfer:
     # What a worker calls.
 
     def connect(self, peer: KVAddress) -> str | None:
-        """Be ready to read from a peer; returns why not."""
+        """Be ready to read from all ranks of a peer; returns why not."""
+        self._ranks[peer.engine_id] = [rank.engine_id for rank in (peer, *peer.ranks)]
+        for rank in (peer, *peer.ranks):
+            problem = self._connect(rank)
+            if problem is not None:
+                self.disconnect(peer.engine_id)
+                return problem
+        return None
+
+    def _connect(self, peer: KVAddress) -> str | None:
         problem, way = mismatch(peer, self.address), common_way(peer, self.address)
         if problem is None and way is not None:
             connector = self._connectors[way.connector]
@@ -111,9 +121,10 @@ class KVTransfer:
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; the next poll() ends the requests that wait for its KV."""
-        connector = self._peers.pop(engine_id, None)
-        if connector is not None:
-            connector.disconnect(engine_id)
+        for rank in self._ranks.pop(engine_id, ()):
+            connector = self._peers.pop(rank, None)
+            if connector is not None:
+                connector.disconnect(rank)
 
     def notice(self, notice: KVNotice) -> None:
         """Blocks of a request are ready; requests that have ended are ignored."""
@@ -122,6 +133,7 @@ class KVTransfer:
             return
         if notice.first == len(entry.source):  # else it is out of turn, and time ends it
             entry.source += notice.block_ids
+            entry.engine_id = notice.engine_id or entry.engine_id
             entry.token_id = notice.token_id
             entry.wait(self._now_ns, notice.hold_s)
 

@@ -18,6 +18,7 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.kv_own_ranks import NO_NEWS, RankExchange, RanksExchange
 from tokenmill.engine.rank_models import OwnModel
 from tokenmill.engine.rank_wire import (
     Message,
@@ -66,13 +67,16 @@ class OwnEngine:
     ) -> None:
         self.engine, self._model, self._rebalancer = engine, model, rebalancer
         self._events = engine.kv_events()
+        self.kv = None if engine.kv is None else RankExchange(engine.kv)
 
     def round(
-        self, submit: list[Request], abort: list[str], hold_context: bool
+        self, submit: list[Request], abort: list[str], hold_context: bool, kv_news: Message
     ) -> list[RequestOutput]:
         """Take what is new, then one step in time with the other ranks."""
         for request in submit:
             self.engine.submit(request)
+        if self.kv is not None:
+            self.kv.take(kv_news)
         for request_id in abort:
             self.engine.abort(request_id)
         if self._rebalancer is not None:
@@ -84,11 +88,15 @@ class OwnEngine:
         return outputs
 
     def answer(self, message: Message) -> Message:
-        """A round as rank 0 asks for it, over the wire."""
+        """A round as rank 0 asks for it, over the wire, or a peer to be known or forgotten."""
+        if self.kv is not None and (answer := self.kv.answer(message)) is not None:
+            return answer
         requests = [unpack_request(data) for data in message["submit"]]
-        outputs = self.round(requests, message["abort"], message["hold"])
+        outputs = self.round(requests, message["abort"], message["hold"], message["kv"])
         told: Message = {"outputs": [pack_output(output) for output in outputs]}
-        return asdict(self.state()) | told | {"events": pack_events(self.take_events())}
+        told["events"] = pack_events(self.take_events())
+        told["kv"] = None if self.kv is None else self.kv.tell()
+        return asdict(self.state()) | told
 
     def take_events(self) -> list[Event]:
         """What its prefix cache has stored and removed since the last call."""
@@ -120,8 +128,6 @@ class RankState:
 class DataParallelEngine:
     """Rank 0's engine and those of the other ranks, as one."""
 
-    kv = None
-
     def __init__(
         self,
         own: OwnEngine,
@@ -140,6 +146,7 @@ class DataParallelEngine:
         self._aborted: list[str] = []
         self._rank_of: dict[str, int] = {}  # of open requests
         self._states = [RankState() for _ in range(crew.size)]
+        self.kv = None if own.engine.kv is None else RanksExchange(own.engine.kv, crew)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round."""
@@ -163,11 +170,13 @@ class DataParallelEngine:
         return bool(self._new or self._aborted or self._refused or self._busy())
 
     def _busy(self) -> bool:
-        return any(state.has_work for state in self._states)
+        moving = self.kv is not None and self.kv.has_news()
+        return moving or any(state.has_work for state in self._states)
 
     def step(self) -> list[RequestOutput]:
         """One round of all ranks."""
-        if not self.has_work():
+        watching = self.kv is not None and self.kv.wait_ms() is not None
+        if not self.has_work() and not watching:
             self._crew.check()
             return []
         with self._crew.together():
@@ -182,23 +191,29 @@ class DataParallelEngine:
         submits, aborts = self._hand_out()
         hold = self._policy.hold([state.outlook for state in self._states])
         others = range(1, self._crew.size)
+        news = [NO_NEWS] * self._crew.size if self.kv is None else self.kv.hand_out(self._rank_of)
         self._crew.tell_each(
             [
                 {
                     "submit": [pack_request(request) for request in submits[rank]],
                     "abort": aborts[rank],
                     "hold": hold,
+                    "kv": news[rank],
                 }
                 for rank in others
             ]
         )
-        outputs = self._own.round(submits[0], aborts[0], hold)
+        outputs = self._own.round(submits[0], aborts[0], hold, news[0])
         self._states[0] = self._own.state()
         self._caches.apply(0, self._own.take_events())
+        if self.kv is not None and self._own.kv is not None:
+            self.kv.heard(0, self._own.kv.tell())
         for rank, answer in zip(others, self._crew.hear(), strict=True):
             outputs += [unpack_output(data) for data in answer["outputs"]]
             self._states[rank] = RankState.of(answer)
             self._caches.apply(rank, unpack_events(answer["events"]))
+            if self.kv is not None:
+                self.kv.heard(rank, answer["kv"])
         return outputs
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:

@@ -18,7 +18,7 @@ from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.kv_ranks import RankReader
 from tokenmill.engine.leading import OwnEngine
 from tokenmill.engine.rank_models import Follower, OwnModel
-from tokenmill.engine.rank_wire import Message, receive, send, unpack_setup
+from tokenmill.engine.rank_wire import Message, pack_address, receive, send, unpack_setup
 from tokenmill.engine.setup import Setup
 from tokenmill.parallel import Ranks
 
@@ -83,6 +83,8 @@ def _run_own(
     model = OwnModel(part.network)
     engine, _ = make_engine(setup, part, model, vocab)
     own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
+    if engine.kv is not None:
+        send(connection, {"kv": pack_address(engine.kv.address)})
     while True:
         send(connection, own.answer(inbox.next()))
 

@@ -106,7 +106,8 @@ def unpack_output(data: Message) -> RequestOutput:
 def pack_address(address: KVAddress) -> Message:
     """Where a rank's KV lies, as a message."""
     ways = [asdict(way) | {"endpoint": way.endpoint.hex()} for way in address.ways]
-    return asdict(address) | {"ways": ways, "others": []}
+    more = {name: [pack_address(a) for a in getattr(address, name)] for name in ("others", "ranks")}
+    return asdict(address) | {"ways": ways} | more
 
 
 def unpack_address(data: Message) -> KVAddress:
@@ -116,9 +117,8 @@ def unpack_address(data: Message) -> KVAddress:
         KVWay(way["connector"], tuple(way["regions"]), bytes.fromhex(way["endpoint"]))
         for way in data["ways"]
     ]
-    return KVAddress(
-        **(data | {"geometry": KVGeometry(**shape), "ways": tuple(ways), "others": ()})
-    )
+    more = {name: tuple(map(unpack_address, data[name])) for name in ("others", "ranks")}
+    return KVAddress(**(data | {"geometry": KVGeometry(**shape), "ways": tuple(ways)} | more))
 
 
 def pack_events(events: Iterable[Event]) -> list[Message]:
