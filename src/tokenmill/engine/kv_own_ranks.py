@@ -64,10 +64,7 @@ class RanksExchange:
     def connect(self, peer: KVAddress) -> str | None:
         """Let every rank be ready to read from every rank of a peer; returns why not."""
         problems = [self._own.connect(peer), *self._ask({"connect": pack_address(peer)})]
-        problem = next((problem for problem in problems if problem is not None), None)
-        if problem is not None:
-            self.disconnect(peer.engine_id)
-        return problem
+        return next((problem for problem in problems if problem is not None), None)
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; requests that wait for its KV end in ERROR."""

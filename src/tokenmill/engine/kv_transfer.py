@@ -99,25 +99,25 @@ class KVTransfer:
 
     def connect(self, peer: KVAddress) -> str | None:
         """Be ready to read from all ranks of a peer; returns why not."""
-        self._ranks[peer.engine_id] = [rank.engine_id for rank in (peer, *peer.ranks)]
-        for rank in (peer, *peer.ranks):
-            problem = self._connect(rank)
-            if problem is not None:
-                self.disconnect(peer.engine_id)
+        ranks = (peer, *peer.ranks)
+        for rank in ranks:
+            if (problem := mismatch(rank, self.address)) is not None:
                 return problem
+        self._ranks[peer.engine_id] = [rank.engine_id for rank in ranks]
+        try:
+            for rank in ranks:
+                self._connect(rank)
+        except TransferError as error:
+            self.disconnect(peer.engine_id)
+            return str(error)
         return None
 
-    def _connect(self, peer: KVAddress) -> str | None:
-        problem, way = mismatch(peer, self.address), common_way(peer, self.address)
-        if problem is None and way is not None:
-            connector = self._connectors[way.connector]
-            try:
-                connector.connect(peer, way)
-            except TransferError as error:
-                problem = str(error)
-            else:
-                self._peers[peer.engine_id] = connector
-        return problem
+    def _connect(self, peer: KVAddress) -> None:
+        way = common_way(peer, self.address)
+        assert way is not None
+        connector = self._connectors[way.connector]
+        connector.connect(peer, way)
+        self._peers[peer.engine_id] = connector
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; the next poll() ends the requests that wait for its KV."""
