@@ -1,10 +1,11 @@
 """Train a multi-token-prediction module for a Llama-family model on text that the model writes.
 
-The model first writes user turns (sampled, from its own chat template), then answers them, mostly
-greedily. The module learns the model's own next-token distributions over the answers, for a chain
-of drafts: draft k sees the module's hidden state of draft k - 1, as it will when it is used.
+Questions come from forms with gaps (mtp_questions.toml); of half of them the model gets the first
+words only and writes the rest itself. It answers, mostly greedily. The module learns the model's
+own next-token distributions over the answers, for a chain of drafts: draft k sees the module's
+hidden state of draft k - 1, as it will when it is used.
 
-usage: python scripts/train_mtp.py --out FOLDER [--generate-s 120 --train-s 180]     (one GPU)
+usage: python scripts/train_mtp.py --out FOLDER [--generate-s 100 --train-s 240]     (one GPU)
 The last line is one JSON object: acceptance of each draft over the answers of conversations left
 out of training.
 """
@@ -14,9 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import random
+import re
 import time
+import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,17 +41,11 @@ from tokenmill.models.store import resolve
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.serve.tokenizer import load_tokenizer
 
-OPENERS = (
-    "", "", "", "", "How", "What", "Why", "When", "Who is", "Which", "Write", "Explain", "Describe",
-    "Give me", "Tell me", "Can you", "Could you", "I", "I want to", "My", "Is it", "Summarize",
-    "List", "Create", "Compare", "Suggest", "Help me", "Please", "Translate", "Hello", "Hi",
-    "In", "The", "Imagine", "If", "Make", "Write a story", "Write a poem", "Write an email",
-    "Write a Python", "Solve", "Calculate", "Name", "Plan", "Teach me", "Should I",
-)  # fmt: skip
 LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
+QUESTIONS = Path(__file__).with_name("mtp_questions.toml")
 MAX_LEN = 640
 BLOCK = 4096  # of the vocabulary
 Weights = dict[str, torch.Tensor]
@@ -61,8 +60,26 @@ class Conversation:
     hidden: torch.Tensor | None = None  # [tokens, hidden], after the final norm
 
 
-def write_conversations(args: argparse.Namespace) -> list[Conversation]:
-    """What the model asks and answers until the time is over."""
+class Questions:
+    """What users might ask."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.words: dict[str, list[str]] = tomllib.loads(QUESTIONS.read_text(encoding="utf-8"))
+
+    def whole(self) -> str:
+        """A form with its gaps filled."""
+        form = self.dice.choice(self.words["forms"])
+        return re.sub(r"\{(\w+)\}", lambda gap: self.dice.choice(self.words[gap[1]]), form)
+
+    def beginning(self) -> str:
+        """The first words of one."""
+        words = self.whole().split(" ")
+        return " ".join(words[: self.dice.randint(1, max(1, len(words) - 1))])
+
+
+def write_conversations(args: argparse.Namespace, seed: int) -> list[Conversation]:
+    """What is asked and what the model answers until the time is over."""
     path = str(resolve(args.model))
     tokenizer = load_tokenizer(path)
     built = build_engine(
@@ -75,27 +92,38 @@ def write_conversations(args: argparse.Namespace) -> list[Conversation]:
     inner = tokenizer.encode(marker)
     at = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
     head, tail = whole[:at], whole[at + len(inner) :]
-    dice, seen, done = random.Random(args.seed), set[tuple[int, ...]](), list[Conversation]()
-    end = time.monotonic() + args.generate_s
+    dice, seen, done = random.Random(seed), set[tuple[int, ...]](), list[Conversation]()
+    questions, end = Questions(dice), time.monotonic() + args.generate_s
+    asked = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=80)
+    greedy = SamplingParams(temperature=0.0, max_tokens=args.answer)
+    drawn = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=args.answer)
     while time.monotonic() < end:
-        starts = [tokenizer.encode(dice.choice(OPENERS)) for _ in range(4 * args.batch)]
-        asked = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=160)
-        turns = complete(built, [head + s for s in starts], [asked] * len(starts), dice)
-        prompts = []
-        for start, turn in zip(starts, turns, strict=True):
-            user = (*start, *turn[:-1])
-            if turn and turn[-1] in tail[:1] and len(user) > 2 and user not in seen:
-                seen.add(user)
-                prompts.append([*head, *user, *tail])
-        greedy = SamplingParams(temperature=0.0, max_tokens=args.answer)
-        drawn = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=args.answer)
+        begun = [tokenizer.encode(questions.beginning()) for _ in range(args.batch)]
+        turns = complete(built, [head + b for b in begun], [asked] * len(begun), dice, end)
+        users = [tuple(tokenizer.encode(questions.whole())) for _ in range(args.batch)]
+        for start, turn in zip(begun, turns, strict=True):
+            if turn and turn[-1] in tail[:1]:
+                users.append((*start, *turn[:-1]))
+        users = [user for user in dict.fromkeys(users) if len(user) > 2 and user not in seen]
+        seen.update(users)
+        prompts = [[*head, *user, *tail] for user in users]
         how = [greedy if dice.random() < 0.85 else drawn for _ in prompts]
-        answers = complete(built, prompts, how, dice)
+        answers = complete(built, prompts, how, dice, end)
         for prompt, answer in zip(prompts, answers, strict=True):
             if len(prompt) + 8 < MAX_LEN and len(answer) > 8:
                 done.append(Conversation((prompt + answer)[:MAX_LEN], len(prompt)))
-        print(f"{len(done)} conversations, {_num_tokens(done)} tokens", flush=True)
     return done
+
+
+def write_together(args: argparse.Namespace) -> list[Conversation]:
+    """The conversations of several processes: one alone does not keep the GPU busy."""
+    context = multiprocessing.get_context("spawn")
+    seeds = [args.seed * 1000 + i for i in range(args.writers)]
+    with ProcessPoolExecutor(args.writers, context) as pool:
+        parts = pool.map(write_conversations, [args] * args.writers, seeds)
+        together = [one for part in parts for one in part]
+    print(f"{len(together)} conversations, {_num_tokens(together)} tokens", flush=True)
+    return together
 
 
 def _num_tokens(conversations: list[Conversation]) -> int:
@@ -103,9 +131,13 @@ def _num_tokens(conversations: list[Conversation]) -> int:
 
 
 def complete(
-    built: BuiltEngine, prompts: list[list[int]], how: list[SamplingParams], dice: random.Random
+    built: BuiltEngine,
+    prompts: list[list[int]],
+    how: list[SamplingParams],
+    dice: random.Random,
+    end: float,
 ) -> list[list[int]]:
-    """What the engine adds to each prompt."""
+    """What the engine adds to each prompt, as far as it comes."""
     answers: dict[str, list[int]] = {}
     for i, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
         own = SamplingParams(
@@ -114,7 +146,7 @@ def complete(
         )  # fmt: skip
         answers[str(i)] = []
         built.engine.submit(Request(str(i), prompt, own))
-    while built.engine.has_work():
+    while built.engine.has_work() and time.monotonic() < end:
         for output in built.engine.step():
             answers[output.request_id] += output.token_ids
     return list(answers.values())
@@ -396,18 +428,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of model.safetensors")
     parser.add_argument("--start", type=Path, help="a module to go on from")
     parser.add_argument("--depth", type=int, default=3, help="drafts in a chain")
-    parser.add_argument("--generate-s", type=float, default=120)
-    parser.add_argument("--train-s", type=float, default=180)
-    parser.add_argument("--batch", type=int, default=1024, help="conversations at once")
-    parser.add_argument("--answer", type=int, default=384, help="tokens of an answer at most")
+    parser.add_argument("--generate-s", type=float, default=100)
+    parser.add_argument("--train-s", type=float, default=240)
+    parser.add_argument("--writers", type=int, default=6, help="processes that write")
+    parser.add_argument("--batch", type=int, default=512, help="conversations at once, of each")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of an answer at most")
     parser.add_argument("--tokens", type=int, default=16384, help="of a training step")
     parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--kv-gib", type=int, default=24)
+    parser.add_argument("--kv-gib", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    texts = write_conversations(args)
-    num_held = max(8, len(texts) // 50)
+    texts = write_together(args)
+    random.Random(args.seed).shuffle(texts)
+    num_held = max(8, min(500, len(texts) // 50))
     held, texts = texts[:num_held], texts[num_held:]
     checkpoint = open_checkpoint(resolve(args.model))
     target = Target(checkpoint.spec, dict(checkpoint.tensors(None, args.device)), args.device)

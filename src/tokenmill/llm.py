@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,6 +130,7 @@ class LLM:
             progress,
             parallel=parallel,
         )
+        gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
         self.engine = self.built.engine
         self._ids = itertools.count()
         self._streams: dict[str, _Stream] = {}

@@ -17,8 +17,9 @@ from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, StructuredOutput
 from tokenmill.engine.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.prompt_graphs import Prompted, PromptGraphs
 from tokenmill.engine.runner import Ahead
-from tokenmill.sched.sequence import Batch
+from tokenmill.sched.sequence import Batch, Item
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(
@@ -149,6 +150,34 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
         (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
     ]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_prompt_padded_to_the_shape_of_a_graph_gives_the_same_answer(
+    tiny: Model, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, with the start of some in the cache; the last block is left to padding."""
+    folder, head = tiny
+    best = replace(GREEDY, logprobs=None)  # with drafts the only kind that is padded
+    params = [best, DRAWN, best, GREEDY] * 2
+    options = {"chunked": False, "prefix_cache": True, "num_blocks": 60}
+    extra = {"mtp": depth, "draft": head} if depth else {}
+    plain, padded = (build(folder, "fp32", **options, **extra) for _ in range(2))
+    runner, used = padded.engine._runner, list[int]()
+    run = PromptGraphs.run
+
+    def counted(self: PromptGraphs, item: Item) -> Prompted:
+        used.append(item[1])
+        return run(self, item)
+
+    monkeypatch.setattr(PromptGraphs, "run", counted)
+    runner.add_prompt_graphs(depth)
+    for prompt, sampling in zip(prompts(), params, strict=True):
+        expected, answers = (complete(b.engine, [prompt], sampling) for b in (plain, padded))
+        assert facts(answers) == facts(expected)
+    drafted = [b.engine.stats().num_accepted for b in (plain, padded)]
+    assert drafted[0] == drafted[1]
+    assert {16, 41, 24} <= set(used)  # the last is what the cache leaves of 56
 
 
 @pytest.mark.parametrize("num_blocks", [60, 12])

@@ -52,6 +52,24 @@ def test_same_tokens_with_drafts(tiny: Model, graphs: bool, sampling: SamplingPa
     assert len(stats.num_accepted) == 3 and 0 < stats.num_accepted[0] < stats.num_drafted[0]
 
 
+def test_one_sequence_has_the_same_logits_with_drafts(tiny: Model) -> None:
+    """Up to four rows of one sequence go through kernels that keep each row's bits."""
+    folder, head = tiny
+    scored = replace(GREEDY, logprobs=1, max_tokens=200)
+    found = []
+    for depth in (0, 1, 2, 3):
+        engine = build_engine(
+            ModelConfig(str(folder), "bf16", "cuda", draft=str(head)),
+            CacheConfig(num_blocks=64),
+            SchedulerConfig(max_num_seqs=8),
+            ExecutionConfig(mtp=depth, mtp_adaptive=False),
+        ).engine
+        answers = [complete(engine, [[3] * n], scored)[0] for n in (5, 70)]
+        found.append([(a.token_ids, a.logprobs) for a in answers])
+        assert not depth or engine.stats().num_accepted[0] > 0
+    assert found[0] == found[1] == found[2] == found[3]
+
+
 def test_cublas_kernels_nearly_agree(tiny: Model) -> None:
     fast = ExecutionConfig()
     expected, _ = answers(tiny, fast, GREEDY)

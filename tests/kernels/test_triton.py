@@ -11,6 +11,7 @@ from interpreted import run_checks
 KERNELS = {
     "triton_parity": (
         "rms_norm",
+        "norm_pair",
         "silu_mul",
         "quantize_rows",
         "twice_rounded",

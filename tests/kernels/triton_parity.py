@@ -136,6 +136,16 @@ def check_rms_norm(device: str) -> None:
             assert torch.equal(own, x)
 
 
+def check_norm_pair(device: str) -> None:
+    for m, k in ((1, 16), (5, 100), (3, 576)):
+        a, b = torch.randn(2, m, k, device=device)
+        weights = torch.rand(2, k, device=device)
+        halves = zip((a, b), weights, strict=True)
+        expected = torch.cat([norm.rms_norm_reference(x, w, 1e-5) for x, w in halves], dim=1)
+        found = gpu_rows.norm_pair(a, b, *weights, 1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def check_silu_mul(device: str) -> None:
     for m, k in ((1, 16), (5, 100), (3, 1500)):
         x = 3 * torch.randn(m, 2 * k, device=device)
@@ -225,6 +235,8 @@ def check_skinny_matmul(device: str) -> None:
         expected = mm.matmul_reference(dense, weight, bias)
         found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        alone = gpu_matmul.skinny_matmul(x[:1], weight, bias, norm=(gain, 1e-5))
+        assert torch.equal(alone, found[:1])  # whatever rows are beside it
         found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gated=True)
         torch.testing.assert_close(found, norm.silu_mul_reference(expected), atol=1e-4, rtol=1e-4)
 
@@ -378,6 +390,7 @@ def _cpu_batch(batch: AttentionBatch) -> AttentionBatch:
 
 CHECKS = {
     "rms_norm": check_rms_norm,
+    "norm_pair": check_norm_pair,
     "silu_mul": check_silu_mul,
     "place_tokens": check_place_tokens,
     "drafts": check_drafts,

@@ -10,7 +10,7 @@ from tokenmill.core.spec import ModelSpec
 PARTS = ("attention", "experts", "linear", "other")
 # Where a kernel belongs, by a part of its name; the first that fits.
 _KERNELS = {
-    "_latent_kernel": "attention",
+    "latent_kernel": "attention",
     "_attention_kernel": "attention",
     "_join_kernel": "attention",
     "_grouped_kernel": "experts",

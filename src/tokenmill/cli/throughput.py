@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,7 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
             capture_progress=captured,
             parallel=settings.build(ParallelConfig),
         )
+    gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
     return built, Setup(
         dtype=built.dtype,
         kv_dtype=built.kv_dtype,

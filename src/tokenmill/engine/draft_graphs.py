@@ -112,12 +112,18 @@ class DraftGraphs:
 
     def may_go_on(self, seqs: list[Sequence]) -> bool:
         """True if the step after the one under way needs no block and ends nobody by length."""
-        block, most = self.builder.block_size, 2 * (self.depth + 1)
+        most = 2 * (self.depth + 1)
         return all(
-            seq.num_computed_tokens + most <= -(-len(seq.token_ids) // block) * block
+            seq.num_computed_tokens + most <= seq.capacity
             and len(seq.token_ids) + most < seq.max_len
             for seq in seqs
         )
+
+    def note_capacities(self, seqs: list[Sequence]) -> None:
+        """Sequences have got blocks since the last verify()."""
+        host = self.builder.staging.buffer(len(seqs))
+        host.numpy()[:] = [seq.capacity for seq in seqs]
+        self.columns[2, : len(seqs)].copy_(host, non_blocking=True)
 
     def verify_next(self, count: int) -> Verified:
         """The rows of the step that the last one has left in the input buffer."""

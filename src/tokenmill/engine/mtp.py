@@ -101,4 +101,4 @@ class Proposer:
 
 def _best(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest tokens, int32 [rows]; any token where the logits are not finite."""
-    return argmax(logits).clamp_(min=0)
+    return argmax(logits, least=0)

@@ -18,6 +18,7 @@ from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.kv_shared import SharedPages
 from tokenmill.engine.mtp import Drafter, Proposer, count_accepted
+from tokenmill.engine.prompt_graphs import PromptGraphs
 from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.sampling import (
     SampledRow,
@@ -150,18 +151,29 @@ class Ahead:
 
     graphs: DraftGraphs
     seqs: list[Sequence]
+    blocks: list[list[int]]  # of each, when it was launched
     host: torch.Tensor
     done: torch.cuda.Event | None
 
     def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
-        """True if the batch is that step: nobody came or went, got blocks or lost drafts."""
+        """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
+        size = graphs.builder.block_size
         return (
             self.graphs is graphs
-            and not batch.grown
             and len(self.seqs) == len(batch.items)
             and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
-            and all(a is b for a, (b, _) in zip(self.seqs, batch.items, strict=True))
+            and all(
+                known is seq and _agree(blocks, seq.block_ids, seq.num_computed_tokens + n, size)
+                for known, blocks, (seq, n) in zip(self.seqs, self.blocks, batch.items, strict=True)
+            )
         )
+
+
+def _agree(a: list[int], b: list[int], num_tokens: int, block_size: int) -> bool:
+    """True if both have the same blocks for so many tokens; those of the last ones may differ."""
+    last = (num_tokens - 1) // block_size
+    first = max(0, last - 1)  # a step has fewer tokens than a block, or it is not launched ahead
+    return len(a) > last and a[first : last + 1] == b[first : last + 1]
 
 
 def _counts_pending(seq: SampledRow) -> bool:
@@ -198,6 +210,7 @@ class ModelRunner:
             self.device,
         )
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self.draft_graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
         self.runs_ahead = False  # steps of drafts: the next one is launched before it is asked for
         self._ahead: Ahead | None = None
@@ -225,16 +238,25 @@ class ModelRunner:
     def capture(
         self, max_size: int, budget_bytes: int, progress: Progress | None = None, depth: int = 0
     ) -> None:
-        """Capture decode graphs up to max_size sequences, and those of up to `depth` drafts.
+        """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
         The cache's last block is padding.
         """
         self.graphs = DecodeGraphs(self.model, self.layers, self.builder, max_size)
         self.graphs.capture(budget_bytes, progress)
+        self.add_prompt_graphs(depth)
         self.add_draft_graphs(max_size, depth)
         pool = torch.cuda.graph_pool_handle()
+        assert self.prompt_graphs is not None
+        self.prompt_graphs.capture(pool)
         for graphs in self.draft_graphs.values():
             graphs.capture(pool)
+
+    def add_prompt_graphs(self, depth: int) -> None:
+        """Run the last tokens of a prompt that is alone in its step in shapes of their own."""
+        self.prompt_graphs = PromptGraphs(
+            self.model, self.layers, self.builder, self.proposer, depth
+        )
 
     def add_draft_graphs(self, max_size: int, depth: int) -> None:
         """Run steps of 1 to `depth` drafts for each sequence in shapes of their own."""
@@ -254,7 +276,8 @@ class ModelRunner:
             ahead, self._ahead = self._ahead, None  # for this batch or for none
             self.builder.tables.update(batch.grown, self.builder.staging)
             drafted = self._replay_drafts(batch, ahead)
-            return drafted or self._replay(batch) or self._compute(batch)
+            replayed = drafted or self._replay(batch) or self._replay_prompt(batch)
+            return replayed or self._compute(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise OutOfMemory(str(error).split(". ")[0]) from error
@@ -278,6 +301,24 @@ class ModelRunner:
         tokens = self._choose(launched, rows, decoded.logits, decoded.token_ids)
         self.builder.last_tokens.index_copy_(0, decoded.slots.long(), tokens)
         return self._collect(launched, tokens)
+
+    def _replay_prompt(self, batch: Batch) -> Launched | None:
+        """The rest of one short prompt through a captured graph, or None."""
+        if self.prompt_graphs is None or not self.prompt_graphs.takes(batch.items):
+            return None
+        rows: list[SampledRow] = [batch.items[0][0]]
+        best = self.device_sampler.wants_best(rows)
+        if self.proposer is not None and not best:
+            return None  # drafts would follow a token that is not taken
+        prompted = self.prompt_graphs.run(batch.items[0])
+        launched = Launched(StepResult([[]]), [0], [[]])
+        tokens = prompted.best
+        if not best:
+            tokens = self._choose(launched, rows, prompted.logits, prompted.newest)
+            self.builder.last_tokens.index_copy_(0, prompted.slot.long(), tokens)
+        drafts = prompted.drafts if batch.num_to_draft else None
+        proposed = None if drafts is None else drafts[:, : batch.num_to_draft]
+        return self._collect(launched, tokens, proposed)
 
     def _replay_drafts(self, batch: Batch, ahead: Ahead | None) -> Launched | None:
         """A step that verifies drafts and makes new ones through captured graphs, or None."""
@@ -303,9 +344,12 @@ class ModelRunner:
             launched.done = self._mark()
         launched.tokens, launched.proposed = host[:, :width], host[:, width:]
         if self.runs_ahead and best and graphs.may_go_on(seqs):
+            if batch.grown:
+                graphs.note_capacities(seqs)
             verified = graphs.verify_next(count)
             host = self._to_host(graphs.draft(count, verified))
-            self._ahead = Ahead(graphs, seqs, host, self._mark())
+            blocks = [list(seq.block_ids) for seq in seqs]
+            self._ahead = Ahead(graphs, seqs, blocks, host, self._mark())
         return launched
 
     def _sample_drafts(

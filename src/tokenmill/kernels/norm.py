@@ -48,6 +48,17 @@ def rms_norm_reference(
     return quantize_rows_reference(y, rounding) if rounding else y.to(x.dtype)
 
 
+def norm_pair(
+    a: torch.Tensor, b: torch.Tensor, a_weight: torch.Tensor, b_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMSNorm of a[m, k] and of b[m, k] side by side, [m, 2k]."""
+    if use_triton(a, "rms_norm"):
+        out: torch.Tensor = triton_kernels("rows").norm_pair(a, b, a_weight, b_weight, eps)
+        return out
+    parts = [rms_norm(a, a_weight, eps), rms_norm(b, b_weight, eps)]
+    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)], dim=1)
+
+
 def silu_mul(
     gate_up: torch.Tensor, rounding: Rounding | None = None
 ) -> torch.Tensor | QuantizedRows:

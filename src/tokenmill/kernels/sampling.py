@@ -54,17 +54,20 @@ class Logprobs(NamedTuple):
     best: torch.Tensor  # fp64 [rows, k]
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The id of each row's largest logit, the lowest of equals: [rows, vocab] -> int32 [rows]."""
+def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
+    """The id of each row's largest logit, the lowest of equals: [rows, vocab] -> int32 [rows].
+
+    `least`, if that logit is not finite.
+    """
     if use_triton(logits):
-        ids: torch.Tensor = triton_kernels("sampling").argmax(logits)
+        ids: torch.Tensor = triton_kernels("sampling").argmax(logits, least)
         return ids
-    return argmax_reference(logits)
+    return argmax_reference(logits, least)
 
 
-def argmax_reference(logits: torch.Tensor) -> torch.Tensor:
+def argmax_reference(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
     best, ids = logits.max(-1)
-    return torch.where(best.isfinite(), ids, -1).int()
+    return torch.where(best.isfinite(), ids, least).int()
 
 
 def adjust(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.norm import rms_norm
+from tokenmill.kernels.norm import norm_pair
 from tokenmill.layers.linear import ComputeType
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
@@ -50,10 +50,9 @@ class MTPModule:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Tokens [t] and the normed states before them [t, hidden] -> [t, hidden]."""
-        embedded = rms_norm(self.model.embedding(token_ids), self.embedding_norm, self.eps)
-        state = rms_norm(states, self.state_norm, self.eps)
-        assert isinstance(embedded, torch.Tensor) and isinstance(state, torch.Tensor)
-        stream = Residual(self.project(torch.cat([embedded, state], dim=1)), self.eps)
+        embedded = self.model.embedding(token_ids)
+        pairs = norm_pair(embedded, states, self.embedding_norm, self.state_norm, self.eps)
+        stream = Residual(self.project(pairs), self.eps)
         self.layer(stream, cache, self.model.cos_sin, batch)
         return stream.complete()
 

@@ -146,10 +146,10 @@ def _attend(
     queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, end, position,
     window,
     MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [begin, end); masked ones are those a query may not see."""
-    for span in tl.range(begin, end, KEYS, num_stages=STAGES):
+    """Online softmax over KEYS keys at every STRIDE in [begin, end); masked: a query sees few."""
+    for span in tl.range(begin, end, STRIDE, num_stages=STAGES):
         place = _place(table, span, end, head, kv_heads, DIM, KEYS, BLOCK, TMA)
         keys = _load_tile(k_cache, place, TMA).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys)) * LOG2E
@@ -204,14 +204,14 @@ def _attention_kernel(
     begin = 0
     if window > 0:
         begin = tl.maximum(0, context + first - window + 1) // KEYS * KEYS
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS
-        begin += split * share
-        end = tl.minimum(end, begin + share)
+    # Which program takes a key depends on its place alone: then a row's bits are the same whatever
+    # other queries its sequence has in the step.
+    STRIDE: tl.constexpr = SPLITS * KEYS
+    begin += (split - begin // KEYS % SPLITS + SPLITS) % SPLITS * KEYS
     clear = (context + first + 1) // KEYS * KEYS  # keys before it are seen by every row
     if window > 0:
         clear = begin
-    clear = tl.maximum(begin, tl.minimum(clear, end // KEYS * KEYS))
+    clear = begin + tl.cdiv(tl.maximum(clear - begin, 0), STRIDE) * STRIDE
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -220,11 +220,11 @@ def _attention_kernel(
     else:
         peak, total, acc = _attend(
             queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, clear,
-            position, window, False, DIM, KEYS, BLOCK, TMA, STAGES,
+            position, window, False, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
         )  # fmt: skip
     peak, total, acc = _attend(
         queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, clear, end, position,
-        window, True, DIM, KEYS, BLOCK, TMA, STAGES,
+        window, True, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
     )  # fmt: skip
     if SPLITS > 1:
         line = (split * num_tokens + row) * (kv_heads * GROUP) + head * GROUP + rows % GROUP
@@ -337,7 +337,7 @@ def paged_attention(
         q.shape[0], kv_heads, window, tiles.tokens,
         GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
         HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma, STAGES=stages,
-        num_warps=warps, **launch_options(),
+        num_warps=warps, enable_fp_fusion=rows > 16, **launch_options(),
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(len(tiles.rows), num_heads)](

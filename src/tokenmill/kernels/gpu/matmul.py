@@ -12,14 +12,11 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, release, wait
-from tokenmill.kernels.matmul import PackedWeight, QuantizedRows
+from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
 
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
 MATMUL_LINE_BYTES = 128  # of k per step: one swizzled line of shared memory
 MATMUL_GROUP = 8  # row tiles that share their columns of W in L2
-SKINNY_SUMS = 64  # fp32 registers per thread that hold sums: twice as many would spill
-SKINNY_WARPS = 4
-SKINNY_STAGES = 3
 SCALE_BLOCK = 1024
 
 
@@ -59,6 +56,16 @@ def _store(product, out, rows, columns, m, n, ADD: tl.constexpr):
     if ADD:
         product += tl.load(places, mask=inside, other=0.0).to(tl.float32)
     tl.store(places, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _fold(x, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """x[ROWS, BN, BK] summed over BK pair by pair: in one order, however threads hold it."""
+    tl.static_assert(BK <= 1024)
+    for level in tl.static_range(10):
+        if BK >> level > 1:
+            x = tl.sum(tl.reshape(x, [ROWS, BN, BK >> (level + 1), 2]), axis=3)
+    return tl.reshape(x, [ROWS, BN])
 
 
 @triton.jit
@@ -119,9 +126,9 @@ def _skinny_kernel(
         acc += values * _load(line + steps, inside, EVEN).to(tl.float32)
         if GATED:
             up_acc += values * _load(up_line + steps, inside, EVEN).to(tl.float32)
-    product, up = tl.sum(acc, axis=2), tl.sum(up_acc, axis=2)
+    product, up = _fold(acc, ROWS, BN, BK), _fold(up_acc, ROWS, BN, BK)
     if NORM:
-        inverse = tl.rsqrt(tl.sum(squares, axis=2) / k + eps)
+        inverse = tl.rsqrt(_fold(squares, ROWS, 1, BK) / k + eps)
         product, up = product * inverse, up * inverse
     product = _scale_and_bias(product, row_scales, column_scales, bias, row, column, SCALED, BIAS)
     if GATED:
@@ -206,12 +213,19 @@ def _operands(
     return values, scales, torch.bfloat16 if scaled else values.dtype
 
 
-def skinny_tile(m: int, n: int, gated: bool) -> tuple[int, int, int, int]:
-    """Output columns and steps of k per program, warps, stages."""
-    columns = 4 if gated or n < 8192 else 8
-    sums = triton.next_power_of_2(m) * columns * (1 + gated)
-    steps = SKINNY_SUMS * SKINNY_WARPS * 32 // sums
-    return columns, min(1024, steps), SKINNY_WARPS, SKINNY_STAGES
+def skinny_tile(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
+    """Output columns and steps of k per program, warps, stages; measured on an H200.
+
+    The same for every m: a row has the same bits whether its token is alone or has drafts beside.
+    Short rows want few steps, long ones few warps to add up.
+    """
+    if gated:
+        return (1, 256, 1, 3) if k < 2048 else (4, 128, 2, 5)
+    if n >= 8192:
+        return 8, 64, 1, 5
+    if k <= 1024:
+        return 4, 1024, 4, 3
+    return (4, 512, 2, 3) if k < 2048 else (4, 256, 2, 5)
 
 
 def skinny_matmul(
@@ -229,7 +243,8 @@ def skinny_matmul(
     """
     values, scales, dtype = _operands(x, weight)
     (m, k), n = values.shape, weight.n // 2 if gated else weight.n
-    bn, bk, warps, stages = tile or skinny_tile(m, n, gated)
+    assert m <= SKINNY_ROWS
+    bn, bk, warps, stages = tile or skinny_tile(n, k, gated)
     bk = min(bk, triton.next_power_of_2(k))
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)

@@ -2,18 +2,20 @@
 
 A program takes up to 64 rows (tokens times heads) of a tile and walks over the latents, which it
 reads once as keys and as values. Where few sequences do not fill the chip, the keys of a tile are
-split over several programs, and the join of kernels/gpu/attention.py adds up their parts.
+split over several programs, and the join of kernels/gpu/attention.py adds up their parts. On Hopper
+kernels/gpu/mla_hopper.py takes whole tiles of 64 rows of bfloat16.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels import MODE
+from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.attention import num_splits
 from tokenmill.kernels.gpu.attention import LOG2E, _join_kernel
 from tokenmill.kernels.gpu.dependent import launch_options, release, wait
@@ -25,6 +27,7 @@ MAX_ROWS = 64  # as many sums of 512 channels as two groups of four warps hold
 KEYS = 64  # per turn: with the queries, two turns of 576 channels just fit into shared memory
 PROGRAMS = 132  # one fills a multiprocessor; more would only write more partial sums
 HEADS = 16  # of q that a program rotates
+HOPPER = True  # off: the kernel below on every GPU
 
 
 @triton.jit
@@ -212,16 +215,50 @@ def latent_attention(
     if splits > 1:
         partial = torch.empty(splits, tokens, heads, latent, device=q.device)
         stats = torch.empty(splits, tokens, heads, 2, device=q.device)
-    _latent_kernel[(parts, count, splits)](
-        q_latent, q, rope_cache, latent_cache, out, partial, stats, tiles.seqs, tiles.starts,
-        batch.query_starts, batch.context_lens, batch.table_rows, tables, tables.stride(0),
-        q.stride(0), heads, head_dim, tokens, tiles.tokens, scale,
-        LATENT=latent, ROPE=rope_cache.shape[3], ROWS=rows, KEYS=KEYS, BLOCK=block_size,
-        SPLITS=splits, INVARIANT=MODE.batch_invariant, STAGES=2, num_warps=8 if rows == 64 else 4,
-        **launch_options(),
+    common = (
+        out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts, batch.context_lens,
+        batch.table_rows, tables, tables.stride(0), q.stride(0), heads, head_dim, tokens,
+        tiles.tokens, scale,
     )  # fmt: skip
+    if _suits_hopper(q_latent, q, rope_cache, latent_cache, tiles):
+        triton_kernels("mla_hopper").launch(
+            (parts, count, splits), q_latent, q, rope_cache, latent_cache, common
+        )
+    else:
+        _latent_kernel[(parts, count, splits)](
+            q_latent, q, rope_cache, latent_cache, *common,
+            LATENT=latent, ROPE=rope_cache.shape[3], ROWS=rows, KEYS=KEYS, BLOCK=block_size,
+            SPLITS=splits, INVARIANT=MODE.batch_invariant, STAGES=2,
+            num_warps=8 if rows == 64 else 4, **launch_options(),
+        )  # fmt: skip
     if splits > 1:
         _join_kernel[(len(tiles.rows), heads)](
             partial, stats, out, heads * latent, tokens, heads, tiles.rows.start, DIM=latent,
             SPLITS=splits, num_warps=4, **launch_options(),
         )  # fmt: skip
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def _suits_hopper(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    rope_cache: torch.Tensor,
+    latent_cache: torch.Tensor,
+    tiles: QueryTiles,
+) -> bool:
+    """Whole tiles of 64 rows of the shape that kernels/gpu/mla_hopper.py is made for."""
+    if not (HOPPER and _is_hopper()) or MODE.batch_invariant:
+        return False
+    block_size, latent = latent_cache.shape[2:]
+    dtypes = {x.dtype for x in (q_latent, q, rope_cache, latent_cache)}
+    return (
+        dtypes == {torch.bfloat16}
+        and (latent, rope_cache.shape[3]) == (512, 64)
+        and tiles.tokens * q.shape[1] % MAX_ROWS == 0
+        and block_size % KEYS == 0
+        and q.stride(0) % 16 == q.shape[2] % 16 == 0  # rows are copied 16 bytes at a time
+    )

@@ -63,6 +63,26 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def _norm_pair_kernel(
+    a, b, a_weight, b_weight, out, k, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    release(EARLY)
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < k
+    wait(EARLY)
+    if half == 0:
+        gain = tl.load(a_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(a + row * k + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        gain = tl.load(b_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(b + row * k + columns, mask=inside, other=0.0).to(tl.float32)
+    y = values * tl.rsqrt(tl.sum(values * values, axis=0) / k + eps) * gain
+    line = out + (2 * row + half) * k + columns
+    tl.store(line, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate_up, out, scales, channels, k, stride,
     FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -128,6 +148,19 @@ def rms_norm(
         x, delta, weight, out, scales, channels, k, eps, ADD=add, FP8=fp8, **_launch(k, channels)
     )
     return out, scales
+
+
+def norm_pair(
+    a: torch.Tensor, b: torch.Tensor, a_weight: torch.Tensor, b_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMSNorm of a[m, k] and of b[m, k] side by side, [m, 2k]."""
+    m, k = a.shape
+    assert a.is_contiguous() and b.is_contiguous() and a.shape == b.shape and a.dtype == b.dtype
+    out = torch.empty(m, 2 * k, dtype=a.dtype, device=a.device)
+    launch = _launch(k, None)
+    del launch["CHANNELS"]
+    _norm_pair_kernel[(m, 2)](a, b, a_weight, b_weight, out, k, eps, **launch)
+    return out
 
 
 def silu_mul(

@@ -85,9 +85,9 @@ def _chunk_best_kernel(logits, stride, size, bests, best_ids, chunks, CHUNK: tl.
 
 
 @triton.jit
-def _argmax_kernel(bests, best_ids, out, chunks, WIDTH: tl.constexpr):
+def _argmax_kernel(bests, best_ids, out, chunks, LEAST: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    tl.store(out + row, _row_argmax(bests, best_ids, row, chunks, WIDTH))
+    tl.store(out + row, tl.maximum(_row_argmax(bests, best_ids, row, chunks, WIDTH), LEAST))
 
 
 @triton.jit
@@ -383,13 +383,13 @@ def _chunk_bests(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bests, best_ids
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
     """The id of each row's largest logit: [rows, vocab] -> int32 [rows]."""
     bests, best_ids = _chunk_bests(logits)
     rows, chunks = bests.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     width = triton.next_power_of_2(chunks)
-    _argmax_kernel[(rows,)](bests, best_ids, out, chunks, WIDTH=width, num_warps=1)
+    _argmax_kernel[(rows,)](bests, best_ids, out, chunks, LEAST=least, WIDTH=width, num_warps=1)
     return out
 
 
