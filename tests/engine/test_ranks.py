@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
@@ -37,6 +38,7 @@ from tokenmill.core.types import (
 from tokenmill.engine import rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.leading import DataParallelEngine, LeadingEngine
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.sched.kv_events import Cleared, Removed, Stored
 from tokenmill.sched.router import Router
 from tokenmill.serve.kv_wire import ConnectKV
@@ -241,3 +243,20 @@ def test_messages_between_ranks_are_what_they_were() -> None:
     assert decode_to_worker(encode(told_peer)) == told_peer
     events = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
     assert rank_wire.unpack_events(json.loads(json.dumps(rank_wire.pack_events(events)))) == events
+
+
+def test_a_step_travels_whole() -> None:
+    ints = torch.arange(40, dtype=torch.int32)
+    tiles = QueryTiles(ints[:3], ints[3:6], 1, 4, range(2, 5)), QueryTiles(ints[:1], ints[:1], 16)
+    batch = AttentionBatch(
+        ints[:5].long(), ints[5:10].long(), ints[:4], ints[20:23], ints.view(8, 5), ints[2:5], tiles
+    )
+    sizes, flat = rank_wire.pack_step(ints[:5].long(), batch)
+    assert rank_wire.step_size(travelled(sizes)) == flat.numel()
+    ids, told = rank_wire.unpack_step(travelled(sizes), flat)
+    assert torch.equal(ids, ints[:5]) and torch.equal(told.positions, batch.positions)
+    assert torch.equal(told.block_tables[told.table_rows], ints.view(8, 5)[2:5])
+    for found, sent in zip(told.tiles, tiles, strict=True):
+        assert torch.equal(found.seqs, sent.seqs) and torch.equal(found.starts, sent.starts)
+        plans = [(tile.tokens, tile.splits, tile.rows) for tile in (found, sent)]
+        assert plans[0] == plans[1]

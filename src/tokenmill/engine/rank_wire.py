@@ -143,14 +143,18 @@ def pack_step(token_ids: torch.Tensor, batch: AttentionBatch) -> tuple[Message, 
         "tokens": token_ids.shape[0],
         "seqs": tables.shape[0],
         "width": tables.shape[1],
-        "tiles": [(tiles.seqs.shape[0], tiles.tokens, tiles.splits) for tiles in batch.tiles],
+        "tiles": [(tiles.seqs.shape[0], *_plan(tiles)) for tiles in batch.tiles],
     }
     return sizes, torch.cat([part.flatten().int() for part in parts])
 
 
+def _plan(tiles: QueryTiles) -> tuple[int, int, int, int]:
+    return tiles.tokens, tiles.splits, tiles.rows.start, tiles.rows.stop
+
+
 def step_size(sizes: Message) -> int:
     """How many integers a step's inputs are."""
-    tiles = 2 * sum(count for count, _, _ in sizes["tiles"])
+    tiles = 2 * sum(count for count, *_ in sizes["tiles"])
     return int(3 * sizes["tokens"] + sizes["seqs"] * (2 + sizes["width"]) + 1 + tiles)
 
 
@@ -158,7 +162,7 @@ def unpack_step(sizes: Message, flat: torch.Tensor) -> tuple[torch.Tensor, Atten
     """The inverse of pack_step."""
     tokens, seqs, width = sizes["tokens"], sizes["seqs"], sizes["width"]
     counts = [tokens, tokens, tokens, seqs + 1, seqs, seqs * width]
-    counts += [count for count, _, _ in sizes["tiles"] for _ in range(2)]
+    counts += [count for count, *_ in sizes["tiles"] for _ in range(2)]
     ids, positions, slots, starts, contexts, tables, *tiles = flat.split(counts)
     if flat.device.type == "cpu":  # what the compiled kernels read
         ids, positions, slots = ids.long(), positions.long(), slots.long()
@@ -170,8 +174,8 @@ def unpack_step(sizes: Message, flat: torch.Tensor) -> tuple[torch.Tensor, Atten
         block_tables=tables.view(seqs, width),
         table_rows=torch.arange(seqs, dtype=torch.int32, device=flat.device),
         tiles=tuple(
-            QueryTiles(first, second, tokens, splits)
-            for first, second, (_, tokens, splits) in zip(
+            QueryTiles(seqs, starts, tokens, splits, range(start, stop))
+            for seqs, starts, (_, tokens, splits, start, stop) in zip(
                 tiles[::2], tiles[1::2], sizes["tiles"], strict=True
             )
         ),
