@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from tokenmill.models import store
 
 
 def pytest_configure() -> None:
-    """Commands under test hear Ctrl-C, even where the tests themselves run in the background."""
+    """Commands under test hear Ctrl-C, even where the tests themselves run in the background.
+
+    torch computes in one thread: teams of several test processes would wait for each other.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -19,16 +19,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 2,
-}
+from tiny_configs import SIZES
+
+SMALL = SIZES | {"eos_token_id": 2}
 QWEN3_MOE: dict[str, Any] = {
     "hidden_size": 64,
     "head_dim": 16,

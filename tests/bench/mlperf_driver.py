@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenmill.bench import loadgen, loadgen_url, mlperf
 from tokenmill.bench.client import route_url
+from tokenmill.bench.presets import PRESETS
 from tokenmill.bench.wire import Target
 from tokenmill.core.metrics import summarize
 from tokenmill.core.types import (
@@ -85,7 +86,7 @@ def system_of(options: dict[str, Any], samples: list[loadgen.Sample]) -> Any:
 
 def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     mlperf.QUICK_DURATION_MS = options.get("duration_ms", 1000)
-    preset = mlperf.PRESETS[options.get("benchmark", "llama3.1-8b")]
+    preset = PRESETS[options.get("benchmark", "llama3.1-8b")]
     count = options.get("num_samples", 64)
     num_tokens = options.get("num_tokens", NUM_TOKENS)
     this = mlperf.Run(preset, options["scenario"], options["qps"], count)

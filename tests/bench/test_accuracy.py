@@ -22,7 +22,7 @@ from tokenmill.bench.accuracy import (
     score,
 )
 from tokenmill.bench.loadgen import ACCURACY, DETAIL, SUMMARY
-from tokenmill.bench.mlperf import PRESETS
+from tokenmill.bench.presets import PRESETS
 from tokenmill.bench.workload import BenchError
 
 RECORDS = [

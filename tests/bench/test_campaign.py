@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.scripted_server import NUM_TOKENS, ScriptedServer, scripted_server
+from bench.scripted_server import NUM_TOKENS, ScriptedServer
 from tokenmill.__main__ import run
 from tokenmill.bench.datasets import Prompts, Shuffled, Turn
 from tokenmill.bench.disclosure import INTEGERS, read_disclosure, template
@@ -21,18 +19,7 @@ from tokenmill.cli.campaign import Campaign
 from tokenmill.core.config import EndpointConfig
 from tokenmill.settings import Settings
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with scripted_server() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def clean_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("clean_folder")
 
 
 def fill(text: str, **values: Any) -> str:

@@ -8,7 +8,6 @@ import socket
 import ssl
 import statistics
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ from tokenmill.bench.events import summarize_point, times_of, usage_fault
 from tokenmill.bench.load import Load
 from tokenmill.bench.wire import Record, SseError, SseScanner, Target, request_body
 from tokenmill.bench.workload import BenchError
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with scripted_server() as running:
-        yield running
 
 
 def ask(server: ScriptedServer, model: str, times: int = 1, **fields: object) -> list[Record]:

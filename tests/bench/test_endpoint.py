@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.scripted_server import FIRST_S, NUM_TOKENS, Broken, ScriptedServer, scripted_server
+from bench.scripted_server import FIRST_S, NUM_TOKENS, Broken, ScriptedServer
 from tokenmill.__main__ import run
 from tokenmill.bench.datasets import Synthetic
 from tokenmill.bench.endpoint import measure_floor, run_load
@@ -25,19 +24,7 @@ from tokenmill.bench.wire import Target
 from tokenmill.bench.workload import BenchError
 
 GENEROUS_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with scripted_server() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def clean_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("clean_folder")
 
 
 def bench(capsys: pytest.CaptureFixture[str], *flags: str, status: int = 0) -> dict[str, Any]:

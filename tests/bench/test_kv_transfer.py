@@ -8,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tiny_configs import write_config
 from tokenmill.__main__ import run
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def test_every_connector_moves_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_config(tmp_path, max_position_embeddings=1024)
     arguments = ["--model", str(tmp_path), "--kv-tokens", "320", "--rounds", "2"]
     assert run(["bench", "kv-transfer", *arguments, "--kv-connector", "shm"]) == 0
     report = json.loads(capfd.readouterr().out.splitlines()[-1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,8 @@ from bench.scripted_server import FIRST_S, NEXT_S, NUM_TOKENS, ScriptedServer, s
 from bench.test_mlperf import about, drive, near, report_of
 from tokenmill.__main__ import run
 
+pytestmark = pytest.mark.usefixtures("clean_folder")
 QUICK = ("--quick", "--quick-samples", "6", "--length-scale", "0.05")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with scripted_server() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def clean_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
 
 
 def options(server: ScriptedServer, model: str, **more: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tokenmill.bench import mlperf
+from tokenmill.bench.presets import PRESETS, Preset
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import SETTINGS
@@ -126,8 +127,8 @@ def test_an_unanswered_query_ends_the_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", mlperf.LATENCY_BOUND)
-@pytest.mark.parametrize("preset", mlperf.PRESETS.values(), ids=lambda preset: preset.name)
-def test_limits_are_those_of_loadgen(preset: mlperf.Preset, scenario: str) -> None:
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_limits_are_those_of_loadgen(preset: Preset, scenario: str) -> None:
     command = [sys.executable, "-c", LIMITS, preset.key_of(scenario)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     limits = preset.limits(scenario)
@@ -138,15 +139,15 @@ def test_limits_are_those_of_loadgen(preset: mlperf.Preset, scenario: str) -> No
 
 
 def test_presets_are_offered_and_have_lengths() -> None:
-    assert SETTINGS["benchmark"].kind.choices == tuple(mlperf.PRESETS)
+    assert SETTINGS["benchmark"].kind.choices == tuple(PRESETS)
     assert SETTINGS["scenario"].kind.choices == mlperf.SCENARIOS
-    for preset in mlperf.PRESETS.values():
+    for preset in PRESETS.values():
         rows = read_lengths(SHIPPED / f"{preset.name}.csv", preset.output_len)
         assert len(rows) == preset.num_samples
 
 
 def run_with(benchmark: str = "llama3.1-8b", **options: Any) -> mlperf.Run:
-    return mlperf.Run(mlperf.PRESETS[benchmark], "Server", 4.0, **options)
+    return mlperf.Run(PRESETS[benchmark], "Server", 4.0, **options)
 
 
 def mean(values: list[int]) -> float:
@@ -159,7 +160,7 @@ def mean(values: list[int]) -> float:
 )
 def test_synthetic_outputs_have_the_reference_mean(benchmark: str, mean_output: float) -> None:
     lengths, scale = mlperf.synthetic_lengths(run_with(benchmark), 10**6)
-    assert scale == 1 and len(lengths) == mlperf.PRESETS[benchmark].num_samples
+    assert scale == 1 and len(lengths) == PRESETS[benchmark].num_samples
     assert mean([o for _, o in lengths]) == pytest.approx(mean_output, rel=0.02)
 
 
@@ -177,7 +178,7 @@ def test_a_short_context_scales_quick_runs_only() -> None:
 
 
 def test_synthetic_prompts_are_reproducible_and_differ() -> None:
-    preset = mlperf.PRESETS["gpt-oss-120b"]
+    preset = PRESETS["gpt-oss-120b"]
     samples = mlperf.synthetic_samples(preset, [(20, 3), (20, 4)], 1000)
     assert samples == mlperf.synthetic_samples(preset, [(20, 3), (20, 4)], 1000)
     assert samples[0].prompt_token_ids != samples[1].prompt_token_ids
@@ -200,9 +201,9 @@ def test_only_quick_runs_go_below_the_minimums() -> None:
     quick = run_with(quick_samples=8).user_conf(8)
     assert quick.startswith(f"# {mlperf.QUICK_NOTICE}\n")
     assert "llama3_1-8b.Server.min_query_count = 64\n" in quick
-    offline = mlperf.Run(mlperf.PRESETS["gpt-oss-120b"], "Offline", 2.0)
+    offline = mlperf.Run(PRESETS["gpt-oss-120b"], "Offline", 2.0)
     assert "gpt-oss-120b.Offline.min_query_count = 6396\n" in offline.user_conf(6396)
-    interactive = mlperf.Run(mlperf.PRESETS["deepseek-r1"], "Interactive", 2.0)
+    interactive = mlperf.Run(PRESETS["deepseek-r1"], "Interactive", 2.0)
     assert interactive.user_conf(4388) == "deepseek-r1-interactive.Server.target_qps = 2\n"
 
 

@@ -18,7 +18,8 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tokenmill.core.quantization import QuantizationSpec
-from tokenmill.core.spec import ModelSpec, RopeSpec
+from tokenmill.core.rope import RopeSpec
+from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 
 LLAMA_31_8B: dict[str, Any] = {

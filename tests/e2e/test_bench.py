@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.bench import ladder as rungs
 from tokenmill.bench.workload import Cell
@@ -18,16 +19,7 @@ from tokenmill.cli import ladder
 from tokenmill.cli.plain import COMMANDS
 from tokenmill.cli.throughput import num_blocks
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 422,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
 LENGTHS = [(30, 5), (7, 2), (40, 9)]
 # All that a host with torch, triton, numpy and safetensors alone does not have.
 ABSENT = {
@@ -48,7 +40,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_config(tmp_path, **SIZES)
     return tmp_path / "config.json"
 
 

@@ -14,20 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tiny_configs import write_config
 from tiny_tokenizers import HERMES_TEMPLATE, byte_level, save_folder
 from tokenmill.__main__ import run
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 422,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
 ENGINE = ["--random-weights", "--num-threads", "1", "--kv-cache-memory", "4MiB"]
 START_S = 120
 
@@ -40,8 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token="<|im_end|>",
         chat_template=HERMES_TEMPLATE,
     )
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return write_config(folder, **SIZES)
 
 
 def generate(model: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -154,7 +144,7 @@ def test_sigterm_ends_the_server_well(server: tuple[subprocess.Popen[str], str])
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     folder = save_folder(byte_level(), tmp_path, eos_token="<|im_end|>")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "tanh"}))
+    write_config(folder, **SIZES, hidden_act="tanh")
     command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--port", "0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     assert result.returncode == 1

@@ -8,22 +8,14 @@ from typing import Any
 
 import pytest
 
+from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
 from tokenmill.bench.manifest import verify
 from tokenmill.cli import mlperf
 from tokenmill.settings import Settings
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 422,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES = {"vocab_size": 422, "num_hidden_layers": 1, "num_attention_heads": 2}
 DATASET = [
     {"input": "The capital of France is", "output": "Paris"},
     {"input": "Two and two make", "output": "four"},
@@ -73,7 +65,7 @@ def test_quick_offline_on_the_default_model(
 def tiny(folder: Path) -> list[str]:
     """Flags of a tiny model with random weights and a tokenizer."""
     path = save_folder(byte_level(), folder / "tiny", eos_token="<|im_end|>")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    write_config(path, **SIZES)
     return ["--model", str(path), "--random-weights", "--num-threads", "1", "--dtype", "fp32"]
 
 

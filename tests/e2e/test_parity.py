@@ -1,7 +1,6 @@
 """The default model's real weights against transformers: logits, greedy tokens, perplexity."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from driver import Answer, complete
+from gguf_reads import one_read
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
@@ -42,13 +42,17 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> Iterator[PreTrainedModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    ).eval()
-    torch.set_num_threads(threads)
+def reference(smollm2_path: Path) -> PreTrainedModel:
+    with one_read():
+        model = AutoModelForCausalLM.from_pretrained(
+            smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+        )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def fp32(smollm2_path: Path) -> BuiltEngine:
+    return build(smollm2_path, "fp32")
 
 
 def build(path: Path, dtype: str) -> BuiltEngine:
@@ -77,11 +81,10 @@ def _check_greedy(logits: torch.Tensor, answer: Answer) -> int:
 
 
 def test_greedy_tokens_and_logprobs_match_transformers(
-    smollm2_path: Path, prompts: list[list[int]], reference: PreTrainedModel
+    fp32: BuiltEngine, prompts: list[list[int]], reference: PreTrainedModel
 ) -> None:
-    engine = build(smollm2_path, "fp32").engine
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5)
-    answers = complete(engine, prompts, greedy)
+    answers = complete(fp32.engine, prompts, greedy)
     assert len(prompts) >= 50
     compared = 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -98,22 +101,24 @@ def test_greedy_tokens_and_logprobs_match_transformers(
 
 
 def test_logits_match_transformers(
-    smollm2_path: Path, prompts: list[list[int]], reference: PreTrainedModel
+    fp32: BuiltEngine,
+    prompts: list[list[int]],
+    reference: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every logit of a prompt, through the model itself."""
-    built = build(smollm2_path, "fp32")
-    runner = built.engine._runner
+    model = fp32.engine._runner.model
     captured: list[torch.Tensor] = []
-    hidden_to_logits = runner.model.logits
+    hidden_to_logits = model.logits
 
     def capture(hidden: torch.Tensor) -> torch.Tensor:
         captured.append(hidden_to_logits(hidden))
         return captured[-1]
 
-    runner.model.logits = capture
+    monkeypatch.setattr(model, "logits", capture)
     prompt = prompts[LENGTHS.index(400)]
     asks = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    complete(built.engine, [prompt], asks)
+    complete(fp32.engine, [prompt], asks)
     found = torch.cat(captured)
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
@@ -121,13 +126,15 @@ def test_logits_match_transformers(
     assert (found - expected).abs().max() < LOGIT_TOLERANCE
 
 
-def test_int8_perplexity_is_within_two_percent(smollm2_path: Path, tokenizer: Tokenizer) -> None:
+def test_int8_perplexity_is_within_two_percent(
+    fp32: BuiltEngine, smollm2_path: Path, tokenizer: Tokenizer
+) -> None:
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     token_ids = tokenizer.encode(text)[:1200]
     asks = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     perplexity = {}
-    for dtype in ("fp32", "int8"):
-        (answer,) = complete(build(smollm2_path, dtype).engine, [token_ids], asks)
+    for dtype, built in (("fp32", fp32), ("int8", build(smollm2_path, "int8"))):
+        (answer,) = complete(built.engine, [token_ids], asks)
         assert answer.prompt_logprobs is not None
         scores = [entry.logprobs[0] for entry in answer.prompt_logprobs if entry is not None]
         assert len(scores) == len(token_ids) - 1

@@ -10,6 +10,7 @@ import torch
 from tokenmill.core.types import Request
 from tokenmill.engine import calibrate
 from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.kernels import matmul
 from tokenmill.layers.linear import Linear
 from tokenmill.models import decoder, llama
 from tokenmill.models.llama import Llama
@@ -25,6 +26,22 @@ def attention_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU attends in fp32 alone."""
     rope = llama.rope_and_cache
     monkeypatch.setattr(llama, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
+
+
+@pytest.fixture(autouse=True)
+def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU multiplies bf16 eight times more slowly; the sums are fp32 either way."""
+    reference = matmul.matmul_reference
+
+    def product(
+        x: Any, weight: Any, bias: torch.Tensor | None = None, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if weight.data.dtype != torch.bfloat16 or bias is not None:
+            return reference(x, weight, bias, add_to)
+        out = x.float() @ weight.data.float().T
+        return out.bfloat16() if add_to is None else add_to.copy_(add_to + out)
+
+    monkeypatch.setattr(matmul, "matmul_reference", product)
 
 
 class CastingLinear(Linear):

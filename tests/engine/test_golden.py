@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from driver import Answer, build, complete
-from tiny_models import make_model, save
+from tiny_models import make_model, save, tame
 from tokenmill.core.types import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -16,11 +16,7 @@ WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_model("llama", **WIDE)
-    for name, parameter in model.named_parameters():
-        parameter.data.mul_(0.3)
-        if "norm" in name:
-            parameter.data.add_(1.0)
+    model = tame(make_model("llama", **WIDE), 0.3)
     return save(model, tmp_path_factory.mktemp("tiny"))
 
 

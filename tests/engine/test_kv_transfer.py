@@ -17,7 +17,7 @@ import pytest
 from driver import Answer, complete
 from engine.disaggregated import Floor, build, greedy, kv_of
 from random_model import EOS, PIECES, vocab
-from tiny_models import make_model, save
+from tiny_models import make_model, save, tame
 from tokenmill.core.kv import PREFILLED, KVNotice, common_way
 from tokenmill.core.types import FinishReason, Request, SamplingParams, StructuredOutput
 from tokenmill.engine.kv_transfer import TransferError
@@ -28,11 +28,7 @@ WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_model("llama", **WIDE, vocab_size=len(PIECES), eos_token_id=EOS)
-    for name, parameter in model.named_parameters():
-        parameter.data.mul_(0.3)
-        if "norm" in name:
-            parameter.data.add_(1.0)
+    model = tame(make_model("llama", **WIDE, vocab_size=len(PIECES), eos_token_id=EOS), 0.3)
     return save(model, tmp_path_factory.mktemp("tiny"))
 
 

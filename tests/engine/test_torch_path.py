@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import make_model, save
+from tiny_models import make_model, save, tame
 
 SCRIPT = """
 import json, sys
@@ -41,11 +41,7 @@ def run(folder: Path, dtype: str, compiled: bool) -> dict:
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_same_tokens_with_and_without_compiled_kernels(tmp_path: Path, dtype: str) -> None:
-    model = make_model("qwen3-tied", hidden_size=64)
-    for name, parameter in model.named_parameters():
-        parameter.data.mul_(0.3)
-        if "norm" in name:
-            parameter.data.add_(1.0)
+    model = tame(make_model("qwen3-tied", hidden_size=64), 0.3)
     folder = save(model, tmp_path)
     plain, fast = run(folder, dtype, compiled=False), run(folder, dtype, compiled=True)
     assert not plain["compiled"]

@@ -227,8 +227,8 @@ def test_what_was_announced_outlives_preemption() -> None:
     side.step()
     (notice,) = side.scheduler.leases.take_notices()
     held = [side.runner.kv[b * BLOCK : (b + 1) * BLOCK] for b in notice.block_ids]
-    seq = side.scheduler._live["held"]
-    side.scheduler._running.remove(seq)
+    seq = side.scheduler._live.get("held")
+    side.scheduler._live.running.remove(seq)
     side.scheduler._requeue(seq)
     while side.scheduler.has_work():
         side.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 
 from serve.streams import Spawner, read, until
-from serve.test_kv_workers import CONFIG, SCRIPT
+from serve.test_kv_workers import SCRIPT
+from tiny_configs import write_config
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
@@ -128,9 +128,7 @@ def whole_engine(folder: Path) -> Callable[[Request], list[int]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return write_config(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tiny_configs import write_config
 from tokenmill.core.kv import PREFILLED, KVAddress, KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.serve.kv_wire import (
@@ -36,16 +36,6 @@ from tokenmill.serve.wire import (
 
 SCRIPT = str(Path(__file__).with_name("kv_worker.py"))
 GENEROUS_S = 60.0
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
@@ -177,9 +167,7 @@ class Floor:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kv")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return write_config(tmp_path_factory.mktemp("kv"), max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")

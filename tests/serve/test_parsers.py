@@ -30,8 +30,8 @@ from tokenmill.serve.parsers import (
     detect_reasoning,
     detect_tool_parser,
     opens_reasoning,
-    tool_choice_schema,
 )
+from tokenmill.serve.tool_schema import tool_choice_schema
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 LLAMA3_TEMPLATE = (

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serve.sim import make_tokenizer
 from serve.streams import Spawner
 from serve.test_disaggregated import kill, prompt, worker_argv
-from serve.test_kv_workers import CONFIG
+from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.core.config import FloorConfig, ServerConfig
 from tokenmill.serve.api import create_app
@@ -83,7 +83,7 @@ class House:
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_config(folder, max_position_embeddings=1024)
     argv = worker_argv(folder)
     prefill, decode = Spawner([*argv, "--budget", "32"]), Spawner(argv)
     config = FloorConfig(prefill=1, decode=1, remote_prefill_tokens=40, backoff_s=0.05)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.mlperf import ACCURACY_SHARE, TOKENS_SHARE, Preset
+from tokenmill.bench.presets import ACCURACY_SHARE, TOKENS_SHARE, Preset
 from tokenmill.bench.workload import BenchError
 
 TOKENS = ("tok_input", "input_ids", "prompt_token_ids", "input_tokens")

@@ -81,13 +81,7 @@ def campaign(settings: Settings) -> None:
     with endpoint.terminated_as_interrupted():
         report = run.run()
     run.write(report)
-    if not settings.get("json-only"):
-        print_report(report)
-    console.print_json(report)
-    if report["interrupted"]:
-        raise KeyboardInterrupt
-    if not any(point["num_completed"] for point in report["points"]):
-        raise BenchError(f"no request was answered: {endpoint.first_error(report['points'])}")
+    endpoint.conclude(settings, report, print_report)
 
 
 def _write_template(path: Path) -> None:

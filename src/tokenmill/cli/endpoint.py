@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,11 @@ def endpoint(settings: Settings) -> None:
     with terminated_as_interrupted():
         report = bench.run()
     bench.write(report)
+    conclude(settings, report, print_report)
+
+
+def conclude(settings: Settings, report: Report, print_report: Callable[[Report], None]) -> None:
+    """Print a report, then say if it was interrupted or nothing was answered."""
     if not settings.get("json-only"):
         print_report(report)
     console.print_json(report)

@@ -16,6 +16,7 @@ from tokenmill.bench import accuracy as scoring
 from tokenmill.bench import loadgen, manifest, mlperf_report, submission
 from tokenmill.bench import mlperf as bench
 from tokenmill.bench.child import run_benchmark
+from tokenmill.bench.presets import PRESETS
 from tokenmill.bench.workload import BenchError
 from tokenmill.cli import console, endpoint, mlperf_child, throughput
 from tokenmill.cli.load import make_target
@@ -141,7 +142,7 @@ def run_of(settings: Settings) -> bench.Run:
         if settings.get("test-mode") != "performance":
             raise SettingsError("--find-peak goes with --test-mode performance only")
     return bench.Run(
-        bench.PRESETS[settings.get("benchmark")],
+        PRESETS[settings.get("benchmark")],
         scenario,
         settings.get("target-qps"),
         settings.get("quick-samples") if quick else None,

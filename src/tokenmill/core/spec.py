@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from tokenmill.core.fields import Settings, count, flag, number, positive_int
 from tokenmill.core.mla import MLA_DEFAULTS, MLASpec, read_mla
 from tokenmill.core.moe import MOE_DEFAULTS, MoESpec, read_moe
 from tokenmill.core.quantization import QuantizationSpec, read_quantization
+from tokenmill.core.rope import RopeSpec, read_rope
 from tokenmill.core.types import ModelLoadError
-
-RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 # What transformers assumes for a key that config.json leaves out.
 _COMMON_DEFAULTS: Settings = {
@@ -95,45 +93,7 @@ _BY_MODEL_TYPE = {
 }
 _FAMILIES = {"DeepseekV3ForCausalLM": "deepseek_v3"}  # the others are "llama"
 _QK_NORM = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
-_ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
-}
-_ROPE_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_ORIGINAL = "original_max_position_embeddings"
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: theta and how the inverse frequencies are rescaled."""
-
-    theta: float = 10_000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0  # linear, llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn: the context before scaling
-    attention_factor: float = 1.0  # multiplies cos and sin; resolved, never None
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-    factors: tuple[float, ...] = ()  # factors: what each inverse frequency is divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +153,7 @@ class ModelSpec:
             rms_eps=number(settings, "rms_norm_eps"),
             max_position=positive_int(settings, "max_position_embeddings"),
             tie_embeddings=flag(settings, "tie_word_embeddings"),
-            rope=_rope(settings),
+            rope=read_rope(settings),
             attention_bias=bias,
             output_bias=bias and architecture != "Qwen2ForCausalLM",
             mlp_bias=flag(settings, "mlp_bias"),
@@ -402,69 +362,3 @@ def _listed_windows(
             "layer_types: has sliding_attention but sliding_window is off or not given"
         )
     return tuple(kinds[kind] for kind in layer_types)
-
-
-def _rope(settings: Settings) -> RopeSpec:
-    """Read transformers 5's rope_parameters, or the older rope_theta with rope_scaling."""
-    field = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    params: Settings = settings.get(field) or {}
-    kind = params.get("rope_type", params.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise ModelLoadError(
-            f"{field}.rope_type: {kind!r} is not supported; use {', '.join(_ROPE_KEYS)}"
-        )
-    unknown = sorted(params.keys() - _ROPE_KEYS[kind] - _ROPE_COMMON_KEYS)
-    if unknown:
-        raise ModelLoadError(f"{field}.{unknown[0]}: not a parameter of rope_type {kind!r}")
-    rotary = params.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    if rotary not in (None, 1.0):
-        raise ModelLoadError(f"partial_rotary_factor: only 1.0 is supported, got {rotary!r}")
-    max_position = positive_int(settings, "max_position_embeddings")
-    fallback = {
-        "rope_theta": settings.get("rope_theta", 10_000.0),
-        _ORIGINAL: settings.get(_ORIGINAL, max_position),
-    }
-    return _rope_of_kind(kind, fallback | params, max_position)
-
-
-def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSpec:
-    theta = number(params, "rope_theta")
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    original = positive_int(params, _ORIGINAL)
-    if kind == "yarn" and params.get("factor") is None:
-        params = params | {"factor": max_position / original}
-    factor = number(params, "factor")
-    if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=factor)
-    if kind == "llama3":
-        return RopeSpec(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            low_freq_factor=number(params, "low_freq_factor"),
-            high_freq_factor=number(params, "high_freq_factor"),
-            original_max_position=original,
-        )
-    return RopeSpec(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_position=original,
-        attention_factor=_yarn_attention_factor(params, factor),
-        beta_fast=params.get("beta_fast") or 32.0,
-        beta_slow=params.get("beta_slow") or 1.0,
-        truncate=params.get("truncate", True),
-    )
-
-
-def _yarn_attention_factor(params: Settings, factor: float) -> float:
-    if params.get("attention_factor") is not None:
-        return number(params, "attention_factor")
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if params.get("mscale") and params.get("mscale_all_dim"):
-        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
-    return mscale(1.0)

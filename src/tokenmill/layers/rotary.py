@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tokenmill.core.spec import RopeSpec
+from tokenmill.core.rope import RopeSpec
 
 
 def rotary_table(rope: RopeSpec, dim: int, num_positions: int) -> torch.Tensor:

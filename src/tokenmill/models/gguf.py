@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from tokenmill.core.gguf import Metadata, read_gguf_header
-from tokenmill.core.spec import ModelSpec, RopeSpec
+from tokenmill.core.rope import RopeSpec
+from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")

@@ -1,12 +1,15 @@
-"""Which requests can run at all, and how far."""
+"""Which requests can run at all, and when waiting ones start."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import Request
-from tokenmill.sched.sequence import Sequence
+from tokenmill.core.types import EngineStats, Request
+from tokenmill.sched.holdings import Holdings
+from tokenmill.sched.live import Live
+from tokenmill.sched.prefix import cache_blocks, match_prefix
+from tokenmill.sched.sequence import Sequence, Step
 
 
 class Limits(NamedTuple):
@@ -51,3 +54,119 @@ class Limits(NamedTuple):
         if sampling.stop_token_ids:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         return Sequence(request, (priority, request.arrival_ns, order), max_len, stop_ids)
+
+
+class Admission:
+    """Starts waiting sequences in order, as far as budget, places and blocks go.
+
+    One starts only when all its known tokens fit beside what running ones will still need, so that
+    an admission never leads to a preemption by itself.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, live: Live, holdings: Holdings, counters: EngineStats
+    ) -> None:
+        self._config = config
+        self._live = live
+        self._holdings = holdings
+        self._pool = holdings.pool
+        self._counters = counters
+        self._receiving: list[Sequence] = []  # that take_receiving() has not told
+
+    def num_startable(self, budget: int) -> int:
+        """How many of the waiting admit() would start, once the first finds its blocks."""
+        live, first = self._live, self._live.waiting.first()
+        num_running = sum(not seq.finished for seq in live.running)
+        places = self._config.max_num_seqs - num_running - len(live.receiving)
+        places = min(places, budget)
+        if first is None or first.remote or places <= 0:
+            return 0
+        total = -(-first.num_tokens // self._pool.block_size)
+        return min(places, len(live.waiting)) * self._fits(match_prefix(self._pool, first), total)
+
+    def admit_alone(self, step: Step) -> bool:
+        """Without chunking, give a step to a prompt that does not fit beside the running ones."""
+        seq = None if self._config.chunked_prefill else self._live.waiting.first()
+        if seq is None or seq.remote or self._is_full():
+            return False
+        num_new = seq.num_tokens - len(match_prefix(self._pool, seq)) * self._pool.block_size
+        if num_new <= step.budget - len(self._live.running):
+            return False
+        return self._start(seq, num_new, step) > 0
+
+    def admit(self, step: Step) -> None:
+        """Start waiting sequences in order until one has to wait."""
+        while step.budget > 0 and not self._is_full():
+            seq = self._live.waiting.first()
+            if seq is None or (step.hold_context and not seq.remote):
+                return
+            if seq.remote:
+                if not self._receive(seq, step.now_ns):
+                    return
+                continue
+            num_new = self._start(seq, step.budget, step)
+            if num_new == 0:
+                return
+            step.budget -= num_new
+
+    def take_receiving(self) -> list[Sequence]:
+        """Sequences that have got blocks for KV to come, each once."""
+        receiving, self._receiving = self._receiving, []
+        return receiving
+
+    def _is_full(self) -> bool:
+        return len(self._live.running) + len(self._live.receiving) >= self._config.max_num_seqs
+
+    def _fits(self, matched: list[int], total: int) -> bool:
+        return self._holdings.fits(matched, total, alone=not self._live.running)
+
+    def _start(self, seq: Sequence, budget: int, step: Step) -> int:
+        """Run the first of the waiting on its cached prefix; 0 new tokens: it has to wait."""
+        pool, size = self._pool, self._pool.block_size
+        matched = match_prefix(pool, seq)
+        num_new = min(seq.num_tokens - len(matched) * size, budget)
+        end = len(matched) * size + num_new
+        if end < seq.num_tokens and not self._config.chunked_prefill:
+            return 0
+        total = -(-seq.num_tokens // size)
+        if not self._fits(matched, total):
+            return 0
+        self._occupy(seq, matched, -(-end // size), step.now_ns)
+        self._holdings.take_slot(seq)
+        self._holdings.reserved += total - len(seq.block_ids)
+        if pool.prefix_cache:
+            cache_blocks(pool, [(seq, end)])
+        self._live.run(seq)
+        (step.singles if num_new == 1 else step.chunks).append((seq, num_new))
+        return num_new
+
+    def _receive(self, seq: Sequence, now_ns: int) -> bool:
+        """Let another engine fill the blocks of the first of the waiting; False: it has to wait.
+
+        It gets room for the first token, too, so that it can run as soon as its KV is here.
+        """
+        matched, total = match_prefix(self._pool, seq), seq.num_tokens // self._pool.block_size + 1
+        if not self._fits(matched, total):
+            return False
+        self._occupy(seq, matched, total, now_ns)
+        self._live.receiving[seq.request_id] = seq
+        self._receiving.append(seq)
+        return True
+
+    def _occupy(self, seq: Sequence, matched: list[int], total: int, now_ns: int) -> None:
+        self._live.waiting.pop()
+        self._holdings.occupy(seq, matched, total)
+        if not seq.started:
+            self._count_start(seq, now_ns)
+
+    def _count_start(self, seq: Sequence, now_ns: int) -> None:
+        seq.started = True
+        seq.scheduled_ns = now_ns
+        seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        request, counters = seq.request, self._counters
+        if request.kv_from is not None or request.output_token_ids:
+            return  # another engine counted the prompt
+        counters.num_prompt_tokens += seq.num_prompt_tokens
+        if self._pool.prefix_cache and seq.prompt_logprobs is None:
+            counters.prefix_query_tokens += seq.num_prompt_tokens
+            counters.prefix_hit_tokens += seq.num_cached_tokens

@@ -1,8 +1,24 @@
-"""Drafts of a sequence: which of them count, and which are worth verifying."""
+"""Drafts: which of them a step verifies, which count, and which are worth verifying next."""
 
 from __future__ import annotations
 
-from tokenmill.sched.sequence import Sequence
+from tokenmill.sched.holdings import Holdings
+from tokenmill.sched.prefix import cache_computed
+from tokenmill.sched.sequence import Batch, Item, Sequence, Step
+
+
+def add_drafts(step: Step, holdings: Holdings) -> None:
+    """Let sequences of one new token verify their drafts as well, as far as the budget goes."""
+    plain: list[Item] = []
+    drafted: list[Item] = []
+    for seq, num_new in step.singles:
+        del seq.draft_ids[step.budget :]
+        if seq.draft_ids:
+            del seq.draft_ids[holdings.draft_room(seq) :]
+        num_drafts = len(seq.draft_ids)
+        step.budget -= num_drafts
+        (drafted if num_drafts else plain).append((seq, num_new + num_drafts))
+    step.singles, step.chunks = plain, drafted + step.chunks
 
 
 def verified(
@@ -23,6 +39,19 @@ def verified(
         drafted[position] += 1
         accepted[position] += position < num_accepted
     return tokens
+
+
+def take_drafts(batch: Batch, draft_ids: list[list[int]], holdings: Holdings) -> None:
+    """Give running sequences their next drafts, as far as these can be used.
+
+    Blocks that accepted drafts have filled are cached, those that none will reach come back.
+    """
+    for (seq, _), drafts in zip(batch.items, draft_ids, strict=True):
+        if seq.finished or not seq.block_ids or seq.num_computed_tokens < seq.num_tokens - 1:
+            continue
+        cache_computed(holdings.pool, seq)
+        seq.draft_ids = usable(seq, drafts)
+        holdings.trim(seq)
 
 
 def usable(seq: Sequence, drafts: list[int]) -> list[int]:

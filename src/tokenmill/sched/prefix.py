@@ -38,6 +38,13 @@ def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
         seq.num_inserted_blocks = end // size
 
 
+def cache_computed(pool: BlockPool, seq: Sequence) -> None:
+    """Cache the full blocks of known tokens whose keys and values are computed."""
+    end = min(seq.num_computed_tokens, seq.num_tokens)
+    if pool.prefix_cache and end // pool.block_size > seq.num_inserted_blocks:
+        cache_blocks(pool, [(seq, end)])
+
+
 def _hash(unhashed: list[Item], size: int) -> None:
     """Extend the hash chain of each (sequence, end) to `end`, one block of all at a time."""
     while unhashed:

@@ -86,6 +86,17 @@ class Sequence:
 
 
 @dataclass(slots=True)
+class Step:
+    """A batch while it is chosen."""
+
+    now_ns: int
+    budget: int  # tokens that are left
+    hold_context: bool  # decode only
+    singles: list[Item] = field(default_factory=list)
+    chunks: list[Item] = field(default_factory=list)  # of more than one new token
+
+
+@dataclass(slots=True)
 class Batch:
     """What one step computes: (sequence, num_new_tokens), those with one new token first.
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Any
 
-import msgspec
 from fastapi import Depends, FastAPI, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
-from tokenmill.serve.api_access import authorizer, read_body
+from tokenmill.serve.api_access import Calls, authorizer, read_body
 from tokenmill.serve.api_dashboard import add_dashboard
 from tokenmill.serve.api_floor import add_floor
+from tokenmill.serve.api_operations import add_operations, exception_handlers, json_response
 from tokenmill.serve.api_stream import ApiState, GenerationResponse
-from tokenmill.serve.errors import ApiError, of_invalid, unknown_model
+from tokenmill.serve.errors import ApiError, unknown_model
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.format_chat import ChatFormat
 from tokenmill.serve.format_completion import CompletionFormat
 from tokenmill.serve.format_stream import UsageIn
-from tokenmill.serve.metrics import CONTENT_TYPE, ServerMetrics
+from tokenmill.serve.metrics import ServerMetrics
 from tokenmill.serve.openapi import docs_page, document
 from tokenmill.serve.prepare import Preparer
 from tokenmill.serve.protocol import (
@@ -35,18 +32,13 @@ from tokenmill.serve.protocol import (
 )
 from tokenmill.serve.responses import (
     DetokenizeAnswer,
-    Health,
     ModelCard,
     ModelList,
     TokenizeAnswer,
-    Version,
-    json_encode,
 )
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tools import tool_definitions
 from tokenmill.serve.tracing import Tracing
-
-Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
 def create_app(
@@ -59,7 +51,8 @@ def create_app(
     """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
-    state = ApiState(client, tokenizer, config, model, ServerMetrics(model), tracing=tracing)
+    metrics = ServerMetrics(model)
+    state = ApiState(client, tokenizer, config, model, metrics, Calls(config), tracing)
     app = FastAPI(
         title="tokenmill",
         docs_url=None,
@@ -76,40 +69,6 @@ def create_app(
     add_floor(app, state)
     add_dashboard(app, state)
     return app
-
-
-def exception_handlers() -> dict[Any, Handler]:
-    """Every error as OpenAI's clients know it."""
-
-    async def api_error(_request: Request, error: Exception) -> Response:
-        answer = _as_api_error(error)
-        headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
-        return Response(answer.body(), answer.status, headers, "application/json")
-
-    return {
-        ApiError: api_error,
-        InvalidRequestError: api_error,
-        HTTPException: api_error,
-        Exception: api_error,
-    }
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case InvalidRequestError():
-            return of_invalid(error)
-        case HTTPException(status_code=404):
-            return ApiError(404, "there is no such route", code="unknown_route")
-        case HTTPException(status_code=status, detail=detail):
-            return ApiError(status, str(detail))
-        case _:
-            return ApiError(500, "internal error", code="internal_error")
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(json_encode(answer), media_type="application/json")
 
 
 def _check_model(name: str | None, state: ApiState) -> None:
@@ -166,14 +125,14 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
     async def tokenize(request: Request) -> Response:
         call = await read_body(request, TokenizeRequest, limit)
         _check_model(call.model, state)
-        return _json(await _tokenize(call, state, preparer))
+        return json_response(await _tokenize(call, state, preparer))
 
     @app.post("/detokenize", dependencies=guard)
     async def detokenize(request: Request) -> Response:
         call = await read_body(request, DetokenizeRequest, limit)
         _check_model(call.model, state)
         text = state.tokenizer.decode(call.tokens, skip_special_tokens=False)
-        return _json(DetokenizeAnswer(prompt=text))
+        return json_response(DetokenizeAnswer(prompt=text))
 
 
 async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) -> TokenizeAnswer:
@@ -216,32 +175,25 @@ def _add_models(app: FastAPI, state: ApiState) -> None:
 
     @app.get("/v1/models", dependencies=guard)
     async def models() -> Response:
-        return _json(ModelList(data=[card]))
+        return json_response(ModelList(data=[card]))
 
     @app.get("/v1/models/{model_id:path}", dependencies=guard)
     async def model(model_id: str) -> Response:
         _check_model(model_id, state)
-        return _json(card)
+        return json_response(card)
 
 
 def _add_operations(app: FastAPI, state: ApiState) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        if state.draining:
-            raise ApiError(503, "the server is draining", code="draining")
-        if not state.client.ready:
-            raise ApiError(503, "the engine is not running", code="restarting")
-        return _json(Health())
+    def fault() -> ApiError | None:
+        if state.client.ready:
+            return None
+        return ApiError(503, "the engine is not running", code="restarting")
 
-    @app.get("/version")
-    async def server_version() -> Response:
-        return _json(Version(version=version("tokenmill")))
+    async def metrics() -> bytes:
+        client = state.client
+        return state.metrics.render(await client.stats(), client.num_restarts, client.view())
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        stats = await state.client.stats()
-        text = state.metrics.render(stats, state.client.num_restarts, state.client.view())
-        return Response(text, media_type=CONTENT_TYPE)
+    add_operations(app, state.calls, fault, metrics)
 
     @app.get("/docs")
     async def docs() -> Response:

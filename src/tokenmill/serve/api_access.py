@@ -1,9 +1,10 @@
-"""Who may call, and the body of a call."""
+"""Who may call, how many at once, and the body of a call."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -50,6 +51,37 @@ def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
         return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
 
     return key_number
+
+
+class Calls:
+    """The calls being answered, in all and by key; once draining, no more are taken."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.draining = False
+        self.num_open = 0
+        self._config = config
+        self._by_key: Counter[int] = Counter()
+
+    def check_draining(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is draining and takes no new requests", code="draining")
+
+    def check_limits(self, key: int) -> None:
+        limit = self._config.max_concurrency
+        if self.num_open >= limit:
+            raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
+        limit = self._config.max_concurrency_per_key or limit
+        if self._by_key[key] >= limit:
+            message = f"{limit} requests of this key are open, the limit"
+            raise ApiError(429, message, code="max_concurrency_per_key")
+
+    def begin(self, key: int) -> None:
+        self.num_open += 1
+        self._by_key[key] += 1
+
+    def end(self, key: int) -> None:
+        self.num_open -= 1
+        self._by_key[key] -= 1
 
 
 async def read_body(request: Request, kind: type[T], limit: int) -> T:

@@ -100,7 +100,7 @@ def _view(state: ApiState, uptime_s: float) -> DashboardView:
         block_size=facts.block_size,
         time_s=time.time(),
         uptime_s=uptime_s,
-        draining=state.draining,
+        draining=state.calls.draining,
         num_pending=client.num_pending,
         restarts=client.num_restarts,
         prompt_tokens=metrics.num_prompt_tokens,

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from tokenmill.core.config import RouterPolicy, ServerConfig
 from tokenmill.serve.api_access import key_matcher, read_body
+from tokenmill.serve.api_operations import json_response
 from tokenmill.serve.api_stream import ApiState
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.floor import FloorError
 from tokenmill.serve.floor_view import FloorView
 from tokenmill.serve.place import Role
-from tokenmill.serve.responses import json_encode
 from tokenmill.serve.wire import WorkerStartError
 
 MAX_BODY_BYTES = 4096
@@ -51,7 +51,7 @@ def add_floor_view(app: FastAPI, config: ServerConfig, view: Callable[[], FloorV
 
     @app.get("/floor", dependencies=[Depends(_controller(config))])
     async def floor() -> Response:
-        return Response(json_encode(view()), media_type="application/json")
+        return json_response(view())
 
 
 def add_floor(app: FastAPI, state: ApiState) -> None:
@@ -91,7 +91,7 @@ def add_floor(app: FastAPI, state: ApiState) -> None:
 
 
 def _view(state: ApiState) -> Response:
-    return Response(json_encode(state.client.view()), media_type="application/json")
+    return json_response(state.client.view())
 
 
 def _controller(config: ServerConfig) -> Callable[[Request], None]:

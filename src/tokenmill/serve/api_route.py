@@ -7,7 +7,6 @@ itself: models, health, metrics, floor and dashboard.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -18,17 +17,15 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
-from tokenmill.serve.api import exception_handlers
-from tokenmill.serve.api_access import authorizer, key_matcher, read_bytes, wrong_key
+from tokenmill.serve.api_access import Calls, authorizer, key_matcher, read_bytes, wrong_key
 from tokenmill.serve.api_dashboard import DashboardView, add_page
 from tokenmill.serve.api_floor import add_floor_view
+from tokenmill.serve.api_operations import add_operations, exception_handlers, json_response
 from tokenmill.serve.api_relay import Relay
 from tokenmill.serve.api_stream import send_error
 from tokenmill.serve.backends import Backends
 from tokenmill.serve.errors import ApiError
-from tokenmill.serve.metrics import CONTENT_TYPE
 from tokenmill.serve.metrics_route import RouteMetrics
-from tokenmill.serve.responses import Health, Version, json_encode
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tracing import Tracing
 from tokenmill.serve.upstream import header
@@ -43,23 +40,9 @@ class RouteState:
     backends: Backends
     tokenizer: Tokenizer | None
     config: ServerConfig
+    calls: Calls
     tracing: Tracing | None = None
     metrics: RouteMetrics = field(default_factory=RouteMetrics)
-    draining: bool = False
-    num_calls: int = 0
-    calls_by_key: Counter[int] = field(default_factory=Counter)
-
-    def admit(self, key: int) -> None:
-        """Raise what a call is to be answered with, if it cannot be taken."""
-        if self.draining:
-            raise ApiError(503, "the server is draining and takes no new requests", code="draining")
-        limit = self.config.max_concurrency
-        if self.num_calls >= limit:
-            raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
-        limit = self.config.max_concurrency_per_key or limit
-        if self.calls_by_key[key] >= limit:
-            message = f"{limit} requests of this key are open, the limit"
-            raise ApiError(429, message, code="max_concurrency_per_key")
 
 
 class RouteApp:
@@ -77,20 +60,19 @@ class RouteApp:
             key = self._admit(scope)
         except ApiError as error:
             return await send_error(send, error)
-        self._state.num_calls += 1
-        self._state.calls_by_key[key] += 1
+        self._state.calls.begin(key)
         try:
             await self._relay(scope, receive, send)
         finally:
-            self._state.num_calls -= 1
-            self._state.calls_by_key[key] -= 1
+            self._state.calls.end(key)
 
     def _admit(self, scope: Scope) -> int:
         """The number of the caller's key; raises ApiError where there is no room or no key."""
         key = self._key_number(Request(scope)) if self._state.config.api_keys else 0
         if key is None:
             raise wrong_key()
-        self._state.admit(key)
+        self._state.calls.check_draining()
+        self._state.calls.check_limits(key)
         return key
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,14 +117,14 @@ def _add_models(app: FastAPI, state: RouteState) -> None:
     @app.get("/v1/models", dependencies=guard)
     async def models(request: Request) -> Response:
         cards = await state.backends.models(_authorization(request))
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{model_id:path}", dependencies=guard)
     async def model(request: Request, model_id: str) -> Response:
         cards = await state.backends.models(_authorization(request))
         for card in cards:
             if card["id"] == model_id:
-                return _json(card)
+                return json_response(card)
         known = ", ".join(repr(card["id"]) for card in cards) or "none"
         message = f"the model {model_id!r} does not exist; the backends have {known}"
         raise ApiError(404, message, "model", "model_not_found")
@@ -153,26 +135,15 @@ def _authorization(request: Request) -> list[tuple[bytes, bytes]]:
 
 
 def _add_operations(app: FastAPI, state: RouteState) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        if state.draining:
-            raise ApiError(503, "the server is draining", code="draining")
-        if not state.backends.ready:
-            raise ApiError(503, "no backend is up", code="no_backend")
-        return _json(Health())
+    def fault() -> ApiError | None:
+        if state.backends.ready:
+            return None
+        return ApiError(503, "no backend is up", code="no_backend")
 
-    @app.get("/version")
-    async def server_version() -> Response:
-        return _json(Version(version=version("tokenmill")))
+    async def metrics() -> bytes:
+        return state.metrics.render(EngineStats(), 0, state.backends.view())
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        text = state.metrics.render(EngineStats(), 0, state.backends.view())
-        return Response(text, media_type=CONTENT_TYPE)
-
-
-def _json(answer: object) -> Response:
-    return Response(json_encode(answer), media_type="application/json")
+    add_operations(app, state.calls, fault, metrics)
 
 
 def _dashboard(state: RouteState, uptime_s: float) -> DashboardView:
@@ -190,7 +161,7 @@ def _dashboard(state: RouteState, uptime_s: float) -> DashboardView:
         block_size=0,
         time_s=time.time(),
         uptime_s=uptime_s,
-        draining=state.draining,
+        draining=state.calls.draining,
         num_pending=sum(worker.num_waiting for worker in floor.workers),
         restarts=sum(worker.restarts for worker in floor.workers),
         prompt_tokens=metrics.num_prompt_tokens,

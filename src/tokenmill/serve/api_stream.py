@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
+from tokenmill.serve.api_access import Calls
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.format_stream import EventFrame
@@ -47,10 +47,8 @@ class ApiState:
     config: ServerConfig
     model: str
     metrics: ServerMetrics
-    draining: bool = False
+    calls: Calls  # of generation
     tracing: Tracing | None = None
-    num_calls: int = 0  # generation calls being answered
-    calls_by_key: Counter[int] = field(default_factory=Counter)
 
     def traced(self, request: Request) -> AbstractContextManager[CallTrace | None]:
         """The trace of a call, where calls are traced, and a block that may fail."""
@@ -62,17 +60,10 @@ class ApiState:
 
     def admit(self, key: int) -> None:
         """Raise what a new generation call is to be answered with, if it cannot be taken."""
-        if self.draining:
-            raise ApiError(503, "the server is draining and takes no new requests", code="draining")
+        self.calls.check_draining()
         if not self.client.ready:
             raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
-        limit = self.config.max_concurrency
-        if self.num_calls >= limit:
-            raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
-        limit = self.config.max_concurrency_per_key or limit
-        if self.calls_by_key[key] >= limit:
-            message = f"{limit} requests of this key are open, the limit"
-            raise ApiError(429, message, code="max_concurrency_per_key")
+        self.calls.check_limits(key)
         pending = self.config.max_pending
         if pending is not None and self.client.num_pending >= pending * self.client.num_ready:
             raise ApiError(429, "too many requests wait for their first token", code="queue_full")
@@ -122,8 +113,7 @@ class GenerationResponse(Response):
                 trace.end(generation.usage(), [], error)
             await send_error(send, error)
             return
-        self._state.num_calls += 1
-        self._state.calls_by_key[self._key] += 1
+        self._state.calls.begin(self._key)
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.
@@ -137,8 +127,7 @@ class GenerationResponse(Response):
             watcher.cancel()
             generation.close()
             self._state.client.abort(stream.request_ids)
-            self._state.num_calls -= 1
-            self._state.calls_by_key[self._key] -= 1
+            self._state.calls.end(self._key)
             if trace is not None:
                 reasons = [choice.reason for choice in generation.choices]
                 trace.end(generation.usage(), reasons, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,13 +13,11 @@ from typing import Any
 from tokenmill.core.config import RouteConfig, RouterConfig
 from tokenmill.sched.router import Decision, NoWorkerError, Router
 from tokenmill.serve.backend import Backend, ask_models, base_urls
-from tokenmill.serve.floor_view import Choice, FloorView, WorkerView, decision_view
+from tokenmill.serve.floor_view import Choices, FloorView, WorkerView
 from tokenmill.serve.route_prompt import RoutedPrompt
 from tokenmill.serve.upstream import Headers, UpstreamError
 
 _log = logging.getLogger(__name__)
-
-NUM_DECISIONS = 64  # that are remembered
 
 
 @dataclass(slots=True)
@@ -44,7 +41,7 @@ class Backends:
         self._router = Router(replace(router, events=False))
         made = [Backend(url, config, self._on_change) for url in base_urls(config.backends)]
         self._all = {backend.name: backend for backend in made}
-        self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
+        self._choices = Choices()
         self._numbers = count(1)
         self.num_moved = 0  # calls that a second backend was tried for
 
@@ -74,10 +71,7 @@ class Backends:
         attempt = Attempt(call_id, self._all[decision.worker], decision)
         self._count(attempt)
         self.num_moved += bool(tried)
-        if len(decision.workers) > 1:
-            self._choices.append(Choice(call_id, time.time(), 0, decision))
-            if _log.isEnabledFor(logging.DEBUG):
-                _log.debug("%s -> %s: %s", call_id, decision.worker, decision.terms())
+        self._choices.add(call_id, decision)
         return attempt
 
     def _count(self, attempt: Attempt) -> None:
@@ -136,7 +130,7 @@ class Backends:
             num_held=0,
             migrations=self.num_moved,
             workers=[self._worker_view(backend) for backend in self._all.values()],
-            decisions=[decision_view(choice) for choice in self._choices],
+            decisions=self._choices.views(),
         )
 
     def _left_out(self, model: str, tried: Collection[str], now_s: float) -> Collection[str]:

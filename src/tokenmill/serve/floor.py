@@ -14,33 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from tokenmill.core.config import FloorConfig, RouterConfig, RouterPolicy
 from tokenmill.core.kv import PREFILLED
-from tokenmill.core.types import (
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    TokenmillError,
-)
+from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput, TokenmillError
 from tokenmill.sched.blocks import U64
 from tokenmill.sched.disaggregate import DisaggregationRule
 from tokenmill.sched.rates import match_rates
 from tokenmill.sched.router import Decision, Router
-from tokenmill.serve.floor_view import Choice, FloorView, decision_view, worker_view
+from tokenmill.serve.floor_view import Choices, FloorView, worker_view
 from tokenmill.serve.handover import Handovers
 from tokenmill.serve.kv_wire import KVConnected, KVNotices, KVReceived, LeasesExpired
 from tokenmill.serve.open_request import OpenRequest, end, seeded
 from tokenmill.serve.place import Place, Role
 from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.routers import Routers
-from tokenmill.serve.staff import PREFIXES, Staff
+from tokenmill.serve.staff import PREFIXES, Staff, agreed, roles_of
 from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
     Abort,
@@ -53,12 +44,10 @@ from tokenmill.serve.wire import (
     Spawn,
     Submit,
     WorkerDownError,
-    WorkerStartError,
 )
 
 _log = logging.getLogger(__name__)
 
-NUM_DECISIONS = 64  # that are remembered
 RETRY_S = 0.25  # before a request that a full worker refused is routed again
 POLL_S = 0.02
 BUSY = ("queue_full", "draining")  # why a worker may refuse what another would take
@@ -97,7 +86,7 @@ class Floor:
         self._suspects = Suspects(self.config.max_migrations)
         self._held: list[str] = []
         self._retry: asyncio.TimerHandle | None = None
-        self._choices: deque[Choice] = deque(maxlen=NUM_DECISIONS)
+        self._choices = Choices()
         self._draining = False
         self._changing = asyncio.Lock()
         self.facts: ModelFacts | None = None
@@ -133,12 +122,7 @@ class Floor:
 
     async def start(self) -> ModelFacts:
         """Start all workers; raises WorkerStartError when one does not come up."""
-        config = self.config
-        counts: dict[Role, int] = {"both": config.workers}
-        if config.prefill or config.decode:
-            counts = {"prefill": config.prefill, "decode": config.decode}
-        roles = [role for role in counts for _ in range(counts[role])]
-        await self._staff.start(roles, self._handovers.settled)
+        await self._staff.start(roles_of(self.config), self._handovers.settled)
         assert self.facts is not None
         return self.facts
 
@@ -221,7 +205,7 @@ class Floor:
             num_held=sum(entry.place is None for entry in self._open.values()),
             migrations=self.num_migrations,
             workers=[worker_view(p, self._routers.of(p), self._entries_at(p)) for p in places],
-            decisions=[decision_view(choice) for choice in self._choices],
+            decisions=self._choices.views(),
             transfers=self._handovers.num_received,
             failed_transfers=self._handovers.num_failed,
             transferred_bytes=sum(place.received_bytes() for place in places),
@@ -301,27 +285,14 @@ class Floor:
         """A worker takes requests from now on; those that waited for one go first."""
         if self._places.get(place.name) is not place or place.facts is None:
             return
-        if self.facts is None:
-            self.facts = place.facts
         self._handovers.check(place, self._places.values())
-        self._check(place.facts)
+        self.facts = agreed(self.facts or place.facts, place.facts)
         if self._routers.outdated(len(self._places)):
             self._renew_routers()
         elif place.state == "ready":
             self._routers.introduce(place)
         self._handovers.connect(place, self._places.values())
         self._assign_held()
-
-    def _check(self, facts: ModelFacts) -> None:
-        """Workers must agree on what a token and a block are."""
-        known = self.facts
-        assert known is not None
-        for name in ("vocab_size", "block_size"):
-            ours, theirs = getattr(known, name), getattr(facts, name)
-            if ours != theirs:
-                raise WorkerStartError(f"{name}: the floor has {ours}, a new worker {theirs}")
-        if facts.max_model_len < known.max_model_len:
-            self.facts = msgspec.structs.replace(known, max_model_len=facts.max_model_len)
 
     def on_down(self, place: Place) -> None:
         """Whatever the worker had goes on elsewhere."""
@@ -469,12 +440,7 @@ class Floor:
         if computes:
             place.num_prompt_tokens += decision.num_prompt_tokens
             place.num_overlap_tokens += decision.num_cached_tokens
-        if len(decision.workers) > 1:
-            request_id = entry.request.request_id
-            choice = Choice(request_id, time.time(), len(entry.token_ids), decision)
-            self._choices.append(choice)
-            if _log.isEnabledFor(logging.DEBUG):
-                _log.debug("%s -> %s: %s", request_id, place.name, decision.terms())
+        self._choices.add(entry.request.request_id, decision, len(entry.token_ids))
 
     def _dispatch(self, place: Place, output: RequestOutput) -> None:
         entry = self._sent.get(output.request_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import time
+from collections import deque
 
 import msgspec
 
@@ -10,6 +12,10 @@ from tokenmill.sched.rates import RateMatch
 from tokenmill.sched.router import Decision, Router
 from tokenmill.serve.open_request import OpenRequest
 from tokenmill.serve.place import Place
+
+_log = logging.getLogger(__name__)
+
+NUM_DECISIONS = 64  # that are remembered
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -68,27 +74,33 @@ class FloorView(msgspec.Struct, frozen=True):
     rates: RateMatch | None = None  # where there are prefill and decode workers
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A routing decision, when it was, and what it was for."""
+class Choices:
+    """The latest decisions of routers that had a choice."""
 
-    request_id: str
-    time_s: float
-    num_resumed: int
-    decision: Decision
+    def __init__(self) -> None:
+        self._latest: deque[tuple[str, float, int, Decision]] = deque(maxlen=NUM_DECISIONS)
 
+    def add(self, request_id: str, decision: Decision, num_resumed: int = 0) -> None:
+        """Note a decision of now for a request that has so many tokens already."""
+        if len(decision.workers) > 1:
+            self._latest.append((request_id, time.time(), num_resumed, decision))
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("%s -> %s: %s", request_id, decision.worker, decision.terms())
 
-def decision_view(choice: Choice) -> DecisionView:
-    decision = choice.decision
-    return DecisionView(
-        request_id=choice.request_id,
-        time_s=choice.time_s,
-        worker=decision.worker,
-        prompt_tokens=decision.num_prompt_tokens,
-        cached_tokens=decision.num_cached_tokens,
-        resumed_tokens=choice.num_resumed,
-        terms=decision.terms(),
-    )
+    def views(self) -> list[DecisionView]:
+        """Each of them, the oldest first."""
+        return [
+            DecisionView(
+                request_id=request_id,
+                time_s=time_s,
+                worker=decision.worker,
+                prompt_tokens=decision.num_prompt_tokens,
+                cached_tokens=decision.num_cached_tokens,
+                resumed_tokens=num_resumed,
+                terms=decision.terms(),
+            )
+            for request_id, time_s, num_resumed, decision in self._latest
+        ]
 
 
 def worker_view(place: Place, router: Router, entries: list[OpenRequest]) -> WorkerView:

@@ -9,13 +9,14 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
 from tokenmill.core.config import FloorConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.serve.api import create_app
+from tokenmill.serve.api_access import Calls
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.supervisor import open_placement
 from tokenmill.serve.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ async def _run(
                 on_listening(url_of(listener), facts)
             gave_up = await signals.interrupt(client.gave_up.wait())
             client.drain()
-            await drain(app.state.api, config.drain_timeout_s, signals)
+            await drain(app.state.api.calls, config.drain_timeout_s, signals)
             client.fail_open("the server is shutting down", "shutdown")
         if gave_up:
             raise ServerError("the engine keeps stopping; see its messages above")
@@ -127,19 +128,12 @@ async def listening(app: Any, listener: socket.socket) -> AsyncIterator[None]:
         await serving
 
 
-class Calls(Protocol):
-    """What the calls of an app share."""
-
-    draining: bool
-    num_calls: int
-
-
-async def drain(state: Calls, timeout_s: float, signals: Signals) -> None:
+async def drain(calls: Calls, timeout_s: float, signals: Signals) -> None:
     """Refuse new calls and let the open ones finish; a second signal or the timeout ends that."""
-    state.draining = True
+    calls.draining = True
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    while state.num_calls and loop.time() < deadline_s and signals.count < 2:
+    while calls.num_open and loop.time() < deadline_s and signals.count < 2:
         await asyncio.sleep(POLL_S)
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.serve.api_access import Calls
 from tokenmill.serve.api_route import RouteApp, RouteState
 from tokenmill.serve.backends import Backends
 from tokenmill.serve.floor_view import FloorView
@@ -58,7 +59,7 @@ async def _run(
 ) -> None:
     signals = Signals()
     backends = Backends(route_config, router)
-    state = RouteState(backends, tokenizer, config, tracing)
+    state = RouteState(backends, tokenizer, config, Calls(config), tracing)
     try:
         await signals.interrupt(backends.start())
         app = RouteApp(state)
@@ -67,6 +68,6 @@ async def _run(
             if on_listening is not None:
                 on_listening(url_of(listener), backends.view())
             await signals.wait()
-            await drain(state, config.drain_timeout_s, signals)
+            await drain(state.calls, config.drain_timeout_s, signals)
     finally:
         await backends.close()

@@ -6,12 +6,32 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from tokenmill.core.config import FloorConfig
 from tokenmill.core.types import EngineStats, add_stats
 from tokenmill.serve.place import Owner, Place, Role
-from tokenmill.serve.wire import Spawn
+from tokenmill.serve.wire import ModelFacts, Spawn, WorkerStartError
 
 PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
+
+
+def roles_of(config: FloorConfig) -> list[Role]:
+    """The role of each worker that a floor starts with."""
+    counts: dict[Role, int] = {"both": config.workers}
+    if config.prefill or config.decode:
+        counts = {"prefill": config.prefill, "decode": config.decode}
+    return [role for role in counts for _ in range(counts[role])]
+
+
+def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
+    """What holds for all workers, who must agree on what a token and a block are."""
+    for name in ("vocab_size", "block_size"):
+        ours, theirs = getattr(known, name), getattr(new, name)
+        if ours != theirs:
+            raise WorkerStartError(f"{name}: the floor has {ours}, a new worker {theirs}")
+    max_model_len = min(known.max_model_len, new.max_model_len)
+    return msgspec.structs.replace(known, max_model_len=max_model_len)
 
 
 class Staff:

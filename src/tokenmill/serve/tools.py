@@ -17,9 +17,9 @@ from tokenmill.serve.parsers import (
     RequiredCallsParser,
     ToolParser,
     detect_tool_parser,
-    tool_choice_schema,
 )
 from tokenmill.serve.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from tokenmill.serve.tool_schema import tool_choice_schema
 
 Message = dict[str, Any]
 

@@ -1,0 +1,128 @@
+"""The benchmarks of MLPerf Inference v6.0 as data.
+
+Limits are those of LoadGen's mlperf.conf, which decides; the rest is the submission checker's
+(tools/submission/submission_checker/constants.py) and the reference code's, all in
+mlcommons/inference. Where the written rules say otherwise, the files that runs use were taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the percentile of a latency-bound run may not exceed."""
+
+    ttft_ms: int
+    tpot_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One benchmark of the round."""
+
+    name: str
+    key: str  # in mlperf.conf; "-interactive" is added for that scenario
+    model: str  # the only one that a closed submission may run
+    num_samples: int
+    max_output: int
+    server: Limits
+    interactive: Limits
+    temperature: float = 0.0
+    output_len: int | None = None  # of synthetic samples; None: the column of the lengths
+    output_scale: float = 1.0  # of that column
+    # The reference's figures; ACCURACY_SHARE of each must be reached.
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_sample: float | None = None  # the reference's; 10 % either way are allowed
+    gen_len: int | None = None  # characters of all its answers, likewise
+    folder: str = ""  # of results, where it is not the name
+    # Where accuracy runs have a set and a cap of their own.
+    accuracy_samples: int | None = None
+    accuracy_output: int | None = None
+
+    def limits(self, scenario: str) -> Limits | None:
+        """None where the scenario has no latency limit."""
+        return {"Server": self.server, "Interactive": self.interactive}.get(scenario)
+
+    def key_of(self, scenario: str) -> str:
+        return self.key + "-interactive" * (scenario == "Interactive")
+
+
+ACCURACY_SHARE, TOKENS_SHARE = 0.99, 0.1
+
+# Output lengths: llama3.1-8b's column is the human summary, but runs fill the cap of 128;
+# gpt-oss has no column, 1278 is the reference's mean; llama2-70b's column has a mean of 218.9, the
+# reference model's answers 294.45; deepseek-r1's is raw and is capped at 20,000.
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="deepseek-r1",
+            key="deepseek-r1",
+            model="deepseek-ai/DeepSeek-R1",
+            num_samples=4388,
+            max_output=20_000,
+            server=Limits(2000, 80),
+            interactive=Limits(1500, 15),
+            accuracy={"exact_match": 81.3582},
+            tokens_per_sample=3886.2274,
+        ),
+        Preset(
+            name="gpt-oss-120b",
+            key="gpt-oss-120b",
+            model="openai/gpt-oss-120b",
+            num_samples=6396,
+            max_output=10_240,
+            server=Limits(3000, 80),
+            interactive=Limits(2000, 15),
+            temperature=1.0,
+            output_len=1278,
+            accuracy={"exact_match": 83.13},
+            accuracy_samples=4395,
+            accuracy_output=32_768,
+        ),
+        Preset(
+            name="llama3.1-8b",
+            key="llama3_1-8b",
+            model="meta-llama/Llama-3.1-8B-Instruct",
+            num_samples=13_368,
+            max_output=128,
+            server=Limits(2000, 100),
+            interactive=Limits(500, 30),
+            output_len=128,
+            accuracy={
+                "rouge1": 38.7792,
+                "rouge2": 15.9075,
+                "rougeL": 24.4957,
+                "rougeLsum": 35.793,
+            },
+            gen_len=8_167_644,
+        ),
+        Preset(
+            name="llama3.1-405b",
+            key="llama3_1-405b",
+            model="meta-llama/Llama-3.1-405B-Instruct",
+            num_samples=8313,
+            max_output=2000,
+            server=Limits(6000, 175),
+            interactive=Limits(4500, 80),
+            accuracy={"rougeL": 21.6666, "exact_match": 90.1335},
+            tokens_per_sample=684.68,
+        ),
+        Preset(
+            name="llama2-70b",
+            key="llama2-70b",
+            model="meta-llama/Llama-2-70b-chat-hf",
+            num_samples=24_576,
+            max_output=1024,
+            server=Limits(2000, 200),
+            interactive=Limits(450, 40),
+            output_scale=294.45 / 218.9,
+            accuracy={"rouge1": 44.4312, "rouge2": 22.0352, "rougeL": 28.6162},
+            tokens_per_sample=294.45,
+            folder="llama2-70b-99",
+        ),
+    )
+}

@@ -1,0 +1,80 @@
+"""What every front answers alike: errors, /health, /version and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.serve.api_access import Calls
+from tokenmill.serve.errors import ApiError, of_invalid
+from tokenmill.serve.metrics import CONTENT_TYPE
+from tokenmill.serve.responses import Health, Version, json_encode
+
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+
+
+def exception_handlers() -> dict[Any, Handler]:
+    """Every error as OpenAI's clients know it."""
+
+    async def api_error(_request: Request, error: Exception) -> Response:
+        answer = _as_api_error(error)
+        headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
+        return Response(answer.body(), answer.status, headers, "application/json")
+
+    return {
+        ApiError: api_error,
+        InvalidRequestError: api_error,
+        HTTPException: api_error,
+        Exception: api_error,
+    }
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return of_invalid(error)
+        case HTTPException(status_code=404):
+            return ApiError(404, "there is no such route", code="unknown_route")
+        case HTTPException(status_code=status, detail=detail):
+            return ApiError(status, str(detail))
+        case _:
+            return ApiError(500, "internal error", code="internal_error")
+
+
+def json_response(answer: object) -> Response:
+    """200 with a struct or plain data as JSON."""
+    return Response(json_encode(answer), media_type="application/json")
+
+
+def add_operations(
+    app: FastAPI,
+    calls: Calls,
+    fault: Callable[[], ApiError | None],
+    metrics: Callable[[], Awaitable[bytes]],
+) -> None:
+    """Add GET /health, which answers the `fault` if there is one, /version and /metrics."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        if calls.draining:
+            raise ApiError(503, "the server is draining", code="draining")
+        error = fault()
+        if error is not None:
+            raise error
+        return json_response(Health())
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        return json_response(Version(version=version("tokenmill")))
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(await metrics(), media_type=CONTENT_TYPE)
