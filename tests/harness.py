@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tokenmill.core.types import Request, SamplingParams
-from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.engine.model import allocate_kv_cache
+from tokenmill.engine.runner import ModelRunner
 from tokenmill.models import MODELS
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence

@@ -9,7 +9,8 @@ import torch
 
 from tokenmill.core.types import Request
 from tokenmill.engine import calibrate
-from tokenmill.engine.runner import ModelRunner, allocate_kv_cache
+from tokenmill.engine.model import allocate_kv_cache
+from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import matmul
 from tokenmill.layers.linear import Linear
 from tokenmill.models import decoder, llama

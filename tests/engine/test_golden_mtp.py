@@ -17,8 +17,8 @@ from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, StructuredOutput
 from tokenmill.engine.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.launched import Ahead
 from tokenmill.engine.prompt_graphs import Prompted, PromptGraphs
-from tokenmill.engine.runner import Ahead
 from tokenmill.sched.sequence import Batch, Item
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)

@@ -16,7 +16,7 @@ from draft_heads import forgetful, save_head
 from driver import build, complete
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import SamplingParams
-from tokenmill.engine.runner import Launched
+from tokenmill.engine.launched import Launched
 from tokenmill.engine.sampling import filtered_probs
 
 VOCAB, LENGTH, NUM_SAMPLES = 5, 3, 1500

@@ -20,7 +20,7 @@ from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.engine.kv_link import KVLink, geometry
 from tokenmill.engine.kv_transfer import OwnConnector, Run
-from tokenmill.engine.runner import allocate_kv_cache
+from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.models.weights import open_checkpoint
 
 ORDERS = ("contiguous", "scattered")

@@ -32,12 +32,13 @@ from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.kv_ranks import CrewLink
 from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, OwnEngine
+from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
 from tokenmill.engine.mtp import Drafter
 from tokenmill.engine.rank_models import OwnModel, SharedDrafter, SharedModel
 from tokenmill.engine.rank_wire import pack_setup
 from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.engine.relaxed import Relaxed
-from tokenmill.engine.runner import KVCache, Model, ModelRunner, allocate_kv_cache
+from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.setup import Setup
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from tokenmill.engine.graphs import ladder
+from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.drafts import accept_drafts, advance_drafts
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item, Sequence, num_drafts
-
-if TYPE_CHECKING:
-    from tokenmill.engine.runner import KVCache, Model
 
 MAX_SIZE = 64  # sequences of the largest graph: larger batches are better off without drafts
 

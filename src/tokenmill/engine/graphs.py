@@ -6,18 +6,16 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from tokenmill.engine.inputs import InputBuilder, newest_token
+from tokenmill.engine.model import KVCache, Model
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, place_tokens, plan_tiles
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Sequence
-
-if TYPE_CHECKING:
-    from tokenmill.engine.runner import KVCache, Model
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger(__name__)

@@ -11,17 +11,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-import torch
-
 from tokenmill.core.kv import KVAddress, KVWay
 from tokenmill.core.spec import ModelSpec
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.kv_transfer import KVTransfer, OwnConnector, Run, TransferError
+from tokenmill.engine.model import KVCache
 from tokenmill.engine.rank_wire import Message, pack_address, send, unpack_address
 from tokenmill.sched.scheduler import Scheduler
-
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class CrewLink:

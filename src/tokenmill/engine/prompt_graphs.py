@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from tokenmill.engine.inputs import InputBuilder
+from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.attention import QueryTiles, plan_tiles
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item
-
-if TYPE_CHECKING:
-    from tokenmill.engine.runner import KVCache, Model
 
 SIZES = (32, 64, 128, 256)  # tokens; a prompt is padded up to the next one
 _FIELDS = 5  # context, slot, last row, tokens that are known, tokens that the blocks hold

@@ -15,10 +15,10 @@ import torch
 from tokenmill.core.types import RanksLostError
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.kv_ranks import RankReader
+from tokenmill.engine.model import KVCache, RankModel
 from tokenmill.engine.mtp import Cache, Drafter
 from tokenmill.engine.rank_wire import Message, pack_step, step_size, unpack_step
 from tokenmill.engine.rebalance import Rebalancer
-from tokenmill.engine.runner import KVCache, RankModel
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.parallel import Ranks
 

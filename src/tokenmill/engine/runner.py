@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
-
 import numpy as np
 import torch
 
-from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
-from tokenmill.engine.device_sampling import DeviceSampler, Sampled
+from tokenmill.engine.device_sampling import DeviceSampler
 from tokenmill.engine.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
-from tokenmill.engine.kv_shared import SharedPages
+from tokenmill.engine.launched import Ahead, Launched
+from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Drafter, Proposer, count_accepted
 from tokenmill.engine.prompt_graphs import PromptGraphs
 from tokenmill.engine.relaxed import Relaxed
@@ -27,153 +23,9 @@ from tokenmill.engine.sampling import (
     is_penalised,
     sampled_rows,
 )
-from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.layers.experts import RoutedExperts
-from tokenmill.layers.linear import Linear
-from tokenmill.layers.residual import Residual
-from tokenmill.parallel import Layout
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]
-KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
-
-
-class Model(Protocol):
-    """What a model family offers the runner."""
-
-    spec: ModelSpec
-    stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
-
-    @property
-    def linears(self) -> list[Linear]: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor: ...
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
-class RankModel(Model, Protocol):
-    """One rank's part of a model."""
-
-    layout: Layout
-    norm: torch.Tensor  # the final one, in the stream's type
-
-    @property
-    def experts(self) -> list[RoutedExperts]: ...
-    def assist(self) -> None: ...
-
-
-def allocate_kv_cache(
-    spec: ModelSpec,
-    num_blocks: int,
-    block_size: int,
-    device: str = "cpu",
-    dtype: str = "fp32",
-    pages: SharedPages | None = None,
-) -> KVCache:
-    """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
-
-    On CPU numpy asks the system for zeroed pages, which take no memory before their first use;
-    `pages` has such that other processes can read.
-    """
-    key_dim, value_dim = spec.cache_dims
-    on_cpu = torch.device(device).type == "cpu"
-    keys = (key_dim, block_size) if on_cpu else (block_size, key_dim)
-
-    def zeros(block: tuple[int, int]) -> torch.Tensor:
-        shape = (num_blocks, spec.num_kv_heads, *block)
-        if on_cpu:
-            return torch.from_numpy(pages.zeros(shape) if pages else np.zeros(shape, np.float32))
-        return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
-
-    return [(zeros(keys), zeros((block_size, value_dim))) for _ in range(spec.num_layers)]
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step under way; wait() returns its result when all it writes is written."""
-
-    result: StepResult
-    ready: list[int] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)  # of the ready items, verified here
-    stride: int | None = None  # tokens of each ready item, where there are more than it verifies
-    tokens: torch.Tensor | None = None  # on the host once `done` has happened
-    done: torch.cuda.Event | None = None
-    sampled: Sampled | None = None  # what else the sampler computed
-    logprobs: list[TokenLogprobs | None] | None = None  # those of the host's sampler
-    proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
-    relaxed: dict[int, int] = field(default_factory=dict)  # by row of tokens: row of `changed`
-    changed: torch.Tensor | None = None  # 1 where relaxed acceptance took a draft instead
-
-    def wait(self) -> StepResult:
-        """The tokens of the items that sampled, and their log-probabilities."""
-        if self.done is not None:
-            self.done.synchronize()
-        if self.tokens is not None:
-            tokens = self.tokens.flatten().tolist()
-            if min(tokens) < 0:
-                raise FloatingPointError("the largest logit of a row is not finite")
-            logprobs = self.sampled.finish(tokens) if self.sampled is not None else self.logprobs
-            self._fill(tokens, logprobs)
-        return self.result
-
-    def _fill(self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
-        """Put the accepted drafts of the ready items and one token more into the result."""
-        result, first = self.result, 0
-        changed = [] if self.changed is None else self.changed.tolist()
-        if logprobs is not None and any(entry is not None for entry in logprobs):
-            result.logprobs = [None] * len(result.token_ids)
-        for index, drafts in zip(self.ready, self.drafts, strict=True):
-            last = first
-            for draft in drafts:
-                if tokens[last] != draft:
-                    break
-                result.num_relaxed += changed[self.relaxed[last]] if last in self.relaxed else 0
-                last += 1
-            result.token_ids[index] = tokens[first : last + 1]
-            if result.logprobs is not None and logprobs is not None:
-                entries = [entry for entry in logprobs[first : last + 1] if entry is not None]
-                result.logprobs[index] = entries or None
-            first += self.stride or len(drafts) + 1
-        if self.proposed is not None:
-            result.draft_ids = [[] for _ in result.token_ids]
-            for index, proposed in zip(self.ready, self.proposed.tolist(), strict=True):
-                result.draft_ids[index] = proposed
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """A step that was launched before anybody asked for it, from what the device alone knows."""
-
-    graphs: DraftGraphs
-    seqs: list[Sequence]
-    blocks: list[list[int]]  # of each, when it was launched
-    host: torch.Tensor
-    done: torch.cuda.Event | None
-
-    def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
-        """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
-        size = graphs.builder.block_size
-        return (
-            self.graphs is graphs
-            and len(self.seqs) == len(batch.items)
-            and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
-            and all(
-                known is seq and _agree(blocks, seq.block_ids, seq.num_computed_tokens + n, size)
-                for known, blocks, (seq, n) in zip(self.seqs, self.blocks, batch.items, strict=True)
-            )
-        )
-
-
-def _agree(a: list[int], b: list[int], num_tokens: int, block_size: int) -> bool:
-    """True if both have the same blocks for so many tokens; those of the last ones may differ."""
-    last = (num_tokens - 1) // block_size
-    first = max(0, last - 1)  # a step has fewer tokens than a block, or it is not launched ahead
-    return len(a) > last and a[first : last + 1] == b[first : last + 1]
 
 
 def _counts_pending(seq: SampledRow) -> bool:

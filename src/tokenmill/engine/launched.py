@@ -1,0 +1,95 @@
+"""Steps under way: what their results are made of, and the one that runs ahead of its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenmill.core.types import StepResult, TokenLogprobs
+from tokenmill.engine.device_sampling import Sampled
+from tokenmill.engine.draft_graphs import DraftGraphs
+from tokenmill.sched.sequence import Batch, Sequence
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step under way; wait() returns its result when all it writes is written."""
+
+    result: StepResult
+    ready: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)  # of the ready items, verified here
+    stride: int | None = None  # tokens of each ready item, where there are more than it verifies
+    tokens: torch.Tensor | None = None  # on the host once `done` has happened
+    done: torch.cuda.Event | None = None
+    sampled: Sampled | None = None  # what else the sampler computed
+    logprobs: list[TokenLogprobs | None] | None = None  # those of the host's sampler
+    proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
+    relaxed: dict[int, int] = field(default_factory=dict)  # by row of tokens: row of `changed`
+    changed: torch.Tensor | None = None  # 1 where relaxed acceptance took a draft instead
+
+    def wait(self) -> StepResult:
+        """The tokens of the items that sampled, and their log-probabilities."""
+        if self.done is not None:
+            self.done.synchronize()
+        if self.tokens is not None:
+            tokens = self.tokens.flatten().tolist()
+            if min(tokens) < 0:
+                raise FloatingPointError("the largest logit of a row is not finite")
+            logprobs = self.sampled.finish(tokens) if self.sampled is not None else self.logprobs
+            self._fill(tokens, logprobs)
+        return self.result
+
+    def _fill(self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
+        """Put the accepted drafts of the ready items and one token more into the result."""
+        result, first = self.result, 0
+        changed = [] if self.changed is None else self.changed.tolist()
+        if logprobs is not None and any(entry is not None for entry in logprobs):
+            result.logprobs = [None] * len(result.token_ids)
+        for index, drafts in zip(self.ready, self.drafts, strict=True):
+            last = first
+            for draft in drafts:
+                if tokens[last] != draft:
+                    break
+                result.num_relaxed += changed[self.relaxed[last]] if last in self.relaxed else 0
+                last += 1
+            result.token_ids[index] = tokens[first : last + 1]
+            if result.logprobs is not None and logprobs is not None:
+                entries = [entry for entry in logprobs[first : last + 1] if entry is not None]
+                result.logprobs[index] = entries or None
+            first += self.stride or len(drafts) + 1
+        if self.proposed is not None:
+            result.draft_ids = [[] for _ in result.token_ids]
+            for index, proposed in zip(self.ready, self.proposed.tolist(), strict=True):
+                result.draft_ids[index] = proposed
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before anybody asked for it, from what the device alone knows."""
+
+    graphs: DraftGraphs
+    seqs: list[Sequence]
+    blocks: list[list[int]]  # of each, when it was launched
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
+        """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
+        size = graphs.builder.block_size
+        return (
+            self.graphs is graphs
+            and len(self.seqs) == len(batch.items)
+            and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
+            and all(
+                known is seq and _agree(blocks, seq.block_ids, seq.num_computed_tokens + n, size)
+                for known, blocks, (seq, n) in zip(self.seqs, self.blocks, batch.items, strict=True)
+            )
+        )
+
+
+def _agree(a: list[int], b: list[int], num_tokens: int, block_size: int) -> bool:
+    """True if both have the same blocks for so many tokens; those of the last ones may differ."""
+    last = (num_tokens - 1) // block_size
+    first = max(0, last - 1)  # a step has fewer tokens than a block, or it is not launched ahead
+    return len(a) > last and a[first : last + 1] == b[first : last + 1]

@@ -1,0 +1,74 @@
+"""What the runner asks of a model, and the KV cache it gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tokenmill.core.spec import ModelSpec
+from tokenmill.engine.kv_shared import SharedPages
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.experts import RoutedExperts
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.residual import Residual
+from tokenmill.parallel import Layout
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class Model(Protocol):
+    """What a model family offers the runner."""
+
+    spec: ModelSpec
+    stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
+
+    @property
+    def linears(self) -> list[Linear]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor: ...
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class RankModel(Model, Protocol):
+    """One rank's part of a model."""
+
+    layout: Layout
+    norm: torch.Tensor  # the final one, in the stream's type
+
+    @property
+    def experts(self) -> list[RoutedExperts]: ...
+    def assist(self) -> None: ...
+
+
+def allocate_kv_cache(
+    spec: ModelSpec,
+    num_blocks: int,
+    block_size: int,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    pages: SharedPages | None = None,
+) -> KVCache:
+    """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
+
+    On CPU numpy asks the system for zeroed pages, which take no memory before their first use;
+    `pages` has such that other processes can read.
+    """
+    key_dim, value_dim = spec.cache_dims
+    on_cpu = torch.device(device).type == "cpu"
+    keys = (key_dim, block_size) if on_cpu else (block_size, key_dim)
+
+    def zeros(block: tuple[int, int]) -> torch.Tensor:
+        shape = (num_blocks, spec.num_kv_heads, *block)
+        if on_cpu:
+            return torch.from_numpy(pages.zeros(shape) if pages else np.zeros(shape, np.float32))
+        return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
+
+    return [(zeros(keys), zeros((block_size, value_dim))) for _ in range(spec.num_layers)]
