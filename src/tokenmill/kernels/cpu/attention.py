@@ -14,7 +14,7 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.build import compiled
-from tokenmill.kernels.cpu.pool import float_bits, get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
@@ -225,7 +225,7 @@ def rope_and_cache(
     """Rotate q (times `scale`) and k of qkv[t, .] in place and write k, v into their slots."""
     _, kv_heads, dim, block_size = k_cache.shape
     tokens = qkv.shape[0]
-    rows = max(1, -(-tokens // (4 * get_num_threads())))
+    rows = rows_of_task(tokens, (num_heads + 2 * kv_heads) * dim)
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     launch(
         _rope_kernel,

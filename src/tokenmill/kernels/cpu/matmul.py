@@ -18,7 +18,8 @@ COLUMNS = 16  # of a full tile; what is left is a last, narrower tile
 _TASK_MACS = 500_000  # at least, where there is enough work to go round
 _ROW_BLOCK = 128  # rows of A that stay in L2 while a tile of weights passes over them
 
-_i6x2, _i3x2, _i1x2 = make_int_tile(6, 2), make_int_tile(3, 2), make_int_tile(1, 2)
+_i6x2, _i4x2, _i3x2 = make_int_tile(6, 2), make_int_tile(4, 2), make_int_tile(3, 2)
+_i2x2, _i1x2 = make_int_tile(2, 2), make_int_tile(1, 2)
 _i4x1, _i1x1 = make_int_tile(4, 1), make_int_tile(1, 1)
 _f4x1, _f1x1 = make_f32_tile(4, 1), make_f32_tile(1, 1)
 
@@ -62,12 +63,16 @@ def _int_rows(
     while m >= 6:
         _i6x2(a, lda, w, k, s, ws, b, c, ldc, keep)
         a, c, s, m = a + 6 * lda, c + 6 * ldc, s + 24, m - 6
-    while m >= 3:
+    if m == 4:
+        _i4x2(a, lda, w, k, s, ws, b, c, ldc, keep)
+        m = 0
+    if m >= 3:
         _i3x2(a, lda, w, k, s, ws, b, c, ldc, keep)
         a, c, s, m = a + 3 * lda, c + 3 * ldc, s + 12, m - 3
-    while m >= 1:
+    if m == 2:
+        _i2x2(a, lda, w, k, s, ws, b, c, ldc, keep)
+    if m == 1:
         _i1x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + lda, c + ldc, s + 4, m - 1
 
 
 @compiled

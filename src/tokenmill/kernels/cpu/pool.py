@@ -25,6 +25,7 @@ from tokenmill.kernels.cpu.build import cached, compiled
 # The control block: ticket at 0, tasks done at 64, kernel and args at 128; a cache line each,
 # so that taking a task, finishing one and reading what to run do not disturb each other.
 _POLLS_PER_YIELD = 64  # a yield is a system call; in between a helper sees a launch at once
+_TASK_ELEMENTS = 4096  # of a row-wise kernel: a few microseconds
 _SPINS = 200_000  # idle polls before a helper goes to sleep: a few milliseconds
 _I64 = ir.IntType(64)
 
@@ -174,6 +175,11 @@ def set_num_threads(num_threads: int) -> None:
 
 def get_num_threads() -> int:
     return _POOL.num_threads
+
+
+def rows_of_task(num_rows: int, row_size: int) -> int:
+    """Rows for each task of a row-wise kernel: some tasks a thread, none too small to hand over."""
+    return max(-(-num_rows // (4 * get_num_threads())), -(-_TASK_ELEMENTS // row_size), 1)
 
 
 def task_kernel(body: Callable[[Any, int], None]) -> Any:

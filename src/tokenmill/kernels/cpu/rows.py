@@ -9,7 +9,7 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.build import compiled
-from tokenmill.kernels.cpu.pool import float_bits, get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
@@ -95,7 +95,7 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch over chunks of rows; returns ([m, k] int16 or fp32, [m] scales)."""
     m = x.shape[0]
-    rows = -(-m // (4 * get_num_threads()))
+    rows = rows_of_task(m, k)
     out = torch.empty(m, k, dtype=torch.int16 if limit else torch.float32)
     scales = torch.empty(m)
     launch(
