@@ -10,13 +10,12 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tokenmill.engine.graphs import ladder
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Proposer
-from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.drafts import accept_drafts, advance_drafts
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item, Sequence, num_drafts
@@ -66,7 +65,6 @@ class DraftGraphs:
         self.ids, self.columns = ids.view(-1, depth + 1), self.inputs[len(ids) :].view(4, -1)
         self.columns[1] = self.builder.tables.pad_row
         self.tokens = torch.zeros(self.sizes[-1], depth + 1, dtype=torch.int32, device=device)
-        self._shapes: dict[int, tuple[torch.Tensor, tuple[QueryTiles, ...]]] = {}
         self._graphs: dict[int, Captured] = {}
 
     def capture(self, pool: Any) -> None:
@@ -145,7 +143,7 @@ class DraftGraphs:
         depth, builder = self.depth, self.builder
         contexts, slots, capacities, _ = self.columns[:, :size]
         placed = builder.place(contexts, slots, capacities, 0, depth + 1)
-        starts, tiles = self._shape(size)
+        starts, tiles = builder.even(size, depth + 1)
         batch = builder.attention(*placed, starts, contexts, slots, tiles)
         ids = self.ids[:size].view(-1)
         hidden = self.model.forward(builder.ids(ids), self.layers, batch)
@@ -164,14 +162,3 @@ class DraftGraphs:
         return advance_drafts(
             tokens, drafts, positions, ids, contexts, counts, capacities, self.builder.max_len
         )
-
-    def _shape(self, size: int) -> tuple[torch.Tensor, tuple[QueryTiles, ...]]:
-        """The parts of a batch that are the same every time."""
-        if size not in self._shapes:
-            builder, width = self.builder, self.depth + 1
-            device = builder.device
-            lens = np.full(size, width, np.int64)
-            plans = plan_tiles(lens, builder.group, builder.kv_heads, device.type == "cuda")
-            starts = torch.arange(0, size * width + 1, width, dtype=torch.int32, device=device)
-            self._shapes[size] = starts, tuple(QueryTiles.of(plan, device) for plan in plans)
-        return self._shapes[size]

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from tokenmill.engine.inputs import InputBuilder, newest_token
 from tokenmill.engine.model import KVCache, Model
-from tokenmill.kernels.attention import AttentionBatch, QueryTiles, place_tokens, plan_tiles
+from tokenmill.kernels.attention import AttentionBatch, place_tokens
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Sequence
 
@@ -96,16 +95,16 @@ class DecodeGraphs:
 
     def _attention(self, size: int) -> AttentionBatch:
         """Views of the input buffer; the tiles of single queries are the same in every step."""
-        builder, device = self.builder, self.inputs.device
-        (plan,) = plan_tiles(np.ones(size, np.int64), builder.group, builder.kv_heads, on_gpu=True)
+        builder = self.builder
+        starts, tiles = builder.even(size, 1)
         return AttentionBatch(
             positions=self.inputs[1, :size],
             slots=self.inputs[1, :size],  # replaced in the step
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            query_starts=starts,
             context_lens=self.inputs[1, :size],
             block_tables=builder.tables.tensor,
             table_rows=self.inputs[2, :size],
-            tiles=(QueryTiles.of(plan, device),),
+            tiles=tiles,
         )
 
     def _decode(self, size: int, batch: AttentionBatch) -> Decoded:

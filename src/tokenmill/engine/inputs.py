@@ -17,7 +17,9 @@ from tokenmill.kernels.drafts import place_drafts
 from tokenmill.sched.sequence import Batch, Item, Sequence, num_drafts
 
 _NUM_BUFFERS = 16  # a step takes at most six, and two steps are under way: none is filled too early
-_ALIGN = 4  # int32 per 16 bytes: a pointer's alignment is part of what a Triton kernel is built for
+ALIGN = 4  # int32 per 16 bytes: a pointer's alignment is part of what a Triton kernel is built for
+
+Even = tuple[torch.Tensor, tuple[QueryTiles, ...]]
 
 
 class Staging:
@@ -40,7 +42,7 @@ class Staging:
 
     def send(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
         """The parts as int32 tensors on the device, by one copy that does not wait."""
-        sizes = [len(part) + -len(part) % _ALIGN for part in parts]
+        sizes = [len(part) + -len(part) % ALIGN for part in parts]
         host = self.buffer(sum(sizes))
         array, starts = host.numpy(), np.cumsum([0, *sizes])
         for part, start in zip(parts, starts, strict=False):
@@ -119,6 +121,7 @@ class InputBuilder:
         self.staging = Staging(device)
         self.tables = BlockTables(num_slots, max_blocks, pad_block, device)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self._even: dict[tuple[int, int], Even] = {}
 
     def build(self, batch: Batch) -> Inputs:
         """Flatten the items' new tokens and say where each stands in the cache."""
@@ -199,6 +202,15 @@ class InputBuilder:
     def ids(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids as the model takes them."""
         return token_ids.long() if self.device.type == "cpu" else token_ids
+
+    def even(self, count: int, width: int) -> Even:
+        """Query starts and tiles of `count` sequences with `width` tokens each; made once."""
+        if (count, width) not in self._even:
+            lens, device = np.full(count, width, np.int64), self.device
+            plans = plan_tiles(lens, self.group, self.kv_heads, device.type == "cuda")
+            starts = torch.arange(0, count * width + 1, width, dtype=torch.int32, device=device)
+            self._even[count, width] = starts, tuple(QueryTiles.of(p, device) for p in plans)
+        return self._even[count, width]
 
     def attention(
         self,

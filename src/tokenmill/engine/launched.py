@@ -89,7 +89,7 @@ class Ahead:
 
 
 def _agree(a: list[int], b: list[int], num_tokens: int, block_size: int) -> bool:
-    """True if both have the same blocks for so many tokens; those of the last ones may differ."""
+    """True if both have the same blocks where the last of so many tokens are."""
     last = (num_tokens - 1) // block_size
-    first = max(0, last - 1)  # a step has fewer tokens than a block, or it is not launched ahead
+    first = max(0, last - 1)  # a step has fewer tokens than a block: it lies in two at most
     return len(a) > last and a[first : last + 1] == b[first : last + 1]

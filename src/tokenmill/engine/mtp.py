@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.sampling import argmax
 
 Cache = tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +50,6 @@ class Proposer:
 
     def __init__(self, module: Drafter, cache: Cache, builder: InputBuilder) -> None:
         self.module, self.cache, self.builder = module, cache, builder
-        self._shapes: dict[int, tuple[torch.Tensor, tuple[QueryTiles, ...]]] = {}
 
     def fill(
         self, next_ids: torch.Tensor, states: torch.Tensor, batch: AttentionBatch
@@ -84,19 +82,8 @@ class Proposer:
         self, positions: torch.Tensor, cache_slots: torch.Tensor, slots: torch.Tensor
     ) -> AttentionBatch:
         """One query of each sequence."""
-        starts, tiles = self._singles(slots.shape[0])
+        starts, tiles = self.builder.even(slots.shape[0], 1)
         return self.builder.attention(positions, cache_slots, starts, positions, slots, tiles)
-
-    def _singles(self, count: int) -> tuple[torch.Tensor, tuple[QueryTiles, ...]]:
-        """The parts of such a batch that are the same every time."""
-        if count not in self._shapes:
-            builder, device = self.builder, self.builder.device
-            plans = plan_tiles(
-                np.ones(count, np.int64), builder.group, builder.kv_heads, device.type == "cuda"
-            )
-            starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-            self._shapes[count] = starts, tuple(QueryTiles.of(plan, device) for plan in plans)
-        return self._shapes[count]
 
 
 def _best(logits: torch.Tensor) -> torch.Tensor:

@@ -6,19 +6,16 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from tokenmill.engine.inputs import InputBuilder
+from tokenmill.engine.inputs import ALIGN, InputBuilder
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Proposer
-from tokenmill.kernels.attention import QueryTiles, plan_tiles
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item
 
 SIZES = (32, 64, 128, 256)  # tokens; a prompt is padded up to the next one
 _FIELDS = 5  # context, slot, last row, tokens that are known, tokens that the blocks hold
-_ALIGN = 4  # int32 per 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +47,9 @@ class PromptGraphs:
         self.model, self.layers, self.builder = model, layers, builder
         self.proposer, self.depth = proposer, depth
         self.sizes = [size for size in SIZES if size < builder.max_len]
-        total = SIZES[-1] + _FIELDS * _ALIGN
+        total = SIZES[-1] + _FIELDS * ALIGN
         self.inputs = torch.zeros(total, dtype=torch.int32, device=builder.device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Prompted]] = {}
-        self._shapes = {size: self._shape(size) for size in self.sizes}
 
     def capture(self, pool: Any) -> None:
         """Capture every size, the largest first: the others fit in its memory."""
@@ -86,7 +82,7 @@ class PromptGraphs:
         image = host.numpy()
         image[:num_new] = seq.token_ids[-num_new:]
         image[num_new:size] = 0
-        fields = image[SIZES[-1] :].reshape(_FIELDS, _ALIGN)
+        fields = image[SIZES[-1] :].reshape(_FIELDS, ALIGN)
         context = seq.num_computed_tokens
         fields[:, 0] = (context, seq.slot, num_new - 1, context + num_new, seq.capacity)
         self.inputs.copy_(host, non_blocking=True)
@@ -98,10 +94,10 @@ class PromptGraphs:
 
     def _run(self, size: int) -> Prompted:
         builder, model = self.builder, self.model
-        fields = self.inputs[SIZES[-1] :].view(_FIELDS, _ALIGN)
+        fields = self.inputs[SIZES[-1] :].view(_FIELDS, ALIGN)
         context, slot, last, known, capacity = (field[:1] for field in fields)
         positions, cache_slots = builder.place(context, slot, known, 0, size)
-        starts, tiles = self._shapes[size]
+        starts, tiles = builder.even(1, size)
         batch = builder.attention(positions, cache_slots, starts, context, slot, tiles)
         ids = self.inputs[:size]
         hidden = model.forward(builder.ids(ids), self.layers, batch)
@@ -115,11 +111,3 @@ class PromptGraphs:
                 out.index_select(0, last), context + last, slot, capacity, self.depth
             )
         return Prompted(ids.index_select(0, last), logits, best, slot, drafts)
-
-    def _shape(self, size: int) -> tuple[torch.Tensor, tuple[QueryTiles, ...]]:
-        """The parts of a batch that are the same every time."""
-        builder, device = self.builder, self.builder.device
-        lens = np.array([size], np.int64)
-        plans = plan_tiles(lens, builder.group, builder.kv_heads, device.type == "cuda")
-        starts = torch.tensor([0, size], dtype=torch.int32, device=device)
-        return starts, tuple(QueryTiles.of(plan, device) for plan in plans)

@@ -55,8 +55,9 @@ def norm_pair(
     if use_triton(a, "rms_norm"):
         out: torch.Tensor = triton_kernels("rows").norm_pair(a, b, a_weight, b_weight, eps)
         return out
-    parts = [rms_norm(a, a_weight, eps), rms_norm(b, b_weight, eps)]
-    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)], dim=1)
+    left, right = rms_norm(a, a_weight, eps), rms_norm(b, b_weight, eps)
+    assert isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+    return torch.cat([left, right], dim=1)
 
 
 def silu_mul(

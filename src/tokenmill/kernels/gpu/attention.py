@@ -148,7 +148,7 @@ def _attend(
     MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over KEYS keys at every STRIDE in [begin, end); masked: a query sees few."""
+    """Online softmax over KEYS keys at every STRIDE in [begin, end); MASKED: some are not seen."""
     for span in tl.range(begin, end, STRIDE, num_stages=STAGES):
         place = _place(table, span, end, head, kv_heads, DIM, KEYS, BLOCK, TMA)
         keys = _load_tile(k_cache, place, TMA).to(queries.dtype)

@@ -120,10 +120,14 @@ def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
 
 
 def _launch(k: int, channels: torch.Tensor | None) -> dict[str, int]:
-    block = triton.next_power_of_2(k)
     per_warp = ELEMENTS_PER_WARP if channels is None else GATHERED_PER_WARP
+    return {"CHANNELS": _count(channels), **_whole_row(k, per_warp)}
+
+
+def _whole_row(k: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, int]:
+    block = triton.next_power_of_2(k)
     warps = max(1, min(MAX_WARPS, block // per_warp))
-    return {"BLOCK": block, "CHANNELS": _count(channels), "num_warps": warps, **launch_options()}
+    return {"BLOCK": block, "num_warps": warps, **launch_options()}
 
 
 def _count(channels: torch.Tensor | None) -> int:
@@ -157,9 +161,7 @@ def norm_pair(
     m, k = a.shape
     assert a.is_contiguous() and b.is_contiguous() and a.shape == b.shape and a.dtype == b.dtype
     out = torch.empty(m, 2 * k, dtype=a.dtype, device=a.device)
-    launch = _launch(k, None)
-    del launch["CHANNELS"]
-    _norm_pair_kernel[(m, 2)](a, b, a_weight, b_weight, out, k, eps, **launch)
+    _norm_pair_kernel[(m, 2)](a, b, a_weight, b_weight, out, k, eps, **_whole_row(k))
     return out
 
 
