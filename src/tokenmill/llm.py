@@ -92,6 +92,7 @@ class LLM:
         max_model_len: int | None = None,
         random_weights: bool = False,
         num_threads: int | None = None,
+        draft: str | None = None,
         chat_template: str | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -111,6 +112,7 @@ class LLM:
             random_weights=random_weights,
             max_model_len=max_model_len,
             num_threads=num_threads,
+            draft=draft,
         )
         self.tokenizer: Tokenizer = load_tokenizer(config.model, chat_template)
         self.built = build_engine(

@@ -62,6 +62,14 @@ def test_generate_names_a_prompt_that_is_too_long(
     )
 
 
+def test_generate_names_a_draft_that_is_not_there(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["generate", "Hello", "--model", str(model), "--mtp", "1", "--draft", "no.safetensors"]
+    assert run([*line, *ENGINE]) == 1
+    assert "no.safetensors: expected a .safetensors file" in capsys.readouterr().err
+
+
 def test_chat_keeps_and_forgets_the_conversation(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def load_llm(settings: Settings) -> LLM:
             max_model_len=config.max_model_len,
             random_weights=config.random_weights,
             num_threads=config.num_threads,
+            draft=config.draft,
             chat_template=settings.get("chat-template"),
             cache=settings.build(CacheConfig),
             scheduler=settings.build(SchedulerConfig),
