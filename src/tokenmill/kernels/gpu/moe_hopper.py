@@ -1,12 +1,13 @@
-"""Experts in bfloat16 on Hopper: programs that stay, a ring of tiles, weights as the wider operand.
+"""Experts in bfloat16 on Hopper: programs that stay, a ring of stages, rows stored as tiles lie.
 
-A tile is 256 rows of an expert's W by up to 128 rows of tokens: however few these are, tensor cores
-get whole blocks of 64 rows of W. Four warps copy steps of 64 channels into a ring while two groups
-of four multiply, each 64 rows of either half of W's tile. A stage of the ring is full when the
-bytes of W and each copying thread's rows have come, and empty when both groups have read it. The
-copying warps run ahead into the next tile while a group stores the last one.
+A tile is 256 rows of an expert's W by up to 128 rows of tokens. Four warps copy steps of 64
+channels into a ring while two groups of four multiply. Of 128 rows of tokens each group takes 64,
+by all of W's; of fewer it takes all, by its quarters of either half of W's rows, so that however
+few they are the tensor cores get blocks of 64. A stage is full when the bytes of W and each copying
+thread's rows have come, and empty when both groups have read it. The copying warps run ahead into
+the next tile while a group stores the last one.
 
-The first product takes rows of gate and up of the same channels as the two halves, so that a thread
+The first product takes rows of gate and up of the same channels as the halves of W's tile: a thread
 holds both and stores silu(gate) * up alone. It stores rows in the order of tiles; so the second
 one's rows lie side by side, and its results go where the tokens' choices are.
 """
@@ -36,24 +37,36 @@ from tokenmill.kernels.moe import PackedExperts
 HALF = gl.constexpr(128)  # of the rows of W per tile
 PIECE = gl.constexpr(64)  # of them per group
 STEP = gl.constexpr(64)  # channels per stage of the ring
+MOST_ROWS = gl.constexpr(128)  # of tokens per tile
 COPIERS = gl.constexpr(128)  # threads
 SHARED_BYTES = 226 * 1024  # of the ring and of results
 GROUP = 8  # tiles that share their columns of W in L2
-MOST_ROWS = 128
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LINES = gl.constexpr(gl.SliceLayout(1, COPY.value))
 CHANNELS = gl.constexpr(gl.SliceLayout(0, COPY.value))
+WHOLE_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
 def _find(visit, count, column_tiles, GROUP: gl.constexpr):
-    """The tile of rows and of columns that a program visits."""
+    """The tile of rows and of columns that a program visits; the last ones for all beyond."""
+    visit = gl.minimum(visit, count * column_tiles - 1)
     first = visit // (GROUP * column_tiles) * GROUP
     height = gl.minimum(count - first, GROUP)
     inner = visit % (GROUP * column_tiles)
     return first + inner % height, inner // height
+
+
+@gluon.jit
+def _sources(tiles, tile, SHARE: gl.constexpr, ROWS: gl.constexpr):
+    """Rows of x that a tile has, and which of them are used."""
+    sorted_rows, _, sizes, _ = tiles
+    member = gl.arange(0, ROWS, layout=LINES)
+    valid = member < gl.load(sizes + tile)
+    return gl.load(sorted_rows + tile * ROWS + member, mask=valid, other=0) // SHARE, valid
 
 
 @gluon.jit
@@ -62,25 +75,27 @@ def _copy_tiles(
     SHARE: gl.constexpr, UP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The copying warps: every step of every tile of this program."""
-    sorted_rows, experts, sizes, count = tiles
+    """The copying warps: every step of every tile of this program, each looked up one ahead."""
+    _, experts, _, count = tiles
     weights, values, _ = memory
     full, empty = barriers
-    column_tiles = n // (2 * HALF)
-    member = gl.arange(0, ROWS, layout=LINES)
+    programs, column_tiles = gl.num_programs(0), n // (2 * HALF)
+    tile, column = _find(gl.program_id(0), count, column_tiles, GROUP)
+    expert = gl.load(experts + tile)
+    if UP:
+        source, valid = _sources(tiles, tile, SHARE, ROWS)
     turn = 0
-    for visit in range(gl.program_id(0), count * column_tiles, gl.num_programs(0)):
-        tile, column = _find(visit, count, column_tiles, GROUP)
-        first = gl.load(experts + tile) * n
+    for visit in range(gl.program_id(0), count * column_tiles, programs):
+        next_tile, next_column = _find(visit + programs, count, column_tiles, GROUP)
+        next_expert = gl.load(experts + next_tile)
         if UP:
-            first += column * HALF
+            first = expert * n + column * HALF
             second = first + n // 2
-            valid = member < gl.load(sizes + tile)
-            source = gl.load(sorted_rows + tile * ROWS + member, mask=valid, other=0) // SHARE
             lines = x + (source.to(gl.int64) * k)[:, None]
             lines = lines + gl.arange(0, STEP, layout=CHANNELS)[None, :]
+            next_source, next_valid = _sources(tiles, next_tile, SHARE, ROWS)
         else:
-            first += 2 * column * HALF
+            first = expert * n + 2 * column * HALF
             second = first + HALF
         for start in range(0, k, STEP):
             stage, phase = turn % STAGES, (turn // STAGES & 1) ^ 1
@@ -91,7 +106,8 @@ def _copy_tiles(
             else:
                 mbarrier.expect(ready, 2 * weight.block_type.nbytes + x.block_type.nbytes)
             for i in gl.static_range(2):
-                row, place = second if i else first, weights.index(2 * stage + i)
+                place = weights.index(stage).slice(i * HALF, HALF, dim=0)
+                row = second if i else first
                 tma.async_copy_global_to_shared(weight, [row, start], ready, place)
             if UP:
                 async_copy.async_copy_global_to_shared(
@@ -101,29 +117,32 @@ def _copy_tiles(
             else:
                 tma.async_copy_global_to_shared(x, [tile * ROWS, start], ready, values.index(stage))
             turn += 1
+        tile, column, expert = next_tile, next_column, next_expert
+        if UP:
+            source, valid = next_source, next_valid
 
 
 @gluon.jit
-def _multiply(
+def _multiply_columns(
     memory, barriers, turn, steps,
-    UP: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr,
+    UP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """Two products [PIECE, WIDTH] of one tile: of this group's rows of either half of W."""
+    """This group's rows of either half of W's tile by all rows of tokens: two [PIECE, ROWS]."""
     weights, values, _ = memory
     full, empty = barriers
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    first = gl.zeros([PIECE, WIDTH], gl.float32, layout)
-    second = gl.zeros([PIECE, WIDTH], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    first = gl.zeros([PIECE, ROWS], gl.float32, layout)
+    second = gl.zeros([PIECE, ROWS], gl.float32, layout)
     for step in range(steps):
         stage, phase = turn % STAGES, turn // STAGES & 1
         mbarrier.wait(full.index(stage), phase)
         if UP:
             fence_async_shared()  # rows came by plain copies
-        rows = values.index(stage).slice(0, WIDTH, dim=0).permute((1, 0))
-        half = weights.index(2 * stage).slice(WHO * PIECE, PIECE, dim=0)
-        first = warpgroup_mma(half, rows, first, is_async=True)
-        half = weights.index(2 * stage + 1).slice(WHO * PIECE, PIECE, dim=0)
-        second = warpgroup_mma(half, rows, second, is_async=True)
+        rows, columns = values.index(stage).permute((1, 0)), weights.index(stage)
+        quarter = columns.slice(WHO * PIECE, PIECE, dim=0)
+        first = warpgroup_mma(quarter, rows, first, is_async=True)
+        quarter = columns.slice(HALF + WHO * PIECE, PIECE, dim=0)
+        second = warpgroup_mma(quarter, rows, second, is_async=True)
         first, second = warpgroup_mma_wait(2, deps=(first, second))
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
         turn += 1
@@ -133,10 +152,48 @@ def _multiply(
 
 
 @gluon.jit
-def _store(result, place, target, lines, valid, width):
-    """Store a product's columns as rows."""
-    place.permute((1, 0)).store(result.to(gl.bfloat16))
-    channels = gl.arange(0, PIECE, layout=CHANNELS)
+def _multiply_rows(
+    memory, barriers, turn, steps, UP: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr
+):
+    """This group's rows of tokens by W's tile: [PIECE, HALF] of either half."""
+    weights, values, _ = memory
+    full, empty = barriers
+    acc = gl.zeros([PIECE, 2 * HALF], gl.float32, WHOLE_SUMS)
+    for step in range(steps):
+        stage, phase = turn % STAGES, turn // STAGES & 1
+        mbarrier.wait(full.index(stage), phase)
+        if UP:
+            fence_async_shared()
+        rows = values.index(stage).slice(WHO * PIECE, PIECE, dim=0)
+        acc = warpgroup_mma(rows, weights.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        turn += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+    first, second = acc.reshape([PIECE, 2, HALF]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(first, HALF_SUMS, assert_trivial=True)
+    return first, gl.convert_layout(second, HALF_SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def _skip(barriers, turn, steps, STAGES: gl.constexpr):
+    """A tile without rows of this group."""
+    full, empty = barriers
+    for _ in range(steps):
+        mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
+        mbarrier.arrive(empty.index(turn % STAGES), count=1)
+        turn += 1
+
+
+@gluon.jit
+def _store(result, place, target, lines, valid, width, TURN: gl.constexpr):
+    """Store a product, or its columns as rows, by way of shared memory."""
+    if TURN:
+        place.permute((1, 0)).store(result.to(gl.bfloat16))
+    else:
+        place.store(result.to(gl.bfloat16))
+    channels = gl.arange(0, place.shape[1], layout=CHANNELS)
     offsets = (lines.to(gl.int64) * width)[:, None] + channels[None, :]
     gl.store(target + offsets, place.load(COPY), mask=valid[:, None])
 
@@ -144,24 +201,30 @@ def _store(result, place, target, lines, valid, width):
 @gluon.jit
 def _visit(
     memory, barriers, turn, steps, out, sorted_rows, tile, column, size, n,
-    UP: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    WHO: gl.constexpr,
+    UP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """One tile of a group: the first WIDTH of its ROWS hold all there are."""
-    member = gl.arange(0, WIDTH, layout=LINES)
+    """A group's part of one tile."""
+    by_rows: gl.constexpr = ROWS == MOST_ROWS
+    member = gl.arange(0, PIECE if by_rows else ROWS, layout=LINES)
+    if by_rows:
+        member += WHO * PIECE
     valid = member < size
     lines = tile * ROWS + member
     if not UP:
         lines = gl.load(sorted_rows + lines, mask=valid, other=0)
-    first, second = _multiply(memory, barriers, turn, steps, UP, WIDTH, STAGES, WHO)
-    place = memory[2].index(WHO).slice(0, WIDTH, dim=0)
-    if UP:
-        target = out + column * HALF + WHO * PIECE
-        _store(first / (1.0 + gl.exp(-first)) * second, place, target, lines, valid, n // 2)
+    if by_rows:
+        first, second = _multiply_rows(memory, barriers, turn, steps, UP, STAGES, WHO)
     else:
-        target = out + 2 * column * HALF + WHO * PIECE
-        _store(first, place, target, lines, valid, n)
-        _store(second, place, target + HALF, lines, valid, n)
+        first, second = _multiply_columns(memory, barriers, turn, steps, UP, ROWS, STAGES, WHO)
+        out += WHO * PIECE
+    place = memory[2].index(WHO)
+    if UP:
+        gated = first / (1.0 + gl.exp(-first)) * second
+        _store(gated, place, out + column * HALF, lines, valid, n // 2, not by_rows)
+    else:
+        out += 2 * column * HALF
+        _store(first, place, out, lines, valid, n, not by_rows)
+        _store(second, place, out + HALF, lines, valid, n, not by_rows)
 
 
 @gluon.jit
@@ -172,22 +235,22 @@ def _multiply_tiles(
 ):  # fmt: skip
     """A multiplying group: its part of every tile of this program."""
     sorted_rows, _, sizes, count = tiles
-    column_tiles, steps = n // (2 * HALF), k // STEP
+    programs, column_tiles, steps = gl.num_programs(0), n // (2 * HALF), k // STEP
+    tile, column = _find(gl.program_id(0), count, column_tiles, GROUP)
+    size = gl.load(sizes + tile)
     turn = 0
-    for visit in range(gl.program_id(0), count * column_tiles, gl.num_programs(0)):
-        tile, column = _find(visit, count, column_tiles, GROUP)
-        size = gl.load(sizes + tile)
-        if ROWS == 128 and size <= 64:
-            _visit(
-                memory, barriers, turn, steps, out, sorted_rows, tile, column, size, n,
-                UP, ROWS, ROWS // 2, STAGES, WHO,
-            )  # fmt: skip
+    for visit in range(gl.program_id(0), count * column_tiles, programs):
+        next_tile, next_column = _find(visit + programs, count, column_tiles, GROUP)
+        next_size = gl.load(sizes + next_tile)
+        if ROWS == MOST_ROWS and size <= WHO * PIECE:
+            _skip(barriers, turn, steps, STAGES)
         else:
             _visit(
                 memory, barriers, turn, steps, out, sorted_rows, tile, column, size, n,
-                UP, ROWS, ROWS, STAGES, WHO,
+                UP, ROWS, STAGES, WHO,
             )  # fmt: skip
         turn += steps
+        tile, column, size = next_tile, next_column, next_size
 
 
 @gluon.jit
@@ -198,9 +261,10 @@ def grouped_kernel(
 ):  # fmt: skip
     """UP: x's rows times gate and up; else x, a descriptor of rows as tiles have them, by W."""
     release(EARLY)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, HALF, STEP], TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * HALF, STEP], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, STEP], TILE)
-    places = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, PIECE], TILE)
+    shape: gl.constexpr = [2, PIECE, HALF] if ROWS == MOST_ROWS else [2, ROWS, PIECE]
+    places = gl.allocate_shared_memory(gl.bfloat16, shape, TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -231,7 +295,7 @@ def _num_programs(device: torch.device) -> int:
 def tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows per tile: as many as most experts get, for one tile more reads all of W again."""
     usual: int = triton.next_power_of_2(-(-3 * num_rows // (2 * num_experts)))
-    return min(MOST_ROWS, max(16, usual))
+    return min(int(MOST_ROWS.value), max(16, usual))
 
 
 def num_stages(rows: int) -> int:
