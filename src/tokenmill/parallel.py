@@ -84,6 +84,19 @@ class Ranks:
             copies = part.repeat(self.size, *(1,) * (x.dim() - 1))
             x.copy_(self.exchange(copies, [part.shape[0]] * self.size, shares).wait())
 
+    def side_by_side(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """On rank 0 [rows, width] from the columns that each rank has; elsewhere its own ones."""
+        if self.size == 1:
+            return part
+        rows, shares = part.shape[0], self.shares(width)
+        sends = [part.numel()] + [0] * (self.size - 1)
+        receives = [0 if self.rank else rows * share for share in shares]
+        flat = self.exchange(part.reshape(-1), sends, receives).wait()
+        if self.rank:
+            return part
+        parts = zip(flat.split(receives), shares, strict=True)
+        return torch.cat([piece.view(rows, share) for piece, share in parts], dim=1)
+
     def move(
         self,
         sends: Iterable[tuple[int, torch.Tensor]],
@@ -104,7 +117,7 @@ class Layout:
     """Which parts of a model a rank holds, and whose tokens it computes."""
 
     ranks: Ranks = ONE
-    split_heads: bool = False  # heads and dense MLPs are divided; else every rank has them all
+    split_heads: bool = False  # heads, dense MLPs and vocabulary are divided; else all have them
     own_tokens: bool = False  # attention data parallelism: each rank runs requests of its own
     num_slots: int = 0  # places for experts over all ranks; 0: one for each expert
 

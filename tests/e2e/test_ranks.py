@@ -1,4 +1,4 @@
-"""tokenmill serve over two ranks that Ray has placed: the answers of one rank."""
+"""tokenmill serve over two ranks that Ray has placed, and a worker that computes their prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmill.cli.eplb import TINY
 from tokenmill.core.types import SamplingParams
 from tokenmill.llm import LLM
 
-PROMPTS = ["Hello world", "def add(a, b):", "Hello there"]
+PROMPTS = ["Hello world " * 9, "def add", "Hello there " * 9]
 ENGINE = {"dtype": "fp32", "device": "cpu", "random_weights": True, "num_threads": 1}
 FLAGS = ["--dtype", "fp32", "--device", "cpu", "--num-threads", "1"]
 
@@ -26,6 +26,9 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--port", "0", *FLAGS]
     command += ["--random-weights", "--kv-cache-memory", "4MiB", "--placement", "ray"]
     command += ["--ep", "2", "--attention-dp", "--redundant-experts", "2", "--rebalance-steps", "3"]
+    command += ["--prefill", "1", "--decode", "1", "--remote-prefill-tokens", "16"]
+    for own in ("ep=1", "attention-dp=false", "redundant-experts=0"):
+        command += ["--prefill-set", own]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -40,6 +43,8 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     assert process.returncode == 0
     moved = re.search(r"tokenmill_expert_bytes_moved_total\{.*\} (\S+)", metrics)
     assert moved is not None and float(moved[1]) > 0
+    received = re.search(r'kv_transfers_total\{.*result="received"\} (\S+)', metrics)
+    assert received is not None and float(received[1]) == 2
     llm = LLM(str(folder), **ENGINE)  # type: ignore[arg-type]
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)

@@ -6,10 +6,12 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
@@ -19,9 +21,12 @@ from tokenmill.core.config import (
     ExecutionConfig,
     ModelConfig,
     ParallelConfig,
+    RouterConfig,
     SchedulerConfig,
 )
+from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
 from tokenmill.core.types import (
+    Engine,
     FinishReason,
     RanksLostError,
     Request,
@@ -32,6 +37,13 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine import rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.leading import DataParallelEngine, LeadingEngine
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.sched.kv_events import Cleared, Removed, Stored
+from tokenmill.sched.router import Router
+from tokenmill.serve.kv_wire import ConnectKV
+from tokenmill.serve.wire import decode_to_worker, encode
+from tokenmill.serve.worker import KVSource
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 MIXED = (
@@ -50,12 +62,16 @@ def prompts() -> list[list[int]]:
 
 @contextmanager
 def engine(
-    folder: Path, num_blocks: int = 64, head: Path | None = None, **parallel: Any
+    folder: Path,
+    num_blocks: int = 64,
+    head: Path | None = None,
+    connector: Literal["none", "shm"] = "none",
+    **parallel: Any,
 ) -> Iterator[BuiltEngine]:
     draft = None if head is None else str(head)
     built = build_engine(
         ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
-        CacheConfig(num_blocks=num_blocks),
+        CacheConfig(num_blocks=num_blocks, connector=connector),
         SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
         ExecutionConfig(mtp=2 if head else 0, mtp_adaptive=False),
         parallel=ParallelConfig(**parallel),
@@ -110,7 +126,7 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         expected = facts(run(one))
     parallel = {"ep": 2, "attention_dp": True, "redundant_experts": 2, "rebalance_steps": 4}
     parallel |= {"timeout_iters": 5, "batching_wait_iters": 1}
-    with engine(folder, head=head, **parallel) as two:
+    with engine(folder, head=head, connector="shm", **parallel) as two:
         assert facts(run(two)) == expected
         stats = two.engine.stats()
         assert stats.num_rebalances > 0 and stats.num_kv_blocks == 2 * 64
@@ -126,15 +142,76 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         ended = {output.request_id: output.finish_reason for output in two.engine.step()}
         assert ended == {"a": FinishReason.ABORT, "b": FinishReason.ABORT}
         assert not two.engine.has_work() and two.engine.step() == []
+        check_that_caches_are_found(two.engine)
+        moved = prompts()[3:]
+        assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
+        stats = two.engine.stats()
+        assert stats.num_kv_blocks_used == 0 and stats.num_kv_blocks_received == 3 + 4 + 5
 
 
-def test_heads_of_two_ranks_give_the_same_tokens(tmp_path: Path) -> None:
-    folder = save(tame(make_model("llama-bias"), 0.3), tmp_path)
+def check_that_caches_are_found(ranks: Engine) -> None:
+    """Prompts go to the rank that holds their beginning, and a router hears of every rank."""
+    assert isinstance(ranks, KVSource)
+    publisher, router = ranks.kv_events(), Router(RouterConfig(policy="kv"))
+    router.add_worker("ranks")
+    router.load("ranks", ranks.kv_dump())
+    source = random.Random(8)
+    talks = [[source.randrange(64) for _ in range(n)] for n in (70, 50)]
+    first = complete(ranks, talks, GREEDY)  # one on each rank
+    batch = publisher.take()
+    assert batch is not None and router.apply("ranks", batch)
+    assert publisher.take() is None
+    for talk, answer in zip(talks, first, strict=True):
+        longer = talk + answer.token_ids + talk[:20]
+        decision = router.route(str(len(talk)), longer, now_s=0.0)
+        (again,) = complete(ranks, [longer], GREEDY)
+        assert again.num_cached_tokens == decision.num_cached_tokens > len(talk) - 16
+        batch = publisher.take()
+        assert batch is not None and router.apply("ranks", batch)
+    assert router.index.num_blocks("ranks") == len(ranks.kv_dump().hashes)
+
+
+@pytest.mark.parametrize("variant", ["llama-bias", "qwen3-tied", "deepseek-v3"])
+def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
+    tmp_path: Path, variant: str
+) -> None:
+    model = forgetful(tame(make_model(variant, vocab_size=67), 0.3), 0.1)
+    folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
     with engine(folder) as one:
-        expected = [answer.token_ids for answer in complete(one.engine, prompts(), GREEDY)]
-    with engine(folder, tp=2) as two:
-        found = complete(two.engine, prompts(), GREEDY)
-        assert [answer.token_ids for answer in found] == expected
+        expected = run(one)
+    with engine(folder, 18, head, "shm", tp=2) as two:
+        found = run(two)
+        assert sum(two.engine.stats().num_accepted) > 0
+        found += handed_over(two.engine, prompts()[3:6:2])
+        expected += complete(two.engine, prompts()[3:6:2], GREEDY)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    for answer, other in zip(found, expected, strict=True):
+        for entry, its in zip(answer.logprobs, other.logprobs, strict=True):
+            assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
+
+
+def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
+    """Each prompt is computed in some blocks, then read into others, on the same rank or not."""
+    assert isinstance(ranks, LeadingEngine | DataParallelEngine) and ranks.kv is not None
+    kv, answers = ranks.kv, {str(i): Answer() for i in range(len(token_ids))}
+    engine_id = kv.address.engine_id
+    assert len(kv.address.others + kv.address.ranks) == 1 and kv.connect(kv.address) is None
+    for i, prompt in enumerate(token_ids):
+        ranks.submit(Request(f"from {i}", prompt, GREEDY, hold_kv_s=30.0))
+        request = Request(f"to {i}", prompt, GREEDY, kv_from=engine_id, cache_salt="not cached")
+        ranks.submit(request)
+    while ranks.has_work() or kv.wait_ms() is not None:
+        for output in ranks.step():
+            if output.stop_reason == PREFILLED:
+                output.finish_reason = None
+            answers[output.request_id.split()[1]].add(output)
+        events = kv.take_events()
+        for notice in events.notices:
+            kv.notice(replace(notice, request_id=notice.request_id.replace("from", "to")))
+        for request_id in events.received:
+            kv.release(request_id.replace("to", "from"))
+    kv.disconnect(engine_id)
+    return list(answers.values())
 
 
 def travelled(data: rank_wire.Message) -> rank_wire.Message:
@@ -159,3 +236,27 @@ def test_messages_between_ranks_are_what_they_were() -> None:
     assert abs(told.scheduled_ns - 5) < 10**9
     told.scheduled_ns = 5
     assert told == output
+    shape = KVGeometry("m", "fp32", "l", 2, 1, 16, 16, (64, 64))
+    address = KVAddress("e", "h", shape, 9, (KVWay("shm", (0, 4096), b"1:\xff"),))
+    assert rank_wire.unpack_address(travelled(rank_wire.pack_address(address))) == address
+    told_peer = ConnectKV(replace(address, others=(address,)))
+    assert decode_to_worker(encode(told_peer)) == told_peer
+    events = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
+    assert rank_wire.unpack_events(json.loads(json.dumps(rank_wire.pack_events(events)))) == events
+
+
+def test_a_step_travels_whole() -> None:
+    ints = torch.arange(40, dtype=torch.int32)
+    tiles = QueryTiles(ints[:3], ints[3:6], 1, 4, range(2, 5)), QueryTiles(ints[:1], ints[:1], 16)
+    batch = AttentionBatch(
+        ints[:5].long(), ints[5:10].long(), ints[:4], ints[20:23], ints.view(8, 5), ints[2:5], tiles
+    )
+    sizes, flat = rank_wire.pack_step(ints[:5].long(), batch)
+    assert rank_wire.step_size(travelled(sizes)) == flat.numel()
+    ids, told = rank_wire.unpack_step(travelled(sizes), flat)
+    assert torch.equal(ids, ints[:5]) and torch.equal(told.positions, batch.positions)
+    assert torch.equal(told.block_tables[told.table_rows], ints.view(8, 5)[2:5])
+    for found, sent in zip(told.tiles, tiles, strict=True):
+        assert torch.equal(found.seqs, sent.seqs) and torch.equal(found.starts, sent.starts)
+        plans = [(tile.tokens, tile.splits, tile.rows) for tile in (found, sent)]
+        assert plans[0] == plans[1]

@@ -71,16 +71,21 @@ def hidden_states(part: Part) -> None:
 
 
 def check_heads(folder: Path, ranks: Ranks) -> None:
-    """Heads and dense layers divided: sums in another order, so close and no more."""
+    """Heads, dense layers, vocabulary divided: sums in another order, so close and no more."""
     part = Part(folder, "fp32", ParallelConfig(tp=ranks.size), ranks)
+    found, vocab_size = part.logits(PROMPT, CHUNKS), part.model.spec.vocab_size
+    (share,) = {ranks.shares(vocab_size)[ranks.rank], part.model.head.weight.n}
     if ranks.rank:
-        hidden_states(part)
+        assert found.shape == (len(PROMPT), share)
     else:
         alone = Harness(folder, "fp32")
-        found, expected = part.logits(PROMPT, CHUNKS), alone.logits(PROMPT, CHUNKS)
+        expected = alone.logits(PROMPT, CHUNKS)
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
         assert not torch.equal(found, expected) and torch.equal(found.argmax(1), expected.argmax(1))
         assert part.model.layers[0].num_bytes < alone.model.layers[0].num_bytes
+        outer = (part.model.embedding, part.model.head), (alone.model.embedding, alone.model.head)
+        own, whole = (sum(table.num_bytes for table in tables) for tables in outer)
+        assert own < whole / 2
 
 
 def check_own_tokens(folder: Path, ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -19,9 +20,11 @@ from tokenmill.sched.attention_dp import (
     Load,
     NeverHold,
     Outlook,
+    RankCaches,
     assign,
 )
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.blocks import BlockPool, block_hashes
+from tokenmill.sched.kv_events import Cleared, Dump, EventBatch, EventPublisher, Removed, Stored
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 loads = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5000)), min_size=1, max_size=9)
@@ -60,6 +63,53 @@ def test_tokens_decide_and_cached_ones_count_less() -> None:
     assert assign([(1, 500), (1, 400)], [300]) == [1]
     assert assign([(1, 500), (1, 400)], [300], [{0: 256}]) == [0]
     assert assign([(0, 0), (0, 0)], [300, 300], [{1: 256}, {1: 256}]) == [1, 0], "its share is one"
+    assert assign([(9, 9000), (9, 9900)], [300], [{1: 256}]) == [1], "a tenth more is no reason"
+    assert assign([(9, 1000), (9, 9900)], [300], [{1: 128}]) == [0], "it has most of the load"
+
+
+def test_who_holds_a_prompt_may_have_some_more() -> None:
+    loads, cached = [(8, 900), (7, 800), (7, 800), (7, 800)], [{0: 256}]
+    assert assign(loads, [300], cached, max_num_seqs=16) == [0], "9 where an even share is 8"
+    assert assign(loads, [300], cached, max_num_seqs=8) == [1], "it has no place for it"
+    assert assign(loads, [300], [{0: 64}], max_num_seqs=16) == [1], "what it holds is little"
+    fuller = [(10, 1100), (7, 800), (7, 800), (7, 800)]
+    assert assign(fuller, [300], cached, max_num_seqs=16) == [1], "it has a quarter more already"
+    both = assign([(0, 0), (0, 0)], [300, 300], [{1: 256}, {1: 256}], max_num_seqs=4)
+    assert both == [1, 1], "two are no load"
+
+
+@settings(max_examples=80, deadline=None)
+@given(loads, prompts, st.randoms(use_true_random=False), st.integers(1, 12))
+def test_cached_prompts_never_overload_a_rank(
+    loads: list[Load], prompt_lens: list[int], source: random.Random, places: int
+) -> None:
+    ranks = range(len(loads))
+    cached = [{source.choice(ranks): source.randrange(n + 1)} for n in prompt_lens]
+    chosen = assign(loads, prompt_lens, cached, places)
+    counts = [n + chosen.count(rank) for rank, (n, _) in enumerate(loads)]
+    share, fullest = -(-sum(counts) // len(loads)), max(n for n, _ in loads)
+    slack = max(1, share // 4)
+    assert max(counts) <= max(share, fullest, min(share + slack, places))
+
+
+def test_caches_of_ranks_are_one_to_others() -> None:
+    tokens = list(range(50))
+    one, two = block_hashes(tokens, 16)[:2]
+    caches = RankCaches(2, 16)
+    assert caches.cached_tokens(tokens) == {} and caches.cached_hashes() == []
+    caches.apply(0, [Stored(7, [one])])
+    publisher = EventPublisher(caches.record_events())
+    assert publisher.dump(caches.cached_hashes()) == Dump(0, [one])
+    caches.apply(1, [Stored(7, [one, two])])
+    assert publisher.take() == EventBatch(1, [Stored(one, [two])]), "one is known already"
+    assert caches.cached_tokens(tokens) == {0: 16, 1: 32}
+    assert caches.cached_tokens(tokens[:32]) == {0: 16, 1: 16}, "a token is always computed"
+    assert caches.cached_tokens(tokens, salt="other") == {}
+    caches.apply(1, [Removed([two]), Removed([one])])
+    assert publisher.take() == EventBatch(2, [Removed([two])]) and publisher.take() is None
+    assert caches.cached_tokens(tokens) == {0: 16}
+    caches.apply(0, [Cleared()])
+    assert publisher.take() == EventBatch(3, [Removed([one])]) and caches.cached_hashes() == []
 
 
 # (each rank's outlook, held?): places for 4, timeout 3, batching wait 2.

@@ -113,9 +113,9 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         asyncio.run(main(Floor(spawn, config, host=placement.host, prefill_spawn=spawn)))
         assert workers() == []
         assert placement.host is not None
-        ranks = RayPlacement(placement.host, 1, num_ranks=2)
+        spawn = RayPlacement(placement.host, num_processes=2).spawner(ARGV, num_ranks=2)
         one = FloorConfig(placement="ray", backoff_s=0.05)
-        asyncio.run(end_with_a_rank(Floor(ranks.spawner(ARGV), one, host=placement.host)))
+        asyncio.run(end_with_a_rank(Floor(spawn, one, host=placement.host)))
         wait_until(lambda: processes(RANK, "127.0.0.1:") == workers() == [], "all are gone")
 
 

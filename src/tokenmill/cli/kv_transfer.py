@@ -19,7 +19,7 @@ from tokenmill.core.kv import KVAddress, KVGeometry
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.engine.kv_link import KVLink, geometry
-from tokenmill.engine.kv_transfer import Connector, Run
+from tokenmill.engine.kv_transfer import OwnConnector, Run
 from tokenmill.engine.runner import allocate_kv_cache
 from tokenmill.models.weights import open_checkpoint
 
@@ -90,7 +90,7 @@ def _measure(
 
 def _cache(
     name: str, spec: ModelSpec, block_size: int, num_blocks: int
-) -> tuple[list[torch.Tensor], Connector, KVAddress]:
+) -> tuple[list[torch.Tensor], OwnConnector, KVAddress]:
     """A cache as an engine has it, reached by the connector."""
     link = KVLink.plan(name, "cpu")
     assert link is not None
@@ -141,7 +141,7 @@ def _runs(order: str, num_blocks: int, seed: int) -> list[Run]:
     return [(there, place, 1) for there, place in enumerate(here)]
 
 
-def _timed_read(connector: Connector, engine_id: str, runs: list[Run]) -> float:
+def _timed_read(connector: OwnConnector, engine_id: str, runs: list[Run]) -> float:
     start = time.perf_counter()
     connector.read(engine_id, runs).result()
     return time.perf_counter() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,10 +86,11 @@ def serve(settings: Settings) -> None:
     config = settings.build(ServerConfig)
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
-    ranks = settings.build(ParallelConfig).num_ranks
-    floor, router = settings.build(FloorConfig, ranks=ranks), settings.build(RouterConfig)
+    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
     shared = _share(_roles(settings, floor), floor.num_workers)
     roles = [_own(shared, key) for key in ("decode-set", "prefill-set")]
+    ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
+    floor = replace(floor, ranks=ranks, prefill_ranks=prefill_ranks)
     path = fetch(model)
     from tokenmill.serve.server import serve as run_server
     from tokenmill.serve.tokenizer import load_tokenizer

@@ -116,6 +116,7 @@ class FloorConfig:
     remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
     kv_lease_s: float = LEASE_S  # computed blocks wait so long for the worker that decodes
     ranks: int = 1  # processes of each worker, where others than the worker start them
+    prefill_ranks: int = 1  # the same of those that compute prompts for others
     placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
     max_migrations: int = 2  # of one request with others; then it is tried alone
@@ -129,6 +130,10 @@ class FloorConfig:
     @property
     def num_workers(self) -> int:
         return self.prefill + self.decode or self.workers
+
+    @property
+    def num_processes(self) -> int:
+        return self.prefill * self.prefill_ranks + (self.decode or self.workers) * self.ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,13 @@ class KVAddress:
     geometry: KVGeometry
     num_blocks: int
     ways: tuple[KVWay, ...]  # the quickest first
+    others: tuple[KVAddress, ...] = ()  # where further ranks have their parts of the same blocks
+    ranks: tuple[KVAddress, ...] = ()  # further ranks, with blocks and requests of their own
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all ranks' parts together."""
+        return sum(self.geometry.block_bytes) * (1 + len(self.others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class KVNotice:
     block_ids: list[int]  # in the engine that computed them
     token_id: int | None = None
     hold_s: float = LEASE_S  # how long they are held once the prompt is computed
+    engine_id: str = ""  # of the rank that holds them, where ranks have blocks of their own
 
 
 @dataclass(slots=True)
@@ -94,6 +102,9 @@ def mismatch(source: KVAddress, target: KVAddress) -> str | None:
         theirs, ours = (" or ".join(w.connector for w in a.ways) for a in (source, target))
         reason = f"the prefill engine moves KV by {theirs}, the decode engine by {ours}"
         return f"{reason}: shm needs one host" if source.host != target.host else reason
+    if len(source.others) != len(target.others):
+        from_ranks, to_ranks = (1 + len(address.others) for address in (source, target))
+        return f"number of ranks: the prefill engine has {from_ranks}, the decode engine {to_ranks}"
     for field, name in _NAMES.items():
         theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
         if theirs != ours:

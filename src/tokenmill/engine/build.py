@@ -30,13 +30,10 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
 from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
-from tokenmill.engine.leading import (
-    DataParallelEngine,
-    LeadingEngine,
-    OwnEngine,
-    OwnModel,
-    SharedModel,
-)
+from tokenmill.engine.kv_ranks import CrewLink
+from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, OwnEngine
+from tokenmill.engine.mtp import Drafter
+from tokenmill.engine.rank_models import OwnModel, SharedDrafter, SharedModel
 from tokenmill.engine.rank_wire import pack_setup
 from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.engine.relaxed import Relaxed
@@ -57,8 +54,8 @@ from tokenmill.models.weights import (
     read_all,
     read_spec,
 )
-from tokenmill.parallel import ONE, Layout, Ranks
-from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold
+from tokenmill.parallel import ALONE, ONE, Layout, Ranks
+from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -98,11 +95,11 @@ class Part:
 
     checkpoint: Checkpoint
     network: Decoder
-    mtp: MTPModule | None
+    mtp: Drafter | None
     cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
     kv_cache: KVCache
     num_blocks: int
-    link: KVLink | None
+    link: KVLink | CrewLink | None
     narrow: bool  # its products are to be rounded to fp8 after calibration
 
 
@@ -171,7 +168,7 @@ def load_part(
     loaded: ComputeType = "bf16" if narrow else dtype
     network = _load(checkpoint, loaded, max_len, device, layout, progress)
     drafts = setup.execution.mtp > 0
-    mtp = _load_mtp(checkpoint, model, network, loaded) if drafts and layout.samples else None
+    mtp = _load_mtp(checkpoint, model, network, loaded) if drafts else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
@@ -252,8 +249,14 @@ def _lead(
         own = OwnModel(part.network)
         engine, runner = make_engine(setup, part, own, grammar_vocab)
         ours = OwnEngine(engine, own, rebalancer)
-        return DataParallelEngine(ours, crew, rebalancer, _context_policy(setup)), runner
+        caches = RankCaches(crew.size, runner.block_size)
+        places, policy = setup.scheduler.max_num_seqs, _context_policy(setup)
+        return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
     shared = SharedModel(part.network, crew, rebalancer)
+    if isinstance(part.link, KVLink):
+        part = replace(part, link=CrewLink(part.link, crew))
+    if part.mtp is not None:
+        part = replace(part, mtp=SharedDrafter(part.mtp, part.network, crew))
     engine, runner = make_engine(setup, part, shared, grammar_vocab)
     return LeadingEngine(engine, crew, rebalancer), runner
 
@@ -283,7 +286,8 @@ def _check_memory(spec: ModelSpec, layout: Layout, dtype: str, device: str) -> N
     if device != "cuda":
         return
     free = torch.cuda.mem_get_info()[0]
-    own = local_spec(spec, layout)
+    vocab_size = max(layout.tensor_ranks.shares(spec.vocab_size))
+    own = replace(local_spec(spec, layout), vocab_size=vocab_size)
     if own.moe is not None and layout.num_slots:
         own = replace(own, moe=replace(own.moe, num_experts=layout.num_slots // layout.ranks.size))
     needed = own.weight_bytes(1 if dtype == "fp8" else 2)
@@ -313,7 +317,10 @@ def _load(
 def _load_mtp(
     checkpoint: Checkpoint, model: ModelConfig, network: Decoder, dtype: ComputeType
 ) -> MTPModule:
-    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it."""
+    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it.
+
+    Ranks that share every token divide it like a layer; others have one each.
+    """
     random = model.random_weights and model.draft is None
     path = checkpoint.path
     if model.draft is not None:
@@ -324,7 +331,10 @@ def _load_mtp(
             raise ModelLoadError(f"mtp: {path.name} has no MTP module; give one with --draft")
         path = shipped
     tensors = open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
-    return MTPModule(network, read_all(tensors, network.device), dtype)
+    layout = ALONE if network.layout.own_tokens else network.layout
+    needs = wanted(checkpoint.spec, layout)
+    own = {name: tensor for name, tensor in tensors.items() if needs(name)}
+    return MTPModule(network, read_all(own, network.device), dtype, layout)
 
 
 def has_mtp(model: ModelConfig, path: Path) -> bool:

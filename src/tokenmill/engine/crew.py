@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,14 @@ class Crew:
             if "error" in message:
                 raise ModelLoadError(f"rank {rank}: {message['error']}")
         return messages
+
+    def take(self, wait: bool) -> list[Message]:
+        """What ranks have said without being waited for, or the next that one of them says."""
+        try:
+            ready = connection.wait(self._links, None if wait else 0)
+            return [receive(link) for link in self._links if link in ready]
+        except (EOFError, OSError) as error:
+            raise RanksLostError(f"a rank is gone: {type(error).__name__}") from error
 
     def agree(self, num_blocks: int) -> int:
         """The least that any rank has room for; all have loaded their part then."""

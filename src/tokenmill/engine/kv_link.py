@@ -14,7 +14,7 @@ from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.kv_nixl import NixlConnector
 from tokenmill.engine.kv_shared import SharedMemoryConnector, SharedPages, host_identity
-from tokenmill.engine.kv_transfer import Connector, KVTransfer
+from tokenmill.engine.kv_transfer import KVTransfer, OwnConnector
 from tokenmill.sched.scheduler import Scheduler
 
 _LAYOUTS = {"cpu": "keys [head, channel, token]", "cuda": "keys [head, token, channel]"}
@@ -47,9 +47,9 @@ class KVLink:
         engine_id = uuid4().hex[:12]
         return cls(engine_id, names, SharedPages(engine_id) if SHM in names else None)
 
-    def connect(self, tensors: list[torch.Tensor]) -> list[Connector]:
+    def connect(self, tensors: list[torch.Tensor]) -> list[OwnConnector]:
         """The connectors over the tensors of a cache."""
-        connectors: list[Connector] = []
+        connectors: list[OwnConnector] = []
         if self.pages is not None:
             connectors.append(SharedMemoryConnector(self.pages, [t.numpy() for t in tensors]))
         if "nixl" in self.connectors:
@@ -64,12 +64,27 @@ class KVLink:
         dtype: str,
     ) -> KVTransfer:
         """Make the cache reachable."""
-        tensors = [tensor for layer in kv_cache for tensor in layer]
-        connectors, pool = self.connect(tensors), scheduler.pool
-        shape = geometry(spec, tensors, dtype, pool.block_size)
-        return KVTransfer(scheduler, connectors, self.address(connectors, shape, pool.num_blocks))
+        pool = scheduler.pool
+        reached = self.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
+        return KVTransfer(scheduler, *reached)
 
-    def address(self, connectors: list[Connector], shape: KVGeometry, num_blocks: int) -> KVAddress:
+    def reach(
+        self,
+        kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
+        spec: ModelSpec,
+        dtype: str,
+        block_size: int,
+        num_blocks: int,
+    ) -> tuple[list[OwnConnector], KVAddress]:
+        """Connectors over a cache, and how a peer reaches it."""
+        tensors = [tensor for layer in kv_cache for tensor in layer]
+        connectors = self.connect(tensors)
+        shape = geometry(spec, tensors, dtype, block_size)
+        return connectors, self.address(connectors, shape, num_blocks)
+
+    def address(
+        self, connectors: list[OwnConnector], shape: KVGeometry, num_blocks: int
+    ) -> KVAddress:
         """What a peer has to know."""
         return KVAddress(
             engine_id=self.engine_id,

@@ -32,6 +32,13 @@ class TransferError(TokenmillError):
     """A peer's blocks cannot be read; the message says why."""
 
 
+class Read(Protocol):
+    """A read under way; a Future is one."""
+
+    def done(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+
+
 class Connector(Protocol):
     """Moves blocks between the caches of two engines."""
 
@@ -41,8 +48,14 @@ class Connector(Protocol):
 
     def connect(self, peer: KVAddress, way: KVWay) -> None: ...
     def disconnect(self, engine_id: str) -> None: ...
-    def read(self, engine_id: str, runs: list[Run]) -> Future[None]: ...
+    def read(self, engine_id: str, runs: list[Run]) -> Read: ...
     def close(self) -> None: ...
+
+
+class OwnConnector(Connector, Protocol):
+    """Moves blocks of this process's cache."""
+
+    def read(self, engine_id: str, runs: list[Run]) -> Future[None]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +68,7 @@ class _Incoming:
     seq: Sequence | None = None
     source: list[int] = field(default_factory=list)  # blocks announced, by index in the sequence
     num_started: int = 0  # of these, blocks that are cached here or read
-    reads: list[Future[None]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     token_id: int | None = None  # known once all blocks are announced
 
     def wait(self, now_ns: int, hold_s: float) -> None:
@@ -76,6 +89,7 @@ class KVTransfer:
         self._scheduler = scheduler
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, Connector] = {}
+        self._ranks: dict[str, list[str]] = {}  # the ranks of an engine, by its id
         self._incoming: dict[str, _Incoming] = {}
         self._ended: list[_Incoming] = []  # their reads are not over
         self._received: list[str] = []
@@ -84,23 +98,33 @@ class KVTransfer:
     # What a worker calls.
 
     def connect(self, peer: KVAddress) -> str | None:
-        """Be ready to read from a peer; returns why not."""
-        problem, way = mismatch(peer, self.address), common_way(peer, self.address)
-        if problem is None and way is not None:
-            connector = self._connectors[way.connector]
-            try:
-                connector.connect(peer, way)
-            except TransferError as error:
-                problem = str(error)
-            else:
-                self._peers[peer.engine_id] = connector
-        return problem
+        """Be ready to read from all ranks of a peer; returns why not."""
+        ranks = (peer, *peer.ranks)
+        for rank in ranks:
+            if (problem := mismatch(rank, self.address)) is not None:
+                return problem
+        self._ranks[peer.engine_id] = [rank.engine_id for rank in ranks]
+        try:
+            for rank in ranks:
+                self._connect(rank)
+        except TransferError as error:
+            self.disconnect(peer.engine_id)
+            return str(error)
+        return None
+
+    def _connect(self, peer: KVAddress) -> None:
+        way = common_way(peer, self.address)
+        assert way is not None
+        connector = self._connectors[way.connector]
+        connector.connect(peer, way)
+        self._peers[peer.engine_id] = connector
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; the next poll() ends the requests that wait for its KV."""
-        connector = self._peers.pop(engine_id, None)
-        if connector is not None:
-            connector.disconnect(engine_id)
+        for rank in self._ranks.pop(engine_id, ()):
+            connector = self._peers.pop(rank, None)
+            if connector is not None:
+                connector.disconnect(rank)
 
     def notice(self, notice: KVNotice) -> None:
         """Blocks of a request are ready; requests that have ended are ignored."""
@@ -109,6 +133,7 @@ class KVTransfer:
             return
         if notice.first == len(entry.source):  # else it is out of turn, and time ends it
             entry.source += notice.block_ids
+            entry.engine_id = notice.engine_id or entry.engine_id
             entry.token_id = notice.token_id
             entry.wait(self._now_ns, notice.hold_s)
 

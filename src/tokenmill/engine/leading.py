@@ -1,8 +1,7 @@
 """Engines over several ranks: rank 0 schedules for all, or each rank for requests of its own.
 
-Where ranks share every token, rank 0 broadcasts each step's inputs. With attention data parallelism
-every rank has a whole engine; rank 0 hands requests out and starts each round, in which every rank
-runs one step, or computes its experts' part of the others'.
+With attention data parallelism every rank has a whole engine; rank 0 hands requests out and starts
+each round, in which every rank runs one step, or computes its experts' part of the others'.
 """
 
 from __future__ import annotations
@@ -10,127 +9,38 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 
-import torch
-
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
-    RanksLostError,
     Request,
     RequestOutput,
     add_stats,
 )
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.kv_own_ranks import NO_NEWS, RankExchange, RanksExchange
+from tokenmill.engine.rank_models import OwnModel
 from tokenmill.engine.rank_wire import (
     Message,
+    pack_events,
     pack_output,
     pack_request,
-    pack_step,
-    step_size,
+    unpack_events,
     unpack_output,
     unpack_request,
-    unpack_step,
 )
 from tokenmill.engine.rebalance import Rebalancer
-from tokenmill.engine.runner import KVCache, Model, RankModel
-from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.parallel import Ranks
-from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, assign
-from tokenmill.sched.kv_events import Dump, EventPublisher
-
-
-class SharedModel:
-    """A model whose ranks all compute the same tokens, as rank 0 runs it."""
-
-    def __init__(self, model: Model, crew: Crew, rebalancer: Rebalancer | None) -> None:
-        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears = model.linears
-        self._model, self._crew, self._rebalancer = model, crew, rebalancer
-
-    def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """Send the step to all ranks and compute this one's part; a failure is the end."""
-        try:
-            sizes, flat = pack_step(token_ids, batch)
-            self._crew.tell(sizes)
-            self._crew.ranks.broadcast(flat)
-            if self._rebalancer is not None:
-                self._rebalancer.turn()
-            return self._model.forward(token_ids, kv_cache, batch)
-        except Exception as error:
-            raise lost(error) from error
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.normed(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-
-def follow(
-    sizes: Message, model: Model, kv_cache: KVCache, ranks: Ranks, rebalancer: Rebalancer | None
-) -> None:
-    """Compute another rank's part of a step that SharedModel has sent."""
-    device = kv_cache[0][0].device
-    flat = ranks.broadcast(torch.empty(step_size(sizes), dtype=torch.int32, device=device))
-    if rebalancer is not None:
-        rebalancer.turn()
-    with torch.inference_mode():
-        token_ids, batch = unpack_step(sizes, flat)
-        model.forward(token_ids, kv_cache, batch)
-
-
-class OwnModel:
-    """A model whose ranks have tokens of their own, and experts together."""
-
-    def __init__(self, model: RankModel) -> None:
-        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears = model.linears
-        self._model, self.ran = model, False
-
-    def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """Compute a step of this rank's, with the experts of all."""
-        self.ran = True
-        try:
-            return self._model.forward(token_ids, kv_cache, batch)
-        except Exception as error:
-            raise lost(error) from error
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.normed(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-    @torch.inference_mode()
-    def assist(self) -> None:
-        """Compute the experts' part of the other ranks' step."""
-        try:
-            self._model.assist()
-        except Exception as error:
-            raise lost(error) from error
-
-
-def lost(error: Exception) -> RanksLostError:
-    """An error inside a step of several ranks: the others wait in vain, so nothing goes on."""
-    if isinstance(error, RanksLostError):
-        return error
-    return RanksLostError(f"a step of several ranks failed: {type(error).__name__}: {error}")
+from tokenmill.sched.attention_dp import ContextPolicy, Load, Outlook, RankCaches, assign
+from tokenmill.sched.kv_events import Dump, Event, EventPublisher
 
 
 class LeadingEngine:
     """The engine of rank 0, which schedules for all ranks."""
 
-    kv = None
-
     def __init__(self, engine: LanguageEngine, crew: Crew, rebalancer: Rebalancer | None) -> None:
         self._engine, self._crew, self._rebalancer = engine, crew, rebalancer
         self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
-        self.warm_up = engine.warm_up
+        self.warm_up, self.kv = engine.warm_up, engine.kv
 
     def step(self) -> list[RequestOutput]:
         """Run one batch on all ranks."""
@@ -156,13 +66,17 @@ class OwnEngine:
         self, engine: LanguageEngine, model: OwnModel, rebalancer: Rebalancer | None
     ) -> None:
         self.engine, self._model, self._rebalancer = engine, model, rebalancer
+        self._events = engine.kv_events()
+        self.kv = None if engine.kv is None else RankExchange(engine.kv)
 
     def round(
-        self, submit: list[Request], abort: list[str], hold_context: bool
+        self, submit: list[Request], abort: list[str], hold_context: bool, kv_news: Message
     ) -> list[RequestOutput]:
         """Take what is new, then one step in time with the other ranks."""
         for request in submit:
             self.engine.submit(request)
+        if self.kv is not None:
+            self.kv.take(kv_news)
         for request_id in abort:
             self.engine.abort(request_id)
         if self._rebalancer is not None:
@@ -174,10 +88,20 @@ class OwnEngine:
         return outputs
 
     def answer(self, message: Message) -> Message:
-        """A round as rank 0 asks for it, over the wire."""
+        """A round as rank 0 asks for it, over the wire, or a peer to be known or forgotten."""
+        if self.kv is not None and (answer := self.kv.answer(message)) is not None:
+            return answer
         requests = [unpack_request(data) for data in message["submit"]]
-        outputs = self.round(requests, message["abort"], message["hold"])
-        return asdict(self.state()) | {"outputs": [pack_output(output) for output in outputs]}
+        outputs = self.round(requests, message["abort"], message["hold"], message["kv"])
+        told: Message = {"outputs": [pack_output(output) for output in outputs]}
+        told["events"] = pack_events(self.take_events())
+        told["kv"] = None if self.kv is None else self.kv.tell()
+        return asdict(self.state()) | told
+
+    def take_events(self) -> list[Event]:
+        """What its prefix cache has stored and removed since the last call."""
+        batch = self._events.take()
+        return [] if batch is None else batch.events
 
     def state(self) -> RankState:
         """What rank 0 has to know for the next round."""
@@ -204,23 +128,25 @@ class RankState:
 class DataParallelEngine:
     """Rank 0's engine and those of the other ranks, as one."""
 
-    kv = None
-
     def __init__(
         self,
         own: OwnEngine,
         crew: Crew,
         rebalancer: Rebalancer | None,
         policy: ContextPolicy,
+        caches: RankCaches,
+        max_num_seqs: int,
     ) -> None:
         self._own, self._crew, self._rebalancer = own, crew, rebalancer
         self.warm_up = own.engine.warm_up
-        self._policy = policy
+        self._policy, self._caches, self._max_num_seqs = policy, caches, max_num_seqs
+        self._publisher: EventPublisher | None = None
         self._new: dict[str, Request] = {}
         self._refused: list[RequestOutput] = []
         self._aborted: list[str] = []
         self._rank_of: dict[str, int] = {}  # of open requests
         self._states = [RankState() for _ in range(crew.size)]
+        self.kv = None if own.engine.kv is None else RanksExchange(own.engine.kv, crew)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round."""
@@ -244,11 +170,13 @@ class DataParallelEngine:
         return bool(self._new or self._aborted or self._refused or self._busy())
 
     def _busy(self) -> bool:
-        return any(state.has_work for state in self._states)
+        moving = self.kv is not None and self.kv.has_news()
+        return moving or any(state.has_work for state in self._states)
 
     def step(self) -> list[RequestOutput]:
         """One round of all ranks."""
-        if not self.has_work():
+        watching = self.kv is not None and self.kv.wait_ms() is not None
+        if not self.has_work() and not watching:
             self._crew.check()
             return []
         with self._crew.together():
@@ -263,21 +191,29 @@ class DataParallelEngine:
         submits, aborts = self._hand_out()
         hold = self._policy.hold([state.outlook for state in self._states])
         others = range(1, self._crew.size)
+        news = [NO_NEWS] * self._crew.size if self.kv is None else self.kv.hand_out(self._rank_of)
         self._crew.tell_each(
             [
                 {
                     "submit": [pack_request(request) for request in submits[rank]],
                     "abort": aborts[rank],
                     "hold": hold,
+                    "kv": news[rank],
                 }
                 for rank in others
             ]
         )
-        outputs = self._own.round(submits[0], aborts[0], hold)
+        outputs = self._own.round(submits[0], aborts[0], hold, news[0])
         self._states[0] = self._own.state()
+        self._caches.apply(0, self._own.take_events())
+        if self.kv is not None and self._own.kv is not None:
+            self.kv.heard(0, self._own.kv.tell())
         for rank, answer in zip(others, self._crew.hear(), strict=True):
             outputs += [unpack_output(data) for data in answer["outputs"]]
             self._states[rank] = RankState.of(answer)
+            self._caches.apply(rank, unpack_events(answer["events"]))
+            if self.kv is not None:
+                self.kv.heard(rank, answer["kv"])
         return outputs
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
@@ -285,8 +221,13 @@ class DataParallelEngine:
         submits: list[list[Request]] = [[] for _ in self._states]
         aborts: list[list[str]] = [[] for _ in self._states]
         new, self._new = list(self._new.values()), {}
-        lens = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in new]
-        ranks = assign([state.load for state in self._states], lens)
+        known = [request.prompt_token_ids + request.output_token_ids for request in new]
+        cached = [
+            self._caches.cached_tokens(token_ids, request.cache_salt)
+            for request, token_ids in zip(new, known, strict=True)
+        ]
+        loads = [state.load for state in self._states]
+        ranks = assign(loads, list(map(len, known)), cached, self._max_num_seqs)
         for request, rank in zip(new, ranks, strict=True):
             submits[rank].append(request)
             self._rank_of[request.request_id] = rank
@@ -302,6 +243,16 @@ class DataParallelEngine:
         total = reduce(add_stats, (state.stats for state in self._states))
         total.num_waiting += len(self._new)
         return with_balance(total, self._rebalancer)
+
+    def kv_events(self) -> EventPublisher:
+        """What is cached on any rank, and on none any more."""
+        if self._publisher is None:
+            self._publisher = EventPublisher(self._caches.record_events())
+        return self._publisher
+
+    def kv_dump(self) -> Dump:
+        """All blocks that a rank has cached."""
+        return self.kv_events().dump(self._caches.cached_hashes())
 
 
 def with_balance(stats: EngineStats, rebalancer: Rebalancer | None) -> EngineStats:

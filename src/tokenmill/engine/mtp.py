@@ -6,13 +6,14 @@ inside a CUDA graph.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.sampling import argmax
-from tokenmill.models.mtp import MTPModule
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,6 +30,18 @@ def count_accepted(
     return right.long().cumprod(dim=1).sum(dim=1)
 
 
+class Drafter(Protocol):
+    """An MTP module, see models/mtp.py: of this rank alone, or of all together."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def forward(
+        self, token_ids: torch.Tensor, states: torch.Tensor, cache: Cache, batch: AttentionBatch
+    ) -> torch.Tensor: ...
+    def logits(self, out: torch.Tensor) -> torch.Tensor: ...
+    def states(self, out: torch.Tensor) -> torch.Tensor: ...
+
+
 class Proposer:
     """Runs the MTP module over its own layer of the KV cache.
 
@@ -36,7 +49,7 @@ class Proposer:
     belongs to nobody.
     """
 
-    def __init__(self, module: MTPModule, cache: Cache, builder: InputBuilder) -> None:
+    def __init__(self, module: Drafter, cache: Cache, builder: InputBuilder) -> None:
         self.module, self.cache, self.builder = module, cache, builder
         self._shapes: dict[int, tuple[torch.Tensor, tuple[QueryTiles, ...]]] = {}
 

@@ -14,8 +14,11 @@ from multiprocessing.connection import Connection
 from tokenmill.core.types import GrammarVocab, TokenmillError
 from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
 from tokenmill.engine.crew import call, join
-from tokenmill.engine.leading import OwnEngine, OwnModel, follow
-from tokenmill.engine.rank_wire import Message, receive, send, unpack_setup
+from tokenmill.engine.kv_link import KVLink
+from tokenmill.engine.kv_ranks import RankReader
+from tokenmill.engine.leading import OwnEngine
+from tokenmill.engine.rank_models import Follower, OwnModel
+from tokenmill.engine.rank_wire import Message, pack_address, receive, send, unpack_setup
 from tokenmill.engine.setup import Setup
 from tokenmill.parallel import Ranks
 
@@ -62,8 +65,10 @@ def main(address: str) -> None:
         _run_own(setup, part, ranks, vocab, connection, inbox)
     else:
         rebalancer = make_rebalancer(setup, part, ranks)
+        reader = open_reader(setup, part, connection)
+        follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader)
         while True:
-            follow(inbox.next(), part.network, part.kv_cache, ranks, rebalancer)
+            follower.follow(inbox.next())
 
 
 def _run_own(
@@ -78,8 +83,22 @@ def _run_own(
     model = OwnModel(part.network)
     engine, _ = make_engine(setup, part, model, vocab)
     own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
+    if engine.kv is not None:
+        send(connection, {"kv": pack_address(engine.kv.address)})
     while True:
         send(connection, own.answer(inbox.next()))
+
+
+def open_reader(setup: Setup, part: Part, connection: Connection) -> RankReader | None:
+    """What moves this rank's part of KV blocks, where they move."""
+    if not isinstance(part.link, KVLink):
+        return None
+    block_size = setup.cache.block_size
+    assert block_size is not None
+    connectors, address = part.link.reach(
+        part.kv_cache, part.cached, setup.cache.dtype, block_size, part.num_blocks
+    )
+    return RankReader(connectors, address, connection)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +21,7 @@ from tokenmill.core.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from tokenmill.core.kv import KVAddress, KVGeometry, KVWay
 from tokenmill.core.types import (
     FinishReason,
     Request,
@@ -30,6 +32,7 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.setup import Setup
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.sched.kv_events import Cleared, Event, Removed, Stored
 
 Message = dict[str, Any]
 _TIMES = ("arrival_ns", "deadline_ns")
@@ -100,6 +103,37 @@ def unpack_output(data: Message) -> RequestOutput:
     return RequestOutput(**(data | more))
 
 
+def pack_address(address: KVAddress) -> Message:
+    """Where a rank's KV lies, as a message."""
+    ways = [asdict(way) | {"endpoint": way.endpoint.hex()} for way in address.ways]
+    more = {name: [pack_address(a) for a in getattr(address, name)] for name in ("others", "ranks")}
+    return asdict(address) | {"ways": ways} | more
+
+
+def unpack_address(data: Message) -> KVAddress:
+    """The address of a message."""
+    shape = data["geometry"] | {"block_bytes": tuple(data["geometry"]["block_bytes"])}
+    ways = [
+        KVWay(way["connector"], tuple(way["regions"]), bytes.fromhex(way["endpoint"]))
+        for way in data["ways"]
+    ]
+    more = {name: tuple(map(unpack_address, data[name])) for name in ("others", "ranks")}
+    return KVAddress(**(data | {"geometry": KVGeometry(**shape), "ways": tuple(ways)} | more))
+
+
+def pack_events(events: Iterable[Event]) -> list[Message]:
+    """KV events as messages."""
+    return [asdict(event) for event in events]
+
+
+def unpack_events(data: list[Message]) -> list[Event]:
+    """The events of messages, told apart by their fields."""
+    return [
+        Stored(**event) if "parent" in event else Removed(**event) if event else Cleared()
+        for event in data
+    ]
+
+
 def pack_step(token_ids: torch.Tensor, batch: AttentionBatch) -> tuple[Message, torch.Tensor]:
     """A step's inputs: their sizes as a message, their values as one int32 tensor."""
     tables = batch.block_tables[batch.table_rows]
@@ -109,14 +143,18 @@ def pack_step(token_ids: torch.Tensor, batch: AttentionBatch) -> tuple[Message, 
         "tokens": token_ids.shape[0],
         "seqs": tables.shape[0],
         "width": tables.shape[1],
-        "tiles": [(tiles.seqs.shape[0], tiles.tokens, tiles.splits) for tiles in batch.tiles],
+        "tiles": [(tiles.seqs.shape[0], *_plan(tiles)) for tiles in batch.tiles],
     }
     return sizes, torch.cat([part.flatten().int() for part in parts])
 
 
+def _plan(tiles: QueryTiles) -> tuple[int, int, int, int]:
+    return tiles.tokens, tiles.splits, tiles.rows.start, tiles.rows.stop
+
+
 def step_size(sizes: Message) -> int:
     """How many integers a step's inputs are."""
-    tiles = 2 * sum(count for count, _, _ in sizes["tiles"])
+    tiles = 2 * sum(count for count, *_ in sizes["tiles"])
     return int(3 * sizes["tokens"] + sizes["seqs"] * (2 + sizes["width"]) + 1 + tiles)
 
 
@@ -124,7 +162,7 @@ def unpack_step(sizes: Message, flat: torch.Tensor) -> tuple[torch.Tensor, Atten
     """The inverse of pack_step."""
     tokens, seqs, width = sizes["tokens"], sizes["seqs"], sizes["width"]
     counts = [tokens, tokens, tokens, seqs + 1, seqs, seqs * width]
-    counts += [count for count, _, _ in sizes["tiles"] for _ in range(2)]
+    counts += [count for count, *_ in sizes["tiles"] for _ in range(2)]
     ids, positions, slots, starts, contexts, tables, *tiles = flat.split(counts)
     if flat.device.type == "cpu":  # what the compiled kernels read
         ids, positions, slots = ids.long(), positions.long(), slots.long()
@@ -136,8 +174,8 @@ def unpack_step(sizes: Message, flat: torch.Tensor) -> tuple[torch.Tensor, Atten
         block_tables=tables.view(seqs, width),
         table_rows=torch.arange(seqs, dtype=torch.int32, device=flat.device),
         tiles=tuple(
-            QueryTiles(first, second, tokens, splits)
-            for first, second, (_, tokens, splits) in zip(
+            QueryTiles(seqs, starts, tokens, splits, range(start, stop))
+            for seqs, starts, (_, tokens, splits, start, stop) in zip(
                 tiles[::2], tiles[1::2], sizes["tiles"], strict=True
             )
         ),

@@ -17,7 +17,7 @@ from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.kv_shared import SharedPages
-from tokenmill.engine.mtp import Proposer, count_accepted
+from tokenmill.engine.mtp import Drafter, Proposer, count_accepted
 from tokenmill.engine.prompt_graphs import PromptGraphs
 from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.sampling import (
@@ -31,7 +31,7 @@ from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
-from tokenmill.models.mtp import MTPModule
+from tokenmill.parallel import Layout
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -58,6 +58,9 @@ class Model(Protocol):
 
 class RankModel(Model, Protocol):
     """One rank's part of a model."""
+
+    layout: Layout
+    norm: torch.Tensor  # the final one, in the stream's type
 
     @property
     def experts(self) -> list[RoutedExperts]: ...
@@ -188,7 +191,7 @@ class ModelRunner:
         block_size: int,
         num_slots: int = 512,
         max_model_len: int | None = None,
-        mtp: MTPModule | None = None,
+        mtp: Drafter | None = None,
         relaxed: Relaxed | None = None,
     ) -> None:
         """With an MTP module the cache's last layer is the module's, its last block nobody's."""

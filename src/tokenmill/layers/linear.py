@@ -15,6 +15,7 @@ from tokenmill.kernels.matmul import (
     pack,
     quantize_rows,
 )
+from tokenmill.parallel import ONE, Ranks
 
 ComputeType = Literal["fp32", "int8", "bf16", "fp8"]
 Device = torch.device | str
@@ -81,14 +82,31 @@ class Linear:
 
 
 class Embedding:
-    """Rows of a table by token id; a tied table is the head's own packed weight."""
+    """Rows of a table by token id; a tied table is the head's own packed weight.
 
-    def __init__(self, table: torch.Tensor | PackedWeight, dtype: ComputeType) -> None:
-        self.table = table
+    Of several ranks each has its share of the vocabulary; what the others have is added up.
+    """
+
+    def __init__(
+        self,
+        table: torch.Tensor | PackedWeight,
+        dtype: ComputeType,
+        own: slice = slice(0),
+        ranks: Ranks = ONE,
+    ) -> None:
+        self.table, self.own, self.ranks = table, own, ranks
         self.dtype = activation_dtype(dtype)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [m] -> [m, hidden]."""
+        if self.ranks.size == 1:
+            return self._rows(token_ids)
+        first, end = self.own.start, self.own.stop
+        elsewhere = (token_ids < first) | (token_ids >= end)
+        rows = self._rows((token_ids - first).masked_fill_(elsewhere, 0))
+        return self.ranks.add_up(rows.masked_fill_(elsewhere[:, None], 0.0))
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self.table, PackedWeight):
             return self.table.rows(token_ids).to(self.dtype)
         return self.table[token_ids].to(self.dtype)

@@ -115,8 +115,9 @@ class Decoder:
         self.norm = outer["model.norm.weight"].to(device, activation_dtype(dtype))
         head = table if spec.tie_embeddings else outer.get("lm_head.weight", table[:0])
         self.head = Linear([head], [], "bf16" if dtype == "fp8" else dtype, device)
-        rows = self.head.weight if spec.tie_embeddings else table.to(device)
-        self.embedding = Embedding(rows, dtype)
+        ranks = layout.tensor_ranks
+        rows = self.head.weight if spec.tie_embeddings else table.to(device, copy=ranks.size > 1)
+        self.embedding = Embedding(rows, dtype, ranks.own(spec.vocab_size), ranks)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
         """Pack each layer as soon as it is complete; the rest belongs to no layer."""
@@ -125,7 +126,7 @@ class Decoder:
         done: dict[int, Layer] = {}
         for name, tensor in tensors:
             if not name.startswith("model.layers."):
-                outer[name] = tensor
+                outer[name] = shard(name, tensor, self.full, self.layout.tensor_ranks)
                 continue
             number, _, short = name.removeprefix("model.layers.").partition(".")
             index = int(number)
@@ -156,8 +157,16 @@ class Decoder:
         return Residual(hidden, self.spec.rms_eps).normed(self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab], in the stream's type."""
-        return Residual(hidden, self.spec.rms_eps).project(self.norm, self.head)
+        """[rows, hidden] -> [rows, vocab], in the stream's type.
+
+        Where ranks have a part of the vocabulary each, all call this and rank 0 gets the whole.
+        """
+        return self.score(hidden, self.norm)
+
+    def score(self, hidden: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """logits(), through a norm that may be another one."""
+        part = Residual(hidden, self.spec.rms_eps).project(norm, self.head)
+        return self.layout.tensor_ranks.side_by_side(part, self.spec.vocab_size)
 
     @property
     def experts(self) -> list[RoutedExperts]:

@@ -17,17 +17,22 @@ from tokenmill.layers.linear import ComputeType
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
 from tokenmill.models.names import MTP_OUTER, canonical, mtp_spec
+from tokenmill.parallel import ALONE, Layout
 
 
 class MTPModule:
     """enorm(embedding) and hnorm(state), projected, through one decoder layer of the family."""
 
     def __init__(
-        self, model: Decoder, tensors: Iterable[tuple[str, torch.Tensor]], dtype: ComputeType
+        self,
+        model: Decoder,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: ComputeType,
+        layout: Layout = ALONE,
     ) -> None:
-        spec, index = mtp_spec(model.spec), model.spec.num_layers
+        spec, index = mtp_spec(model.full), model.full.num_layers
         self.model, self.eps = model, spec.rms_eps
-        parts = LayerTensors(spec, index, dtype, model.device)
+        parts = LayerTensors(spec, index, dtype, model.device, layout)
         for name, tensor in tensors:
             parts.put(canonical(spec, name.removeprefix(f"model.layers.{index}.")), tensor)
         if parts.missing + len(MTP_OUTER):
@@ -52,8 +57,8 @@ class MTPModule:
         return stream.complete()
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
-        return Residual(out, self.eps).project(self.norm, self.model.head)
+        """[rows, hidden] -> [rows, vocab], where ranks divide it as the model's logits()."""
+        return self.model.score(out, self.norm)
 
     def states(self, out: torch.Tensor) -> torch.Tensor:
         """What stands for the model's normed state in the next guess, [rows, hidden]."""

@@ -23,6 +23,8 @@ _ROWS = {
     "self_attn.v_proj": "kv_heads",
     "mlp.gate_proj": "inner",
     "mlp.up_proj": "inner",
+    "model.embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
 }
 _COLUMNS = {"self_attn.o_proj": "heads", "mlp.down_proj": "inner"}
 
@@ -89,7 +91,7 @@ def wanted(spec: ModelSpec, layout: Layout) -> Callable[[str], bool]:
 
     def needs(name: str) -> bool:
         if name == "lm_head.weight":
-            return layout.samples
+            return layout.samples or layout.split_heads
         short = name.removeprefix("model.layers.").partition(".")[2]
         found = expert_of(canonical(spec, short))
         return found is None or found[0] in experts
@@ -98,7 +100,7 @@ def wanted(spec: ModelSpec, layout: Layout) -> Callable[[str], bool]:
 
 
 def shard(name: str, tensor: torch.Tensor, spec: ModelSpec, ranks: Ranks) -> torch.Tensor:
-    """This rank's part of a layer's tensor; a sum's bias counts on the first rank alone."""
+    """This rank's part of a tensor; a sum's bias counts on the first rank alone."""
     if ranks.size == 1:
         return tensor
     module, _, kind = name.rpartition(".")
@@ -113,6 +115,8 @@ def shard(name: str, tensor: torch.Tensor, spec: ModelSpec, ranks: Ranks) -> tor
 
 def _part(unit: str, length: int, spec: ModelSpec, ranks: Ranks) -> slice:
     """Where a rank's heads or channels lie; a KV head of many ranks is copied to each."""
+    if unit == "vocabulary":
+        return ranks.own(length)
     count = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "inner": length}[unit]
     width, each = length // count, max(1, count // ranks.size)
     first = ranks.rank * count // ranks.size

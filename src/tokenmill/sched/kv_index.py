@@ -218,7 +218,7 @@ class KVIndex:
         """How many leading blocks of a chain each worker holds or will; none: not in the dict."""
         found: dict[str, int] = {}
         left = self._live
-        drops = list(_drops(self._holders, chain, left))
+        drops = list(by_depth(self._holders, chain, left))
         for depth, mask in drops:
             left ^= mask
             self._note(found, mask, depth)
@@ -226,7 +226,7 @@ class KVIndex:
             marks = chain[STRIDE - 1 :: STRIDE]
             for depth, mask in (*drops, (0, left)):  # a prediction begins where knowledge ended
                 first = depth // STRIDE
-                for more, further in _drops(self._predicted, marks[first:], mask):
+                for more, further in by_depth(self._predicted, marks[first:], mask):
                     self._note(found, further, STRIDE * (first + more))
         return found
 
@@ -238,7 +238,7 @@ class KVIndex:
             mask ^= 1 << number
 
 
-def _drops(holders: dict[int, int], chain: U64, among: int) -> Iterator[tuple[int, int]]:
+def by_depth(holders: dict[int, int], chain: U64, among: int) -> Iterator[tuple[int, int]]:
     """By bisection: (depth, mask of those `among` that hold exactly so many blocks, but some)."""
     known, item = holders.get, chain.item
     last = len(chain) - 1

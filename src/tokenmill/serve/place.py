@@ -107,7 +107,7 @@ class Place:
     def received_bytes(self) -> int:
         """KV that came from other workers."""
         kv = self.facts.kv if self.facts is not None else None
-        block_bytes = sum(kv.geometry.block_bytes) if kv is not None else 0
+        block_bytes = kv.block_bytes if kv is not None else 0
         return self.stats().num_kv_blocks_received * block_bytes
 
     def busy(self) -> float:

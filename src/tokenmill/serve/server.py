@@ -60,8 +60,10 @@ def serve(
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(floor) as placement,
     ):
-        prefill = None if prefill_argv is None else placement.spawner(prefill_argv)
-        client = Floor(placement.spawner(worker_argv), floor, router, placement.host, prefill)
+        worker, prefill = placement.spawner(worker_argv, floor.ranks), None
+        if prefill_argv is not None:
+            prefill = placement.spawner(prefill_argv, floor.prefill_ranks)
+        client = Floor(worker, floor, router, placement.host, prefill)
         run_in_loop(_run(listener, client, tokenizer, config, model, tracing, on_listening))
 
 

@@ -43,8 +43,8 @@ class Placement(Protocol):
     @property
     def host(self) -> str | None: ...
 
-    def spawner(self, argv: Sequence[str]) -> Spawn:
-        """What starts a worker: `argv` followed by "--address ADDRESS"."""
+    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
+        """What starts a worker of so many ranks: `argv` followed by "--address ADDRESS"."""
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def open_placement(config: FloorConfig) -> Iterator[Placement]:
         yield ProcessPlacement()
         return
     with _connected(config.ray_address) as host:
-        yield RayPlacement(host, config.num_workers, config.ranks)
+        yield RayPlacement(host, config.num_processes)
 
 
 def _wants_ray(config: FloorConfig) -> bool:
@@ -72,8 +72,8 @@ class ProcessPlacement:
 
     host = None
 
-    def spawner(self, argv: Sequence[str]) -> Spawn:
-        """What starts a worker."""
+    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
+        """What starts a worker, which starts its further ranks itself."""
 
         async def spawn(address: str) -> WorkerProcess:
             return await asyncio.create_subprocess_exec(
@@ -93,27 +93,27 @@ class RayPlacement:
     A worker of several ranks is as many actors: the first one is the worker, whom the others call.
     """
 
-    def __init__(self, host: str, num_workers: int, num_ranks: int = 1) -> None:
+    def __init__(self, host: str, num_processes: int) -> None:
         import ray
 
-        self.host, self._num_ranks = host, num_ranks
+        self.host = host
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         self._actor: Any = ray.remote(_WorkerHost).options(
             num_cpus=0,
-            num_gpus=min(1.0, int(1000 * num_gpus / (num_workers * num_ranks)) / 1000),
+            num_gpus=min(1.0, int(1000 * num_gpus / num_processes) / 1000),
             max_concurrency=4,  # kill() comes while wait() waits
             scheduling_strategy="SPREAD",
         )
 
-    def spawner(self, argv: Sequence[str]) -> Spawn:
-        """What starts a worker."""
-        return lambda address: self._spawn(list(argv), address)
+    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
+        """What starts a worker and its further ranks."""
+        return lambda address: self._spawn(list(argv), address, num_ranks)
 
-    async def _spawn(self, argv: list[str], address: str) -> WorkerProcess:
+    async def _spawn(self, argv: list[str], address: str, num_ranks: int) -> WorkerProcess:
         import ray
 
         plain, _, key = address.partition("#")
-        actors: list[Any] = [self._actor.remote() for _ in range(self._num_ranks)]
+        actors: list[Any] = [self._actor.remote() for _ in range(num_ranks)]
         command, env = [*argv, "--address", plain], {KEY_VARIABLE: key}
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S):

@@ -25,6 +25,7 @@ from tokenmill.kernels.cpu.tiles import (
     span_exp,
     span_max,
     span_sum,
+    square_sum,
 )
 
 if TYPE_CHECKING:
@@ -165,11 +166,9 @@ def _rotate(x: Any, cos: Any, sin: Any, half: int, scale: Any) -> None:
 
 
 @compiled
-def _head_norm(x: Any, weight: Any, dim: int, eps: Any) -> None:
-    total = np.float32(0.0)
-    for i in range(dim):
-        total += x[i] * x[i]
-    inverse = np.float32(1.0) / np.sqrt(total / np.float32(dim) + np.float32(eps))
+def _head_norm(at: int, weight: Any, dim: int, eps: Any) -> None:
+    x = carray(f32_at(at), (dim,))
+    inverse = np.float32(1.0) / np.sqrt(square_sum(at, dim) / np.float32(dim) + np.float32(eps))
     for i in range(dim):
         x[i] = x[i] * inverse * weight[i]
 
@@ -185,9 +184,10 @@ def _rope_body(args: Any, task: int) -> None:
         cos = carray(f32_at(args[3] + 4 * positions[t] * dim), (half,))
         sin = carray(f32_at(args[3] + 4 * (positions[t] * dim + half)), (half,))
         for h in range(heads + kv_heads):
-            x = carray(f32_at(args[0] + 4 * (t * stride + h * dim)), (dim,))
+            at = args[0] + 4 * (t * stride + h * dim)
             if args[6] != 0:
-                _head_norm(x, carray(f32_at(args[6] if h < heads else args[7]), (dim,)), dim, eps)
+                _head_norm(at, carray(f32_at(args[6] if h < heads else args[7]), (dim,)), dim, eps)
+            x = carray(f32_at(at), (dim,))
             _rotate(x, cos, sin, half, scale if h < heads else np.float32(1.0))
         block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(kv_heads):

@@ -11,8 +11,10 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import config, njit
 
-# No 'nnan'/'ninf': masked scores are large negative numbers, never infinities.
-FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+# No 'nnan'/'ninf': masked scores are large negative numbers, never infinities. No 'reassoc': copies
+# of a function in several callers would round differently, and so would code compiled here from
+# code out of the cache.
+FASTMATH = {"contract", "nsz", "arcp"}
 
 
 def supported() -> bool:
@@ -43,5 +45,5 @@ def cached(decorate: Callable[[Any], Any], function: Any) -> Any:
 
 
 def compiled(function: Any) -> Any:
-    """numba.njit as used here: no GIL, contraction and reassociation allowed, cached."""
+    """numba.njit as used here: no GIL, contraction allowed, cached."""
     return cached(njit(nogil=True, fastmath=FASTMATH, error_model="numpy", cache=True), function)

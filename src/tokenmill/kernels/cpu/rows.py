@@ -15,6 +15,7 @@ from tokenmill.kernels.cpu.tiles import (
     exp32,
     f32_at,
     i16_at,
+    square_sum,
 )
 
 
@@ -32,11 +33,9 @@ def _quantize(x: Any, values: Any, k: int, limit: int) -> Any:
 
 
 @compiled
-def _normalize(x: Any, weight: Any, out: Any, k: int, eps: float) -> None:
-    total = np.float32(0.0)
-    for i in range(k):
-        total += x[i] * x[i]
-    inverse = np.float32(1.0) / np.sqrt(total / np.float32(k) + np.float32(eps))
+def _normalize(at: int, weight: Any, out: Any, k: int, eps: float) -> None:
+    x = carray(f32_at(at), (k,))
+    inverse = np.float32(1.0) / np.sqrt(square_sum(at, k) / np.float32(k) + np.float32(eps))
     for i in range(k):
         out[i] = x[i] * inverse * weight[i]
 
@@ -53,7 +52,7 @@ def _norm_body(args: Any, task: int) -> None:
     weight = carray(f32_at(args[1]), (k,))
     scratch = np.empty(k, np.float32)
     for r in range(task * rows, min(m, task * rows + rows)):
-        x = carray(f32_at(args[0] + 4 * r * k), (k,))
+        x = args[0] + 4 * r * k
         if limit == 0:
             _normalize(x, weight, carray(f32_at(args[2] + 4 * r * k), (k,)), k, eps)
         else:

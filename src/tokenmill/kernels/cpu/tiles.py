@@ -135,6 +135,33 @@ def span_sum(typing_context: Any, scores: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def square_sum(typing_context: Any, row: Any, k: Any) -> Any:
+    """The sum of the squares of k floats at an address, in four vectors side by side."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        row, k = args
+        wide, one = (
+            b.module.declare_intrinsic(f"llvm.fma{lanes}", (), ir.FunctionType(kind, [kind] * 3))
+            for lanes, kind in ((".v8f32", _V8F32), (".f32", _F32))
+        )
+        (sums,) = _accumulators(b, 1, 4, ir.Constant(_V8F32, [0.0] * 8))
+        stride = ir.Constant(_I64, 32)
+        whole = b.mul(b.udiv(k, stride), stride)
+        with cgutils.for_range_slice(b, ir.Constant(_I64, 0), whole, stride) as (i, _):
+            at = b.add(row, b.shl(i, ir.Constant(_I64, 2)))
+            for v, slot in enumerate(sums):
+                x = _load(b, at, 32 * v, _V8F32)
+                b.store(b.call(wide, [x, x, b.load(slot)]), slot)
+        total = cgutils.alloca_once_value(b, _fold(b, [b.load(slot) for slot in sums], b.fadd))
+        with cgutils.for_range_slice(b, whole, k, ir.Constant(_I64, 1)) as (i, _):
+            x = _load(b, b.add(row, b.shl(i, ir.Constant(_I64, 2))), 0, _F32)
+            b.store(b.call(one, [x, x, b.load(total)]), total)
+        return b.load(total)
+
+    return types.float32(types.int64, types.int64), generate
+
+
 # ---------------------------------------------------------------------------- register tiles
 
 

@@ -50,16 +50,18 @@ def _rope_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
-    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channels = tl.arange(0, HALF)
     inside = head < heads + 2 * kv_heads
     is_q, is_k = head < heads, (head >= heads) & (head < heads + kv_heads)
     base = qkv + token * stride + head[:, None] * (2 * HALF) + channels[None, :]
+    slot = tl.load(slots + token).to(tl.int64)
+    table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + channels
+    cos, sin = tl.load(table)[None, :], tl.load(table + HALF)[None, :]
+    wait(EARLY)
     a = tl.load(base, mask=inside[:, None], other=0.0).to(tl.float32)
     b = tl.load(base + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
-    slot = tl.load(slots + token).to(tl.int64)
     block, offset = slot // block_size, slot % block_size
     page = ((block * kv_heads + (head - heads) % kv_heads) * block_size + offset) * (2 * HALF)
     line = page[:, None] + channels[None, :]
@@ -75,8 +77,6 @@ def _rope_kernel(
         k_high = tl.load(k_norm + HALF + channels).to(tl.float32)[None, :]
         a = a * inverse * tl.where(is_q[:, None], q_low, k_low)
         b = b * inverse * tl.where(is_q[:, None], q_high, k_high)
-    table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + channels
-    cos, sin = tl.load(table)[None, :], tl.load(table + HALF)[None, :]
     low, high = a * cos - b * sin, b * cos + a * sin
     if SPREAD:
         a, b = low + high, low - high
@@ -179,7 +179,6 @@ def _attention_kernel(
     INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
-    wait(EARLY)
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
     first = tl.load(tile_starts + tile)
@@ -192,6 +191,7 @@ def _attention_kernel(
     valid = (rows < tile_tokens * GROUP) & (token < length)
     columns = (head * GROUP + rows % GROUP) * DIM
     row = (start + token).to(tl.int64)
+    wait(EARLY)
     queries = tl.load(
         q + row[:, None] * q_stride + columns[:, None] + channels[None, :],
         mask=valid[:, None],

@@ -1,7 +1,9 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs.
 
 Every kernel launched with `launch_options()` calls `wait()` before it touches what another kernel
-wrote: only then is everything before it complete. Weights may be read earlier.
+wrote: only then is everything before it complete. Weights may be read earlier, and so may what says
+where a step's tokens stand: between that and the first such kernel comes the embedding, which is
+launched plainly, when all before it is complete.
 """
 
 from __future__ import annotations
