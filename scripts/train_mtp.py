@@ -1,7 +1,7 @@
 """Train a multi-token-prediction module for a Llama-family model on text that the model writes.
 
-Questions come from forms with gaps (mtp_questions.toml); of half of them the model gets the first
-words only and writes the rest itself. It answers, mostly greedily. The module learns the model's
+Questions come from forms with gaps (mtp_questions.toml); of half of them the model gets at most the
+first words and writes the rest itself. It answers, mostly greedily. The module learns the model's
 own next-token distributions over the answers, for a chain of drafts: draft k sees the module's
 hidden state of draft k - 1, as it will when it is used.
 
@@ -73,9 +73,9 @@ class Questions:
         return re.sub(r"\{(\w+)\}", lambda gap: self.dice.choice(self.words[gap[1]]), form)
 
     def beginning(self) -> str:
-        """The first words of one."""
+        """The first words of one, few more often than many, or none."""
         words = self.whole().split(" ")
-        return " ".join(words[: self.dice.randint(1, max(1, len(words) - 1))])
+        return " ".join(words[: int(len(words) * self.dice.random() ** 2)])
 
 
 def write_conversations(args: argparse.Namespace, seed: int) -> list[Conversation]:
@@ -94,7 +94,7 @@ def write_conversations(args: argparse.Namespace, seed: int) -> list[Conversatio
     head, tail = whole[:at], whole[at + len(inner) :]
     dice, seen, done = random.Random(seed), set[tuple[int, ...]](), list[Conversation]()
     questions, end = Questions(dice), time.monotonic() + args.generate_s
-    asked = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=80)
+    asked = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=80)
     greedy = SamplingParams(temperature=0.0, max_tokens=args.answer)
     drawn = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=args.answer)
     while time.monotonic() < end:
@@ -430,7 +430,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3, help="drafts in a chain")
     parser.add_argument("--generate-s", type=float, default=100)
     parser.add_argument("--train-s", type=float, default=240)
-    parser.add_argument("--writers", type=int, default=6, help="processes that write")
+    parser.add_argument("--writers", type=int, default=8, help="processes that write")
     parser.add_argument("--batch", type=int, default=512, help="conversations at once, of each")
     parser.add_argument("--answer", type=int, default=256, help="tokens of an answer at most")
     parser.add_argument("--tokens", type=int, default=16384, help="of a training step")

@@ -21,7 +21,14 @@ def spec(name: str) -> ModelSpec:
 def test_kernels_belong_to_parts() -> None:
     assert part_of("_latent_kernel") == "attention"
     assert part_of("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT") == "linear"
-    found = by_part({"_grouped_kernel": 2.0, "_rms_norm_kernel": 1.0, "_route_kernel": 0.5})
+    found = by_part(
+        {
+            "_grouped_kernel": 1.5,
+            "grouped_kernel": 0.5,
+            "_rms_norm_kernel": 1.0,
+            "_route_kernel": 0.5,
+        }
+    )
     assert found == {"attention": 0.0, "experts": 2.0, "linear": 0.0, "other": 1.5}
 
 

@@ -11,9 +11,10 @@ sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from triton_parity import BLOCKS, make_batch
 
 from tokenmill.kernels import MODE, mla
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import mla as gpu_mla
 
-pytestmark = pytest.mark.skipif(not gpu_mla._is_hopper(), reason="made for Hopper alone")
+pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
 LATENT, ROPE, HEAD_DIM, SCALE = 512, 64, 192, 192**-0.5
 
 
@@ -90,7 +91,7 @@ def test_others_take_the_plain_kernel(
     mla.latent_attention(*(x.half() if isinstance(x, torch.Tensor) else x for x in inputs))
     mla.latent_attention(*make_inputs([1] * 3, [70, 5, 200], 16))
     mla.latent_attention(*make_inputs([1] * 3, [7, 5, 20], 128, 16))
-    for switch in ((MODE, "batch_invariant", True), (gpu_mla, "HOPPER", False)):
+    for switch in ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False)):
         with monkeypatch.context() as patch:
             patch.setattr(*switch)
             mla.latent_attention(*inputs)

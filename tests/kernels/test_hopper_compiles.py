@@ -1,17 +1,39 @@
 """Gluon kernels have no interpreter: here they are at least compiled for the GPU they are for."""
 
+from typing import Any
+
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tokenmill.kernels.gpu.mla_hopper import HALF, KEYS, ROPE, latent_kernel
+from tokenmill.kernels.gpu import mla_hopper, moe_hopper
 
 SHARED_BYTES = 232_448  # that a program may have on an H100 or H200
-LAYOUT = (
-    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
-    "fp4_padded=False, cga_layout=[])"
-)
+
+
+def tiles(rows: int, columns: int) -> str:
+    """The type of a tensor whose tiles are copied whole."""
+    layout = "swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
+    layout += "fp4_padded=False, cga_layout=[]"
+    return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
+
+
+def assert_compiles(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...]
+) -> None:
+    """Parameters without a type are pointers to int32; pointers and `aligned` divide by 16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in aligned
+    }
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -20,18 +42,24 @@ def test_latent_attention_compiles_and_fits(splits: int) -> None:
     sums = dict.fromkeys(("partial", "stats"), "*fp32" if splits > 1 else "*bf16")
     numbers = ("table_stride", "q_stride", "heads", "head_dim", "num_tokens", "tile_tokens")
     types = halves | sums | dict.fromkeys(numbers, "i32") | {"scale": "fp32"}
-    types["ropes"] = f"tensordesc<bf16[{KEYS.value}, {ROPE.value}],{LAYOUT}>"
-    types["latents"] = f"tensordesc<bf16[{KEYS.value}, {HALF.value}],{LAYOUT}>"
+    types["ropes"] = tiles(mla_hopper.KEYS.value, mla_hopper.ROPE.value)
+    types["latents"] = tiles(mla_hopper.KEYS.value, mla_hopper.HALF.value)
     constants = {"BLOCK": 64, "SPLITS": splits, "EARLY": True}
-    names = latent_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
     aligned = ("q_stride", "heads", "head_dim")
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in aligned
-    }
-    source = GluonASTSource(latent_kernel, signature, constants, attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert_compiles(mla_hopper.latent_kernel, types, constants, aligned)
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_experts_compile_and_fit(rows: int, up: bool) -> None:
+    step = moe_hopper.STEP.value
+    types = {
+        "x": "*bf16" if up else tiles(rows, step),
+        "weight": tiles(moe_hopper.HALF.value, step),
+        "out": "*bf16", "n": "i32", "k": "i32",
+    }  # fmt: skip
+    constants = {
+        "SHARE": 8 if up else 1, "UP": up, "ROWS": rows, "STAGES": moe_hopper.num_stages(rows),
+        "GROUP": moe_hopper.GROUP, "EARLY": True,
+    }  # fmt: skip
+    assert_compiles(moe_hopper.grouped_kernel, types, constants, ("n", "k"))

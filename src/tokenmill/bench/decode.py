@@ -13,7 +13,7 @@ _KERNELS = {
     "latent_kernel": "attention",
     "_attention_kernel": "attention",
     "_join_kernel": "attention",
-    "_grouped_kernel": "experts",
+    "grouped_kernel": "experts",
     "_skinny_kernel": "linear",
     "_matmul_kernel": "linear",
     "_scale_kernel": "linear",

@@ -8,7 +8,6 @@ kernels/gpu/mla_hopper.py takes whole tiles of 64 rows of bfloat16.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 
 from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.attention import num_splits
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.attention import LOG2E, _join_kernel
 from tokenmill.kernels.gpu.dependent import launch_options, release, wait
 
@@ -27,7 +27,6 @@ MAX_ROWS = 64  # as many sums of 512 channels as two groups of four warps hold
 KEYS = 64  # per turn: with the queries, two turns of 576 channels just fit into shared memory
 PROGRAMS = 132  # one fills a multiprocessor; more would only write more partial sums
 HEADS = 16  # of q that a program rotates
-HOPPER = True  # off: the kernel below on every GPU
 
 
 @triton.jit
@@ -238,11 +237,6 @@ def latent_attention(
         )  # fmt: skip
 
 
-@functools.cache
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
 def _suits_hopper(
     q_latent: torch.Tensor,
     q: torch.Tensor,
@@ -251,7 +245,7 @@ def _suits_hopper(
     tiles: QueryTiles,
 ) -> bool:
     """Whole tiles of 64 rows of the shape that kernels/gpu/mla_hopper.py is made for."""
-    if not (HOPPER and _is_hopper()) or MODE.batch_invariant:
+    if not hopper.is_usable():
         return False
     block_size, latent = latent_cache.shape[2:]
     dtypes = {x.dtype for x in (q_latent, q, rope_cache, latent_cache)}

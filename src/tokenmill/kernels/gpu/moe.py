@@ -2,6 +2,8 @@
 
 The number of tiles is known to the device alone; as many programs run as there can be at most, and
 those beyond the last tile end at once. So a CUDA graph holds all of it.
+
+On Hopper kernels/gpu/moe_hopper.py takes the products of bfloat16.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels import MODE
+from tokenmill.kernels import MODE, triton_kernels
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu.dependent import launch_options, release, wait
 from tokenmill.kernels.gpu.matmul import _load
@@ -210,10 +213,10 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     return min(128, max(16, per_expert))
 
 
-def sort_by_expert(ids: torch.Tensor, num_experts: int) -> Tiles:
-    """Tiles of the rows of ids[t, top_k]."""
+def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
+    """Tiles of the rows of ids[t, top_k], `rows` to a tile or about what an expert gets."""
     count, device = ids.numel(), ids.device
-    rows = tile_rows(count, num_experts)
+    rows = rows or tile_rows(count, num_experts)
     most = min(count, count // rows + num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
     ranks = torch.empty(count, dtype=torch.int32, device=device)
@@ -266,13 +269,28 @@ def apply_experts(
     x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
 ) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
-    tokens, top_k = ids.shape
+    count, top_k, num_experts = ids.numel(), ids.shape[1], gate_up.num_experts
+    if _suits_hopper(x, gate_up, down):
+        grouped = triton_kernels("moe_hopper")
+        tiles = sort_by_expert(ids, num_experts, grouped.tile_rows(count, num_experts))
+        results: torch.Tensor = grouped.down_product(
+            grouped.gate_up_product(x, gate_up, tiles, share=top_k), down, tiles, count
+        )
+        return results
     fp8 = gate_up.scales is not None
     rows = _rows(*gpu_rows.quantize_rows(x)) if fp8 else x
-    tiles = sort_by_expert(ids, gate_up.num_experts)
-    inner = grouped_matmul(rows, gate_up, tiles, tokens * top_k, share=top_k)
+    tiles = sort_by_expert(ids, num_experts)
+    inner = grouped_matmul(rows, gate_up, tiles, count, share=top_k)
     gated = _rows(*gpu_rows.silu_mul(inner, fp8))
-    return grouped_matmul(gated, down, tiles, tokens * top_k, share=1)
+    return grouped_matmul(gated, down, tiles, count, share=1)
+
+
+def _suits_hopper(x: torch.Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
+    """bfloat16 and matrices of whole tiles of kernels/gpu/moe_hopper.py."""
+    if not hopper.is_usable() or x.dtype != torch.bfloat16:
+        return False
+    suits = triton_kernels("moe_hopper").suits
+    return all(w.data is not None and w.data.dtype == x.dtype and suits(w) for w in (gate_up, down))
 
 
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
