@@ -176,6 +176,13 @@ class Target:
         return norm(x, self.weights["model.norm.weight"], self.spec.rms_eps)
 
 
+def check_layers(spec: ModelSpec) -> None:
+    """Refuse what Target does not compute."""
+    for name in ("attention_bias", "mlp_bias", "qk_norm", "sliding_window", "moe", "mla"):
+        if getattr(spec, name):
+            raise SystemExit(f"{spec.architecture}: layers with {name} are not trained here")
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
 
@@ -439,11 +446,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    checkpoint = open_checkpoint(resolve(args.model))
+    check_layers(checkpoint.spec)
     texts = write_together(args)
     random.Random(args.seed).shuffle(texts)
     num_held = max(8, min(500, len(texts) // 50))
     held, texts = texts[:num_held], texts[num_held:]
-    checkpoint = open_checkpoint(resolve(args.model))
     target = Target(checkpoint.spec, dict(checkpoint.tensors(None, args.device)), args.device)
     note_hidden(target, held + texts, args.tokens)
     module = Module(target)

@@ -23,6 +23,7 @@ from tokenmill.bench.ladder import (
 )
 from tokenmill.bench.plot import check_plot, ladder_svg, write_plot
 from tokenmill.bench.workload import BenchError
+from tokenmill.cli import ladder as cli
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
 from tokenmill.settings import SETTINGS, read_value
@@ -47,6 +48,21 @@ def test_rungs_of_each_device() -> None:
     assert names(GPU) == on_gpu
     assert names(CPU) == ["eager torch", "fused kernels", "overlap", "int8"]
     assert missing(BY_KEY["fp8"], {"cuda"}) == NEEDS["fp8"]
+
+
+def test_a_draft_is_given_to_the_rung_that_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    def noted(rung: Rung, line: list[str]) -> Attempt:
+        lines.append(line)
+        return Attempt(rung)
+
+    monkeypatch.setattr(cli.bench, "run_rung", noted)
+    values = {"draft": "head.safetensors", "mtp-relaxed": "2:0.1"}
+    for key in ("overlap", "mtp"):
+        cli._attempt(BY_KEY[key], values, "cpu", frozenset(CPU | {"mtp"}))
+    flags = {"--draft=head.safetensors", "--mtp-relaxed=2:0.1"}
+    assert [flags & set(line) for line in lines] == [set(), flags]
 
 
 def test_every_rung_sets_settings_that_exist() -> None:

@@ -93,6 +93,17 @@ def test_figures_by_hand() -> None:
     assert figures["num_different"] == 1
 
 
+def test_rounds_that_differ_count_each_for_itself() -> None:
+    """As on a GPU, where two rounds may round differently: other tokens, positions and lengths."""
+    plain = [DepthRun(2.0, 8, [[1, 2, 3, 4]]), DepthRun(2.0, 8, [[1, 2, 3, 4]])]
+    short = DepthRun(1.0, 4, [[1, 2]], [4], [3])
+    drafted = [DepthRun(1.0, 4, [[1, 2, 3, 4]], [4, 4], [3, 1]), short]
+    figures = depth_report({0: plain, 2: drafted})["2"]
+    assert figures["acceptance"] == acceptance([8, 4], [6, 1])
+    assert figures["speedup_runs"] == [2.0, 1.0]  # half the answer in half the time gains nothing
+    assert figures["num_different"] == 1
+
+
 def test_prompts_are_those_of_the_tokenizer() -> None:
     prompts = chat_prompts()
     assert len(prompts) == len({prompt.text for prompt in prompts}) == 24

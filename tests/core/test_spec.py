@@ -300,6 +300,7 @@ R1: dict[str, Any] = {
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
 }
+YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -315,6 +316,10 @@ R1: dict[str, Any] = {
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: rotary"),
         ({"attention_bias": True}, "attention_bias: DeepseekV3ForCausalLM has False"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace: expected"),
+        ({"n_shared_experts": -1}, "n_shared_experts: expected"),
+        ({"rope_scaling": YARN | {"factor": 4, "mscale_all_dim": "1"}}, "mscale_all_dim: expected"),
+        ({"rope_scaling": YARN | {"beta_fast": "32"}}, "beta_fast: expected a positive number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling: expected an object, got 'yarn'"),
     ],
 )
 def test_errors_of_experts_and_latents_name_the_field(
@@ -323,3 +328,26 @@ def test_errors_of_experts_and_latents_name_the_field(
     assert ModelSpec.from_config(R1).kv_bytes_per_token(2) == 70_272
     with pytest.raises(ModelLoadError, match=message):
         ModelSpec.from_config(R1 | changes)
+
+
+def test_what_yarn_leaves_out() -> None:
+    """theta of the other format, the context that it reaches, and a factor that follows from it."""
+    longer = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    saved = {key: value for key, value in QWEN3_14B.items() if key != "rope_theta"}
+    saved |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    for config in (QWEN3_14B, saved):
+        spec = ModelSpec.from_config(config | {"rope_scaling": longer})
+        assert (spec.rope.theta, spec.max_position) == (1e6, 131_072)
+    assert ModelSpec.from_config(QWEN3_14B).max_position == 40_960
+    scales = [
+        ModelSpec.from_config(R1 | {"max_position_embeddings": 163_840, "rope_scaling": yarn}).mla
+        for yarn in (YARN, YARN | {"factor": 40})
+    ]
+    assert scales[0] == scales[1] and scales[0] is not None
+    assert scales[0].softmax_scale == pytest.approx(0.135234, abs=1e-6)
+
+
+@pytest.mark.parametrize("none", [0, None])
+def test_experts_without_a_shared_one(none: int | None) -> None:
+    moe = ModelSpec.from_config(R1 | {"n_shared_experts": none}).moe
+    assert moe is not None and moe.shared_size == 0

@@ -6,7 +6,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from fake_runner import FakeRunner
+from tokenmill.core.config import SchedulerConfig
 from tokenmill.engine.drafting import PROBE_EVERY, AdaptiveDrafting, FixedDrafting
+from tokenmill.engine.engine import LanguageEngine
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch
 
 Cost = Callable[[int, int], float]  # of (sequences, drafts), in seconds
@@ -105,6 +110,18 @@ def test_nothing_is_drafted_while_prompts_hide_the_costs() -> None:
         count = drafting.choose()
         drafting.record(Batch([None] * 4, 100, num_to_draft=count), [], [], 1.0)  # type: ignore[list-item]
     assert drafting.choose() == 0
+
+
+def test_steps_without_work_teach_nothing() -> None:
+    """As on an engine that polls for KV of another."""
+    pool = BlockPool(8, 4)
+    drafting = AdaptiveDrafting(2)
+    engine = LanguageEngine(
+        Scheduler(SchedulerConfig(), pool, frozenset()), FakeRunner(8, 4), drafting=drafting
+    )
+    for _ in range(400):
+        assert engine.step() == []
+    assert drafting.choose() == 2  # the first trial
 
 
 def test_a_fixed_number_stays() -> None:

@@ -291,6 +291,9 @@ def test_relaxed_acceptance_takes_likely_drafts_and_says_so(
         assert stats.num_drafted == stats.num_accepted and stats.num_relaxed > 10
         with_logprobs = complete(loose.engine, asked, GREEDY)  # these are answered exactly
         assert [a.token_ids for a in with_logprobs] == [a.token_ids for a in golden]
+        banned = replace(greedy, logit_bias=dict.fromkeys(answers[0].token_ids, -100.0))
+        (biased,) = complete(loose.engine, asked[:1], banned)
+        assert not set(biased.token_ids) & set(answers[0].token_ids)
     assert "outputs are not exact" in loose.description
     assert "outputs are not exact" in caplog.text
 

@@ -100,8 +100,51 @@ def test_a_module_is_found_in_a_checkpoint_or_refused_by_name(tmp_path: Path) ->
         "extra",
     ):
         assert problem in str(failed.value)
-    with pytest.raises(ModelLoadError, match=r"expected a \.safetensors file or a folder"):
-        open_mtp(tmp_path / "none.bin", spec)
+    with pytest.raises(ModelLoadError, match=r"none: expected a \.safetensors .* found nothing"):
+        open_mtp(tmp_path / "none", spec)
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelLoadError, match=r"head\.safetensors: a Git LFS pointer"):
+        open_mtp(file, spec)
+
+
+def test_a_module_of_another_model_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    folder = save(make_model("llama", **WIDE), tmp_path / "model")
+    file = tmp_path / "head.safetensors"
+    save_file(head_tensors(make_model("llama", hidden_size=32)), file)
+    read: list[int] = []
+    with pytest.raises(ModelLoadError) as failed:
+        build(folder, str(file), read)
+    assert f"{file}: the tensors do not fit an MTP module of this Llama" in str(failed.value)
+    assert "enorm.weight expected [64], found [32]" in str(failed.value) and not read
+    save_file({"fc.weight": torch.ones(2, 2)}, file)  # a head of another form
+    with pytest.raises(ModelLoadError, match=r"begins with model\.layers\.2\., the first is fc"):
+        build(folder, str(file), read)
+
+
+def build(folder: Path, draft: str, read: list[int]) -> None:
+    build_engine(
+        ModelConfig(str(folder), dtype="fp32", draft=draft),
+        CacheConfig(num_blocks=8),
+        SchedulerConfig(),
+        ExecutionConfig(mtp=1),
+        progress=lambda done, total: read.append(done),
+    )
+
+
+@pytest.mark.parametrize(
+    ("draft", "relaxed", "flag"), [("a.safetensors", None, "--draft"), (None, "2:0.1", "--mtp-rel")]
+)
+def test_what_is_about_drafts_needs_drafts(
+    draft: str | None, relaxed: str | None, flag: str, tmp_path: Path
+) -> None:
+    folder = save(make_model("llama"), tmp_path)
+    with pytest.raises(ModelLoadError, match=rf"^{flag}.* needs --mtp N"):
+        build_engine(
+            ModelConfig(str(folder), dtype="fp32", draft=draft),
+            CacheConfig(num_blocks=8),
+            SchedulerConfig(),
+            ExecutionConfig(mtp_relaxed=relaxed),
+        )
 
 
 def test_a_model_without_a_module_says_how_to_give_one(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_models import SMALL, VARIANTS, assert_same, make_model, save, stored_tensors
-from tokenmill.core.spec import ModelSpec
+from tiny_models import VARIANTS, assert_same, make_model, save, stored_tensors
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import weights
 
@@ -63,16 +62,13 @@ def test_stored_type_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same(found, model)
 
 
-def test_iter_tensors_takes_the_callers_spec(tmp_path: Path) -> None:
-    model = make_model("llama")
-    save(model, tmp_path)
-    spec = weights.open_checkpoint(tmp_path).spec
-    assert_same(dict(weights.iter_tensors(tmp_path, spec)), model)
-    other = ModelSpec.from_config(SMALL | {"model_type": "llama", "num_hidden_layers": 3})
+def test_a_config_of_another_depth_is_refused(tmp_path: Path) -> None:
+    config = save(make_model("llama"), tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
     with pytest.raises(
         ModelLoadError, match=r"9 missing: model\.layers\.2\.input_layernorm.weight"
     ):
-        weights.iter_tensors(tmp_path, other)
+        weights.open_checkpoint(tmp_path)
 
 
 def test_ignorable_tensors_are_skipped(tmp_path: Path) -> None:
@@ -183,7 +179,6 @@ def test_eos_ids_are_merged(tmp_path: Path) -> None:
     model = make_model("llama")
     model.generation_config.eos_token_id = [5, 2]
     save(model, tmp_path)
-    assert weights.eos_token_ids(tmp_path) == (2, 5)
     assert weights.open_checkpoint(tmp_path).spec.eos_token_ids == (2, 5)
 
 
@@ -200,8 +195,10 @@ def test_random_weights_need_a_config_only(tmp_path: Path) -> None:
     assert seen[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
     shapes = {name: tuple(tensor.shape) for name, tensor in first.items()}
     assert shapes == weights.expected_tensors(checkpoint.spec)
-    again = dict(weights.random_tensors(checkpoint.spec, 3))
-    other = dict(weights.random_tensors(checkpoint.spec, 4))
+    again, other = (
+        dict(weights.open_checkpoint(tmp_path, random_weights=True, seed=seed).tensors())
+        for seed in (3, 4)
+    )
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
         assert torch.equal(tensor, other[name]) == name.endswith("norm.weight")

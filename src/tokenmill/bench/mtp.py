@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ class DepthRun:
     @property
     def num_tokens(self) -> int:
         return sum(len(answer) for answer in self.answers)
+
+    @property
+    def tok_s(self) -> float:
+        return self.num_tokens / self.seconds
 
 
 def chat_prompts() -> list[ChatPrompt]:
@@ -122,10 +127,9 @@ def depth_report(runs: dict[int, list[DepthRun]]) -> dict[str, Any]:
     report: dict[str, Any] = {"0": _figures(plain)}
     for depth in (depth for depth in runs if depth):
         own = runs[depth]
-        counts = [sum(c) for c in zip(*(run.drafted for run in own), strict=True)]
-        right = [sum(c) for c in zip(*(run.accepted for run in own), strict=True)]
+        counts, right = _total(run.drafted for run in own), _total(run.accepted for run in own)
         right += [0] * (len(counts) - len(right))
-        ratios = [a.seconds / b.seconds for a, b in zip(plain, own, strict=True)]
+        ratios = [b.tok_s / a.tok_s for a, b in zip(plain, own, strict=True)]
         cost = _step_seconds(own) / _step_seconds(plain)
         report[str(depth)] = _figures(own) | {
             "acceptance": acceptance(counts, right),
@@ -134,10 +138,16 @@ def depth_report(runs: dict[int, list[DepthRun]]) -> dict[str, Any]:
             "step_cost": round(cost, 4),
             "ceiling_speedup": round((1 + depth) / cost, 4),
             "num_different": sum(
-                a != b for a, b in zip(plain[0].answers, own[0].answers, strict=True)
+                any(answer != plain[0].answers[index] for answer in answers)
+                for index, answers in enumerate(zip(*(run.answers for run in own), strict=True))
             ),
         }
     return report
+
+
+def _total(counts: Iterable[list[int]]) -> list[int]:
+    """Sums by position; a round may know fewer of them."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def _figures(runs: Sequence[DepthRun]) -> dict[str, Any]:

@@ -97,7 +97,10 @@ def _attempt(
     if reason := bench.missing(rung, features):
         return bench.Attempt(rung, skipped=reason)
     console.note(f"Rung: {rung.name}")
-    return bench.run_rung(rung, _command(values | bench.settings_of(rung, device, features)))
+    switched = bench.settings_of(rung, device, features)
+    idle = () if "mtp" in switched else ("draft", "mtp-relaxed")
+    kept = {key: value for key, value in values.items() if key not in idle}
+    return bench.run_rung(rung, _command(kept | switched))
 
 
 def _command(values: dict[str, Any]) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tokenmill.core.fields import Settings, flag, positive_int
+from tokenmill.core.rope import mscale, rope_fields
 from tokenmill.core.types import ModelLoadError
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside the attention, whatever rms_norm_eps says
@@ -58,8 +58,11 @@ class MLASpec:
         return 2 * num_heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
 
-def read_mla(architecture: str, settings: Settings) -> MLASpec | None:
-    """The attention that config.json describes; None for an architecture without latents."""
+def read_mla(architecture: str, settings: Settings, rope_factor: float) -> MLASpec | None:
+    """The attention that config.json describes; None for an architecture without latents.
+
+    YaRN makes the softmax sharper with the context; RopeSpec.attention_factor is apart from it.
+    """
     if architecture != "DeepseekV3ForCausalLM":
         return None
     heads = positive_int(settings, "num_attention_heads")
@@ -72,6 +75,7 @@ def read_mla(architecture: str, settings: Settings) -> MLASpec | None:
     if rope % 2:
         raise ModelLoadError(f"qk_rope_head_dim: rotary embedding needs an even size, got {rope}")
     ranked = settings["q_lora_rank"] is not None
+    sharper = mscale(rope_fields(settings)[1], "mscale_all_dim", rope_factor)
     return MLASpec(
         q_rank=positive_int(settings, "q_lora_rank") if ranked else None,
         kv_rank=positive_int(settings, "kv_lora_rank"),
@@ -79,12 +83,5 @@ def read_mla(architecture: str, settings: Settings) -> MLASpec | None:
         rope_dim=rope,
         value_dim=positive_int(settings, "v_head_dim"),
         interleaved=flag(settings, "rope_interleave"),
-        softmax_scale=(nope + rope) ** -0.5 * _mscale(settings) ** 2,
+        softmax_scale=(nope + rope) ** -0.5 * sharper**2,
     )
-
-
-def _mscale(settings: Settings) -> float:
-    """YaRN makes the softmax sharper with the context; rope.attention_factor is apart from it."""
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    weight, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
-    return 0.1 * weight * math.log(factor) + 1.0 if weight and factor > 1 else 1.0

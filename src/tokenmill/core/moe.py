@@ -105,14 +105,14 @@ def _deepseek(settings: Settings, num_layers: int) -> MoESpec:
         raise ModelLoadError(
             f"topk_group: {top_groups} of {num_groups} groups do not hold {top_k} experts"
         )
-    dense = count(settings, "first_k_dense_replace")
+    dense, shared = count(settings, "first_k_dense_replace"), settings["n_shared_experts"]
     inner = positive_int(settings, "moe_intermediate_size")
     return MoESpec(
         layers=tuple(layer >= dense for layer in range(num_layers)),
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=inner,
-        shared_size=inner * positive_int(settings, "n_shared_experts"),
+        shared_size=inner * (count(settings, "n_shared_experts") if shared else 0),
         scoring="sigmoid",
         renormalise=flag(settings, "norm_topk_prob"),
         scaling=number(settings, "routed_scaling_factor"),

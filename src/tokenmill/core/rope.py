@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenmill.core.fields import Settings, number, positive_int
+from tokenmill.core.fields import Settings, flag, number, positive_int
 from tokenmill.core.types import ModelLoadError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
@@ -31,7 +31,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     ),
 }
 _ROPE_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,25 @@ class RopeSpec:
     factors: tuple[float, ...] = ()  # factors: what each inverse frequency is divided by
 
 
+def rope_fields(settings: Settings) -> tuple[str, Settings]:
+    """The field that describes the scaling, rope_scaling before rope_parameters, and its content.
+
+    Where both are given, what rope_scaling leaves out is rope_parameters' theta.
+    """
+    found: dict[str, Settings] = {}
+    for field in ("rope_parameters", "rope_scaling"):
+        params = settings.get(field) or {}
+        if not isinstance(params, dict):
+            raise ModelLoadError(f"{field}: expected an object, got {params!r}")
+        found[field] = params
+    base, scaling = found.values()
+    theta = {"rope_theta": base["rope_theta"]} if "rope_theta" in base else {}
+    return ("rope_scaling", theta | scaling) if scaling else ("rope_parameters", base)
+
+
 def read_rope(settings: Settings) -> RopeSpec:
     """Read transformers 5's rope_parameters, or the older rope_theta with rope_scaling."""
-    field = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    params: Settings = settings.get(field) or {}
+    field, params = rope_fields(settings)
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in _ROPE_KEYS:
         raise ModelLoadError(
@@ -69,7 +84,7 @@ def read_rope(settings: Settings) -> RopeSpec:
     max_position = positive_int(settings, "max_position_embeddings")
     fallback = {
         "rope_theta": settings.get("rope_theta", 10_000.0),
-        _ORIGINAL: settings.get(_ORIGINAL, max_position),
+        ORIGINAL: settings.get(ORIGINAL, max_position),
     }
     return _rope_of_kind(kind, fallback | params, max_position)
 
@@ -78,7 +93,7 @@ def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSp
     theta = number(params, "rope_theta")
     if kind == "default":
         return RopeSpec(theta=theta)
-    original = positive_int(params, _ORIGINAL)
+    original = positive_int(params, ORIGINAL)
     if kind == "yarn" and params.get("factor") is None:
         params = params | {"factor": max_position / original}
     factor = number(params, "factor")
@@ -99,9 +114,9 @@ def _rope_of_kind(kind: RopeKind, params: Settings, max_position: int) -> RopeSp
         factor=factor,
         original_max_position=original,
         attention_factor=_yarn_attention_factor(params, factor),
-        beta_fast=params.get("beta_fast") or 32.0,
-        beta_slow=params.get("beta_slow") or 1.0,
-        truncate=params.get("truncate", True),
+        beta_fast=number(params, "beta_fast") if params.get("beta_fast") else 32.0,
+        beta_slow=number(params, "beta_slow") if params.get("beta_slow") else 1.0,
+        truncate=flag({"truncate": True} | params, "truncate"),
     )
 
 
@@ -109,9 +124,13 @@ def _yarn_attention_factor(params: Settings, factor: float) -> float:
     if params.get("attention_factor") is not None:
         return number(params, "attention_factor")
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if params.get("mscale") and params.get("mscale_all_dim"):
-        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
-    return mscale(1.0)
+        return mscale(params, "mscale", factor) / mscale(params, "mscale_all_dim", factor)
+    return mscale({"mscale": 1.0}, "mscale", factor)
+
+
+def mscale(params: Settings, key: str, factor: float) -> float:
+    """How much sharper YaRN makes the softmax at this factor; 1 where the weight is absent or 0."""
+    if not params.get(key) or factor <= 1:
+        return 1.0
+    return 0.1 * number(params, key) * math.log(factor) + 1.0

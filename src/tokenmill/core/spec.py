@@ -9,7 +9,7 @@ from tokenmill.core.fields import Settings, count, flag, number, positive_int
 from tokenmill.core.mla import MLA_DEFAULTS, MLASpec, read_mla
 from tokenmill.core.moe import MOE_DEFAULTS, MoESpec, read_moe
 from tokenmill.core.quantization import QuantizationSpec, read_quantization
-from tokenmill.core.rope import RopeSpec, read_rope
+from tokenmill.core.rope import ORIGINAL, RopeSpec, read_rope, rope_fields
 from tokenmill.core.types import ModelLoadError
 
 # What transformers assumes for a key that config.json leaves out.
@@ -138,7 +138,8 @@ class ModelSpec:
         num_layers = positive_int(settings, "num_hidden_layers")
         windows = _layer_windows(architecture, settings, num_layers)
         bias = flag(settings, "attention_bias")
-        mla = read_mla(architecture, settings)
+        rope = read_rope(settings)
+        mla = read_mla(architecture, settings, rope.factor)
         head_dim = mla.nope_dim + mla.rope_dim if mla else _head_dim(settings, num_heads)
         return cls(
             architecture=architecture,
@@ -151,9 +152,9 @@ class ModelSpec:
             num_kv_heads=1 if mla else _num_kv_heads(settings, num_heads),
             head_dim=head_dim,
             rms_eps=number(settings, "rms_norm_eps"),
-            max_position=positive_int(settings, "max_position_embeddings"),
+            max_position=_max_position(settings, rope),
             tie_embeddings=flag(settings, "tie_word_embeddings"),
-            rope=read_rope(settings),
+            rope=rope,
             attention_bias=bias,
             output_bias=bias and architecture != "Qwen2ForCausalLM",
             mlp_bias=flag(settings, "mlp_bias"),
@@ -288,6 +289,15 @@ def _check_supported(architecture: str, config: Settings, settings: Settings) ->
         fixed = ARCHITECTURES[architecture][key]
         if config.get(key, fixed) != fixed:
             raise ModelLoadError(f"{key}: {architecture} has {fixed}, got {config[key]!r}")
+
+
+def _max_position(settings: Settings, rope: RopeSpec) -> int:
+    """max_position_embeddings, or what YaRN makes of the context before it: users add the one and
+    leave the other as it was."""
+    known = positive_int(settings, "max_position_embeddings")
+    if rope.kind != "yarn" or ORIGINAL not in rope_fields(settings)[1]:
+        return known
+    return max(known, round(rope.original_max_position * rope.factor))
 
 
 def _num_kv_heads(settings: Settings, num_heads: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -49,7 +49,7 @@ from tokenmill.models.shards import local_spec, plan_layout, wanted
 from tokenmill.models.store import shipped_mtp
 from tokenmill.models.weights import (
     Checkpoint,
-    eos_token_ids,
+    ReadableTensor,
     open_checkpoint,
     open_mtp,
     read_all,
@@ -165,11 +165,12 @@ def load_part(
     narrow = (
         dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
     ) and ranks.size == 1
+    drafts = setup.execution.mtp > 0
+    draft_tensors = _open_mtp(checkpoint, model) if drafts else {}  # a wrong file is found here
     max_len = scheduler.max_model_len
     loaded: ComputeType = "bf16" if narrow else dtype
     network = _load(checkpoint, loaded, max_len, device, layout, progress)
-    drafts = setup.execution.mtp > 0
-    mtp = _load_mtp(checkpoint, model, network, loaded) if drafts else None
+    mtp = _load_mtp(draft_tensors, network, loaded) if drafts else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
@@ -212,7 +213,7 @@ def make_engine(
         runner.runs_ahead = part.link is None and network is part.network
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
-    eos = _stop_ids(part.checkpoint.path, spec, grammar_vocab)
+    eos = _stop_ids(spec, grammar_vocab)
     policy = Scheduler(scheduler, BlockPool(part.num_blocks, block_size, cache.prefix_cache), eos)
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
@@ -276,9 +277,9 @@ def _same(num_blocks: int) -> int:
     return num_blocks
 
 
-def _stop_ids(path: Path, spec: ModelSpec, grammar_vocab: GrammarVocab | None) -> frozenset[int]:
+def _stop_ids(spec: ModelSpec, grammar_vocab: GrammarVocab | None) -> frozenset[int]:
     """End-of-sequence ids; the tokenizer knows turn ends too."""
-    eos = frozenset(eos_token_ids(path) or spec.eos_token_ids)
+    eos = frozenset(spec.eos_token_ids)
     return eos if grammar_vocab is None else eos | frozenset(grammar_vocab.stop_token_ids)
 
 
@@ -315,13 +316,8 @@ def _load(
     return network
 
 
-def _load_mtp(
-    checkpoint: Checkpoint, model: ModelConfig, network: Decoder, dtype: ComputeType
-) -> MTPModule:
-    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it.
-
-    Ranks that share every token divide it like a layer; others have one each.
-    """
+def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, ReadableTensor]:
+    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it."""
     random = model.random_weights and model.draft is None
     path = checkpoint.path
     if model.draft is not None:
@@ -331,9 +327,15 @@ def _load_mtp(
         if shipped is None:
             raise ModelLoadError(f"mtp: {path.name} has no MTP module; give one with --draft")
         path = shipped
-    tensors = open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
+    return open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
+
+
+def _load_mtp(
+    tensors: Mapping[str, ReadableTensor], network: Decoder, dtype: ComputeType
+) -> MTPModule:
+    """Ranks that share every token divide the module like a layer; others have one each."""
     layout = ALONE if network.layout.own_tokens else network.layout
-    needs = wanted(checkpoint.spec, layout)
+    needs = wanted(network.full, layout)
     own = {name: tensor for name, tensor in tensors.items() if needs(name)}
     return MTPModule(network, read_all(own, network.device), dtype, layout)
 

@@ -45,6 +45,7 @@ def settle(asked: Setup) -> Setup:
     """Make every choice that was left open, and refuse what does not go together."""
     model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
     set_mode(execution)
+    _check_drafts(model, execution)
     path = resolve(model.model)
     spec = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed).spec
     size = parallel.num_ranks
@@ -80,6 +81,14 @@ def set_mode(execution: ExecutionConfig) -> None:
     if execution.batch_invariant and not execution.fused_kernels:
         raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
     MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
+
+
+def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
+    """What is about drafts does nothing without them."""
+    given = {"draft": model.draft, "mtp-relaxed": execution.mtp_relaxed}
+    for name, value in given.items():
+        if value is not None and not execution.mtp:
+            raise ModelLoadError(f"--{name} {value} needs --mtp N, the tokens to draft in a step")
 
 
 def _limits(

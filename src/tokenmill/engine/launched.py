@@ -9,7 +9,7 @@ import torch
 from tokenmill.core.types import StepResult, TokenLogprobs
 from tokenmill.engine.device_sampling import Sampled
 from tokenmill.engine.draft_graphs import DraftGraphs
-from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.sched.sequence import Batch, Item, Sequence
 
 
 @dataclass(slots=True)
@@ -82,14 +82,15 @@ class Ahead:
             and len(self.seqs) == len(batch.items)
             and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
             and all(
-                known is seq and _agree(blocks, seq.block_ids, seq.num_computed_tokens + n, size)
-                for known, blocks, (seq, n) in zip(self.seqs, self.blocks, batch.items, strict=True)
+                known is item[0] and _same_blocks(blocks, item, size)
+                for known, blocks, item in zip(self.seqs, self.blocks, batch.items, strict=True)
             )
         )
 
 
-def _agree(a: list[int], b: list[int], num_tokens: int, block_size: int) -> bool:
-    """True if both have the same blocks where the last of so many tokens are."""
-    last = (num_tokens - 1) // block_size
-    first = max(0, last - 1)  # a step has fewer tokens than a block: it lies in two at most
-    return len(a) > last and a[first : last + 1] == b[first : last + 1]
+def _same_blocks(known: list[int], item: Item, block_size: int) -> bool:
+    """True if the new tokens of an item lie in the blocks that were known."""
+    seq, num_new = item
+    first = seq.num_computed_tokens // block_size
+    end = -(-(seq.num_computed_tokens + num_new) // block_size)
+    return len(known) >= end and known[first:end] == seq.block_ids[first:end]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenmill.engine.sampling import is_penalised
 from tokenmill.sched.sequence import Sequence
 
 
@@ -26,9 +27,13 @@ class Relaxed:
         return cls(int(top), float(delta))
 
     def covers(self, seq: Sequence) -> bool:
-        """False for requests that are answered exactly all the same."""
+        """False for requests that are answered exactly all the same.
+
+        What changes the logits must not be passed by: a token may be banned by its bias.
+        """
         sampling = seq.request.sampling
-        return sampling.structured is None and sampling.logprobs is None
+        changed = sampling.structured or sampling.logit_bias or is_penalised(sampling)
+        return not changed and sampling.logprobs is None
 
     def right(self, logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """Which drafts [rows] the logits [rows, vocab] in their place allow, bool [rows]."""

@@ -37,8 +37,10 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FP8 = "F8_E4M3"
+_POWERS = "F8_E8M0"  # of two, as scales
 _PLAIN_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-_SAFETENSORS_BYTES = _PLAIN_BYTES | {_FP8: 1}
+_SAFETENSORS_BYTES = _PLAIN_BYTES | {_FP8: 1, _POWERS: 1}
+_LFS = b"version https://git-lfs"
 _MAX_LISTED = 8
 _RANDOM_STD = 0.02
 
@@ -202,19 +204,6 @@ def open_checkpoint(path: str | Path, *, random_weights: bool = False, seed: int
     return _open_gguf(path) if path.is_file() else _open_safetensors(path)
 
 
-def iter_tensors(
-    path: Path, spec: ModelSpec, progress: Progress | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `spec` from a folder or .gguf file, after checking the headers."""
-    if path.is_file():
-        tensors = gguf.open_gguf(path).tensors
-        check_tensors(tensors, spec, path)
-        return _read_all(tensors, spec, progress)
-    stored = _safetensors(path)
-    check_tensors(stored, spec, path)
-    return _read_all(_with_scales(stored, spec, expected_tensors(spec)), spec, progress)
-
-
 def open_mtp(
     path: Path, spec: ModelSpec, *, random_weights: bool = False, seed: int = 0
 ) -> Mapping[str, ReadableTensor]:
@@ -224,14 +213,16 @@ def open_mtp(
         return {name: RandomTensor(name, shape, seed) for name, shape in expected.items()}
     if path.is_dir():
         stored = _safetensors(path)
-    elif path.suffix == ".safetensors" and path.is_file():
+    elif path.suffix == ".safetensors" and path.exists():
         stored = {tensor.name: tensor for tensor in _read_header(path)}
     else:
-        raise ModelLoadError(f"{path}: expected a .safetensors file or a folder with one")
+        found = "" if path.exists() else ", found nothing"
+        raise ModelLoadError(f"{path}: expected a .safetensors file or a folder with one{found}")
     prefix = f"model.layers.{spec.num_layers}."
     own = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
     if not own:
-        raise ModelLoadError(f"{path}: has no MTP module, no tensor's name begins with {prefix}")
+        problem = f"no tensor's name begins with {prefix}, the first is {min(stored, default=None)}"
+        raise ModelLoadError(f"{path}: has no MTP module for this model, {problem}")
     check_tensors(own, spec, path, expected, [prefix + name for name in MTP_COPIES])
     return _with_scales(own, spec, expected)
 
@@ -262,22 +253,12 @@ def read_spec(path: Path) -> ModelSpec:
     return replace(spec, eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more)))
 
 
-def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of a model: config.json's and generation_config.json's, or GGUF's."""
-    return read_spec(path).eos_token_ids
-
-
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
     try:
         yield
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
-
-
-def random_tensors(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield fp32 weights for shapes alone; a tensor depends on seed and name only."""
-    return _read_all(_random(spec, seed), spec, None)
 
 
 def _random(spec: ModelSpec, seed: int) -> dict[str, RandomTensor]:
@@ -300,6 +281,7 @@ def check_tensors(
     wanted = expected_tensors(spec) if wanted is None else wanted
     scales = scale_names(stored, spec, wanted)
     expected = _allowed_shapes(scales, spec, wanted)
+    coded = {(name, _FP8) for name in scales} | {(name, _POWERS) for name in scales.values()}
     known = ignorable(spec) if whole else re.compile("|".join(STATIC_SCALES))
     missing = [f"{name} {_or(shapes)}" for name, shapes in expected.items() if name not in stored]
     unexpected, misshaped, unreadable = [], [], []
@@ -311,7 +293,7 @@ def check_tensors(
         elif tensor.shape not in expected[name]:
             found = f"expected {_or(expected[name])}, found {list(tensor.shape)}"
             misshaped.append(f"{name} {found} {where}")
-        elif not tensor.supported and name not in scales:
+        elif not tensor.supported and (name, tensor.type_name) not in coded:
             unreadable.append(f"{name} is {tensor.type_name} {where}")
     problems = _listed("missing", missing) + _listed("unexpected", unexpected)
     problems += _listed("mis-shaped", misshaped) + _listed("of an unsupported type", unreadable)
@@ -319,7 +301,10 @@ def check_tensors(
         problems.append(f"  supported types: {', '.join((*_PLAIN_BYTES, *_gguf_types()))}")
         problems[-1] += f", {_FP8} in linear layers that a quantization_config covers"
     if problems:
-        head = f"{path}: the tensors do not fit the {spec.architecture} that its config describes"
+        owner = f"the {spec.architecture} that its config describes"
+        if not whole:
+            owner = f"an MTP module of this {spec.architecture}, hidden_size {spec.hidden_size}"
+        head = f"{path}: the tensors do not fit {owner}"
         raise ModelLoadError("\n".join([head, *problems]))
 
 
@@ -475,7 +460,10 @@ def _read_header(file: Path) -> list[SafetensorsTensor]:
                 for name, part in slices.items()
             ]
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{file}: not a readable safetensors file: {error}") from error
+        problem = f"not a readable safetensors file: {error}"
+        if isinstance(error, SafetensorError) and file.open("rb").read(len(_LFS)) == _LFS:
+            problem = "a Git LFS pointer, not the weights: fetch them with git lfs pull"
+        raise ModelLoadError(f"{file}: {problem}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -21,6 +21,16 @@ def add_drafts(step: Step, holdings: Holdings) -> None:
     step.singles, step.chunks = plain, drafted + step.chunks
 
 
+def make_room(needed: int, running: list[Sequence], holdings: Holdings) -> None:
+    """Give up drafts, the last sequence's first, until so many blocks are free."""
+    for seq in reversed(running):
+        if holdings.pool.num_free >= needed:
+            return
+        if seq.draft_ids:
+            seq.draft_ids = []
+            holdings.trim(seq)
+
+
 def verified(
     seq: Sequence, tokens: list[int], drafted: list[int], accepted: list[int]
 ) -> list[int]:

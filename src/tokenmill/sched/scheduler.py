@@ -16,7 +16,7 @@ from tokenmill.core.types import (
 from tokenmill.sched import stops
 from tokenmill.sched.admission import Admission, Limits
 from tokenmill.sched.blocks import BlockPool
-from tokenmill.sched.drafts import add_drafts, take_drafts, verified
+from tokenmill.sched.drafts import add_drafts, make_room, take_drafts, verified
 from tokenmill.sched.holdings import Holdings
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.live import Live
@@ -247,6 +247,8 @@ class Scheduler:
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Give a sequence blocks up to `end`, preempting from the tail; False: it went itself."""
         needed = -(-end // self.pool.block_size) - len(seq.block_ids)
+        if self._drafting:
+            make_room(needed, self._live.running, self._holdings)
         while self.pool.num_free < needed:
             victim = self._live.running.pop()
             self._requeue(victim)
