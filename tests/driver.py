@@ -51,10 +51,16 @@ def build(
     draft: Path | None = None,
     vocab: GrammarVocab | None = None,
     relaxed: str | None = None,
+    max_model_len: int | None = None,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
-        ModelConfig(model=str(folder), dtype=dtype, draft=draft and str(draft)),  # type: ignore[arg-type]
+        ModelConfig(
+            model=str(folder),
+            dtype=dtype,  # type: ignore[arg-type]
+            max_model_len=max_model_len,
+            draft=draft and str(draft),
+        ),
         CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
         SchedulerConfig(
             max_num_batched_tokens=48 if chunked else 512,

@@ -27,7 +27,7 @@ from tokenmill.core.types import (
     StepResult,
     StructuredOutput,
 )
-from tokenmill.engine.engine import COMPILE_TIMEOUT_NS, LanguageEngine, Runner
+from tokenmill.engine.engine import COMPILE_TIMEOUT_NS, LanguageEngine, Runner, _masks
 from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
@@ -337,6 +337,17 @@ def test_draining_finishes_what_is_here_and_refuses_the_rest(grammar: GrammarBac
     assert finish(found["new"]) == (FinishReason.REJECT, "draining")
     assert finish(found["structured"])[0] is FinishReason.STOP
     assert finish(found["plain"])[0] is FinishReason.LENGTH
+
+
+def test_masks_end_at_a_draft_that_may_not_come(
+    grammar: GrammarBackend, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word on stderr, special tokens and such beyond the vocabulary among them."""
+    matcher = grammar.compile_async(DIGITS).result().matcher()
+    digit = PIECES.index(b"7")
+    for drafts, count in (([digit, digit], 3), ([digit, 1], 2), ([PAD_TO * 2], 1), ([1], 1)):
+        assert len(_masks(matcher, drafts)) == count
+    assert capfd.readouterr().err == ""
 
 
 def test_a_grammar_is_forgotten_with_its_request(grammar: GrammarBackend) -> None:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from draft_heads import forgetful, save_head
 from driver import Answer, build, complete
 from engine import disaggregated
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
-from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, StructuredOutput
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StructuredOutput,
+)
 from tokenmill.engine.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.launched import Ahead
 from tokenmill.engine.prompt_graphs import Prompted, PromptGraphs
-from tokenmill.sched.sequence import Batch, Item
+from tokenmill.sched.sequence import Batch, Item, Sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(
@@ -152,6 +161,20 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
     assert counts[0] == counts[1]
 
 
+def test_padding_ends_with_the_context(tiny: Model) -> None:
+    """41 positions are two blocks of 16 and a part: padded rows stand at none beyond."""
+    folder, head = tiny
+    options = {"chunked": True, "prefix_cache": False, "num_blocks": 60, "max_model_len": 41}
+    endless = replace(GREEDY, max_tokens=None)
+    plain = build(folder, "fp32", **options)
+    padded = build(folder, "fp32", mtp=3, draft=head, **options)
+    padded.engine._runner.add_draft_graphs(4, 3)
+    padded.engine._runner.add_prompt_graphs(3)
+    expected, answers = (complete(b.engine, prompts()[:4], endless) for b in (plain, padded))
+    assert facts(answers) == facts(expected)
+    assert [len(p) + len(a.token_ids) for p, a in zip(prompts(), answers, strict=False)] == [41] * 4
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_prompt_padded_to_the_shape_of_a_graph_gives_the_same_answer(
     tiny: Model, depth: int, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +248,17 @@ def test_steps_launched_ahead_change_no_answer(
         assert used[0] > 0.9 * (ahead.engine.stats().num_steps - before)
 
 
+@pytest.mark.parametrize(("changed", "same"), [(7, True), (8, False), (11, False)])
+def test_a_step_ahead_lies_in_the_blocks_of_its_batch(changed: int, same: bool) -> None:
+    """However many blocks its tokens take."""
+    seq = Sequence(Request("0", [1] * 9), (0, 0, 0), 100, frozenset())
+    seq.num_computed_tokens, seq.block_ids = 8, list(range(20, 32))
+    known = [99 if index == changed else block for index, block in enumerate(seq.block_ids)]
+    graphs: Any = SimpleNamespace(builder=SimpleNamespace(block_size=1), depth=3)
+    ahead = Ahead(graphs, [seq], [known], torch.empty(0), None)
+    assert ahead.matches(graphs, Batch([(seq, 4)], 4)) == same
+
+
 class Fickle:
     """Drafts now and then: steps overlap in between."""
 
@@ -240,7 +274,7 @@ class Fickle:
         return self.count
 
     def record(
-        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+        self, batch: Batch, drafted: Items[int], accepted: Items[int], seconds: float
     ) -> None:
         assert seconds > 0 and batch.items
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fake_runner import EOS, VOCAB, FakeRunner, Launched, expected
+from fake_runner import EOS, VOCAB, FakeRunner, Launched, Row, expected
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.sched import blocks
@@ -523,3 +523,34 @@ def test_many_random_sessions_with_drafts() -> None:
         accepted.update(dict(enumerate(stats.num_accepted)))
     assert met["preempted"] > 50 and met["hit"] > 500
     assert all(drafted[p] > accepted[p] > 100 for p in range(3))
+
+
+class WrongGuesses(FakeRunner):
+    """Drafts three tokens that never come."""
+
+    def _guess(self, row: Row, tokens: list[int]) -> list[int]:
+        return [VOCAB] * 3 if tokens else []
+
+
+def num_preemptions(rng: random.Random, runner_type: type[FakeRunner]) -> int:
+    pool = BlockPool(rng.randint(6, 20), 4, prefix_cache=False)
+    session = Scheduler(SchedulerConfig(max_num_seqs=8), pool, frozenset())
+    runner = runner_type(pool.num_blocks, 4, max_drafts=3 * (runner_type is WrongGuesses))
+    for i in range(rng.randint(2, 6)):
+        prompt = [rng.randrange(5) for _ in range(rng.randint(1, 8))]
+        sampling = SamplingParams(max_tokens=rng.randint(4, 24), ignore_eos=True)
+        session.add(Request(str(i), prompt, sampling, arrival_ns=i))
+    while session.has_work():
+        batch = session.schedule(0)
+        session.update(batch, runner.run(batch))
+        session.check_integrity()
+    return session.stats().num_preemptions
+
+
+def test_nobody_is_preempted_for_the_blocks_of_drafts() -> None:
+    pairs = [
+        [num_preemptions(random.Random(seed), kind) for kind in (FakeRunner, WrongGuesses)]
+        for seed in range(60)
+    ]
+    assert sum(plain for plain, _ in pairs) > 20
+    assert all(drafting <= plain for plain, drafting in pairs)

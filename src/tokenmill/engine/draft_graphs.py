@@ -80,11 +80,13 @@ class DraftGraphs:
             self._graphs[size] = Captured(verify, verified, draft, drafted)
 
     def takes(self, items: list[Item]) -> bool:
-        """True for a step of single tokens with at most `depth` drafts each."""
+        """True for a step of single tokens with at most `depth` drafts each, all before the end."""
+        most = self.depth + 1
         return len(items) <= self.sizes[-1] and all(
             n - num_drafts((s, n)) == 1
-            and n <= self.depth + 1
+            and n <= most
             and s.num_computed_tokens + 1 == len(s.token_ids)
+            and s.num_computed_tokens + most <= self.builder.max_len
             and not s.prompt_logprobs
             for s, n in items
         )

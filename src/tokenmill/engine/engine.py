@@ -459,6 +459,8 @@ def _masks(matcher: Matcher, drafts: list[int]) -> list[Bitmask | None]:
     masks: list[Bitmask | None] = [matcher.allowed()]
     try:
         for draft in drafts:
+            if not _allows(masks[-1], draft):
+                break
             matcher.accept(draft)
             masks.append(None)
             masks[-1] = matcher.allowed()
@@ -466,6 +468,11 @@ def _masks(matcher: Matcher, drafts: list[int]) -> list[Bitmask | None]:
         pass
     matcher.rollback(len(masks) - 1)
     return masks
+
+
+def _allows(mask: Bitmask | None, token: int) -> bool:
+    """Whether a token may come next; the matcher itself writes a warning when it may not."""
+    return mask is None or (token < 32 * mask.size and bool(mask[token // 32] >> token % 32 & 1))
 
 
 def _sentence(error: BaseException) -> str:

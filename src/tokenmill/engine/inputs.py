@@ -110,16 +110,17 @@ class InputBuilder:
         block_size: int,
         heads: tuple[int, int],
         num_slots: int,
-        max_blocks: int,
+        max_len: int,
         pad_block: int,
         device: torch.device,
     ) -> None:
+        """No position is `max_len` or beyond, of rows that pad a shape neither."""
         num_heads, self.kv_heads = heads
         self.block_size, self.group = block_size, num_heads // self.kv_heads
         self.device = device
-        self.max_len = max_blocks * block_size
+        self.max_len = max_len
         self.staging = Staging(device)
-        self.tables = BlockTables(num_slots, max_blocks, pad_block, device)
+        self.tables = BlockTables(num_slots, -(-max_len // block_size), pad_block, device)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._even: dict[tuple[int, int], Even] = {}
 

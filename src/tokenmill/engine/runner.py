@@ -57,7 +57,7 @@ class ModelRunner:
             block_size,
             (spec.num_heads, spec.num_kv_heads),
             num_slots,
-            -(-(max_model_len or spec.max_position) // block_size),
+            max_model_len or spec.max_position,
             kv_cache[0][0].shape[0] - 1,
             self.device,
         )
