@@ -1,4 +1,4 @@
-"""Drafts from an MTP module: which of the last ones were right, and what comes next.
+"""Drafts from an MTP module: what comes next, one guess after the other.
 
 All of it is tensor operations of fixed shapes, so that it runs on a CPU as it is and on a GPU
 inside a CUDA graph.
@@ -15,18 +15,6 @@ from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.sampling import argmax
 
 Cache = tuple[torch.Tensor, torch.Tensor]
-
-
-def count_accepted(
-    sampled: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor
-) -> torch.Tensor:
-    """How many drafts of each sequence are what was sampled in their place, int64 [seqs].
-
-    sampled is [seqs, k + 1], drafts [seqs, k], of which the first num_drafts [seqs] count.
-    """
-    places = torch.arange(drafts.shape[1], device=drafts.device)
-    right = (sampled[:, :-1] == drafts) & (places < num_drafts[:, None])
-    return right.long().cumprod(dim=1).sum(dim=1)
 
 
 class Drafter(Protocol):

@@ -13,7 +13,7 @@ from tokenmill.engine.graphs import DecodeGraphs, Progress
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.launched import Ahead, Launched
 from tokenmill.engine.model import KVCache, Model
-from tokenmill.engine.mtp import Drafter, Proposer, count_accepted
+from tokenmill.engine.mtp import Drafter, Proposer
 from tokenmill.engine.prompt_graphs import PromptGraphs
 from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.sampling import (
@@ -23,6 +23,7 @@ from tokenmill.engine.sampling import (
     is_penalised,
     sampled_rows,
 )
+from tokenmill.kernels.drafts import count_accepted
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 _LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once

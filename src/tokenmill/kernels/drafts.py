@@ -68,11 +68,21 @@ def accept_drafts_reference(
     tokens: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, contexts: torch.Tensor
 ) -> Pair:
     count, width = ids.shape
-    places = torch.arange(width - 1, device=ids.device)
-    right = (tokens[:, :-1] == ids[:, 1:]) & (places < counts[:, None])
-    num_right = right.long().cumprod(dim=1).sum(dim=1)
+    num_right = count_accepted(tokens, ids[:, 1:], counts)
     firsts = torch.arange(count, device=ids.device) * width
     return firsts + num_right, (contexts + num_right).int()
+
+
+def count_accepted(
+    tokens: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """How many drafts of each sequence are what was sampled in their place, int64 [seqs].
+
+    tokens is [seqs, k + 1], drafts [seqs, k], of which the first counts [seqs] are compared.
+    """
+    places = torch.arange(drafts.shape[1], device=drafts.device)
+    right = (tokens[:, :-1] == drafts) & (places < counts[:, None])
+    return right.long().cumprod(dim=1).sum(dim=1)
 
 
 def advance_drafts(
