@@ -17,6 +17,7 @@ from tokenmill.bench.scrape import (
     server_doubts,
     server_report,
 )
+from tokenmill.bench.tables import server_table
 from tokenmill.bench.wire import Record, Target
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import EngineStats
@@ -99,12 +100,25 @@ def test_accepted_drafts_are_summed_over_positions() -> None:
         f"""tokenmill_mtp_runs_total{{model_name="m"}} {runs}
 tokenmill_mtp_accepted_tokens_total{{model_name="m",position="1"}} {first}
 tokenmill_mtp_accepted_tokens_total{{model_name="m",position="2"}} {second}
+tokenmill_mtp_drafted_tokens_total{{model_name="m",position="1"}} {runs}
+tokenmill_mtp_drafted_tokens_total{{model_name="m",position="2"}} {runs - 4}
 """
         for runs, first, second in ((10, 6, 2), (30, 18, 10))
     ]
     readings = [read_exposition(text, "m") for text in texts]
-    assert server_report(readings)["acceptance_length"] == 1 + 20 / 20
+    report = server_report(readings)
+    assert report["acceptance_length"] == 1 + 20 / 20
+    assert report["acceptance_positions"] == [12 / 20, 8 / 20]
+    assert server_table([{"load": "1", "server": report}])[1].count("60% 40%") == 1
     assert server_report([{}, {}])["acceptance_length"] is None
+    theirs = read_exposition(
+        """vllm:spec_decode_num_drafts_total{model_name="m"} 10
+vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 9
+vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 6
+vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 3
+"""
+    )
+    assert server_report([{}, theirs])["acceptance_positions"] == [0.6, 0.3]
 
 
 def point(tokens: int, requests: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ TOLERANCE = 0.01  # between the server's tokens and the client's
 TOKENS_DIFFER, REQUESTS_DIFFER = "server_tokens_differ", "server_requests_differ"
 RESTARTED = "server_restarted"
 
+MOST_DRAFTS = 8  # positions that are looked for
 # What tokenmill, vLLM (newer and older) and SGLang call it; the first one that is there counts.
 COUNTERS: dict[str, tuple[str, ...]] = {
     "num_requests": (
@@ -53,6 +54,21 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "drafts_accepted": (
         *("tokenmill_mtp_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
     ),
+    # Samples of one position alone; vLLM counts from 0 and drafts as often for each.
+    **{
+        f"accepted_{place}": (
+            f"tokenmill_mtp_accepted_tokens_total[{place + 1}]",
+            f"vllm:spec_decode_num_accepted_tokens_per_pos_total[{place}]",
+        )
+        for place in range(MOST_DRAFTS)
+    },
+    **{
+        f"drafted_{place}": (
+            f"tokenmill_mtp_drafted_tokens_total[{place + 1}]",
+            "vllm:spec_decode_num_drafts_total",
+        )
+        for place in range(MOST_DRAFTS)
+    },
     **{
         f"{name}_{part}": tuple(f"{server}{metric}_seconds_{part}" for server, metric in metrics)
         for name, metrics in {
@@ -83,7 +99,7 @@ SHARES: dict[str, tuple[str, ...]] = {
 }
 _GAUGES = (*SUMMED_GAUGES, *SHARES)
 _FIELDS = COUNTERS | SUMMED_GAUGES | SHARES
-_WANTED = frozenset(name for names in _FIELDS.values() for name in names)
+_WANTED = frozenset(name.partition("[")[0] for names in _FIELDS.values() for name in names)
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -98,7 +114,8 @@ def read_exposition(text: str, model: str | None = None) -> Reading:
             continue
         if (match := _SAMPLE.fullmatch(line)) and (value := _number(match[3])) is not None:
             labels = dict(_LABEL.findall(match[2] or ""))
-            samples.setdefault(match[1], []).append((labels.get("model_name"), value))
+            for name in (match[1], f"{match[1]}[{labels.get('position')}]"):
+                samples.setdefault(name, []).append((labels.get("model_name"), value))
     reading = {}
     for name, candidates in _FIELDS.items():
         metric = next((metric for metric in candidates if metric in samples), None)
@@ -220,6 +237,12 @@ def server_report(readings: Sequence[Reading]) -> Report:
         **{f"peak_{name}": value for name, value in peaks.items()},
         "prefix_hit_rate": ratio("prefix_hits", "prefix_queries"),
         "acceptance_length": None if accepted is None else 1 + accepted,
+        "acceptance_positions": [
+            share
+            for place in range(MOST_DRAFTS)
+            if f"accepted_{place}" in last
+            and (share := ratio(f"accepted_{place}", f"drafted_{place}")) is not None
+        ],
         "ttft_mean_ms": in_ms("ttft"),
         "queue_mean_ms": in_ms("queue"),
     }

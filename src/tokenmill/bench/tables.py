@@ -86,15 +86,21 @@ def server_table(points: Sequence[Report]) -> list[list[str]]:
         "most of KV cache": ("peak_kv_cache_usage", ".0%"),
         "prefix hits": ("prefix_hit_rate", ".0%"),
         "tokens a drafted step": ("acceptance_length", ".2f"),
+        "right drafts": ("acceptance_positions", ".0%"),
         "mean TTFT": ("ttft_mean_ms", ",.2f"),
     }
     rows = [["the server says", *columns]]
     for point in points:
         if server := point.get("server"):
             values = ((server.get(key), form) for key, form in columns.values())
-            shown = ["-" if value is None else format(value, form) for value, form in values]
-            rows.append([point["load"], *shown])
+            rows.append([point["load"], *(_shown(value, form) for value, form in values)])
     return rows
+
+
+def _shown(value: float | list[float] | None, form: str) -> str:
+    """A figure, several side by side, or a dash."""
+    figures = value if isinstance(value, list) else [] if value is None else [value]
+    return " ".join(format(figure, form) for figure in figures) or "-"
 
 
 def cell(value: float | None, digits: int = 2) -> str:
