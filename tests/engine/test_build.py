@@ -84,6 +84,14 @@ def test_what_a_gpu_lacks_is_said_before_loading(
         build_engine(config, CacheConfig(), SchedulerConfig())
 
 
+def test_blocks_that_a_gpu_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _fake_gpu(monkeypatch, (9, 0), 1000)
+    config = ModelConfig(str(save(make_model("llama"), tmp_path)), dtype="bf16", device="cuda")
+    for size, message in ((48, "block_size is 48: cuda takes divisors"), (192, "the weights take")):
+        with pytest.raises(ModelLoadError, match=message):
+            build_engine(config, CacheConfig(block_size=size), SchedulerConfig())
+
+
 def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     with pytest.raises(ModelLoadError, match="kv_cache_dtype fp8 does not run on cpu: use fp32"):

@@ -63,6 +63,10 @@ def settle(asked: Setup) -> Setup:
     if size > 1 and not whole and cache.connector != "none":
         raise ModelLoadError("kv_connector goes with --tp and --attention-dp, not with --ep alone")
     block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
+    if device == "cuda" and GPU_BLOCK_SIZE % block_size and block_size % GPU_BLOCK_SIZE:
+        raise ModelLoadError(
+            f"block_size is {block_size}: cuda takes divisors and multiples of {GPU_BLOCK_SIZE}"
+        )
     share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
     if device == "cpu":
         share /= size  # ranks share a machine's memory
