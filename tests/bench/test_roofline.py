@@ -15,6 +15,7 @@ from tokenmill.bench.roofline import (
     roofline,
     step_weight_bytes,
 )
+from tokenmill.bench.throughput import CellRun, tokens_per_step
 from tokenmill.bench.workload import Cell
 from tokenmill.core.spec import ModelSpec
 
@@ -59,6 +60,20 @@ def test_decode_of_one_stream_reads_weights_and_cache() -> None:
     assert SPEC.kv_bytes_per_token(4) == 64
     assert roof.num_steps == 3 and roof.bytes_read == pytest.approx(weights + cache)
     assert roof.serial_s == roof.overlap_s == pytest.approx((weights + cache) / 1e6)
+
+
+def test_drafts_that_came_true_save_steps() -> None:
+    """Four decoded tokens, of which two were drafts: two steps read weights and cache."""
+    cell = Cell.equal("s", 1, 10, 5)
+    gained = tokens_per_step(cell, [CellRun(1.0, num_accepted=2), CellRun(1.0, num_accepted=2)])
+    assert gained == 2.0 and tokens_per_step(cell, [CellRun(1.0)]) == 1.0
+    machine = Machine({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)
+    plain, drafted = (
+        roofline(cell, SPEC, Setup("int8", "fp32", **ROOMY, tokens_per_step=each), machine)
+        for each in (1.0, gained)
+    )
+    assert (plain.num_steps, drafted.num_steps) == (4, 2) and plain.flops == drafted.flops
+    assert plain.serial_s == pytest.approx(2 * drafted.serial_s)
 
 
 def test_serial_takes_the_longer_of_each_kind_and_overlap_of_the_sums() -> None:

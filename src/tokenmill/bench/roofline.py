@@ -5,6 +5,8 @@ at the rate of the KV cache's type or reads the cache. Norms, sampling and Pytho
 
 Of E experts, k for each token, a step of B tokens reads E * (1 - (1 - k / E) ** B): as many as are
 hit when tokens choose evenly, B being the mean batch. Skewed routing reads less.
+
+Drafts that came true save steps; making them, and computing wrong ones, is free here.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Setup:
     kv_dtype: str
     max_num_seqs: int
     kv_tokens: int  # that the KV cache holds
+    tokens_per_step: float = 1.0  # that a sequence gains; drafts that came true make it more
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,10 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     prefill_flops = prefill_seen * spec.seen_flops(decode=False)
     decode_flops = decode_seen * spec.seen_flops(decode=True)
     seen_bytes = spec.num_kv_heads * sum(spec.cache_dims) * BYTES[setup.kv_dtype]
-    steps = min_decode_steps(cell, setup.max_num_seqs, setup.kv_tokens)
+    steps = min_decode_steps(cell, setup.max_num_seqs, setup.kv_tokens) / setup.tokens_per_step
     weight_bytes = step_weight_bytes(spec, setup.dtype, num_decoded / steps) if steps else 0.0
     weights_s = steps * weight_bytes / machine.read_bytes_per_s
-    cache_s = decode_seen * seen_bytes / machine.read_bytes_per_s
+    cache_s = decode_seen / setup.tokens_per_step * seen_bytes / machine.read_bytes_per_s
 
     prefill_s = cell.num_input_tokens * layers / layer_rate + cell.num_prompts * head / head_rate
     prefill_s += prefill_flops / attention_rate

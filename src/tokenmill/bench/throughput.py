@@ -29,6 +29,7 @@ class CellRun:
 
     seconds: float
     times: list[RequestTimes] = field(default_factory=list)
+    num_accepted: int = 0  # drafts that came true
 
 
 class Contestant(Protocol):
@@ -57,6 +58,7 @@ class OurEngine:
             SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
             for length in cell.output_lens
         ]
+        num_accepted = sum(self._engine.stats().num_accepted)
         begin = time.monotonic_ns()
         times: dict[str, RequestTimes] = {}
         for index, prompt in enumerate(prompts):
@@ -66,7 +68,8 @@ class OurEngine:
         self._step_until_done(set(times), times)
         seconds = (time.monotonic_ns() - begin) / 1e9
         _check_counts(cell, [t.num_tokens for t in times.values()])
-        return CellRun(seconds, list(times.values()))
+        num_accepted = sum(self._engine.stats().num_accepted) - num_accepted
+        return CellRun(seconds, list(times.values()), num_accepted)
 
     def _step_until_done(self, open_ids: set[str], times: dict[str, RequestTimes]) -> None:
         while open_ids:
@@ -166,6 +169,13 @@ def cell_report(cell: Cell, runs: Sequence[CellRun]) -> dict[str, Any]:
         report["ttft_ms"] = _rounded(summarize(t.ttft_ms for t in times))
         report["tpot_ms"] = _rounded(summarize(t.tpot_ms for t in times))
     return report
+
+
+def tokens_per_step(cell: Cell, runs: Sequence[CellRun]) -> float:
+    """What a sequence gained in a decode step: one token, and the drafts that came true."""
+    num_decoded = (cell.num_output_tokens - cell.num_prompts) * len(runs)
+    num_drawn = num_decoded - sum(run.num_accepted for run in runs)
+    return num_decoded / num_drawn if num_drawn > 0 else 1.0
 
 
 def with_ceiling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench import throughput as bench
@@ -30,7 +31,8 @@ def throughput_report(
     for cell in cells:
         runs = measured.runs[cell.name]
         figures = {who: bench.cell_report(cell, r) for who, r in runs.items()}
-        roof = roofline(cell, built.spec, setup, machine)
+        gained = bench.tokens_per_step(cell, runs[bench.OURS])
+        roof = roofline(cell, built.spec, replace(setup, tokens_per_step=gained), machine)
         ours = bench.with_ceiling(figures[bench.OURS], cell, roof, machine, setup.dtype)
         reports[cell.name] = figures | {bench.OURS: ours}
     report = {
