@@ -21,7 +21,8 @@ _MEMORY = 0.99  # weight of what is known, for each draft that was verified
 class Drafting(Protocol):
     """Decides before each step how many tokens it drafts, and hears how the step went."""
 
-    def choose(self) -> int: ...
+    def choose(self) -> int:
+        """Of the next step, which may turn out to have nothing to do."""
 
     def record(
         self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
@@ -72,8 +73,6 @@ class AdaptiveDrafting:
             return count
         trial = next((count for count in self._order if self._is_open(count)), None)
         if trial is not None:
-            key = self._size, trial
-            self._num_tried[key] = self._num_tried.get(key, 0) + 1
             return trial
         if self._step % PROBE_EVERY == 0:
             oldest = min(self._order, key=lambda count: self._seen.get((self._size, count), 0))
@@ -87,9 +86,10 @@ class AdaptiveDrafting:
         self._learn_right(drafted, accepted)
         num_seqs, count = len(batch.items), batch.num_to_draft
         self._size = num_seqs.bit_length()
+        key = self._size, count
+        self._num_tried[key] = self._num_tried.get(key, 0) + 1
         if batch.num_tokens != num_seqs * (1 + count):
             return  # it computed a prompt, or began or ended to draft
-        key = self._size, count
         self._seen[key] = self._step
         self._num_recorded[key] = self._num_recorded.get(key, 0) + 1
         known = self._costs.get(key, seconds)

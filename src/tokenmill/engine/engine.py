@@ -133,9 +133,7 @@ class LanguageEngine:
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
         self._admit(now_ns)
-        # Asked for steps that may run alone: one that waits for KV or a grammar teaches nothing.
-        drafting = self.drafting if self._scheduler.has_work() else None
-        to_draft = 0 if drafting is None else drafting.choose()
+        to_draft = 0 if self.drafting is None else self.drafting.choose()
         drafts = to_draft or self._scheduler.drafting
         overlap = self._launcher is not None and not self._host_bound and not drafts
         outputs = [] if overlap else self._land()
@@ -148,9 +146,9 @@ class LanguageEngine:
             outputs += self._execute(batch)
         if not outputs and not batch.items:
             self._idle()
-        if drafting is not None and batch.items:
+        if self.drafting is not None and batch.items:
             counts = self._scheduler.draft_counts
-            drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
+            self.drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
         return outputs
 
     def abort(self, request_id: str) -> None:
