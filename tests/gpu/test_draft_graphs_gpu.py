@@ -15,7 +15,7 @@ from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, Sch
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.models.weights import random_tensors, read_spec
+from tokenmill.models.weights import open_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=60, frequency_penalty=0.4)
@@ -27,10 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose newest token decides most, and a head that knows it."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    spec = read_spec(folder)
+    checkpoint = open_checkpoint(folder, random_weights=True)
+    spec = checkpoint.spec
     weights = {
         name: tensor * (0.02 if name.endswith(OUTPUTS) else 1.0)
-        for name, tensor in random_tensors(spec)
+        for name, tensor in checkpoint.tensors()
     }
     save_file(weights, folder / "model.safetensors")
     head = make_head(spec, torch.ones(spec.hidden_size), 0.003)

@@ -18,7 +18,7 @@ from driver import Answer, complete
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.models.weights import random_tensors, read_spec
+from tokenmill.models.weights import open_checkpoint
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -53,7 +53,7 @@ def build(
     kv_dtype: str = "auto",
 ) -> BuiltEngine:
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    weights = dict(random_tensors(read_spec(folder)))
+    weights = dict(open_checkpoint(folder, random_weights=True).tensors())
     save_file(weights, folder / "model.safetensors")  # random ones would differ by device
     model = ModelConfig(str(folder), dtype, device)  # type: ignore[arg-type]
     limits = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256)
