@@ -1,15 +1,22 @@
-"""The questions that the MTP module was trained with are not those that it is measured with."""
+"""What scripts/train_mtp.py asks, and which models it takes."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
-from tokenmill.bench.mtp import chat_prompts
+import pytest
 
-QUESTIONS = Path(__file__).parents[2] / "scripts" / "mtp_questions.toml"
+from tiny_configs import SIZES
+from tokenmill.bench.mtp import chat_prompts
+from tokenmill.core.spec import ModelSpec
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+QUESTIONS = SCRIPTS / "mtp_questions.toml"
 
 
 def test_no_prompt_of_the_benchmark_has_their_form() -> None:
+    """The module is not measured with questions that it was trained with."""
     words = tomllib.loads(QUESTIONS.read_text(encoding="utf-8"))
     gaps = {gap for form in words["forms"] for gap in re.findall(r"\{(\w+)\}", form)}
     assert gaps == words.keys() - {"forms"}
@@ -19,3 +26,11 @@ def test_no_prompt_of_the_benchmark_has_their_form() -> None:
     assert any(pattern.fullmatch("Tell me about Norway.") for pattern in patterns)
     for prompt in chat_prompts():
         assert not any(pattern.fullmatch(prompt.text) for pattern in patterns), prompt.text
+
+
+def test_layers_that_it_does_not_compute_are_refused() -> None:
+    pytest.importorskip("triton")
+    check = runpy.run_path(str(SCRIPTS / "train_mtp.py"))["check_layers"]
+    check(ModelSpec.from_config(SIZES | {"model_type": "llama"}))
+    with pytest.raises(SystemExit, match="layers with qk_norm are not trained here"):
+        check(ModelSpec.from_config(SIZES | {"model_type": "qwen3"}))
