@@ -27,7 +27,7 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     command += ["--random-weights", "--kv-cache-memory", "4MiB", "--placement", "ray"]
     command += ["--ep", "2", "--attention-dp", "--redundant-experts", "2", "--rebalance-steps", "3"]
     command += ["--prefill", "1", "--decode", "1", "--remote-prefill-tokens", "16"]
-    for own in ("ep=1", "attention-dp=false", "redundant-experts=0"):
+    for own in ("ep=1", "attention-dp=false", "redundant-experts=0", "rebalance-steps=0"):
         command += ["--prefill-set", own]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

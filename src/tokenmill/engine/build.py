@@ -255,7 +255,7 @@ def _lead(
         return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
     shared = SharedModel(part.network, crew, rebalancer)
     if isinstance(part.link, KVLink):
-        part = replace(part, link=CrewLink(part.link, crew))
+        part = replace(part, link=CrewLink(part.link, crew, part.network.layout.split_heads))
     if part.mtp is not None:
         part = replace(part, mtp=SharedDrafter(part.mtp, part.network, crew))
     engine, runner = make_engine(setup, part, shared, grammar_vocab)

@@ -58,9 +58,6 @@ def settle(asked: Setup) -> Setup:
     _check_compute(spec, dtype, device)
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
         raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
-    whole = parallel.tp > 1 or parallel.attention_dp
-    if size > 1 and not whole and cache.connector != "none":
-        raise ModelLoadError("kv_connector goes with --tp and --attention-dp, not with --ep alone")
     block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
     share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
     if device == "cpu":

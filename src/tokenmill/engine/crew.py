@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from tokenmill.core.types import ModelLoadError, RanksLostError
+from tokenmill.engine.kv_shared import host_identity
 from tokenmill.engine.rank_wire import Message, receive, send
-from tokenmill.parallel import Ranks, connect, disconnect, file_store, open_store
+from tokenmill.parallel import Ranks, connect, connected, disconnect, file_store, open_store
 
 ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_CREW_ADDRESS", "TOKENMILL_CREW_KEY"
 START_TIMEOUT_S = 300.0  # for all ranks to call
@@ -42,6 +43,8 @@ class Crew:
         self.size, self.device = size, device
         self._children: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
+        if connected():
+            raise ModelLoadError("one engine with ranks at a time: close() the one of this process")
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-ranks-")
         placed = os.environ.get(ADDRESS_VARIABLE)
         if placed is None and device == "cuda" and torch.cuda.device_count() < size:
@@ -162,6 +165,8 @@ class Crew:
                 )
             with contextlib.suppress(queue.Empty):
                 self._links.append(calls.get(timeout=0.2))
+        machines = [message["machine"] for message in self.hear()]
+        self._links = [self._links[i] for i in side_by_side(host_identity(), machines)]
 
     def _join(self, placed: str | None) -> Ranks:
         """Make the group of all ranks."""
@@ -176,6 +181,11 @@ class Crew:
         place |= {"host": host, "port": store.port}
         self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
         return join(place | {"rank": 0}, store)
+
+
+def side_by_side(own: str, machines: list[str]) -> list[int]:
+    """The order in which those of a machine are neighbours, rank 0's own machine first."""
+    return sorted(range(len(machines)), key=lambda i: (machines[i] != own, machines[i]))
 
 
 def join(place: Message, store: Any = None) -> Ranks:
@@ -193,18 +203,24 @@ def join(place: Message, store: Any = None) -> Ranks:
 
 
 def call(address: str) -> Connection:
-    """A rank's connection to rank 0."""
+    """A rank's connection to rank 0, which hears where the rank runs."""
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))
     host, _, port = address.rpartition(":")
-    where = (host, int(port)) if host else address
+    where, parent = (host, int(port)) if host else address, os.getppid()
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            return Client(where, authkey=key)
-        except (ConnectionRefusedError, FileNotFoundError):  # rank 0 is not there yet
+            link = Client(where, authkey=key)
+            break
+        except (ConnectionRefusedError, FileNotFoundError):
+            # A parent that is rank 0 listened before it started this process.
+            if not host or os.getppid() != parent:
+                raise SystemExit(1) from None
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(0.2)  # rank 0 is not there yet
+    send(link, {"machine": host_identity()})
+    return link
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def _wants_ray(config: FloorConfig) -> bool:
         raise PlacementError("ray-address does not go with placement process")
     if wanted and not installed:
         raise PlacementError("ray is not installed: pip install 'tokenmill[ray]'")
-    return wanted or (config.placement == "auto" and config.num_workers > 1 and installed)
+    return wanted or (config.placement == "auto" and config.num_processes > 1 and installed)
 
 
 class ProcessPlacement:
