@@ -120,7 +120,7 @@ def test_experts_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
         two.engine.submit(Request("last", prompts()[3], GREEDY))
         two.engine.step()
         os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(RanksLostError, match=r"a rank|several ranks"):
+        with pytest.raises(RanksLostError, match="a rank ended with exit code -9"):
             while two.engine.has_work():
                 two.engine.step()
         assert child.poll() == -signal.SIGKILL

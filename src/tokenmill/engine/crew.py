@@ -102,10 +102,13 @@ class Crew:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A step of all ranks; whatever breaks it off, Ctrl-C too, ends the others."""
+        """What all ranks do; whatever breaks it off, Ctrl-C too, ends the others."""
         self.check()
         try:
             yield
+        except RanksLostError as error:
+            code = min(self.close(), default=0)  # of a signal, if any; who ended with rank 0 has 0
+            raise (RanksLostError(_ended(code)) if code else error) from error.__cause__
         except BaseException:
             self.close()
             raise
@@ -119,23 +122,25 @@ class Crew:
     def _check_children(self) -> None:
         for child in self._children:
             if child.poll() is not None:
-                raise RanksLostError(f"a rank ended with exit code {child.returncode}")
+                raise RanksLostError(_ended(child.returncode))
 
-    def close(self) -> None:
-        """End the other ranks; safe to call twice."""
+    def close(self) -> list[int]:
+        """End the other ranks; exit codes of those that did by themselves. Safe to call twice."""
         atexit.unregister(self.close)
         for link in self._links:
             link.close()
         self._links = []
         disconnect()
+        codes = []
         for child in self._children:
             try:
-                child.wait(END_TIMEOUT_S)
+                codes.append(child.wait(END_TIMEOUT_S))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
         self._children = []
         self._folder.cleanup()
+        return codes
 
     def _start_children(self, address: str, key: bytes) -> None:
         # -P: a folder named tokenmill in the working directory is not the package.
@@ -181,6 +186,10 @@ class Crew:
         place |= {"host": host, "port": store.port}
         self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
         return join(place | {"rank": 0}, store)
+
+
+def _ended(code: int) -> str:
+    return f"a rank ended with exit code {code}"
 
 
 def side_by_side(own: str, machines: list[str]) -> list[int]:

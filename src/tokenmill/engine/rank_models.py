@@ -31,6 +31,8 @@ def all_or_none() -> Iterator[None]:
     except RanksLostError:
         raise
     except Exception as error:
+        if "by peer" in str(error):  # gloo's "Connection closed by peer", or reset
+            raise RanksLostError("a rank is gone: it closed its connection") from error
         message = f"a step of several ranks failed: {type(error).__name__}: {error}"
         raise RanksLostError(message) from error
 
