@@ -92,6 +92,8 @@ def serve(settings: Settings) -> None:
     ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
     floor = replace(floor, ranks=ranks, prefill_ranks=prefill_ranks)
     path = fetch(model)
+    if max(ranks, prefill_ranks) > 1:
+        _check_ranks(path, roles)
     from tokenmill.serve.server import serve as run_server
     from tokenmill.serve.tokenizer import load_tokenizer
 
@@ -127,6 +129,17 @@ def worker(
         raise typer.Exit(1) from None
     built.engine.warm_up()
     run_worker(built.engine, address, _facts(built), built.engine.kv)
+
+
+def _check_ranks(path: Path, roles: list[Settings]) -> None:
+    """Refuse what cannot be divided before many processes are started for it."""
+    from tokenmill.models.shards import plan_layout
+    from tokenmill.models.weights import read_spec
+    from tokenmill.parallel import Ranks
+
+    for role in roles:
+        config = role.build(ParallelConfig)
+        plan_layout(read_spec(path), config, Ranks(0, config.num_ranks))
 
 
 def worker_command(settings: Settings, path: Path) -> list[str]:
