@@ -42,6 +42,7 @@ from tokenmill.engine import crew, rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.crew import side_by_side
 from tokenmill.engine.leading import DataParallelEngine, LeadingEngine
+from tokenmill.engine.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.parallel import Ranks
@@ -234,6 +235,15 @@ def test_a_rank_whose_rank_0_is_gone_ends(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(crew, "START_TIMEOUT_S", 1.0)
     with pytest.raises(SystemExit):
         crew.call(str(tmp_path / "calls"))
+
+
+def test_a_closed_connection_is_told_from_an_error() -> None:
+    for text, told in (
+        ("Connection reset by peer. GLHF!", RANK_GONE),
+        ("no", ".*RuntimeError: no"),
+    ):
+        with pytest.raises(RanksLostError, match=f"^{told}$"), all_or_none():
+            raise RuntimeError(text)
 
 
 def test_nodes_without_routing_groups_are_said_to_do_nothing(

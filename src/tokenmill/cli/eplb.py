@@ -69,6 +69,10 @@ def eplb(settings: Settings) -> None:
     if not settings.get("json-only"):
         cells = [[str(row.get(column, "")) for column in COLUMNS] for row in rows]
         console.print_table([list(COLUMNS), *cells])
+        console.out.print(
+            "synthetic loads; busiest rank / mean: before, experts in order; placed by load; "
+            "balanced, busy ones copied, too; by_node, groups of experts each on one machine"
+        )
     live = _live(live_ranks) if live_ranks else None
     if live is not None and not settings.get("json-only"):
         console.out.print(

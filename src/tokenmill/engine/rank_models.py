@@ -22,6 +22,8 @@ from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.parallel import Ranks
 
+RANK_GONE = "a rank is gone: it closed its connection"
+
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
@@ -32,7 +34,7 @@ def all_or_none() -> Iterator[None]:
         raise
     except Exception as error:
         if "by peer" in str(error):  # gloo's "Connection closed by peer", or reset
-            raise RanksLostError("a rank is gone: it closed its connection") from error
+            raise RanksLostError(RANK_GONE) from error
         message = f"a step of several ranks failed: {type(error).__name__}: {error}"
         raise RanksLostError(message) from error
 
