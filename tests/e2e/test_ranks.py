@@ -36,7 +36,8 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            found = (re.search(r"is served at (\S+)/v1", line) for line in process.stderr)
+            pattern = re.compile(r"on each rank\) is served at (\S+)/v1")
+            found = map(pattern.search, process.stderr)
             url = next(match[1] for match in found if match)
             answers = [complete(url, prompt) for prompt in PROMPTS]
             with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:

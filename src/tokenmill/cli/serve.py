@@ -100,9 +100,10 @@ def serve(settings: Settings) -> None:
     name = config.served_model_name or model_name(model)
 
     def on_listening(url: str, facts: ModelFacts) -> None:
-        tokens = facts.num_kv_blocks * facts.block_size
+        tokens = f"{facts.num_kv_blocks * facts.block_size} tokens"
+        tokens += " on each rank" if roles[0].get("attention-dp") else ""
         logging.getLogger(__name__).info(
-            f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens} tokens) "
+            f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens}) "
             f"is served at {url}/v1; {url}/docs describes it"
         )
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
