@@ -119,6 +119,13 @@ def test_the_command_ends_with_its_figures(tmp_path: Path, monkeypatch: pytest.M
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["identical"] and set(report["depths"]) == {"0", "1", "3"}
-    assert set(report["acceptance"]) == {"1", "3"} and report["speedup"] > 0
-    assert len(report["acceptance"]["3"]["positions"]) == 3
+    best = report["depths"][str(report["best_depth"])]
+    assert (
+        report["speedup"]
+        == best["speedup"]
+        == max(report["depths"][depth]["speedup"] for depth in ("1", "3"))
+    )
+    assert report["acceptance"] == best["acceptance"]
+    assert set(best["acceptance"]) == {"first", "length", "positions"}
+    assert len(report["depths"]["3"]["acceptance"]["positions"]) == 3
     assert "drafts" in done.stdout and "ceiling" in done.stdout

@@ -84,8 +84,8 @@ def mtp(settings: Settings) -> None:
             "max_tokens": max_tokens,
             "rounds": config.num_rounds,
             "depths": by_depth,
-            "acceptance": {depth: figures["acceptance"] for depth, figures in drafting.items()},
             "best_depth": int(best),
+            "acceptance": drafting[best]["acceptance"],
             "speedup": drafting[best]["speedup"],
             "identical": all(not figures["num_different"] for figures in drafting.values()),
         }
