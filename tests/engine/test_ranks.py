@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -41,11 +42,12 @@ from tokenmill.core.types import (
 from tokenmill.engine import crew, rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.crew import side_by_side
-from tokenmill.engine.leading import DataParallelEngine, LeadingEngine
+from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, RankState
 from tokenmill.engine.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.parallel import Ranks
+from tokenmill.sched.attention_dp import RankCaches
 from tokenmill.sched.kv_events import Cleared, Removed, Stored
 from tokenmill.sched.router import Router
 from tokenmill.serve.kv_wire import ConnectKV
@@ -159,6 +161,20 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
         stats = two.engine.stats()
         assert stats.num_kv_blocks_used == 0 and stats.num_kv_blocks_received == 3 + 4 + 5
+
+
+def test_new_prompts_count_in_the_round_they_come_in() -> None:
+    policy, own = mock.Mock(), mock.Mock(kv=None)
+    own.engine.kv, own.round.return_value, own.take_events.return_value = None, [], []
+    own.state.return_value = RankState(has_work=True, outlook=(0, 3))
+    alone = mock.MagicMock(size=1)
+    alone.hear.return_value = []
+    ranks = DataParallelEngine(own, alone, None, policy, RankCaches(1, 16), 8)
+    ranks.submit(Request("r", [1, 2], GREEDY))
+    ranks.submit(Request("elsewhere", [1, 2], GREEDY, kv_from="peer"))
+    for _ in range(2):
+        ranks.step()
+    assert [call.args[0] for call in policy.hold.call_args_list] == [[(1, 0)], [(0, 3)]]
 
 
 def check_that_caches_are_found(ranks: Engine) -> None:

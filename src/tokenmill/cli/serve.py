@@ -197,8 +197,8 @@ def _share(settings: Settings, num_workers: int) -> Settings:
     if num_workers == 1:
         return settings
     own: dict[str, Any] = {"num-threads": max(1, len(os.sched_getaffinity(0)) // num_workers)}
-    num_gpus = _num_gpus()
-    if "kv-cache-memory" not in settings and num_gpus < num_workers:
+    num_gpus, num_ranks = _num_gpus(), settings.build(ParallelConfig).num_ranks
+    if "kv-cache-memory" not in settings and num_gpus < num_workers * num_ranks:
         share = MEMORY_SHARE if num_gpus == 0 else GPU_MEMORY_SHARE
         own["kv-cache-share"] = round(share / num_workers, 4)
     return Settings(own | settings.values)

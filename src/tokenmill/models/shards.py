@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -31,6 +31,7 @@ _COLUMNS = {"self_attn.o_proj": "heads", "mlp.down_proj": "inner"}
 
 def plan_layout(spec: ModelSpec, config: ParallelConfig, ranks: Ranks) -> Layout:
     """How this model is divided, or a refusal that names the flag."""
+    _check_numbers(config)
     size = config.num_ranks
     assert ranks.size == size
     if config.ep > 1 and spec.moe is None:
@@ -55,6 +56,14 @@ def plan_layout(spec: ModelSpec, config: ParallelConfig, ranks: Ranks) -> Layout
                 f"{size} ranks every rank has all, at most {(size - 1) * experts}"
             )
     return Layout(ranks, config.tp > 1, config.attention_dp, slots)
+
+
+def _check_numbers(config: ParallelConfig) -> None:
+    """What is 1 or more by default cannot be less; nothing is negative."""
+    for name, default in asdict(ParallelConfig()).items():
+        value, least = getattr(config, name), min(1, default)
+        if value < least:
+            raise ModelLoadError(f"{name} must be {least} or more, got {value}")
 
 
 def _check_effect(spec: ModelSpec, config: ParallelConfig) -> None:
