@@ -148,6 +148,14 @@ def test_one_machine_without_a_gpu_needs_no_nixl(
     assert serve._roles(settings, config).get("kv-connector") == connector
 
 
+@pytest.mark.parametrize(("ranks", "gpus", "share"), [(1, 4, None), (2, 4, None), (4, 4, 0.475)])
+def test_workers_that_meet_on_a_gpu_share_its_memory(
+    ranks: int, gpus: int, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
+    assert serve._share(Settings({"ep": ranks}), 2).get("kv-cache-share") == share
+
+
 def test_unexpected_errors_have_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,10 @@ class LLM:
         ]
         return self._generate(prompts, sampling_params, use_tqdm, None, False)
 
+    def close(self) -> None:
+        """End the other ranks, where there are any; they also end with this process."""
+        self.built.close()
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.tokenizer

@@ -160,5 +160,10 @@ def connect(rank: int, size: int, store: Any, backend: Backend) -> Ranks:
 
 def disconnect() -> None:
     """Leave the group."""
-    if dist.is_initialized():
+    if connected():
         dist.destroy_process_group()
+
+
+def connected() -> bool:
+    """Whether this process is in a group."""
+    return bool(dist.is_initialized())

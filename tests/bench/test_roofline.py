@@ -17,6 +17,8 @@ from tokenmill.bench.roofline import (
 )
 from tokenmill.bench.throughput import CellRun, tokens_per_step
 from tokenmill.bench.workload import Cell
+from tokenmill.cli.report import ranks_report
+from tokenmill.core.config import ParallelConfig
 from tokenmill.core.spec import ModelSpec
 
 CONFIG = {
@@ -163,3 +165,11 @@ def test_latent_attention_unpacks_a_prompt_once_and_the_cache_never() -> None:
     assert spec.mla is not None and spec.mla.softmax_scale == pytest.approx(0.135234, abs=1e-6)
     _, plain = spec.step_params(1)
     assert plain == 61 * 512 * 128 * 256 + 58 * 7168 * 256
+
+
+def test_figures_of_ranks_say_so_and_have_the_ceiling_of_all() -> None:
+    two = Machine({"bf16": 3.0}, 5.0, 1).times(2)
+    assert two == Machine({"bf16": 6.0}, 10.0, 1)
+    assert ranks_report(ParallelConfig()) == {}
+    found = ranks_report(ParallelConfig(ep=2, attention_dp=True))
+    assert found == {"ranks": {"count": 2, "ep": 2, "attention_dp": True}}

@@ -33,7 +33,7 @@ def test_every_difference_is_named(name: str) -> None:
 
 def test_ranks_read_from_as_many_ranks() -> None:
     two = replace(ADDRESS, others=(ADDRESS,))
-    reason = "number of ranks: the prefill engine has 2, the decode engine 1"
+    reason = "ranks of --tp: the prefill engine has 2, the decode engine 1"
     assert mismatch(two, two) is None and mismatch(two, ADDRESS) == reason
     assert (two.block_bytes, ADDRESS.block_bytes) == (49152, 24576)
 

@@ -10,10 +10,14 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tiny_tokenizers import byte_level, save_folder
+from tokenmill.__main__ import run
 from tokenmill.cli.eplb import TINY
 from tokenmill.core.types import SamplingParams
 from tokenmill.llm import LLM
+from tokenmill.serve import server
 
 PROMPTS = ["Hello world " * 9, "def add", "Hello there " * 9]
 ENGINE = {"dtype": "fp32", "device": "cpu", "random_weights": True, "num_threads": 1}
@@ -27,12 +31,13 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     command += ["--random-weights", "--kv-cache-memory", "4MiB", "--placement", "ray"]
     command += ["--ep", "2", "--attention-dp", "--redundant-experts", "2", "--rebalance-steps", "3"]
     command += ["--prefill", "1", "--decode", "1", "--remote-prefill-tokens", "16"]
-    for own in ("ep=1", "attention-dp=false", "redundant-experts=0"):
+    for own in ("ep=1", "attention-dp=false", "redundant-experts=0", "rebalance-steps=0"):
         command += ["--prefill-set", own]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            found = (re.search(r"is served at (\S+)/v1", line) for line in process.stderr)
+            pattern = re.compile(r"on each rank\) is served at (\S+)/v1")
+            found = map(pattern.search, process.stderr)
             url = next(match[1] for match in found if match)
             answers = [complete(url, prompt) for prompt in PROMPTS]
             with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
@@ -49,6 +54,15 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
     assert answers == [output.outputs[0].text for output in outputs]
+
+
+def test_what_cannot_be_divided_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.setattr(server, "serve", pytest.fail)
+    assert run(["serve", str(tmp_path), "--ep", "64"]) == 1
+    assert "--ep 64: the model has 32 experts in a layer" in capsys.readouterr().err
 
 
 def complete(url: str, prompt: str) -> str:

@@ -10,7 +10,6 @@ from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
 )
 from tokenmill.core.types import ModelLoadError
@@ -96,14 +95,6 @@ def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     with pytest.raises(ModelLoadError, match="kv_cache_dtype fp8 does not run on cpu: use fp32"):
         build_engine(ModelConfig(str(folder)), CacheConfig(dtype="fp8"), SchedulerConfig())
-
-
-def test_kv_that_ranks_do_not_move_is_refused(tmp_path: Path) -> None:
-    folder, cache = save(make_model("mixtral"), tmp_path), CacheConfig(connector="shm")
-    with pytest.raises(ModelLoadError, match="not with --ep alone"):
-        build_engine(
-            ModelConfig(str(folder)), cache, SchedulerConfig(), parallel=ParallelConfig(ep=2)
-        )
 
 
 def test_invariance_without_fused_kernels_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
 from tiny_models import make_model, save, tame
+from tokenmill.cli.eplb import TINY
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
@@ -25,9 +27,11 @@ from tokenmill.core.config import (
     SchedulerConfig,
 )
 from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
+from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import (
     Engine,
     FinishReason,
+    ModelLoadError,
     RanksLostError,
     Request,
     RequestOutput,
@@ -35,10 +39,15 @@ from tokenmill.core.types import (
     StructuredOutput,
     TokenLogprobs,
 )
-from tokenmill.engine import rank_wire
+from tokenmill.engine import crew, rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.leading import DataParallelEngine, LeadingEngine
+from tokenmill.engine.crew import side_by_side
+from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, RankState
+from tokenmill.engine.rank_models import RANK_GONE, all_or_none
+from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.parallel import Ranks
+from tokenmill.sched.attention_dp import RankCaches
 from tokenmill.sched.kv_events import Cleared, Removed, Stored
 from tokenmill.sched.router import Router
 from tokenmill.serve.kv_wire import ConnectKV
@@ -98,19 +107,23 @@ def test_experts_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
     with engine(folder) as one:
         expected = facts(run(one))
     parallel = {"ep": 2, "redundant_experts": 2, "rebalance_steps": 4, "rebalance_layers": 1}
-    with engine(folder, 18, head, **parallel) as two:
+    with engine(folder, 18, head, "shm", **parallel) as two:
         assert facts(run(two)) == expected
         assert facts(run(two)) == expected
         stats = two.engine.stats()
         assert stats.num_rebalances > 0 and stats.num_expert_bytes_moved > 0
         assert stats.rank_imbalance >= 1.0 and stats.rank_imbalance_before > 1.0
         assert stats.rebalance_s > 0 and sum(stats.num_accepted) > 0
+        moved = prompts()[3:6:2]
+        assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
+        with pytest.raises(ModelLoadError, match=r"close\(\)"), engine(folder, **parallel):
+            pass
         assert two.crew is not None
         (child,) = two.crew._children
         two.engine.submit(Request("last", prompts()[3], GREEDY))
         two.engine.step()
         os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(RanksLostError, match=r"a rank|several ranks"):
+        with pytest.raises(RanksLostError, match="a rank ended with exit code -9"):
             while two.engine.has_work():
                 two.engine.step()
         assert child.poll() == -signal.SIGKILL
@@ -144,9 +157,24 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         assert not two.engine.has_work() and two.engine.step() == []
         check_that_caches_are_found(two.engine)
         moved = prompts()[3:]
+        assert two.engine.kv is not None and len(two.engine.kv.address.ranks) == 1
         assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
         stats = two.engine.stats()
         assert stats.num_kv_blocks_used == 0 and stats.num_kv_blocks_received == 3 + 4 + 5
+
+
+def test_new_prompts_count_in_the_round_they_come_in() -> None:
+    policy, own = mock.Mock(), mock.Mock(kv=None)
+    own.engine.kv, own.round.return_value, own.take_events.return_value = None, [], []
+    own.state.return_value = RankState(has_work=True, outlook=(0, 3))
+    alone = mock.MagicMock(size=1)
+    alone.hear.return_value = []
+    ranks = DataParallelEngine(own, alone, None, policy, RankCaches(1, 16), 8)
+    ranks.submit(Request("r", [1, 2], GREEDY))
+    ranks.submit(Request("elsewhere", [1, 2], GREEDY, kv_from="peer"))
+    for _ in range(2):
+        ranks.step()
+    assert [call.args[0] for call in policy.hold.call_args_list] == [[(1, 0)], [(0, 3)]]
 
 
 def check_that_caches_are_found(ranks: Engine) -> None:
@@ -182,6 +210,7 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
     with engine(folder, 18, head, "shm", tp=2) as two:
         found = run(two)
         assert sum(two.engine.stats().num_accepted) > 0
+        assert two.engine.kv is not None and len(two.engine.kv.address.others) == 1
         found += handed_over(two.engine, prompts()[3:6:2])
         expected += complete(two.engine, prompts()[3:6:2], GREEDY)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
@@ -195,7 +224,7 @@ def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
     assert isinstance(ranks, LeadingEngine | DataParallelEngine) and ranks.kv is not None
     kv, answers = ranks.kv, {str(i): Answer() for i in range(len(token_ids))}
     engine_id = kv.address.engine_id
-    assert len(kv.address.others + kv.address.ranks) == 1 and kv.connect(kv.address) is None
+    assert kv.connect(kv.address) is None
     for i, prompt in enumerate(token_ids):
         ranks.submit(Request(f"from {i}", prompt, GREEDY, hold_kv_s=30.0))
         request = Request(f"to {i}", prompt, GREEDY, kv_from=engine_id, cache_salt="not cached")
@@ -212,6 +241,33 @@ def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
             kv.release(request_id.replace("to", "from"))
     kv.disconnect(engine_id)
     return list(answers.values())
+
+
+def test_ranks_of_a_machine_are_neighbours() -> None:
+    assert side_by_side("b", ["c", "b", "a", "b", "c", "a"]) == [1, 3, 2, 5, 0, 4]
+
+
+def test_a_rank_whose_rank_0_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "START_TIMEOUT_S", 1.0)
+    with pytest.raises(SystemExit):
+        crew.call(str(tmp_path / "calls"))
+
+
+def test_a_closed_connection_is_told_from_an_error() -> None:
+    for text, told in (
+        ("Connection reset by peer. GLHF!", RANK_GONE),
+        ("no", ".*RuntimeError: no"),
+    ):
+        with pytest.raises(RanksLostError, match=f"^{told}$"), all_or_none():
+            raise RuntimeError(text)
+
+
+def test_nodes_without_routing_groups_are_said_to_do_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spec = ModelSpec.from_config(TINY)
+    Rebalancer([], spec, ParallelConfig(ep=4, nodes=2, rebalance_steps=9), Ranks(0, 4))
+    assert "--ep-nodes 2 does not divide the 1 routing groups" in caplog.text
 
 
 def travelled(data: rank_wire.Message) -> rank_wire.Message:

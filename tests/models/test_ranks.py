@@ -7,13 +7,15 @@ from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 import pytest
+import torch
 
 from tiny_models import SMALL, VARIANTS, make_model, save, tame
 from tokenmill.core.config import ParallelConfig
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.layers.experts import RoutedExperts
 from tokenmill.models.shards import plan_layout
-from tokenmill.parallel import Ranks
+from tokenmill.parallel import Layout, Ranks
 
 CHECKS = Path(__file__).parent / "rank_checks.py"
 TIMEOUT_S = 300
@@ -35,6 +37,13 @@ def test_ranks_give_the_answer_of_one(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(told)
 
 
+def test_copies_of_an_expert_take_turns_with_one_token_in_a_step() -> None:
+    experts = RoutedExperts(2, "fp32", "cpu", Layout(num_slots=4))
+    for _ in range(4):
+        experts.dispatch(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.int32))
+    assert experts.num_rows.tolist() == [2, 0, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("variant", "config", "reason"),
     [
@@ -53,6 +62,20 @@ def test_ranks_give_the_answer_of_one(tmp_path: Path) -> None:
         ("mixtral", {"attention_dp": True}, "--attention-dp needs --ep of 2"),
         ("mixtral", {"ep": 2, "redundant_experts": 7}, "--redundant-experts 7: with 6 on each of"),
         ("mixtral", {"redundant_experts": 2}, "--redundant-experts needs a model with experts"),
+        ("mixtral", {"ep": 0}, "ep must be 1 or more, got 0"),
+        ("mixtral", {"ep": 2, "nodes": 0}, "nodes must be 1 or more, got 0"),
+        ("mixtral", {"ep": 2, "rebalance_steps": -1}, "rebalance_steps must be 0 or more, got -1"),
+        ("mixtral", {"rebalance_steps": 5}, "--rebalance-steps needs a model with experts and --"),
+        ("llama", {"rebalance_steps": 5, "tp": 2}, "--rebalance-steps needs a model with experts"),
+        ("mixtral", {"ep": 2, "rebalance_layers": 1}, "--rebalance-layers needs --rebalance-steps"),
+        ("mixtral", {"ep": 2, "nodes": 2}, "--ep-nodes needs --rebalance-steps"),
+        ("mixtral", {"ep": 3, "nodes": 2, "rebalance_steps": 5}, "--ep-nodes 2 does not divide 3"),
+        ("mixtral", {"ep": 2, "timeout_iters": 50}, "--adp-timeout-iters needs --attention-dp"),
+        (
+            "mixtral",
+            {"ep": 2, "attention_dp": True, "batching_wait_iters": 10},
+            "--adp-batching-wait-iters needs --adp-timeout-iters of 1 or more",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_named(variant: str, config: dict[str, Any], reason: str) -> None:

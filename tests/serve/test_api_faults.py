@@ -22,7 +22,7 @@ from serve.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL
 from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from tokenmill.core.config import FloorConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.serve.server import serve
+from tokenmill.serve.server import bind, listening, serve
 
 USER = [{"role": "user", "content": "count: 400"}]
 
@@ -262,3 +262,15 @@ def test_a_port_in_use_is_told() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(TokenmillError, match=f"cannot listen on 127.0.0.1:{port}"):
             serve([], None, ServerConfig(port=port), MODEL)  # type: ignore[arg-type]
+
+
+def test_a_port_taken_while_the_model_loaded_is_told() -> None:
+    async def listen(listener: socket.socket) -> None:
+        async with listening(None, listener):
+            raise AssertionError("both listen")
+
+    with bind("127.0.0.1", 0) as late, bind("127.0.0.1", late.getsockname()[1]) as other:
+        other.listen()
+        port = late.getsockname()[1]
+        with pytest.raises(TokenmillError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+            asyncio.run(listen(late))

@@ -23,6 +23,7 @@ from tokenmill.serve.supervisor import (
     PlacementError,
     ProcessPlacement,
     RayPlacement,
+    _wants_ray,
     open_placement,
 )
 
@@ -57,6 +58,8 @@ def processes(word: str, start: str = "") -> list[int]:
 
 
 def test_one_worker_and_plain_processes_need_no_ray() -> None:
+    for several in (FloorConfig(workers=2), FloorConfig(ranks=2)):
+        assert _wants_ray(several)
     for config in (FloorConfig(), FloorConfig(workers=3, placement="process")):
         with open_placement(config) as placement:
             assert isinstance(placement, ProcessPlacement) and placement.host is None

@@ -19,6 +19,7 @@ _KERNELS = {
     "_scale_kernel": "linear",
     "nvjet": "linear",
     "gemm": "linear",
+    "gemv": "linear",  # cuBLAS's, for one row
     "cutlass": "linear",
     "splitKreduce": "linear",
 }

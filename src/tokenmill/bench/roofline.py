@@ -11,7 +11,7 @@ Drafts that came true save steps; making them, and computing wrong ones, is free
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenmill.bench.workload import Cell
 from tokenmill.core.spec import ModelSpec
@@ -33,6 +33,11 @@ class Machine:
     def flops_per_s(self, dtype: str) -> float:
         """The rate of a type; the best of all for one that was not measured."""
         return self.gemm_flops.get(dtype) or max(self.gemm_flops.values())
+
+    def times(self, count: int) -> Machine:
+        """What so many of them do together."""
+        rates = {dtype: count * flops for dtype, flops in self.gemm_flops.items()}
+        return replace(self, gemm_flops=rates, read_bytes_per_s=count * self.read_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,16 @@ from tokenmill.cli.throughput import model_path
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
 
+# Nothing of it shows in single steps without drafts.
+UNUSED = {"draft", "prefix-cache", "kv-connector", "overlap", "mtp", "mtp-adaptive", "mtp-relaxed"}
 PANELS = {
     "Benchmark": tuple(
         SETTINGS[key] for key in ("decode-batch", "context", "fusions", "json-only")
     ),
-    "Model": MODEL,
-    "KV cache": CACHE,
-    "Execution": EXECUTION,
+    **{
+        title: tuple(setting for setting in settings if setting.key not in UNUSED)
+        for title, settings in (("Model", MODEL), ("KV cache", CACHE), ("Execution", EXECUTION))
+    },
 }
 
 
@@ -50,6 +53,8 @@ def decode(settings: Settings) -> None:
     execution = settings.build(ExecutionConfig)
     largest = max(sizes)
     device = choose_device(model)
+    if settings.get("fusions") and device != "cuda":
+        raise BenchError("--fusions: single kernels can be left out on a GPU alone")
     cache = settings.build(CacheConfig)
     if device == "cpu" and cache.num_blocks is None and cache.memory_bytes is None:
         cache = replace(cache, num_blocks=largest * (context // (cache.block_size or 16) + 1))
@@ -91,8 +96,6 @@ def decode(settings: Settings) -> None:
         "steps": rows,
     }
     if settings.get("fusions"):
-        if built.device != "cuda":
-            raise BenchError("--fusions: single kernels can be left out on a GPU alone")
         report["fusions"] = _fusions(DecodeProbe(built.runner, largest, context), graphs)
     if not settings.get("json-only"):
         _print(report)

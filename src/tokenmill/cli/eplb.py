@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.cli import console
 from tokenmill.core.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tokenmill.core.types import Request, SamplingParams, TokenmillError
-from tokenmill.settings import SETTINGS, Settings
+from tokenmill.settings import SETTINGS, Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
@@ -58,6 +58,9 @@ def eplb(settings: Settings) -> None:
     """
     from tokenmill.sched import eplb_study
 
+    live_ranks = settings.get("live-ranks")
+    if live_ranks == 1:
+        raise SettingsError("--live-ranks must be 0, or 2 or more: experts move between ranks")
     rows = [
         eplb_study.study(skew, eplb_study.Shape(num_ranks))
         for skew in eplb_study.SKEWS
@@ -66,7 +69,11 @@ def eplb(settings: Settings) -> None:
     if not settings.get("json-only"):
         cells = [[str(row.get(column, "")) for column in COLUMNS] for row in rows]
         console.print_table([list(COLUMNS), *cells])
-    live = _live(settings.get("live-ranks")) if settings.get("live-ranks") > 1 else None
+        console.out.print(
+            "synthetic loads; busiest rank / mean: before, experts in order; placed by load; "
+            "balanced, busy ones copied, too; by_node, groups of experts each on one machine"
+        )
+    live = _live(live_ranks) if live_ranks else None
     if live is not None and not settings.get("json-only"):
         console.out.print(
             f"live, {live['ranks']} ranks: imbalance {live['before']:.3f} -> {live['after']:.3f}, "

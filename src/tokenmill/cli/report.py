@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench import throughput as bench
 from tokenmill.bench.roofline import Machine, Setup, roofline
 from tokenmill.bench.workload import Cell
 from tokenmill.cli.console import out, print_table
+from tokenmill.core.config import ParallelConfig
 from tokenmill.core.metrics import acceptance
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ def throughput_report(
     return report
 
 
+def ranks_report(parallel: ParallelConfig) -> Report:
+    """How many ranks a figure is of, where there are several."""
+    if parallel.num_ranks == 1:
+        return {}
+    default = asdict(ParallelConfig())
+    given = {name: value for name, value in asdict(parallel).items() if value != default[name]}
+    return {"ranks": {"count": parallel.num_ranks, **given}}
+
+
 def print_throughput(cells: list[Cell], report: Report) -> None:
     """Cell by cell: every engine's rate, ours beside its ceiling."""
     machine = report["machine"]
@@ -83,6 +93,9 @@ def print_throughput(cells: list[Cell], report: Report) -> None:
     peaks = [f"{name} {mib:,.0f} MiB of the GPU" for name, mib in report["peak_gpu_mib"].items()]
     peaks.append(f"{report['peak_rss_mib']:,.0f} MiB of the host")
     out.print(f"peak memory {', '.join(peaks)}; weights {report['weight_mib']:,.0f} MiB")
+    if ranks := report.get("ranks"):
+        names = ", ".join(f"{name} {value}" for name, value in ranks.items() if name != "count")
+        out.print(f"{ranks['count']} ranks ({names}); memory and weights are the first one's")
     if shares := report.get("mtp", {}).get("acceptance"):
         right, length = shares["first"], shares["length"]
         out.print(f"drafts: {right:.1%} of the first are right, {length:.2f} tokens a step")

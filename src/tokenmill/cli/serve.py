@@ -92,15 +92,18 @@ def serve(settings: Settings) -> None:
     ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
     floor = replace(floor, ranks=ranks, prefill_ranks=prefill_ranks)
     path = fetch(model)
+    if max(ranks, prefill_ranks) > 1:
+        _check_ranks(path, roles)
     from tokenmill.serve.server import serve as run_server
     from tokenmill.serve.tokenizer import load_tokenizer
 
     name = config.served_model_name or model_name(model)
 
     def on_listening(url: str, facts: ModelFacts) -> None:
-        tokens = facts.num_kv_blocks * facts.block_size
+        tokens = f"{facts.num_kv_blocks * facts.block_size} tokens"
+        tokens += " on each rank" if roles[0].get("attention-dp") else ""
         logging.getLogger(__name__).info(
-            f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens} tokens) "
+            f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens}) "
             f"is served at {url}/v1; {url}/docs describes it"
         )
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
@@ -127,6 +130,17 @@ def worker(
         raise typer.Exit(1) from None
     built.engine.warm_up()
     run_worker(built.engine, address, _facts(built), built.engine.kv)
+
+
+def _check_ranks(path: Path, roles: list[Settings]) -> None:
+    """Refuse what cannot be divided before many processes are started for it."""
+    from tokenmill.models.shards import plan_layout
+    from tokenmill.models.weights import read_spec
+    from tokenmill.parallel import Ranks
+
+    for role in roles:
+        config = role.build(ParallelConfig)
+        plan_layout(read_spec(path), config, Ranks(0, config.num_ranks))
 
 
 def worker_command(settings: Settings, path: Path) -> list[str]:
@@ -183,8 +197,8 @@ def _share(settings: Settings, num_workers: int) -> Settings:
     if num_workers == 1:
         return settings
     own: dict[str, Any] = {"num-threads": max(1, len(os.sched_getaffinity(0)) // num_workers)}
-    num_gpus = _num_gpus()
-    if "kv-cache-memory" not in settings and num_gpus < num_workers:
+    num_gpus, num_ranks = _num_gpus(), settings.build(ParallelConfig).num_ranks
+    if "kv-cache-memory" not in settings and num_gpus < num_workers * num_ranks:
         share = MEMORY_SHARE if num_gpus == 0 else GPU_MEMORY_SHARE
         own["kv-cache-share"] = round(share / num_workers, 4)
     return Settings(own | settings.values)

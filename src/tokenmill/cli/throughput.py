@@ -12,7 +12,7 @@ from tokenmill.bench import throughput as bench
 from tokenmill.bench.roofline import Setup
 from tokenmill.bench.workload import BenchError, Cell, make_cells
 from tokenmill.cli import console
-from tokenmill.cli.report import print_throughput, throughput_report
+from tokenmill.cli.report import print_throughput, ranks_report, throughput_report
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     BenchConfig,
@@ -92,7 +92,11 @@ def throughput(settings: Settings) -> None:
     peaks = {"peak_rss_mib": bench.peak_rss_mib(), "peak_gpu_mib": peak_memory_mib(built.device)}
     console.note("Measuring the machine")
     machine = measure_machine(built.spec, num_threads, built.device)
+    parallel = settings.build(ParallelConfig)
+    if built.device == "cuda":
+        machine = machine.times(parallel.num_ranks)
     report = throughput_report(cells, measured, machine, built, setup, lineup) | peaks
+    report |= ranks_report(parallel)
     if not settings.get("json-only"):
         print_throughput(cells, report)
     console.print_json(report)
@@ -138,7 +142,7 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
         device = choose_device(model)
         limits = _limits(settings, config, cells, device)
         cache = _cache(settings, config, cells, limits, device)
-        execution = settings.build(ExecutionConfig)
+        execution, parallel = settings.build(ExecutionConfig), settings.build(ParallelConfig)
         built = build_engine(
             model,
             cache,
@@ -146,14 +150,15 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
             execution,
             progress=loaded,
             capture_progress=captured,
-            parallel=settings.build(ParallelConfig),
+            parallel=parallel,
         )
     gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
+    num_caches = parallel.num_ranks if parallel.attention_dp else 1
     return built, Setup(
         dtype=built.dtype,
         kv_dtype=built.kv_dtype,
-        max_num_seqs=limits.max_num_seqs,
-        kv_tokens=built.num_blocks * built.block_size,
+        max_num_seqs=num_caches * limits.max_num_seqs,
+        kv_tokens=num_caches * built.num_blocks * built.block_size,
     )
 
 

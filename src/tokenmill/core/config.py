@@ -117,7 +117,7 @@ class FloorConfig:
     kv_lease_s: float = LEASE_S  # computed blocks wait so long for the worker that decodes
     ranks: int = 1  # processes of each worker, where others than the worker start them
     prefill_ranks: int = 1  # the same of those that compute prompts for others
-    placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several workers
+    placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several processes
     ray_address: str | None = None  # of a cluster; None: a local Ray is started
     max_migrations: int = 2  # of one request with others; then it is tried alone
     heartbeat_s: float = 1.0

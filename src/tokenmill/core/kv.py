@@ -104,7 +104,7 @@ def mismatch(source: KVAddress, target: KVAddress) -> str | None:
         return f"{reason}: shm needs one host" if source.host != target.host else reason
     if len(source.others) != len(target.others):
         from_ranks, to_ranks = (1 + len(address.others) for address in (source, target))
-        return f"number of ranks: the prefill engine has {from_ranks}, the decode engine {to_ranks}"
+        return f"ranks of --tp: the prefill engine has {from_ranks}, the decode engine {to_ranks}"
     for field, name in _NAMES.items():
         theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
         if theirs != ours:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -119,18 +120,15 @@ def build_engine(
         model, cache, scheduler, execution or ExecutionConfig(), parallel or ParallelConfig()
     )
     setup, crew = settle(asked), None
-    try:
-        if setup.parallel.num_ranks > 1:
-            crew = Crew(setup.parallel.num_ranks, setup.model.device)
+    if setup.parallel.num_ranks > 1:
+        crew = Crew(setup.parallel.num_ranks, setup.model.device)
+    with nullcontext() if crew is None else crew.together():
+        if crew is not None:
             vocab = grammar_vocab if setup.parallel.attention_dp else None
             crew.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
         ranks = ONE if crew is None else crew.ranks
         part = load_part(setup, ranks, _same if crew is None else crew.agree, progress)
         engine, runner = _lead(setup, part, crew, grammar_vocab, capture_progress)
-    except BaseException:
-        if crew is not None:
-            crew.close()
-        raise
     assert setup.model.dtype != "auto" and setup.cache.block_size is not None
     return BuiltEngine(
         engine=engine,
@@ -256,7 +254,7 @@ def _lead(
         return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
     shared = SharedModel(part.network, crew, rebalancer)
     if isinstance(part.link, KVLink):
-        part = replace(part, link=CrewLink(part.link, crew))
+        part = replace(part, link=CrewLink(part.link, crew, part.network.layout.split_heads))
     if part.mtp is not None:
         part = replace(part, mtp=SharedDrafter(part.mtp, part.network, crew))
     engine, runner = make_engine(setup, part, shared, grammar_vocab)

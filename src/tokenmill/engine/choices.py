@@ -59,9 +59,6 @@ def settle(asked: Setup) -> Setup:
     _check_compute(spec, dtype, device)
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
         raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
-    whole = parallel.tp > 1 or parallel.attention_dp
-    if size > 1 and not whole and cache.connector != "none":
-        raise ModelLoadError("kv_connector goes with --tp and --attention-dp, not with --ep alone")
     block_size = cache.block_size or (GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE)
     if device == "cuda" and GPU_BLOCK_SIZE % block_size and block_size % GPU_BLOCK_SIZE:
         raise ModelLoadError(

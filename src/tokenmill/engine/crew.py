@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from tokenmill.core.types import ModelLoadError, RanksLostError
+from tokenmill.engine.kv_shared import host_identity
 from tokenmill.engine.rank_wire import Message, receive, send
-from tokenmill.parallel import Ranks, connect, disconnect, file_store, open_store
+from tokenmill.parallel import Ranks, connect, connected, disconnect, file_store, open_store
 
 ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_CREW_ADDRESS", "TOKENMILL_CREW_KEY"
 START_TIMEOUT_S = 300.0  # for all ranks to call
@@ -42,6 +43,8 @@ class Crew:
         self.size, self.device = size, device
         self._children: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
+        if connected():
+            raise ModelLoadError("one engine with ranks at a time: close() the one of this process")
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-ranks-")
         placed = os.environ.get(ADDRESS_VARIABLE)
         if placed is None and device == "cuda" and torch.cuda.device_count() < size:
@@ -99,10 +102,13 @@ class Crew:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A step of all ranks; whatever breaks it off, Ctrl-C too, ends the others."""
+        """What all ranks do; whatever breaks it off, Ctrl-C too, ends the others."""
         self.check()
         try:
             yield
+        except RanksLostError as error:
+            code = min(self.close(), default=0)  # of a signal, if any; who ended with rank 0 has 0
+            raise (RanksLostError(_ended(code)) if code else error) from error.__cause__
         except BaseException:
             self.close()
             raise
@@ -116,23 +122,25 @@ class Crew:
     def _check_children(self) -> None:
         for child in self._children:
             if child.poll() is not None:
-                raise RanksLostError(f"a rank ended with exit code {child.returncode}")
+                raise RanksLostError(_ended(child.returncode))
 
-    def close(self) -> None:
-        """End the other ranks; safe to call twice."""
+    def close(self) -> list[int]:
+        """End the other ranks; exit codes of those that did by themselves. Safe to call twice."""
         atexit.unregister(self.close)
         for link in self._links:
             link.close()
         self._links = []
         disconnect()
+        codes = []
         for child in self._children:
             try:
-                child.wait(END_TIMEOUT_S)
+                codes.append(child.wait(END_TIMEOUT_S))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
         self._children = []
         self._folder.cleanup()
+        return codes
 
     def _start_children(self, address: str, key: bytes) -> None:
         # -P: a folder named tokenmill in the working directory is not the package.
@@ -162,6 +170,8 @@ class Crew:
                 )
             with contextlib.suppress(queue.Empty):
                 self._links.append(calls.get(timeout=0.2))
+        machines = [message["machine"] for message in self.hear()]
+        self._links = [self._links[i] for i in side_by_side(host_identity(), machines)]
 
     def _join(self, placed: str | None) -> Ranks:
         """Make the group of all ranks."""
@@ -176,6 +186,15 @@ class Crew:
         place |= {"host": host, "port": store.port}
         self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
         return join(place | {"rank": 0}, store)
+
+
+def _ended(code: int) -> str:
+    return f"a rank ended with exit code {code}"
+
+
+def side_by_side(own: str, machines: list[str]) -> list[int]:
+    """The order in which those of a machine are neighbours, rank 0's own machine first."""
+    return sorted(range(len(machines)), key=lambda i: (machines[i] != own, machines[i]))
 
 
 def join(place: Message, store: Any = None) -> Ranks:
@@ -193,18 +212,24 @@ def join(place: Message, store: Any = None) -> Ranks:
 
 
 def call(address: str) -> Connection:
-    """A rank's connection to rank 0."""
+    """A rank's connection to rank 0, which hears where the rank runs."""
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))
     host, _, port = address.rpartition(":")
-    where = (host, int(port)) if host else address
+    where, parent = (host, int(port)) if host else address, os.getppid()
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            return Client(where, authkey=key)
-        except (ConnectionRefusedError, FileNotFoundError):  # rank 0 is not there yet
+            link = Client(where, authkey=key)
+            break
+        except (ConnectionRefusedError, FileNotFoundError):
+            # A parent that is rank 0 listened before it started this process.
+            if not host or os.getppid() != parent:
+                raise SystemExit(1) from None
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(0.2)  # rank 0 is not there yet
+    send(link, {"machine": host_identity()})
+    return link
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
-"""KV of an engine whose ranks have a part of every block each: all move theirs, rank 0 knows when.
+"""KV of an engine whose ranks share requests: all move their blocks, rank 0 knows when.
 
-Every rank reads from the rank of its number in the other engine. Rank 0 tells the others over their
-connections, which answer each call when it is over; a read counts when all ranks have theirs.
+Where ranks have a part of every block each, a rank reads from the rank of its number in the other
+engine; where each has whole blocks, all read those of rank 0, which alone are known to be written.
+Rank 0 tells the others over their connections, which answer each call when it is over; a read
+counts when all ranks have theirs.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from tokenmill.sched.scheduler import Scheduler
 
 
 class CrewLink:
-    """Rank 0's link, whose connectors move the parts of all ranks."""
+    """Rank 0's link, whose connectors move the blocks of all ranks, or the parts they have."""
 
-    def __init__(self, link: KVLink, crew: Crew) -> None:
-        self._link, self._crew = link, crew
+    def __init__(self, link: KVLink, crew: Crew, in_parts: bool) -> None:
+        self._link, self._crew, self._in_parts = link, crew, in_parts
 
     def open(
         self, scheduler: Scheduler, kv_cache: KVCache, spec: ModelSpec, dtype: str
@@ -36,7 +38,7 @@ class CrewLink:
         others = tuple(unpack_address(message["kv"]) for message in self._crew.hear())
         calls = _Calls(self._crew)
         moved = [CrewConnector(connector, calls) for connector in connectors]
-        return KVTransfer(scheduler, moved, replace(own, others=others))
+        return KVTransfer(scheduler, moved, replace(own, others=others if self._in_parts else ()))
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class _Calls:
     """Calls to the other ranks and their answers, which come when they come."""
 
     def __init__(self, crew: Crew) -> None:
-        self._crew, self._last = crew, 0
+        self._crew, self._last, self.num_ranks = crew, 0, crew.size - 1
         self._open: dict[int, _Call] = {}
 
     def start(self, messages: list[Message]) -> _Call:
@@ -63,7 +65,7 @@ class _Calls:
 
     def start_all(self, message: Message) -> _Call:
         """Give the other ranks the same message."""
-        return self.start([message] * (self._crew.size - 1))
+        return self.start([message] * self.num_ranks)
 
     def over(self, call: _Call, wait: bool = False) -> bool:
         """True once all ranks have answered."""
@@ -105,10 +107,11 @@ class CrewConnector:
         self._own, self._calls = own, calls
 
     def connect(self, peer: KVAddress, way: KVWay) -> None:
-        """Let each rank be ready to read from the peer's rank of its number."""
+        """Let each rank be ready to read from the peer's rank of its number, or its only one."""
         self._own.connect(peer, way)
+        sources = peer.others or (peer,) * self._calls.num_ranks
         call = self._calls.start(
-            [self._message("connect", peer.engine_id, peer=pack_address(o)) for o in peer.others]
+            [self._message("connect", peer.engine_id, peer=pack_address(s)) for s in sources]
         )
         self._calls.over(call, wait=True)
         if call.error is not None:

@@ -189,7 +189,7 @@ class DataParallelEngine:
 
     def _round(self) -> list[RequestOutput]:
         submits, aborts = self._hand_out()
-        hold = self._policy.hold([state.outlook for state in self._states])
+        hold = self._policy.hold(self._outlooks(submits))
         others = range(1, self._crew.size)
         news = [NO_NEWS] * self._crew.size if self.kv is None else self.kv.hand_out(self._rank_of)
         self._crew.tell_each(
@@ -215,6 +215,15 @@ class DataParallelEngine:
             if self.kv is not None:
                 self.kv.heard(rank, answer["kv"])
         return outputs
+
+    def _outlooks(self, submits: list[list[Request]]) -> list[Outlook]:
+        """What each rank would do in this round, its new prompts included."""
+        outlooks = []
+        for state, requests in zip(self._states, submits, strict=True):
+            context, decoding = state.outlook
+            new = sum(request.kv_from is None for request in requests)
+            outlooks.append((context + new, decoding))
+        return outlooks
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
         """The new requests and the aborts of each rank."""

@@ -10,14 +10,15 @@ import queue
 import sys
 import threading
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
-from tokenmill.core.types import GrammarVocab, TokenmillError
+from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
 from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
 from tokenmill.engine.crew import call, join
 from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.kv_ranks import RankReader
 from tokenmill.engine.leading import OwnEngine
-from tokenmill.engine.rank_models import Follower, OwnModel
+from tokenmill.engine.rank_models import RANK_GONE, Follower, OwnModel, all_or_none
 from tokenmill.engine.rank_wire import Message, pack_address, receive, send, unpack_setup
 from tokenmill.engine.setup import Setup
 from tokenmill.parallel import Ranks
@@ -60,15 +61,28 @@ def main(address: str) -> None:
         send(connection, {"error": str(error)})
         inbox.next()  # until rank 0 ends
         return
-    if setup.parallel.attention_dp:
-        vocab = order["vocab"] and GrammarVocab(**order["vocab"])
-        _run_own(setup, part, ranks, vocab, connection, inbox)
-    else:
-        rebalancer = make_rebalancer(setup, part, ranks)
-        reader = open_reader(setup, part, connection)
-        follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader)
-        while True:
-            follower.follow(inbox.next())
+    vocab = order["vocab"] and GrammarVocab(**order["vocab"])
+    try:
+        with all_or_none():
+            if setup.parallel.attention_dp:
+                _run_own(setup, part, ranks, vocab, connection, inbox)
+            else:
+                _follow(setup, part, ranks, connection, inbox)
+    except RanksLostError as error:
+        if str(error) != RANK_GONE:
+            raise
+        sys.exit(1)  # what happened is for the one to tell that is gone
+
+
+def _follow(
+    setup: Setup, part: Part, ranks: Ranks, connection: Connection, inbox: Inbox
+) -> NoReturn:
+    """Compute this rank's part of what rank 0 does."""
+    rebalancer = make_rebalancer(setup, part, ranks)
+    reader = open_reader(setup, part, connection)
+    follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader)
+    while True:
+        follower.follow(inbox.next())
 
 
 def _run_own(
@@ -78,7 +92,7 @@ def _run_own(
     vocab: GrammarVocab | None,
     connection: Connection,
     inbox: Inbox,
-) -> None:
+) -> NoReturn:
     """Run requests of this rank's own, a step whenever rank 0 starts a round."""
     model = OwnModel(part.network)
     engine, _ = make_engine(setup, part, model, vocab)

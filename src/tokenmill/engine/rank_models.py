@@ -22,6 +22,8 @@ from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.parallel import Ranks
 
+RANK_GONE = "a rank is gone: it closed its connection"
+
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
@@ -31,6 +33,8 @@ def all_or_none() -> Iterator[None]:
     except RanksLostError:
         raise
     except Exception as error:
+        if "by peer" in str(error):  # gloo's "Connection closed by peer", or reset
+            raise RanksLostError(RANK_GONE) from error
         message = f"a step of several ranks failed: {type(error).__name__}: {error}"
         raise RanksLostError(message) from error
 

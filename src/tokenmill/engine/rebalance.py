@@ -7,6 +7,7 @@ the last bit, so no output changes.
 
 from __future__ import annotations
 
+import logging
 import time
 
 import numpy as np
@@ -18,6 +19,7 @@ from tokenmill.layers.experts import RoutedExperts
 from tokenmill.parallel import Ranks
 from tokenmill.sched import eplb
 
+_log = logging.getLogger(__name__)
 MIN_GAIN = 1.03  # a layer's experts move when its busiest rank gets so many times less to do
 
 
@@ -28,7 +30,14 @@ class Rebalancer:
         self, experts: list[RoutedExperts], spec: ModelSpec, config: ParallelConfig, ranks: Ranks
     ) -> None:
         self._experts, self._config, self._ranks = experts, config, ranks
-        self._num_groups = spec.moe.num_groups if spec.moe is not None else 1
+        self._num_groups, self._num_nodes = spec.moe.num_groups if spec.moe else 1, config.nodes
+        if self._num_groups % config.nodes:
+            self._num_nodes = 1
+            if not ranks.rank:
+                _log.warning(
+                    "--ep-nodes %d does not divide the %d routing groups of the model: "
+                    "experts are placed on all ranks alike", config.nodes, self._num_groups,
+                )  # fmt: skip
         self._turns = 0
         self._queue: list[tuple[int, eplb.Placement]] = []  # layers to move, and what to
         self.num_rebalances = 0
@@ -55,10 +64,10 @@ class Rebalancer:
         for layer, experts in enumerate(self._experts):
             old = experts.placement
             load = np.bincount(old, rows[layer], minlength=experts.num_experts)
-            new = eplb.place(load, len(old), size, self._num_groups, self._config.nodes)
+            new = eplb.place(load, len(old), size, self._num_groups, self._num_nodes)
             now, then = (eplb.rank_loads(load, p, size).max() for p in (old, new))
             if now > MIN_GAIN * then:
-                kept = eplb.keep_slots(new, old, size, self._config.nodes)
+                kept = eplb.keep_slots(new, old, size, self._num_nodes)
                 self._queue.append((layer, kept))
         if self._queue:
             self.num_rebalances += 1

@@ -1,9 +1,9 @@
 """The routed experts of a layer: those that this rank holds, and the way to those of others.
 
-Experts lie in slots, equally many on each rank. An expert may lie in several slots; token i then
-uses the (i mod n)-th of its n copies, which are the same to the last bit. A row is sent to its
-expert's rank and its result comes back; its sum runs at home, in the order of the router's choice,
-so the answer does not depend on where experts lie.
+Experts lie in slots, equally many on each rank. An expert may lie in several slots; the tokens of a
+rank then use its copies, which are the same to the last bit, in turns, on from step to step. A row
+is sent to its expert's rank and its result comes back; its sum runs at home, in the order of the
+router's choice, so the answer does not depend on where experts lie.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class RoutedExperts:
         self.place(first_placement(num_experts, layout))
         num_own = len(self.own)
         self.gate_up, self.down = PackedExperts(num_own), PackedExperts(num_own)
+        self._turn = layout.ranks.rank  # of the next token; ranks begin at different copies
         self.num_rows = torch.zeros(num_own, dtype=torch.int64, device=device)  # by slot, counted
 
     def place(self, placement: list[int]) -> None:
@@ -82,8 +83,9 @@ class RoutedExperts:
         """Start to send x[t, k] to the ranks of its experts ids[t, top_k]."""
         ranks, top_k = self.layout.ranks, ids.shape[1]
         chosen = ids.long()
-        turns = torch.arange(ids.shape[0], device=ids.device)[:, None] % self._num_copies[chosen]
-        slots = self._slots[chosen, turns].flatten()
+        turns = torch.arange(self._turn, self._turn + ids.shape[0], device=ids.device)
+        self._turn += ids.shape[0]
+        slots = self._slots[chosen, turns[:, None] % self._num_copies[chosen]].flatten()
         order = slots.argsort(stable=True)
         counts = torch.bincount(slots, minlength=len(self.placement))
         equal = [len(self.own)] * ranks.size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -31,6 +31,7 @@ _COLUMNS = {"self_attn.o_proj": "heads", "mlp.down_proj": "inner"}
 
 def plan_layout(spec: ModelSpec, config: ParallelConfig, ranks: Ranks) -> Layout:
     """How this model is divided, or a refusal that names the flag."""
+    _check_numbers(config)
     size = config.num_ranks
     assert ranks.size == size
     if config.ep > 1 and spec.moe is None:
@@ -39,8 +40,7 @@ def plan_layout(spec: ModelSpec, config: ParallelConfig, ranks: Ranks) -> Layout
         raise ModelLoadError(f"--tp {config.tp} must be 1 or as many as --ep {config.ep}")
     if config.attention_dp and (config.tp > 1 or config.ep == 1):
         raise ModelLoadError("--attention-dp needs --ep of 2 or more, and no --tp")
-    if config.redundant_experts and (spec.moe is None or size == 1):
-        raise ModelLoadError("--redundant-experts needs a model with experts and --ep")
+    _check_effect(spec, config)
     if config.tp > 1:
         _check_heads(spec, size)
     slots = 0
@@ -56,6 +56,42 @@ def plan_layout(spec: ModelSpec, config: ParallelConfig, ranks: Ranks) -> Layout
                 f"{size} ranks every rank has all, at most {(size - 1) * experts}"
             )
     return Layout(ranks, config.tp > 1, config.attention_dp, slots)
+
+
+def _check_numbers(config: ParallelConfig) -> None:
+    """What is 1 or more by default cannot be less; nothing is negative."""
+    for name, default in asdict(ParallelConfig()).items():
+        value, least = getattr(config, name), min(1, default)
+        if value < least:
+            raise ModelLoadError(f"{name} must be {least} or more, got {value}")
+
+
+def _check_effect(spec: ModelSpec, config: ParallelConfig) -> None:
+    """Refuse a flag that would do nothing."""
+    shared, default = spec.moe is not None and config.num_ranks > 1, ParallelConfig()
+    experts = "a model with experts and --ep or --tp of 2 or more"
+    for flag, is_set, has_effect, needed in (
+        ("--redundant-experts", config.redundant_experts, shared, experts),
+        ("--rebalance-steps", config.rebalance_steps, shared, experts),
+        (
+            "--rebalance-layers",
+            config.rebalance_layers != default.rebalance_layers,
+            config.rebalance_steps,
+            "--rebalance-steps",
+        ),
+        ("--ep-nodes", config.nodes > 1, config.rebalance_steps, "--rebalance-steps"),
+        ("--adp-timeout-iters", config.timeout_iters, config.attention_dp, "--attention-dp"),
+        (
+            "--adp-batching-wait-iters",
+            config.batching_wait_iters,
+            config.timeout_iters,
+            "--adp-timeout-iters of 1 or more",
+        ),
+    ):
+        if is_set and not has_effect:
+            raise ModelLoadError(f"{flag} needs {needed}")
+    if config.num_ranks % config.nodes:
+        raise ModelLoadError(f"--ep-nodes {config.nodes} does not divide {config.num_ranks} ranks")
 
 
 def _check_heads(spec: ModelSpec, size: int) -> None:

@@ -156,7 +156,11 @@ class ServerMetrics:
             ("kv_leases", "Prompts whose KV is held for another engine.", s.num_leases),
             ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
             ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
-            ("rank_imbalance", "Busiest rank / mean of its experts' rows.", s.rank_imbalance),
+            (
+                "rank_imbalance",
+                "Busiest rank / mean of experts' rows; 0: not counted.",
+                s.rank_imbalance,
+            ),
             (
                 "rank_imbalance_before",
                 "The same before experts were last moved.",

@@ -116,7 +116,9 @@ def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
 
 @contextlib.asynccontextmanager
 async def listening(app: Any, listener: socket.socket) -> AsyncIterator[None]:
-    """The app over HTTP while the block runs."""
+    """The app over HTTP while the block runs; ServerError where another one listens by now."""
+    with _naming(listener.getsockname()):
+        listener.listen(BACKLOG)
     server = _Uvicorn(_uvicorn_config(app))
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started and not serving.done():
@@ -206,11 +208,22 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-    except OSError as error:
+        with _naming((host, port)):
+            listener.bind((host, port))
+    except ServerError:
         listener.close()
-        raise ServerError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        raise
     return listener
+
+
+@contextlib.contextmanager
+def _naming(address: Sequence[Any]) -> Iterator[None]:
+    """An error that says where the server cannot listen."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}"
+        raise ServerError(f"cannot listen on {where}: {error.strerror or error}") from None
 
 
 def url_of(listener: socket.socket) -> str:

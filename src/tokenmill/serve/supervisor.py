@@ -64,7 +64,7 @@ def _wants_ray(config: FloorConfig) -> bool:
         raise PlacementError("ray-address does not go with placement process")
     if wanted and not installed:
         raise PlacementError("ray is not installed: pip install 'tokenmill[ray]'")
-    return wanted or (config.placement == "auto" and config.num_workers > 1 and installed)
+    return wanted or (config.placement == "auto" and config.num_processes > 1 and installed)
 
 
 class ProcessPlacement:
@@ -220,6 +220,8 @@ def _connected(address: str | None) -> Iterator[str]:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides none
+    # Without it actors start one after another, and Ray warns of more than three.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "64")
     # The ports of our own Ray are open to the network: only we know the token.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if address is None:

@@ -350,7 +350,7 @@ FLOOR = (
         FloorConfig,
         "placement",
         one_of("auto", "process", "ray"),
-        "Who starts the workers; auto: Ray where there are several and it is installed.",
+        "Who starts workers and ranks; auto: Ray where there are several and it is installed.",
     ),
     of(
         FloorConfig,
