@@ -25,11 +25,34 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
+def eagle_head(tensors: dict[str, torch.Tensor], bias: bool) -> dict[str, torch.Tensor]:
+    """The same layer as EAGLE's files have it: without norms, except one."""
+    own = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items()}
+    head = {"fc.weight": own.pop("eh_proj.weight"), "embed_tokens.weight": torch.ones(3, 3)}
+    if bias:
+        head["fc.bias"] = 0.1 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+    gone = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight", "input_layernorm.weight")
+    return head | {f"layers.0.{name}": own[name] for name in own if name not in gone}
+
+
+@pytest.mark.parametrize("form", ["mtp", "eagle", "eagle-bias"])
 @torch.no_grad()
-def test_drafts_are_those_of_plain_torch(tmp_path: Path) -> None:
+def test_drafts_are_those_of_plain_torch(form: str, tmp_path: Path) -> None:
     model = tame(make_model("llama", **WIDE), 0.3)
     tensors = head_tensors(model, scale=0.2)
+    own = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items()}
+    layer = LlamaDecoderLayer(model.config, layer_idx=0)
+    layer.load_state_dict({name: own[name] for name in layer.state_dict()})
+    bias = torch.zeros(64)
+    if form != "mtp":
+        tensors = eagle_head(tensors, form == "eagle-bias")
+        bias = tensors.get("fc.bias", bias)
+        layer.input_layernorm = torch.nn.Identity()
     save_file(tensors, tmp_path / "head.safetensors")
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return norm(x, own[f"{name}.weight"]) if form == "mtp" else x
+
     built = build_engine(
         ModelConfig(
             str(save(model, tmp_path / "model")),
@@ -46,26 +69,22 @@ def test_drafts_are_those_of_plain_torch(tmp_path: Path) -> None:
     batch = Batch([(seq, len(PROMPT))], len(PROMPT), [(seq, 0)], num_to_draft=3)
     result = built.engine._runner.run(batch)
 
-    prefix = "model.layers.2."
-    layer = LlamaDecoderLayer(model.config, layer_idx=0)
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    layer.load_state_dict({name: own[name] for name in layer.state_dict()})
     states = model.model(torch.tensor([PROMPT])).last_hidden_state[0]  # after the final norm
     newest = int(model.lm_head(states[-1]).argmax())
     assert result.token_ids == [[newest]]
     ids, drafts = [*PROMPT[1:], newest], []
     for _ in range(3):
-        embedded = norm(model.model.embed_tokens(torch.tensor(ids)), own["enorm.weight"])
-        pairs = torch.cat([embedded, norm(states, own["hnorm.weight"])], dim=1)
+        embedded = normed(model.model.embed_tokens(torch.tensor(ids)), "enorm")
+        pairs = torch.cat([embedded, normed(states, "hnorm")], dim=1)
         places = torch.arange(len(ids))[None]
         rotary = LlamaRotaryEmbedding(model.config)(pairs, places)
         mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
         found = layer(
-            (pairs @ own["eh_proj.weight"].T)[None], attention_mask=mask,
+            (pairs @ own["eh_proj.weight"].T + bias)[None], attention_mask=mask,
             position_embeddings=rotary,
         )  # fmt: skip
         out = (found[0] if isinstance(found, tuple) else found).view(len(ids), -1)
-        recycled = norm(out, own["shared_head.norm.weight"])
+        recycled = normed(out, "shared_head.norm")
         drafts.append(int(model.lm_head(recycled[-1]).argmax()))
         ids, states = [*ids, drafts[-1]], torch.cat([states, recycled[-1:]])
     assert result.draft_ids == [drafts]
@@ -116,9 +135,25 @@ def test_a_module_of_another_model_is_refused_before_the_weights_are_read(tmp_pa
         build(folder, str(file), read)
     assert f"{file}: the tensors do not fit an MTP module of this Llama" in str(failed.value)
     assert "enorm.weight expected [64], found [32]" in str(failed.value) and not read
-    save_file({"fc.weight": torch.ones(2, 2)}, file)  # a head of another form
-    with pytest.raises(ModelLoadError, match=r"begins with model\.layers\.2\., the first is fc"):
+    save_file({"odd.weight": torch.ones(2, 2)}, file)  # a head of another form
+    with pytest.raises(ModelLoadError, match=r"begins with model\.layers\.2\., the first is odd"):
         build(folder, str(file), read)
+
+
+def test_eagle_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder, file = save(make_model("llama", **WIDE), tmp_path / "model"), tmp_path / "h.safetensors"
+    head = eagle_head(head_tensors(make_model("llama", **WIDE)), bias=False)
+    for change, message in (
+        ({"d2t": torch.ones(3)}, "an EAGLE-3 head"),
+        ({"fc.weight": torch.ones(64, 192)}, r"fc\.weight expected \[64, 128\], found \[64, 192\]"),
+        ({"layers.1.mlp.up_proj.weight": torch.ones(2)}, r"unexpected: layers\.1\.mlp\.up_proj"),
+    ):
+        save_file(head | change, file)
+        with pytest.raises(ModelLoadError, match=message):
+            build(folder, str(file), [])
+    save_file(head, file)
+    with pytest.raises(ModelLoadError, match="is for a dense model, not DeepseekV3ForCausalLM"):
+        build(save(make_model("deepseek-v3"), tmp_path / "deepseek"), str(file), [])
 
 
 def build(folder: Path, draft: str, read: list[int]) -> None:

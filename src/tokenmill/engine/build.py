@@ -47,7 +47,7 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.mtp import MTPModule
 from tokenmill.models.names import mtp_spec
 from tokenmill.models.shards import local_spec, plan_layout, wanted
-from tokenmill.models.store import shipped_mtp
+from tokenmill.models.store import resolve_draft, shipped_mtp
 from tokenmill.models.weights import (
     Checkpoint,
     ReadableTensor,
@@ -315,11 +315,11 @@ def _load(
 
 
 def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, ReadableTensor]:
-    """The MTP module: what --draft names, the checkpoint's own, or the one that comes with it."""
+    """What drafts: what --draft names, the checkpoint's own module, or one that comes with it."""
     random = model.random_weights and model.draft is None
     path = checkpoint.path
     if model.draft is not None:
-        path = Path(model.draft).expanduser()
+        path = resolve_draft(model.draft)
     elif not random and not checkpoint.spec.num_mtp_layers:
         shipped = shipped_mtp(path)
         if shipped is None:

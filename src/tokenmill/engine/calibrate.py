@@ -38,8 +38,9 @@ class ObservedResidual(Residual):
         super().__init__(x, eps)
         self.shares = shares
 
-    def project(self, norm: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return linear(self._see(linear, rms_norm(self.x, norm, self.eps)))
+    def project(self, norm: torch.Tensor | None, linear: Linear) -> torch.Tensor:
+        rows = self.x if norm is None else rms_norm(self.x, norm, self.eps)
+        return linear(self._see(linear, rows))
 
     def gate(
         self, norm: torch.Tensor, gate_up: Linear, rounding: Rounding | None

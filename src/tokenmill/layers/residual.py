@@ -23,8 +23,10 @@ class Residual:
         self.x, self.eps = x, eps
         self.delta: torch.Tensor | None = None
 
-    def project(self, norm: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """linear(RMSNorm(x)), [tokens, n]."""
+    def project(self, norm: torch.Tensor | None, linear: Linear) -> torch.Tensor:
+        """linear(RMSNorm(x)), or linear(x) without a norm, [tokens, n]."""
+        if norm is None:
+            return linear(self.complete())
         return norm_matmul(self.x, norm, self.eps, linear.weight, linear.bias, self._take())
 
     def normed(self, norm: torch.Tensor) -> torch.Tensor:

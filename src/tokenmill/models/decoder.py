@@ -80,6 +80,10 @@ class LayerTensors:
         """A norm's weights, in the stream's type unless asked otherwise."""
         return self.plain[f"{name}.weight"].to(self.device, dtype or activation_dtype(self.dtype))
 
+    def optional_norm(self, name: str) -> torch.Tensor | None:
+        """The same, or None where an EAGLE head has no such norm."""
+        return self.norm(name) if f"{name}.weight" in self.plain else None
+
     def linear(self, *names: str) -> Linear:
         return Linear.named(self.plain, list(names), self.dtype, self.device)
 
@@ -163,8 +167,8 @@ class Decoder:
         """
         return self.score(hidden, self.norm)
 
-    def score(self, hidden: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """logits(), through a norm that may be another one."""
+    def score(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """logits(), through a norm that may be another one, or none."""
         part = Residual(hidden, self.spec.rms_eps).project(norm, self.head)
         return self.layout.tensor_ranks.side_by_side(part, self.spec.vocab_size)
 

@@ -19,7 +19,7 @@ class DecoderLayer:
     def __init__(self, tensors: LayerTensors) -> None:
         self.spec, self.ranks = tensors.spec, tensors.layout.tensor_ranks
         self.window = self.spec.layer_windows[tensors.index] or 0
-        self.norm = tensors.norm("input_layernorm")
+        self.norm = tensors.optional_norm("input_layernorm")
         self.qkv = tensors.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.out = tensors.linear("self_attn.o_proj")
         self.qk_norms = None

@@ -2,7 +2,8 @@
 
 From the model's state at position i and the token at i + 1 it predicts the token at i + 2. Its own
 result serves as the next state, so that the same layer goes on guessing. Embedding and head are the
-model's; position, cache slot and blocks of a pair are those of position i.
+model's; position, cache slot and blocks of a pair are those of position i. An EAGLE head is such a
+module without norms of embedding, state, the layer's input and its result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tokenmill.kernels.norm import norm_pair
 from tokenmill.layers.linear import ComputeType
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
-from tokenmill.models.names import MTP_OUTER, canonical, mtp_spec
+from tokenmill.models.names import canonical, mtp_spec
 from tokenmill.parallel import ALONE, Layout
 
 
@@ -35,11 +36,10 @@ class MTPModule:
         parts = LayerTensors(spec, index, dtype, model.device, layout)
         for name, tensor in tensors:
             parts.put(canonical(spec, name.removeprefix(f"model.layers.{index}.")), tensor)
-        if parts.missing + len(MTP_OUTER):
-            raise ValueError(f"{parts.missing + len(MTP_OUTER)} tensors of the layer are missing")
-        self.embedding_norm, self.state_norm = parts.norm("enorm"), parts.norm("hnorm")
+        self.embedding_norm = parts.optional_norm("enorm")
+        self.state_norm = parts.optional_norm("hnorm")
         self.project = parts.linear("eh_proj")
-        self.norm = parts.norm("shared_head.norm")
+        self.norm = parts.optional_norm("shared_head.norm")
         self.layer = model.layer_type(parts)
 
     def forward(
@@ -51,7 +51,10 @@ class MTPModule:
     ) -> torch.Tensor:
         """Tokens [t] and the normed states before them [t, hidden] -> [t, hidden]."""
         embedded = self.model.embedding(token_ids)
-        pairs = norm_pair(embedded, states, self.embedding_norm, self.state_norm, self.eps)
+        if self.embedding_norm is None or self.state_norm is None:
+            pairs = torch.cat([embedded, states], dim=1)
+        else:
+            pairs = norm_pair(embedded, states, self.embedding_norm, self.state_norm, self.eps)
         stream = Residual(self.project(pairs), self.eps)
         self.layer(stream, cache, self.model.cos_sin, batch)
         return stream.complete()
@@ -62,7 +65,7 @@ class MTPModule:
 
     def states(self, out: torch.Tensor) -> torch.Tensor:
         """What stands for the model's normed state in the next guess, [rows, hidden]."""
-        return Residual(out, self.eps).normed(self.norm)
+        return out if self.norm is None else Residual(out, self.eps).normed(self.norm)
 
     @property
     def num_bytes(self) -> int:

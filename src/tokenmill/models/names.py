@@ -28,6 +28,7 @@ STATIC_SCALES = (
 # Beside those of its decoder layer; DeepSeek's files also hold copies of embedding and head.
 MTP_OUTER = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+EAGLE_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _EXPERTS = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _TO_MIXTRAL = {ours: theirs for theirs, ours in _MIXTRAL.items()}
@@ -77,6 +78,25 @@ def mtp_tensors(spec: ModelSpec) -> dict[str, Shape]:
     tensors: dict[str, Shape] = dict(zip(MTP_OUTER, shapes, strict=True))
     tensors |= layer_tensors(mtp_spec(spec), index)
     return {f"model.layers.{index}.{_stored(spec, name)}": s for name, s in tensors.items()}
+
+
+def eagle_tensors(spec: ModelSpec, bias: bool) -> dict[str, Shape]:
+    """Name -> shape of the tensors of an EAGLE head: an MTP module with one of its five norms."""
+    hidden, index = spec.hidden_size, spec.num_layers
+    tensors: dict[str, Shape] = {"fc.weight": (hidden, 2 * hidden)}
+    if bias:
+        tensors["fc.bias"] = (hidden,)
+    layer = layer_tensors(mtp_spec(spec), index)
+    del layer["input_layernorm.weight"]
+    return tensors | {f"layers.0.{name}": shape for name, shape in layer.items()}
+
+
+def eagle_to_mtp(spec: ModelSpec, name: str) -> str:
+    """What a tensor of an EAGLE head is called in an MTP module."""
+    short = name.removeprefix("layers.0.")
+    if short.startswith("fc."):
+        short = short.replace("fc.", "eh_proj.")
+    return f"model.layers.{spec.num_layers}.{short}"
 
 
 def canonical(spec: ModelSpec, name: str) -> str:

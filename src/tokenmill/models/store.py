@@ -75,6 +75,13 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     )
 
 
+def resolve_draft(name: str) -> Path:
+    """The file or folder of an MTP module or EAGLE head: a path, or a hub name."""
+    path = Path(name).expanduser()
+    hub = path.suffix != ".safetensors" and not path.exists() and _HUB_NAME.fullmatch(name)
+    return _from_hub(hub[1], None) if hub else path
+
+
 def pull(name: str, progress: Progress | None = None) -> Path:
     """Fetch a catalog model into the cache, check its hashes and return the file."""
     entry = _entry(name)

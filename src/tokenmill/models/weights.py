@@ -20,10 +20,13 @@ from tokenmill.core.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import gguf
 from tokenmill.models.names import (
+    EAGLE_COPIES,
     EMBEDDING,
     MTP_COPIES,
     STATIC_SCALES,
     Shape,
+    eagle_tensors,
+    eagle_to_mtp,
     expected_tensors,
     ignorable,
     mtp_tensors,
@@ -207,7 +210,10 @@ def open_checkpoint(path: str | Path, *, random_weights: bool = False, seed: int
 def open_mtp(
     path: Path, spec: ModelSpec, *, random_weights: bool = False, seed: int = 0
 ) -> Mapping[str, ReadableTensor]:
-    """The tensors of the MTP module in a safetensors file or folder, checked against the spec."""
+    """The tensors of an MTP module or an EAGLE head, checked against the spec.
+
+    A file or folder of safetensors; an EAGLE head comes as an MTP module that lacks norms.
+    """
     expected = mtp_tensors(spec)
     if random_weights:
         return {name: RandomTensor(name, shape, seed) for name, shape in expected.items()}
@@ -218,6 +224,8 @@ def open_mtp(
     else:
         found = "" if path.exists() else ", found nothing"
         raise ModelLoadError(f"{path}: expected a .safetensors file or a folder with one{found}")
+    if "fc.weight" in stored:
+        return _open_eagle(stored, spec, path)
     prefix = f"model.layers.{spec.num_layers}."
     own = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
     if not own:
@@ -225,6 +233,21 @@ def open_mtp(
         raise ModelLoadError(f"{path}: has no MTP module for this model, {problem}")
     check_tensors(own, spec, path, expected, [prefix + name for name in MTP_COPIES])
     return _with_scales(own, spec, expected)
+
+
+def _open_eagle(
+    stored: Mapping[str, SafetensorsTensor], spec: ModelSpec, path: Path
+) -> Mapping[str, ReadableTensor]:
+    """The tensors of an EAGLE head under the names that they have in an MTP module."""
+    if spec.moe or spec.mla:
+        raise ModelLoadError(f"{path}: an EAGLE head is for a dense model, not {spec.architecture}")
+    if "d2t" in stored or any(name.startswith("midlayer.") for name in stored):
+        problem = "which reads three layers' states; expected EAGLE's first form, or an MTP module"
+        raise ModelLoadError(f"{path}: an EAGLE-3 head, {problem}")
+    expected = eagle_tensors(spec, "fc.bias" in stored)
+    check_tensors(stored, spec, path, expected, EAGLE_COPIES)
+    tensors = _with_scales(stored, spec, expected)
+    return {eagle_to_mtp(spec, name): tensor for name, tensor in tensors.items()}
 
 
 def read_all(

@@ -52,7 +52,8 @@ MODEL = (
         ModelConfig,
         "draft",
         TEXT,
-        "MTP module for --mtp: a safetensors file or folder; the model's own unless given.",
+        "MTP module or EAGLE head for --mtp: a safetensors file, folder or hub name; the model's "
+        "own unless given.",
     ),
 )
 CACHE = (
