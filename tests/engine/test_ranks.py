@@ -30,6 +30,7 @@ from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import (
     Engine,
+    EngineStats,
     FinishReason,
     ModelLoadError,
     RanksLostError,
@@ -140,6 +141,7 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
     parallel = {"ep": 2, "attention_dp": True, "redundant_experts": 2, "rebalance_steps": 4}
     parallel |= {"timeout_iters": 5, "batching_wait_iters": 1}
     with engine(folder, head=head, connector="shm", **parallel) as two:
+        assert two.engine.stats().num_kv_blocks == 2 * 64  # before the first round, too
         assert facts(run(two)) == expected
         stats = two.engine.stats()
         assert stats.num_rebalances > 0 and stats.num_kv_blocks == 2 * 64
@@ -166,7 +168,8 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
 def test_new_prompts_count_in_the_round_they_come_in() -> None:
     policy, own = mock.Mock(), mock.Mock(kv=None)
     own.engine.kv, own.round.return_value, own.take_events.return_value = None, [], []
-    own.state.return_value = RankState(has_work=True, outlook=(0, 3))
+    idle, busy = (RankState(bool(n), EngineStats(), (0, 0), (0, n)) for n in (0, 3))
+    own.state.side_effect = [idle, busy, busy]
     alone = mock.MagicMock(size=1)
     alone.hear.return_value = []
     ranks = DataParallelEngine(own, alone, None, policy, RankCaches(1, 16), 8)

@@ -6,7 +6,7 @@ each round, in which every rank runs one step, or computes its experts' part of 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import reduce
 
 from tokenmill.core.types import (
@@ -113,10 +113,10 @@ class OwnEngine:
 class RankState:
     """A rank after a round."""
 
-    has_work: bool = False
-    stats: EngineStats = field(default_factory=EngineStats)
-    load: Load = (0, 0)
-    outlook: Outlook = (0, 0)
+    has_work: bool
+    stats: EngineStats
+    load: Load
+    outlook: Outlook
 
     @classmethod
     def of(cls, data: Message) -> RankState:
@@ -145,7 +145,7 @@ class DataParallelEngine:
         self._refused: list[RequestOutput] = []
         self._aborted: list[str] = []
         self._rank_of: dict[str, int] = {}  # of open requests
-        self._states = [RankState() for _ in range(crew.size)]
+        self._states = [own.state() for _ in range(crew.size)]  # all alike before the first round
         self.kv = None if own.engine.kv is None else RanksExchange(own.engine.kv, crew)
 
     def submit(self, request: Request) -> None:
