@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from bench.scripted_server import FIRST_S, NUM_TOKENS, Broken, ScriptedServer
 from tokenmill.__main__ import run
+from tokenmill.bench import issue
 from tokenmill.bench.datasets import Synthetic
 from tokenmill.bench.endpoint import measure_floor, run_load
 from tokenmill.bench.load import Load
@@ -110,6 +112,21 @@ def test_a_point_can_end_with_a_whole_pass(server: ScriptedServer) -> None:
     outcome = run_load(target, load, Synthetic(((8, 8),)), 2, num_warmup=2)
     assert sorted(record.session for record in outcome.records) == list(range(7))
     assert len(outcome.warmup) == 2 and all(r.error is None for r in outcome.warmup)
+
+
+def test_no_request_is_sent_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = asyncio.sleep
+
+    async def early(seconds: float) -> None:
+        await sleep(max(0.0, seconds - 0.003))
+
+    async def lateness() -> int:
+        planned_ns = time.monotonic_ns() + 10_000_000
+        await issue._sleep_until(planned_ns)
+        return time.monotonic_ns() - planned_ns
+
+    monkeypatch.setattr(asyncio, "sleep", early)
+    assert asyncio.run(lateness()) >= -issue.EARLY_NS
 
 
 def test_open_loop_sends_when_planned(server: ScriptedServer) -> None:
