@@ -103,8 +103,8 @@ class Crew:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """What all ranks do; whatever breaks it off, Ctrl-C too, ends the others."""
-        self.check()
         try:
+            self.check()
             yield
         except RanksLostError as error:
             code = min(self.close(), default=0)  # of a signal, if any; who ended with rank 0 has 0
