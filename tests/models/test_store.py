@@ -212,6 +212,19 @@ def test_hub_failure_is_one_sentence(
         store.resolve("org/model")
 
 
+def test_a_draft_is_a_path_or_a_hub_name(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = install(monkeypatch, FakeHub(tmp_path))
+    (tmp_path / "config.json").touch()
+    for path in (str(tmp_path), "heads/missing.safetensors"):
+        assert store.resolve_draft(path) == Path(path) and not hub.calls
+    assert store.resolve_draft("org/head") == tmp_path and hub.calls[-1][0] == "org/head"
+    hub.error = OSError("404 Client Error")
+    with pytest.raises(ModelLoadError, match=r"^--draft: model 'org/head': .* 404 Client Error$"):
+        store.resolve_draft("org/head")
+
+
 def test_catalog_lists_smollm2() -> None:
     (entry,) = store.list_catalog()
     assert (entry.name, entry.licence, entry.file_name) == (

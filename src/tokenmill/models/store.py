@@ -79,7 +79,12 @@ def resolve_draft(name: str) -> Path:
     """The file or folder of an MTP module or EAGLE head: a path, or a hub name."""
     path = Path(name).expanduser()
     hub = path.suffix != ".safetensors" and not path.exists() and _HUB_NAME.fullmatch(name)
-    return _from_hub(hub[1], None) if hub else path
+    if not hub:
+        return path
+    try:
+        return _from_hub(hub[1], None)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--draft: {error}") from error
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
