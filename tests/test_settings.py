@@ -119,12 +119,25 @@ def test_switches(environ: dict[str, str], expected: bool) -> None:
 
 
 def test_repeated_settings(tmp_path: Path) -> None:
-    assert load_with({"TOKENMILL_API_KEY": "a,b"}).get("api-key") == ("a", "b")
-    assert load_with(api_key=["a,b", "c"]).get("api-key") == ("a,b", "c")
     toml(tmp_path, "api-key = ['x', 'y']\nstop = 'z'")
     settings = load_with()
     assert settings.build(ServerConfig).api_keys == ("x", "y")
     assert settings.build(SamplingParams).stop == ("z",)
+    assert load_with(stop=["a,b", "c"]).get("stop") == ("a,b", "c")
+
+
+def test_api_keys_are_separated_by_commas_in_every_source(tmp_path: Path) -> None:
+    assert load_with(api_key=["a,b", " c "]).build(ServerConfig).api_keys == ("a", "b", "c")
+    assert load_with({"TOKENMILL_API_KEY": "a, b"}).get("api-key") == ("a", "b")
+    for text in ("api-key = 'x,y'", "api-key = ['x', 'y']", "api-key = ' x , y'"):
+        toml(tmp_path, text)
+        assert load_with().get("api-key") == ("x", "y")
+    toml(tmp_path, "")
+    for empty in ("", " ", "a,,b", "a,"):
+        with pytest.raises(SettingsError, match="--api-key must be keys separated by commas"):
+            load_with(api_key=[empty])
+        with pytest.raises(SettingsError, match="TOKENMILL_API_KEY must be"):
+            load_with({"TOKENMILL_API_KEY": empty})
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from tokenmill.settings.kinds import (
     Setting,
     SettingsError,
     parse_size,
+    split_list,
 )
 
 __all__ = [
@@ -183,6 +184,8 @@ def read_value(setting: Setting, value: Any, source: str) -> Any:
         if not setting.repeated:
             return setting.kind.read(value)
         items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+        if setting.listed:
+            items = split_list(value)
         return tuple(setting.kind.read(item) for item in items)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise SettingsError(f"{source} must be {setting.kind.expected}, got {value!r}") from None
@@ -193,9 +196,9 @@ def _from_environment(environ: Mapping[str, str], table: Mapping[str, Setting]) 
     for setting in table.values():
         for name, negated in _names(setting, setting.variable, "TOKENMILL_NO_"):
             text: str | list[str] = environ.get(name, "")
-            if not text:
+            if not text and not (setting.listed and name in environ):
                 continue
-            if setting.repeated:
+            if setting.repeated and not setting.listed:
                 text = [part for part in str(text).split(",") if part]
             _put(values, setting, text, name, negated)
     return values

@@ -18,6 +18,7 @@ from tokenmill.core.config import (
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings.kinds import (
     INTEGER,
+    KEYS,
     RELAXED,
     SECONDS,
     SIZE,
@@ -225,10 +226,11 @@ SERVER = (
     of(
         ServerConfig,
         "api-key",
-        TEXT,
+        KEYS,
         "Key that a client must send; repeat the flag, or separate by commas, for several.",
         field="api_keys",
         repeated=True,
+        listed=True,
     ),
     of(ServerConfig, "served-model-name", TEXT, "Name that clients ask for."),
     of(ServerConfig, "max-body-size", SIZE, "Largest request body.", field="max_body_bytes"),

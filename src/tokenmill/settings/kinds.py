@@ -49,6 +49,7 @@ class Setting:
     field: str = ""
     default: Any = None
     repeated: bool = False  # the flag may be given several times; its value is a tuple
+    listed: bool = False  # repeated, and each value may be several, separated by commas
 
     @property
     def parameter(self) -> str:
@@ -75,6 +76,16 @@ def _read_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(value)
     return value
+
+
+def split_list(value: Any) -> list[Any]:
+    """The items of a value, of which each text may be several separated by commas."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [
+        part.strip() if isinstance(part, str) else part
+        for item in items
+        for part in (item.split(",") if isinstance(item, str) else [item])
+    ]
 
 
 def _read_switch(value: Any) -> bool:
@@ -164,6 +175,7 @@ def _read_polynomial(value: Any) -> tuple[float, ...]:
 
 
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
+KEYS = Kind(_read_text, "keys separated by commas, none of them empty", "KEY,...")
 POLYNOMIAL = Kind(_read_polynomial, "three numbers A,B,C for A x^2 + B x + C", "A,B,C")
 RELAXED = Kind(_read_relaxed, "TOP:DELTA, a whole number and a probability", "TOP:DELTA")
 SWITCH = Kind(_read_switch, "true or false", "")
