@@ -2,21 +2,22 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from driver import complete
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from gpu.setups import CONTEXT, SETUPS, SMOLLM2, Checkpoints
 from tokenmill.core.types import Request, SamplingParams
-from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.serve.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-CONTEXT = 2048
+Build = Callable[[str], BuiltEngine]
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +28,6 @@ def texts(smollm2_path: Path) -> list[list[int]]:
     modules = sorted((ROOT / "src/tokenmill").glob("*/*.py"))[::6]
     tokens = [tokenizer.encode(path.read_text())[: CONTEXT - 8] for path in [*pages, *modules]]
     return [ids for ids in tokens if len(ids) > 300]
-
-
-def build(path: Path, device: str, dtype: str, kv_dtype: str = "auto") -> BuiltEngine:
-    return build_engine(
-        ModelConfig(str(path), dtype, device, max_model_len=CONTEXT),  # type: ignore[arg-type]
-        CacheConfig(num_blocks=1024, dtype=kv_dtype),  # type: ignore[arg-type]
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=1024),
-        ExecutionConfig(cuda_graphs=False),
-    )
 
 
 def perplexity(built: BuiltEngine, texts: list[list[int]]) -> float:
@@ -59,25 +51,22 @@ def logits(built: BuiltEngine, token_ids: list[int]) -> torch.Tensor:
     return runner.model.logits(hidden).float().cpu()
 
 
-def test_logits_follow_the_cpu_in_fp32(smollm2_path: Path, texts: list[list[int]]) -> None:
-    expected = logits(build(smollm2_path, "cpu", "fp32"), texts[0][:500])
-    found = logits(build(smollm2_path, "cuda", "bf16"), texts[0][:500])
+def test_logits_follow_the_cpu_in_fp32(
+    build: Build, checkpoints: Checkpoints, texts: list[list[int]]
+) -> None:
+    on_cpu = SETUPS["smollm2-bf16-bf16"].build(checkpoints, "cpu")
+    expected = logits(on_cpu, texts[0][:500])
+    found = logits(build("smollm2-bf16-bf16"), texts[0][:500])
     error = (found - expected).norm() / expected.norm()
     print(f"relative error of bf16 logits: {error:.5f}")
     assert error < 2e-2
 
 
-def test_perplexity_of_fp8_is_within_one_percent(
-    smollm2_path: Path, texts: list[list[int]]
-) -> None:
-    kinds = (("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))
-    found = {
-        f"{dtype}, KV {kv_dtype}": perplexity(build(smollm2_path, "cuda", dtype, kv_dtype), texts)
-        for dtype, kv_dtype in kinds
-    }
-    base = found.pop("bf16, KV bf16")
+def test_perplexity_of_fp8_is_within_one_percent(build: Build, texts: list[list[int]]) -> None:
+    found = {name.removeprefix("smollm2-"): perplexity(build(name), texts) for name in SMOLLM2}
+    base = found.pop("bf16-bf16")
     loss = {kind: value / base - 1 for kind, value in found.items()}
     print(json.dumps({"bf16": base, "tokens": sum(map(len, texts))} | loss))
-    assert abs(loss["fp8, KV bf16"]) < 0.01
-    assert abs(loss["bf16, KV fp8"]) < 0.01
-    assert abs(loss["fp8, KV fp8"]) < 0.02
+    assert abs(loss["fp8-bf16"]) < 0.01
+    assert abs(loss["bf16-fp8"]) < 0.01
+    assert abs(loss["fp8-fp8"]) < 0.02

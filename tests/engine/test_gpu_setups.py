@@ -1,0 +1,57 @@
+"""What tests/gpu needs to run, tried without a GPU: its engines, its imports, its fixtures."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from driver import complete
+from gpu.setups import SETUPS, Checkpoints
+from tokenmill.core.config import ExecutionConfig
+from tokenmill.core.types import SamplingParams
+from tokenmill.engine.choices import set_mode, settle
+
+GPU_TESTS = Path(__file__).parents[1] / "gpu"
+DOWNLOADED = "smollm2"  # by tests that need the real weights
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def default_mode() -> object:
+    yield
+    set_mode(ExecutionConfig())
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_gpu_would_take_it(
+    name: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    asked = SETUPS[name].configs(checkpoints, "cuda")
+    chosen = settle(asked)
+    assert chosen.model.device == "cuda" and chosen.model.dtype == SETUPS[name].dtype
+    assert chosen.execution == asked.execution
+
+
+@pytest.mark.parametrize("name", [n for n in SETUPS if not n.startswith(DOWNLOADED)])
+def test_it_runs_on_cpu(name: str, checkpoints: Checkpoints) -> None:
+    setup = SETUPS[name]
+    engine = setup.build(checkpoints, "cpu").engine
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    answers = complete(engine, [[3] * 5, [7] * 20], greedy)
+    assert [len(answer.token_ids) for answer in answers] == [6, 6]
+    assert (sum(engine.stats().num_drafted) > 0) == (setup.execution.mtp > 0)
+
+
+def test_no_gpu_test_builds_an_engine_that_is_not_listed() -> None:
+    for file in GPU_TESTS.glob("test_*.py"):
+        names = {
+            node.id for node in ast.walk(ast.parse(file.read_text())) if type(node) is ast.Name
+        }
+        assert "build_engine" not in names, f"{file.name}: add its set-up to setups.py"

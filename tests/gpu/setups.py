@@ -1,0 +1,198 @@
+"""Every engine that the tests of this folder build.
+
+tests/engine/test_gpu_setups.py builds them on CPU: what the engine refuses fails there too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+from draft_heads import OUTPUTS, forgetful, make_head, save_head
+from tiny_models import make_model, save, tame
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.setup import Setup
+from tokenmill.models import store
+from tokenmill.models.weights import open_checkpoint
+
+Device = Literal["cpu", "cuda"]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rope_theta": 1e6,
+}
+LLAMA = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 512}
+DEFAULT = ExecutionConfig()
+PLAIN = ExecutionConfig(cuda_graphs=False, overlap=False)
+INVARIANT = ExecutionConfig(batch_invariant=True)
+LIMITS = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256)
+CONTEXT = 2048  # of the default model's real weights
+HEAD = "head.safetensors"
+
+
+def make_qwen3(folder: Path) -> None:
+    """Random weights in a file: made anew they would differ by device."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weights = dict(open_checkpoint(folder, random_weights=True).tensors())
+    save_file(weights, folder / "model.safetensors")
+
+
+def make_drafted_qwen3(folder: Path) -> None:
+    """A model whose newest token decides most, and a head that knows it."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    checkpoint = open_checkpoint(folder, random_weights=True)
+    weights = {
+        name: tensor * (0.02 if name.endswith(OUTPUTS) else 1.0)
+        for name, tensor in checkpoint.tensors()
+    }
+    save_file(weights, folder / "model.safetensors")
+    spec = checkpoint.spec
+    (folder / "draft").mkdir()
+    save_file(make_head(spec, torch.ones(spec.hidden_size), 0.003), folder / "draft" / HEAD)
+
+
+def make_drafted_llama(folder: Path) -> None:
+    model = forgetful(tame(make_model("llama", **LLAMA), 0.3))
+    save(model, folder)
+    (folder / "draft").mkdir()
+    save_head(model, folder / "draft" / HEAD)
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "qwen3": make_qwen3,
+    "drafted-qwen3": make_drafted_qwen3,
+    "drafted-llama": make_drafted_llama,
+}
+
+
+class Checkpoints:
+    """The models by name, each made on first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> Path:
+        if name == "smollm2":
+            return store.resolve(name)
+        path = self._folder / name
+        if not path.exists():
+            path.mkdir()
+            MAKERS[name](path)
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What an engine is built from, but for the device; on CPU all compute in fp32."""
+
+    checkpoint: str
+    execution: ExecutionConfig = DEFAULT
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    num_blocks: int = 200
+    limits: SchedulerConfig = LIMITS
+    max_model_len: int | None = None
+
+    def configs(self, checkpoints: Checkpoints, device: Device) -> Setup:
+        folder = checkpoints[self.checkpoint]
+        on_gpu = device == "cuda"
+        return Setup(
+            ModelConfig(
+                str(folder),
+                self.dtype if on_gpu else "fp32",
+                device,
+                max_model_len=self.max_model_len,
+                draft=str(folder / "draft" / HEAD) if self.execution.mtp else None,
+            ),
+            CacheConfig(num_blocks=self.num_blocks, dtype=self.kv_dtype if on_gpu else "auto"),
+            self.limits,
+            self.execution,
+        )
+
+    def build(self, checkpoints: Checkpoints, device: Device) -> BuiltEngine:
+        setup = self.configs(checkpoints, device)
+        return build_engine(setup.model, setup.cache, setup.scheduler, setup.execution)
+
+
+QWEN3 = {
+    "default": EngineSetup("qwen3"),
+    "plain": EngineSetup("qwen3", PLAIN),
+    "overlap": EngineSetup("qwen3", replace(PLAIN, overlap=True)),
+    "graphs": EngineSetup("qwen3", replace(PLAIN, cuda_graphs=True)),
+    "graphs-overlap": EngineSetup("qwen3", replace(PLAIN, cuda_graphs=True, overlap=True)),
+    "unfused": EngineSetup("qwen3", replace(PLAIN, fused_kernels=False)),
+    "preempted": EngineSetup("qwen3", PLAIN, num_blocks=8),
+    "preempted-overlap": EngineSetup("qwen3", replace(PLAIN, overlap=True), num_blocks=8),
+    "fp8": EngineSetup("qwen3", dtype="fp8", kv_dtype="bf16"),
+    "kv-fp8": EngineSetup("qwen3", kv_dtype="fp8"),
+    "fp8-kv-fp8": EngineSetup("qwen3", dtype="fp8", kv_dtype="fp8"),
+    "invariant": EngineSetup("qwen3", INVARIANT),
+    "invariant-fp8": EngineSetup("qwen3", INVARIANT, dtype="fp8"),
+}
+
+
+def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
+    return replace(execution, mtp=depth, mtp_adaptive=False)
+
+
+DRAFTED_QWEN3 = {
+    "no-drafts": EngineSetup("drafted-qwen3", INVARIANT),
+    "drafts-graphs": EngineSetup("drafted-qwen3", drafting(INVARIANT)),
+    "drafts-eager": EngineSetup("drafted-qwen3", drafting(replace(INVARIANT, cuda_graphs=False))),
+    "drafts-preempted": EngineSetup("drafted-qwen3", drafting(INVARIANT), num_blocks=12),
+    "drafts-adaptive": EngineSetup("drafted-qwen3", replace(INVARIANT, mtp=3)),
+}
+
+
+def _llama(execution: ExecutionConfig, budget: int | None = 128) -> EngineSetup:
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
+    return EngineSetup("drafted-llama", execution, num_blocks=64, limits=limits)
+
+
+DRAFTED_LLAMA = {
+    "llama-eager": _llama(replace(INVARIANT, cuda_graphs=False)),
+    "llama-eager-drafts": _llama(drafting(replace(INVARIANT, cuda_graphs=False))),
+    "llama-graphs": _llama(INVARIANT),
+    "llama-graphs-drafts": _llama(drafting(INVARIANT)),
+    "llama-fast": _llama(DEFAULT),
+    "llama-fast-drafts": _llama(drafting(DEFAULT)),
+} | {f"llama-depth-{n}": _llama(drafting(DEFAULT, n), None) for n in (0, 1, 2, 3)}
+SMOLLM2 = {
+    f"smollm2-{dtype}-{kv_dtype}": EngineSetup(
+        "smollm2",
+        ExecutionConfig(cuda_graphs=False),
+        dtype,
+        kv_dtype,
+        num_blocks=1024,
+        limits=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=1024),
+        max_model_len=CONTEXT,
+    )
+    for dtype in ("bf16", "fp8")
+    for kv_dtype in ("bf16", "fp8")
+}
+SETUPS: dict[str, EngineSetup] = QWEN3 | DRAFTED_QWEN3 | DRAFTED_LLAMA | SMOLLM2
+
+
+def random_prompts(lengths: tuple[int, ...], vocab_size: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+def prompts() -> list[list[int]]:
+    """Prompts for the Qwen3 models."""
+    return random_prompts((1, 5, 17, 64, 200, 333), CONFIG["vocab_size"], 0)  # type: ignore[arg-type]
