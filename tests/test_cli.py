@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,21 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def test_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*words, "--help"]) == 0
     assert f"Usage: {' '.join(('tokenmill', *words))}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 60, 30])
+def test_help_shows_every_flag_whole(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words, command in COMMANDS.items():
+        assert run([*words, "--help"]) == 0
+        text = capsys.readouterr().out
+        shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*(?![\w…-])", text))
+        options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+        flags = {flag for p in options for flag in (*p.opts, *p.secondary_opts)}
+        assert not flags - shown, f"{words} at {columns} columns: {flags - shown}"
+        assert columns < 40 or max(map(len, text.splitlines())) <= columns, words
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,34 @@ def test_prompts_that_begin_alike_meet_at_one_worker() -> None:
             view = floor.view()
             assert sum(w.cached_blocks for w in view.workers) == 2 * len(PROMPT) // BLOCK_SIZE
             assert sum(w.overlap_tokens for w in view.workers) == 6 * len(PROMPT)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault_rate", [0.0, 2.0])  # none, all: half of them would only be late
+def test_only_handovers_that_began_can_fail(fault_rate: float) -> None:
+    """A prompt that a full prefill worker refused is none of them; each ends in one way."""
+    limits = SchedulerConfig(max_num_seqs=1, max_waiting=1, max_model_len=MAX_MODEL_LEN)
+    prefill = Spawner(worker_argv(limits, step_ms=5.0))
+    decode = Spawner(
+        worker_argv(replace(limits, max_num_seqs=16, max_waiting=64), 5.0, 512, fault_rate)
+    )
+    config = FloorConfig(prefill=1, decode=1, remote_prefill_tokens=16, backoff_s=0.01)
+
+    async def main() -> None:
+        floor = Floor(decode, config, RouterConfig(), prefill_spawn=prefill)
+        try:
+            await floor.start()
+            asked = [request(f"h{i}", 4, [3 + i] * 4 * BLOCK_SIZE) for i in range(8)]
+            outputs = await read(floor.submit(asked))
+            assert [len(output.token_ids) for output in outputs] == [4] * 8
+            view = floor.view()
+        finally:
+            await floor.close()
+        begun = view.workers[0].routed - view.migrations + view.failed_transfers
+        assert view.workers[0].routed == 8 and 0 < begun < 8
+        assert view.transfers + view.failed_transfers == begun
+        assert view.failed_transfers == (begun if fault_rate else 0)
 
     asyncio.run(main())
 

@@ -29,9 +29,23 @@ def server() -> Iterator[SimServer]:
 
 
 def command(capsys: pytest.CaptureFixture[str], server: SimServer, *words: str) -> dict[str, Any]:
-    assert run([*words, "--url", f"{server.url}/v1", "--json-only"]) == 0
+    assert run([*words, "--url", f"{server.url}/v1", "--json"]) == 0
     view: dict[str, Any] = json.loads(capsys.readouterr().out)
     return view
+
+
+def test_people_get_a_table_and_json_comes_when_asked(
+    server: SimServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.chat("count: 3").status == 200
+    for words in (["status"], ["scale", "--workers", "2"]):
+        assert run([*words, "--url", server.url]) == 0
+        shown = capsys.readouterr()
+        assert "{" not in shown.out + shown.err
+        assert [line.split()[0] for line in shown.out.splitlines()] == ["worker", "w0", "w1"]
+        assert max(map(len, shown.out.splitlines())) <= 80
+    whole = command(capsys, server, "status")
+    assert whole.keys() == server.call("GET", "/floor").json.keys()
 
 
 def test_commands_change_the_floor_under_load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,20 +18,18 @@ from tokenmill.settings import SETTINGS, Settings, SettingsError
 URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
 SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
-OUTPUT = (SETTINGS["json-only"],)
+OUTPUT = (SETTINGS["json"],)
 COUNTS = ("workers", "prefill", "decode")
 COLUMNS = (
     ("worker", "name"),
     ("state", "state"),
     ("role", "role"),
-    ("open", "num_requests"),
     ("running", "num_running"),
     ("waiting", "num_waiting"),
-    ("tok/s", "tokens_per_s"),
+    ("tok/s in", "prompt_tokens_per_s"),
+    ("tok/s out", "tokens_per_s"),
     ("routed", "routed"),
-    ("cached blocks", "cached_blocks"),
     ("failures", "failures"),
-    ("restarts", "restarts"),
 )
 
 
@@ -46,6 +45,7 @@ def status(settings: Settings) -> None:
     """Show the workers of a running server.
 
     tokenmill status
+    tokenmill status --json
     tokenmill status --url http://10.0.0.1:8000 --control-token secret
     """
     _show(_call(settings, "/floor"), settings)
@@ -99,26 +99,42 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"{error.code} {error.reason}"
 
 
-def _rates(view: dict[str, Any], rates: dict[str, Any]) -> str:
-    """Do the two sides keep up with each other."""
+def _handovers(view: dict[str, Any], rates: dict[str, Any]) -> str:
+    """What became of prompts that were computed elsewhere, and do the two sides keep up."""
     fitting = f"{rates['fitting_prefill']}:{rates['fitting_decode']}"
     starving = f"{rates['starving']} starves, " if rates["starving"] else ""
     return (
-        f"{view['transfers']} prompts handed over, {view['failed_transfers']} of them in vain; "
+        f"{view['transfers']} prompts went from prefill to decode workers, "
+        f"{view['failed_transfers']} more were lost on the way; "
         f"prefill {rates['prefill_busy']:.0%} busy, decode {rates['decode_busy']:.0%}: {starving}"
         f"prefill:decode of {fitting} would fit"
     )
 
 
 def _show(view: dict[str, Any], settings: Settings) -> None:
-    if not settings.get("json-only"):
-        rows = [[title for title, _ in COLUMNS]]
-        rows += [[str(worker[name]) for _, name in COLUMNS] for worker in view["workers"]]
-        console.print_table(rows)
-        console.note(
-            f"router {view['router']}, {view['num_open']} requests open, "
-            f"{view['migrations']} went on at another worker"
-        )
-        if rates := view.get("rates"):
-            console.note(_rates(view, rates))
-    console.print_json({key: view[key] for key in view if key != "decisions"})
+    if settings.get("json"):
+        console.print_json(view)
+        return
+    rows = [[title for title, _ in COLUMNS]]
+    rows += [[_cell(worker[name]) for _, name in COLUMNS] for worker in view["workers"]]
+    console.print_table(rows)
+    for line in _notes(view):
+        console.note(line)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _notes(view: dict[str, Any]) -> Iterator[str]:
+    """What the table does not say."""
+    yield (
+        f"router {view['router']}, {view['num_open']} requests open, "
+        f"{view['migrations']} went on at another worker"
+    )
+    for worker in view["workers"]:
+        if worker["failures"]:
+            restarts = f"restarted {worker['restarts']} times"
+            yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"
+    if rates := view.get("rates"):
+        yield _handovers(view, rates)

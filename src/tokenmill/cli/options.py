@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenmill.cli.help_page import HelpCommand
 from tokenmill.cli.helptext import EPILOG, help_of
 from tokenmill.settings import SETTINGS, Setting, SettingsError, load
 
@@ -31,7 +32,7 @@ def command(
 
     def register(function: Command) -> Command:
         wrapped = _with_settings(function, panels, positional, defaults or {})
-        app.command(name, hidden=hidden, epilog=EPILOG)(wrapped)
+        app.command(name, cls=HelpCommand, hidden=hidden, epilog=EPILOG)(wrapped)
         return function
 
     return register

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli import console
+from tokenmill.cli.help_page import HelpCommand
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("pull")(pull)
+    app.command("pull", cls=HelpCommand)(pull)
 
 
 def pull(

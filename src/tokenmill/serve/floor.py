@@ -300,7 +300,7 @@ class Floor:
         lost = self._entries_at(place)
         self._handovers.on_down(place, self._places.values())
         for entry in self._suspects.died(lost):
-            self._close(entry)
+            self._close(entry, failed=True)
             self._put_error(entry, f"the engine stopped: {place.last_failure}", "worker_died")
         self._migrate([e for e in lost if e.request.request_id in self._open], place.last_failure)
 
@@ -347,43 +347,45 @@ class Floor:
 
     # Requests move.
 
-    def _migrate(self, entries: Iterable[OpenRequest], reason: str) -> None:
+    def _migrate(self, entries: Iterable[OpenRequest], reason: str, refused: bool = False) -> None:
+        """Send requests on; one that was only refused had no handover that could fail."""
         moved = list(entries)
         for entry in moved:
             _log.debug("%s goes on elsewhere: %s", entry.sent_as, reason)
             if entry.trace is not None:
                 entry.trace.migrated(reason)
-            self._hold(entry)
+            self._hold(entry, failed=not refused)
         self.num_migrations += len(moved)
         self._assign_held()
 
-    def _keep_and_migrate(self, entries: list[OpenRequest], reason: str) -> None:
-        """A handover failed: the prompt is computed where it will decode."""
+    def _keep_and_migrate(
+        self, entries: list[OpenRequest], reason: str, refused: bool = False
+    ) -> None:
+        """There is no handover: the prompt is computed where it will decode."""
         for entry in entries:
             _log.warning("%s was not handed over: %s", entry.sent_as, reason)
             entry.stays = True
-        self._migrate(entries, reason)
+        self._migrate(entries, reason, refused)
 
-    def _hold(self, entry: OpenRequest) -> None:
+    def _hold(self, entry: OpenRequest, failed: bool = True) -> None:
         """Take a request off its workers; it waits for the next one under a new id."""
-        self._handovers.num_failed += self._handovers.source(entry.sent_as) is not None
-        self._forget(entry)
+        self._forget(entry, failed)
         entry.num_sent += 1
         entry.place = None
         self._held.append(entry.request.request_id)
         self._sent[entry.sent_as] = entry
 
-    def _forget(self, entry: OpenRequest) -> None:
-        """Whatever workers and routers know of a request is over."""
+    def _forget(self, entry: OpenRequest, failed: bool = False) -> None:
+        """Whatever workers and routers know of a request is over; a handover may have failed."""
         self._router.free(entry.sent_as)
-        self._handovers.end(entry.sent_as)
+        self._handovers.end(entry.sent_as, failed)
         self._sent.pop(entry.sent_as, None)
 
-    def _close(self, entry: OpenRequest) -> None:
+    def _close(self, entry: OpenRequest, failed: bool = False) -> None:
         """A request has ended, in whatever way."""
         if entry.trace is not None:
             entry.trace.ended()
-        self._forget(entry)
+        self._forget(entry, failed)
         del self._open[entry.request.request_id]
         if self._suspects.ended(entry):
             self._try_next()
@@ -482,7 +484,7 @@ class Floor:
         if output.finish_reason is not FinishReason.REJECT:
             return False
         if prefilling and why in NOT_HERE:
-            self._keep_and_migrate([entry], output.error or "")
+            self._keep_and_migrate([entry], output.error or "", refused=True)
             return True
         if why in BUSY and entry.num_sent:
             self._hold(entry)

@@ -41,6 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     hangs: int
     last_failure: str
     busy: float = 0.0  # share of the last minute with something to compute
+    prompt_tokens_per_s: float | None = None  # computed there, over ten seconds; None: not known
 
     @property
     def up(self) -> bool:
@@ -69,7 +70,7 @@ class FloorView(msgspec.Struct, frozen=True):
     workers: list[WorkerView]
     decisions: list[DecisionView]
     transfers: int = 0  # prompts whose KV went from a prefill to a decode worker
-    failed_transfers: int = 0  # that were begun and computed again elsewhere
+    failed_transfers: int = 0  # beside these: taken up by a prefill worker, and lost on the way
     transferred_bytes: int = 0  # of KV
     rates: RateMatch | None = None  # where there are prefill and decode workers
 
@@ -128,4 +129,5 @@ def worker_view(place: Place, router: Router, entries: list[OpenRequest]) -> Wor
         hangs=place.num_hangs,
         last_failure=place.last_failure,
         busy=round(place.busy(), 3),
+        prompt_tokens_per_s=round(place.prompt_tokens.per_s(), 1),
     )

@@ -43,7 +43,7 @@ class Handovers:
     def __init__(self, rule: DisaggregationRule) -> None:
         self.router = Router(RouterConfig(policy="round-robin"))
         self.num_received = 0
-        self.num_failed = 0
+        self.num_failed = 0  # taken up by a prefill worker, in vain
         self._rule = rule
         self._open: dict[str, _Handover] = {}
         self._asked: set[Pair] = set()
@@ -168,11 +168,12 @@ class Handovers:
                 self.router.free(request_id)
                 handover.source.send(ReleaseKV([request_id]))
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: str, failed: bool = False) -> None:
         """End a handover that is under way, at both sides; unknown ids are ignored."""
         self.router.free(request_id)
         handover = self._open.pop(request_id, None)
         if handover is not None:
+            self.num_failed += failed
             handover.source.send(Abort([request_id]))
             if handover.told:
                 handover.target.send(Abort([request_id]))

@@ -29,6 +29,7 @@ _WORKER_GAUGES = (
     ("queued_tokens", "Tokens of prompts that wait for prefill there.", "queued_tokens"),
     ("busy", "Share of the last minute with something to compute.", "busy"),
     ("tokens_per_second", "Tokens sent by the worker, over ten seconds.", "tokens_per_s"),
+    ("prompt_tokens_per_second", "Of prompts, computed there, ten seconds.", "prompt_tokens_per_s"),
     ("cached_blocks", "KV blocks that it told it has cached.", "cached_blocks"),
 )
 _WORKER_COUNTERS = (
@@ -253,8 +254,9 @@ class ServerMetrics:
                 labels = ["model_name", "worker"]
                 family: Any = family_type(f"tokenmill_worker_{name}", text, labels=labels)  # type: ignore[call-arg,arg-type]
                 for worker in floor.workers:
-                    value = float(getattr(worker, attribute))
-                    family.add_metric([self._model, worker.name], value)
+                    value = getattr(worker, attribute)
+                    if value is not None:
+                        family.add_metric([self._model, worker.name], float(value))
                 yield family
 
     def latencies(self) -> Iterator[Metric]:

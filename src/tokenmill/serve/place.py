@@ -71,6 +71,7 @@ class Place:
         self.num_hangs = 0
         self.last_failure = ""
         self.tokens = Rate()
+        self.prompt_tokens = Rate()  # that it has computed, not found cached
         self._busy: deque[bool] = deque(maxlen=BUSY_SAMPLES)
         self._spawn = spawn
         self._config = config
@@ -217,6 +218,7 @@ class Place:
 
     def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, Stats):
+            self.prompt_tokens.add(_computed(message.stats) - _computed(self._stats))
             self._stats = message.stats
             self._busy.append(message.stats.num_running + message.stats.num_waiting > 0)
             waiters, self._stats_waiters = self._stats_waiters, []
@@ -252,6 +254,11 @@ class Rate:
         second = int(time.monotonic())
         counts = [n for s, n in self._counts if second - RATE_WINDOW_S <= s < second]
         return sum(counts) / RATE_WINDOW_S
+
+
+def _computed(stats: EngineStats) -> int:
+    """Tokens of prompts that an engine has not found in its cache."""
+    return stats.num_prompt_tokens - stats.prefix_hit_tokens
 
 
 def _counters(stats: EngineStats) -> EngineStats:

@@ -1,0 +1,81 @@
+"""The page that --help prints: every flag whole, whatever the width of the terminal."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperCommand
+
+MAX_WIDTH, LEAST_WIDTH = 100, 40
+FLAG_WIDTH = 26  # a longer name stands on a line of its own, above its help
+INDENT = "  "
+
+
+class HelpCommand(TyperCommand):
+    """A command whose help wraps texts, and never cuts a name."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print usage, text, flags by panel, and the epilog."""
+        console = Console(highlight=False, soft_wrap=True)
+        width = max(LEAST_WIDTH, min(console.width, MAX_WIDTH))
+        usage = " ".join((ctx.command_path, *self.collect_usage_pieces(ctx)))
+        console.print(Text.assemble(("Usage: ", "bold"), usage), "", sep="\n")
+        for line in inspect.cleandoc(self.help or "").splitlines():
+            _print_wrapped(console, Text.from_markup(line), INDENT, width)
+        for title, rows in _panels(self.get_params(ctx)).items():
+            console.print("", Text(title, "bold"), sep="\n")
+            for name, text in rows:
+                _print_row(console, name, Text.from_markup(text), width)
+        if self.epilog:
+            console.print("")
+            _print_wrapped(console, Text.from_markup(self.epilog), "", width)
+
+
+def _panels(params: list[Any]) -> dict[str, list[tuple[str, str]]]:
+    """(name, help) of each argument and flag, by heading."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        if not getattr(param, "hidden", False):
+            is_option = param.param_type_name == "option"
+            default = "Options" if is_option else "Arguments"
+            title = getattr(param, "rich_help_panel", None) or default
+            name = _flag(param) if is_option else (param.metavar or param.name).upper()
+            panels.setdefault(title, []).append((name, param.help or ""))
+    general = panels.pop("Options", [])
+    return panels | ({"Options": general} if general else {})
+
+
+def _flag(param: Any) -> str:
+    names = "/".join((", ".join(param.opts), *param.secondary_opts))
+    return names if param.is_flag else f"{names} {param.metavar or 'TEXT'}"
+
+
+def _print_row(console: Console, name: str, text: Text, width: int) -> None:
+    """The name, and its help in a column beside it, or below where there is no room."""
+    column = min(FLAG_WIDTH, width // 2)
+    indent = INDENT + " " * column + INDENT
+    lines = _wrapped(console, text, width - len(indent))
+    if len(name) <= column:
+        beside = next(lines, Text())
+        gap = " " * (column - len(name)) + INDENT
+        console.print(Text.assemble(INDENT, (name, "cyan"), gap, beside))
+    else:
+        console.print(Text.assemble(INDENT, (name, "cyan")))
+    for line in lines:
+        console.print(Text.assemble(indent, line))
+
+
+def _print_wrapped(console: Console, text: Text, indent: str, width: int) -> None:
+    for line in _wrapped(console, text, width - len(indent)):
+        console.print(Text.assemble(indent, line) if line else "")
+
+
+def _wrapped(console: Console, text: Text, width: int) -> Iterator[Text]:
+    """Lines that end between words; a text without any is one empty line."""
+    for line in text.wrap(console, width) or [Text()]:
+        line.rstrip()
+        yield line
