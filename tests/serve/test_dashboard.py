@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 from playwright.sync_api import Browser, Page, Route
 
 from pages import DARK, LIGHT, Opened, open_browser
 from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN, MODEL
-from serve.sim_server import GENEROUS_S, SimServer, sim_server
+from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from tokenmill.core.config import FloorConfig, ServerConfig
 from tokenmill.serve import metrics
 from tokenmill.serve.api_dashboard import FILES, HEADERS
+from tokenmill.serve.dashboard_view import DashboardView
+from tokenmill.serve.history import NUM_SAMPLES, History
 from tokenmill.serve.metrics import Recent
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>"
@@ -137,6 +140,47 @@ def test_recent_values_end_with_their_window(monkeypatch: pytest.MonkeyPatch) ->
     assert recent.summary()["mean"] == 5 + (metrics.NUM_RECENT - 1) / 2
 
 
+def test_the_server_keeps_the_history(server: SimServer) -> None:
+    wait_until(lambda: len(data_of(server).json["history"]) > 2, "three samples")
+    whole = data_of(server).json["history"]
+    times = [sample["time_s"] for sample in whole]
+    assert times == sorted(set(times)) and whole[-1]["workers"].keys() == {"w0", "w1"}
+    later = server.call("GET", f"/dashboard/data?since={times[1]}").json["history"]
+    assert [sample["time_s"] for sample in later][: len(times) - 2] == times[2:]
+    refused = server.call("GET", "/dashboard/data?since=yesterday")
+    assert refused.status == 400 and "since: must be a Unix time" in refused.error["message"]
+
+
+def test_the_history_is_bounded_and_notes_what_changed(server: SimServer) -> None:
+    view = msgspec.convert(data_of(server).json | {"history": [], "events": []}, DashboardView)
+    floor, workers = view.floor, view.floor.workers
+    failed = msgspec.structs.replace(workers[0], failures=9, last_failure=HOSTILE, restarts=9)
+    later = msgspec.structs.replace(floor, workers=[failed], migrations=floor.migrations + 1)
+    views = [view] * (NUM_SAMPLES + 5)
+    views += [
+        msgspec.structs.replace(
+            view,
+            time_s=view.time_s + 2,
+            output_tokens=view.output_tokens + 30,
+            rejected={"max_concurrency": 2},
+            floor=later,
+        )
+    ]
+    history = History(iter(views).__next__)
+    for _ in views:
+        history.sample()
+    samples = history.since(0.0)
+    assert len(samples) == NUM_SAMPLES and history.since(view.time_s) == samples[-1:]
+    assert (samples[-1].output_tok_s, samples[-1].rejected_per_s) == (15.0, 1.0)
+    assert [event.text for event in history.events] == [
+        f"w0 failed: {HOSTILE}",
+        "w0 was restarted",
+        "w1 left the floor",
+        "1 request went on at another worker",
+        "the first call was refused: max_concurrency",
+    ]
+
+
 # In a browser.
 
 
@@ -154,7 +198,7 @@ def test_the_page_stands_alone_and_fits(browser: Browser, server: SimServer) -> 
             back = page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert back == color
         assert page.title() == f"{MODEL} · tokenmill" and text(page, "#live") == "live"
-        assert page.locator(".chart").count() == 6 and page.locator(".worker").count() == 2
+        assert page.locator(".chart").count() == 8 and page.locator(".worker").count() == 2
         assert page.locator("#transfers").is_hidden()
         assert live.said == []
         assert all(url.startswith((server.url, "data:,")) for url in live.asked)
@@ -163,7 +207,7 @@ def test_the_page_stands_alone_and_fits(browser: Browser, server: SimServer) -> 
 def test_figures_follow_the_requests(browser: Browser, server: SimServer) -> None:
     with opened(browser, server) as live:
         page = live.page
-        wait(page, "document.querySelectorAll('.tile').length === 6")
+        wait(page, "document.querySelectorAll('.tile').length === 8")
         tokens, routed = tile(page, "Output")[1], text(page, "#workers")
         for turn in range(4):
             server.chat(f"{PREFIX} {turn} count: 30")
@@ -247,7 +291,7 @@ def test_texts_stay_texts_and_transfers_are_shown(browser: Browser, server: SimS
 
     with opened(browser, server) as live:
         page = live.page
-        page.route("**/dashboard/data", altered(server, alter))
+        page.route("**/dashboard/data*", altered(server, alter))
         page.locator("#transfers").wait_for()
         assert text(page, "#model") == HOSTILE and HOSTILE in text(page, "#workers")
         assert page.locator(".role").all_inner_texts() == ["prefill", "prefill + decode"]
@@ -257,6 +301,73 @@ def test_texts_stay_texts_and_transfers_are_shown(browser: Browser, server: SimS
         assert live.said == []
         with pytest.raises(Exception, match="TrustedHTML"):
             page.evaluate("document.body.innerHTML = '<p>'")
+
+
+def test_times_terms_and_refusals_have_their_units(browser: Browser, server: SimServer) -> None:
+    terms = {"w0": {"wait_ms": 10700.0, "cost_ms": 10700.0}, "w1": {"wait_ms": 2.5, "cost_ms": 2.5}}
+    decision = {"request_id": HOSTILE, "time_s": 1.0, "worker": "w1", "terms": terms}
+    decision |= {"prompt_tokens": 7, "cached_tokens": 0, "resumed_tokens": 0, "note": HOSTILE}
+
+    def alter(data: Any) -> None:
+        data["ttft_ms"] = {"p50": 10700.0, "p90": 999.4, "p99": 3.6e6}
+        data["rejected"] = {"max_concurrency": 3, HOSTILE: 2}
+        data["floor"]["decisions"] = [decision | {"role": "both"}]
+        data["events"] = [{"number": 999, "time_s": 1.0, "tone": "bad", "text": HOSTILE}]
+
+    with opened(browser, server) as live:
+        page = live.page
+        page.route("**/dashboard/data*", altered(server, alter))
+        page.locator("#counts div[data-key='refused: max_concurrency']").wait_for()
+        value, below = tile(page, "TTFT, median")
+        assert value == "10.7 s" and below.startswith("p90 999 ms · p99 60 min")
+        assert tile(page, "Refused")[0] == "5" and HOSTILE in text(page, "#counts")
+        page.locator("details.decision summary").click()
+        shown = text(page, "details.decision")
+        assert "cost 2.50 ms against 10.7 s at w0: 10.7 s less wait" in shown
+        heads = page.locator("details.decision th").all_inner_texts()
+        assert heads == ["worker", "wait", "cost"] and HOSTILE in shown
+        assert HOSTILE in text(page, "#events") and page.locator("img").count() == 0
+        assert live.said == []
+
+
+def test_figures_without_a_connection_say_so_and_come_back(
+    browser: Browser, server: SimServer
+) -> None:
+    wait_until(lambda: len(data_of(server).json["history"]) > 2, "three samples")
+    with opened(browser, server) as live:
+        page = live.page
+        page.locator("#floor").wait_for()
+        points = "document.querySelector('.chart path.line').getAttribute('d').split('L').length"
+        assert page.evaluate(points) > 1, "the history of before the page"
+        assert page.locator("#lost").is_hidden()
+        page.route("**/dashboard/data*", lambda route: route.abort())
+        page.locator("#lost").wait_for()
+        assert "No figures since" in text(page, "#lost") and text(page, "#live") == "no connection"
+        assert page.evaluate("getComputedStyle(document.querySelector('.figures')).opacity") < "1"
+        page.unroute("**/dashboard/data*")
+        page.locator("#lost").wait_for(state="hidden")
+        assert text(page, "#live") == "live"
+        assert page.evaluate("getComputedStyle(document.querySelector('.figures')).opacity") == "1"
+
+
+def test_prefill_and_decode_workers_show_their_decisions(browser: Browser) -> None:
+    floor = FloorConfig(
+        prefill=1, decode=1, remote_prefill_tokens=32, placement="process", heartbeat_s=0.2
+    )
+    with sim_server(floor=floor) as server, opened(browser, server) as live:
+        page = live.page
+        page.get_by_text("no request has come yet").wait_for()
+        assert server.chat(f"{PREFIX} count: 4").status == 200
+        assert server.chat("count: 4").status == 200
+        wait(page, "document.querySelectorAll('details.decision').length === 3")
+        short, prefill, decode = page.locator("details.decision").all_inner_texts()
+        assert "computes the prompt, too" in short and "the only decode worker" in short
+        assert "p0" in prefill and "hands over to d0 · the only prefill worker" in prefill
+        assert "d0" in decode and "p0 computes the prompt" in decode
+        assert text(page, "#transfers div[data-key='prompts handed over'] dd") == "1"
+        wait(page, "!['0', '–'].includes(document.querySelector('.worker .value').textContent)")
+        assert "prompt tok/s" in text(page, ".worker[data-key=p0] .rate")
+        assert live.said == []
 
 
 def test_the_page_asks_for_the_key(browser: Browser, keyed_server: SimServer) -> None:

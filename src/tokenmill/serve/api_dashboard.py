@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.types import EngineStats
 from tokenmill.serve.api_access import authorizer
 from tokenmill.serve.api_stream import ApiState
-from tokenmill.serve.floor_view import FloorView
+from tokenmill.serve.dashboard_view import DashboardView
+from tokenmill.serve.errors import ApiError
+from tokenmill.serve.history import History
 from tokenmill.serve.responses import json_encode
 
+View = Callable[[float, bool], DashboardView]  # of the uptime, with or without decisions
 WEB = Path(__file__).with_name("web")
 FILES = {
     "/dashboard/dashboard.css": ("dashboard.css", "text/css"),
     "/dashboard/charts.js": ("charts.js", "text/javascript"),
     "/dashboard/chat.js": ("chat.js", "text/javascript"),
+    "/dashboard/decisions.js": ("decisions.js", "text/javascript"),
+    "/dashboard/format.js": ("format.js", "text/javascript"),
     "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
 }
 HEADERS = {
@@ -37,48 +43,42 @@ HEADERS = {
 }
 
 
-class DashboardView(msgspec.Struct, frozen=True):
-    """All that the page shows; it keeps the history itself."""
-
-    model: str
-    version: str
-    dtype: str  # of the engine; "" and 0: there is none behind this front, but other servers
-    device: str
-    max_model_len: int
-    block_size: int
-    time_s: float  # Unix time
-    uptime_s: float
-    draining: bool
-    num_pending: int  # requests without a first token
-    restarts: int
-    prompt_tokens: int  # of finished requests
-    output_tokens: int  # sent to clients
-    finished: dict[str, int]  # requests by finish reason
-    window_s: float  # that the latencies below are of
-    ttft_ms: dict[str, float]  # {} when there are none
-    tpot_ms: dict[str, float]
-    engine: EngineStats  # the sums over all workers, as they last told
-    floor: FloorView
-
-
 def add_dashboard(app: FastAPI, state: ApiState) -> None:
     """The page of a server with an engine."""
-    add_page(app, state.config, lambda uptime_s: _view(state, uptime_s))
+    add_page(app, state.config, lambda uptime_s, decisions: _view(state, uptime_s, decisions))
 
 
-def add_page(app: FastAPI, config: ServerConfig, view: Callable[[float], DashboardView]) -> None:
-    """Add GET /dashboard, the files of the page, and GET /dashboard/data, which wants a key."""
+def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
+    """Add GET /dashboard, the files of the page, and GET /dashboard/data, which wants a key.
+
+    The history begins where the app is made in a running loop, as servers do.
+    """
     needs_key = "yes" if config.api_keys else "no"
     page = (WEB / "dashboard.html").read_text(encoding="utf-8").replace("{needs_key}", needs_key)
     _add_text(app, "/dashboard", page, "text/html")
     for path, (name, kind) in FILES.items():
         _add_text(app, path, (WEB / name).read_text(encoding="utf-8"), kind)
     started_s = time.monotonic()
+    history = History(lambda: view(time.monotonic() - started_s, False))
+    with contextlib.suppress(RuntimeError):
+        history.start(asyncio.get_running_loop())
 
     @app.get("/dashboard/data", dependencies=[Depends(authorizer(config))])
-    async def data() -> Response:
-        body = json_encode(view(time.monotonic() - started_s))
+    async def data(request: Request) -> Response:
+        late = history.since(_since(request))
+        now = view(time.monotonic() - started_s, True)
+        body = json_encode(msgspec.structs.replace(now, history=late, events=history.events))
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _since(request: Request) -> float:
+    """The time of the last sample that the page has."""
+    text = request.query_params.get("since", "0")
+    try:
+        return float(text)
+    except ValueError:
+        message = f"since: must be a Unix time in seconds, got {text!r}"
+        raise ApiError(400, message, "since", "invalid_value") from None
 
 
 def _add_text(app: FastAPI, path: str, text: str, kind: str) -> None:
@@ -87,7 +87,7 @@ def _add_text(app: FastAPI, path: str, text: str, kind: str) -> None:
         return Response(text, media_type=kind, headers=HEADERS)
 
 
-def _view(state: ApiState, uptime_s: float) -> DashboardView:
+def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
     client, metrics = state.client, state.metrics
     facts = client.facts
     assert facts is not None
@@ -106,9 +106,10 @@ def _view(state: ApiState, uptime_s: float) -> DashboardView:
         prompt_tokens=metrics.num_prompt_tokens,
         output_tokens=metrics.num_output_tokens,
         finished=dict(metrics.finished),
+        rejected=dict(getattr(metrics, "rejected", {})),
         window_s=metrics.recent_ttft_ms.window_s,
         ttft_ms=metrics.recent_ttft_ms.summary(),
         tpot_ms=metrics.recent_tpot_ms.summary(),
         engine=client.known_stats(),
-        floor=client.view(),
+        floor=client.view(decisions),
     )

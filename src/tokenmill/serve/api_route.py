@@ -18,12 +18,13 @@ from starlette.types import Receive, Scope, Send
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.serve.api_access import Calls, authorizer, key_matcher, read_bytes, wrong_key
-from tokenmill.serve.api_dashboard import DashboardView, add_page
+from tokenmill.serve.api_dashboard import add_page
 from tokenmill.serve.api_floor import add_floor_view
 from tokenmill.serve.api_operations import add_operations, exception_handlers, json_response
 from tokenmill.serve.api_relay import Relay
 from tokenmill.serve.api_stream import send_error
 from tokenmill.serve.backends import Backends
+from tokenmill.serve.dashboard_view import DashboardView
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.metrics_route import RouteMetrics
 from tokenmill.serve.tokenizer import Tokenizer
@@ -107,7 +108,7 @@ def _create_rest(state: RouteState) -> FastAPI:
     _add_models(app, state)
     _add_operations(app, state)
     add_floor_view(app, state.config, state.backends.view)
-    add_page(app, state.config, lambda uptime_s: _dashboard(state, uptime_s))
+    add_page(app, state.config, lambda uptime_s, decisions: _dashboard(state, uptime_s, decisions))
     return app
 
 
@@ -146,8 +147,8 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
     add_operations(app, state.calls, fault, metrics)
 
 
-def _dashboard(state: RouteState, uptime_s: float) -> DashboardView:
-    metrics, floor = state.metrics, state.backends.view()
+def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> DashboardView:
+    metrics, floor = state.metrics, state.backends.view(decisions)
     hits = EngineStats(
         prefix_query_tokens=sum(worker.routed_tokens for worker in floor.workers),
         prefix_hit_tokens=sum(worker.overlap_tokens for worker in floor.workers),
@@ -167,6 +168,7 @@ def _dashboard(state: RouteState, uptime_s: float) -> DashboardView:
         prompt_tokens=metrics.num_prompt_tokens,
         output_tokens=metrics.num_output_tokens,
         finished=dict(metrics.finished),
+        rejected=dict(getattr(metrics, "rejected", {})),
         window_s=metrics.recent_ttft_ms.window_s,
         ttft_ms=metrics.recent_ttft_ms.summary(),
         tpot_ms=metrics.recent_tpot_ms.summary(),

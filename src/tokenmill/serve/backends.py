@@ -122,7 +122,7 @@ class Backends:
         """The names that backends told of when they were last looked at."""
         return list(dict.fromkeys(name for b in self._all.values() for name in b.models))
 
-    def view(self) -> FloorView:
+    def view(self, decisions: bool = True) -> FloorView:
         """The backends now."""
         return FloorView(
             router=self._router.config.policy,
@@ -130,7 +130,7 @@ class Backends:
             num_held=0,
             migrations=self.num_moved,
             workers=[self._worker_view(backend) for backend in self._all.values()],
-            decisions=self._choices.views(),
+            decisions=self._choices.views() if decisions else [],
         )
 
     def _left_out(self, model: str, tried: Collection[str], now_s: float) -> Collection[str]:

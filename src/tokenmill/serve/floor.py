@@ -194,7 +194,7 @@ class Floor:
             self._retry.cancel()
         await self._staff.close(grace_s)
 
-    def view(self) -> FloorView:
+    def view(self, decisions: bool = True) -> FloorView:
         """The floor now."""
         places = list(self._places.values())
         roles: tuple[Role, Role] = ("prefill", "decode")
@@ -205,7 +205,7 @@ class Floor:
             num_held=sum(entry.place is None for entry in self._open.values()),
             migrations=self.num_migrations,
             workers=[worker_view(p, self._routers.of(p), self._entries_at(p)) for p in places],
-            decisions=self._choices.views(),
+            decisions=self._choices.views() if decisions else [],
             transfers=self._handovers.num_received,
             failed_transfers=self._handovers.num_failed,
             transferred_bytes=sum(place.received_bytes() for place in places),
@@ -421,18 +421,20 @@ class Floor:
         decision = router.route(entry.sent_as, words, began_ns / 1e9, request.cache_salt)
         place = entry.place = self._places[decision.worker]
         entry.num_uncached = decision.num_prompt_tokens - decision.num_cached_tokens
-        begun = None
+        begun: tuple[Place, Decision] | str = ""
         if entry.may_hand_over and place.role == "decode":
             begun = self._handovers.begin(request, words, place, decision, self._places)
-        self._count_choice(entry, decision, began_ns, computes=begun is None)
-        if begun is None:
+        if isinstance(begun, str):
+            self._count_choice(entry, decision, began_ns, True, begun)
             return place, request
+        source, chosen = begun
+        self._count_choice(entry, decision, began_ns, False, f"{source.name} computes the prompt")
         router.prefill_done(entry.sent_as)
-        self._count_choice(entry, begun[1], began_ns, computes=True)
-        return begun[0], replace(request, hold_kv_s=self.config.kv_lease_s)
+        self._count_choice(entry, chosen, began_ns, True, f"hands over to {place.name}")
+        return source, replace(request, hold_kv_s=self.config.kv_lease_s)
 
     def _count_choice(
-        self, entry: OpenRequest, decision: Decision, began_ns: int, computes: bool
+        self, entry: OpenRequest, decision: Decision, began_ns: int, computes: bool, why: str
     ) -> None:
         """Count a request where it goes, and its prompt where it is computed."""
         place = self._places[decision.worker]
@@ -442,7 +444,8 @@ class Floor:
         if computes:
             place.num_prompt_tokens += decision.num_prompt_tokens
             place.num_overlap_tokens += decision.num_cached_tokens
-        self._choices.add(entry.request.request_id, decision, len(entry.token_ids))
+        num_resumed = len(entry.token_ids)
+        self._choices.add(entry.request.request_id, decision, num_resumed, place.role, why)
 
     def _dispatch(self, place: Place, output: RequestOutput) -> None:
         entry = self._sent.get(output.request_id)

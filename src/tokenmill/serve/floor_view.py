@@ -58,6 +58,8 @@ class DecisionView(msgspec.Struct, frozen=True):
     cached_tokens: int
     resumed_tokens: int  # generated before, elsewhere
     terms: dict[str, dict[str, float]]
+    role: str = "both"  # of the worker
+    note: str = ""  # who computes the prompt, where there are prefill and decode workers
 
 
 class FloorView(msgspec.Struct, frozen=True):
@@ -76,15 +78,23 @@ class FloorView(msgspec.Struct, frozen=True):
 
 
 class Choices:
-    """The latest decisions of routers that had a choice."""
+    """The latest decisions of routers that had a choice, or workers with roles."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[str, float, int, Decision]] = deque(maxlen=NUM_DECISIONS)
+        self._latest: deque[tuple[str, float, int, Decision, str, str]]
+        self._latest = deque(maxlen=NUM_DECISIONS)
 
-    def add(self, request_id: str, decision: Decision, num_resumed: int = 0) -> None:
+    def add(
+        self,
+        request_id: str,
+        decision: Decision,
+        num_resumed: int = 0,
+        role: str = "both",
+        note: str = "",
+    ) -> None:
         """Note a decision of now for a request that has so many tokens already."""
-        if len(decision.workers) > 1:
-            self._latest.append((request_id, time.time(), num_resumed, decision))
+        if len(decision.workers) > 1 or role != "both":
+            self._latest.append((request_id, time.time(), num_resumed, decision, role, note))
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("%s -> %s: %s", request_id, decision.worker, decision.terms())
 
@@ -99,8 +109,10 @@ class Choices:
                 cached_tokens=decision.num_cached_tokens,
                 resumed_tokens=num_resumed,
                 terms=decision.terms(),
+                role=role,
+                note=note,
             )
-            for request_id, time_s, num_resumed, decision in self._latest
+            for request_id, time_s, num_resumed, decision, role, note in self._latest
         ]
 
 

@@ -117,8 +117,8 @@ class Handovers:
 
     def begin(
         self, request: Request, words: U64, target: Place, seen: Decision, places: dict[str, Place]
-    ) -> tuple[Place, Decision] | None:
-        """Choose who computes the prompt; None: the target itself.
+    ) -> tuple[Place, Decision] | str:
+        """Choose who computes the prompt; a text says why the target itself does.
 
         `words` are its tokens, `seen` is how the target was chosen. The caller sends the request.
         """
@@ -131,13 +131,13 @@ class Handovers:
         placement = place_prefill(num_tokens, num_cached, self._rule, bool(connected))
         _log.debug("%s: remote prefill %s", request.request_id, placement)
         if not placement.remote:
-            return None
+            return f"computes the prompt, too: {placement.reason}"
         decision = self.router.route(
             request.request_id, words, time.monotonic(), request.cache_salt
         )
         if decision.worker not in connected:
             self.router.free(request.request_id)
-            return None
+            return f"computes the prompt, too: it is not connected with {decision.worker}"
         source = places[decision.worker]
         self._open[request.request_id] = _Handover(request, source, target)
         return source, decision

@@ -1,6 +1,7 @@
 /* The chat box: streams from /v1/chat/completions of this server. */
 
 import { el } from "./charts.js";
+import { time } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
 const talk = byId("talk"), form = byId("chat-form"), say = byId("say");
@@ -86,7 +87,7 @@ function figures(started, first, ended, usage) {
   const count = usage.completion_tokens, cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const rate = count > 1 ? ` · ${(1000 * (count - 1) / (ended - first)).toFixed(1)} tok/s` : "";
   const known = cached ? ` · ${cached} of ${usage.prompt_tokens} prompt tokens cached` : "";
-  return `${count} tokens · first after ${Math.round(first - started)} ms${rate}${known}`;
+  return `${count} tokens · first after ${time(first - started)}${rate}${known}`;
 }
 
 export function startChat(authorization) {
