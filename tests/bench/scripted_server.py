@@ -15,6 +15,7 @@ from typing import Any
 from tokenmill.bench.datasets import Synthetic
 
 NUM_TOKENS = 6
+TEMPLATE_TOKENS, BLOCK = 10, 8  # of a server that caches prefixes; a word is a token
 FIRST_S, NEXT_S = 0.06, 0.02
 BREAKING = ("drop", "drop-later", "malformed", "garbage-line", "error-event")
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -39,6 +40,7 @@ class ScriptedServer:
         self.num_finished = 0
         self.tokens_each = NUM_TOKENS  # that /metrics claims for an answer
         self._connections = 0
+        self._cached: set[tuple[str, ...]] = set()  # beginnings of prompts, of whole blocks
 
     @property
     def url(self) -> str:
@@ -95,7 +97,8 @@ class ScriptedServer:
     async def _stream(self, seen: Seen, writer: Any, name: str) -> bool:
         writer.write(HEAD.encode())
         _event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]}, name)
-        await asyncio.sleep(FIRST_S)
+        prompt, hits = self._look_up(seen.body) if name == "prefix-cache" else (1, 0)
+        await asyncio.sleep(FIRST_S * (1 - hits / prompt))
         for index in range(NUM_TOKENS):
             if index:
                 await asyncio.sleep(NEXT_S)
@@ -114,12 +117,24 @@ class ScriptedServer:
             return True
         _event(writer, {"choices": [{"delta": {}, "finish_reason": "stop"}]}, name)
         if name != "no-usage":
-            _event(writer, {"choices": [], "usage": _usage(name, seen.body.get("prompt"))}, name)
+            usage = _usage(name, seen.body.get("prompt"))
+            if name == "prefix-cache":
+                usage = _usage_with_hits(prompt, hits)
+            _event(writer, {"choices": [], "usage": usage}, name)
         if name != "no-done":
             _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         self.num_finished += 1
         return name != "close-after"
+
+    def _look_up(self, body: dict[str, Any]) -> tuple[int, int]:
+        """(tokens of the prompt, those that the cache had); it has them from now on."""
+        said = " ".join(message["content"] for message in body["messages"])
+        tokens = ("<template>",) * TEMPLATE_TOKENS + tuple(said.split())
+        ends = range(BLOCK, len(tokens), BLOCK)
+        hits = max((end for end in ends if tokens[:end] in self._cached), default=0)
+        self._cached.update(tokens[:end] for end in ends)
+        return len(tokens), hits
 
     def _metrics(self) -> str:
         """As vLLM has them."""
@@ -148,6 +163,14 @@ def _usage(name: str, prompt: Any = "") -> dict[str, int]:
     claimed = {"lies-low": 1, "lies-high": 10_000, "lies-bytes": 60}.get(name, NUM_TOKENS)
     total = 5 if name == "lies-total" else claimed + num_prompt
     return {"prompt_tokens": num_prompt, "completion_tokens": claimed, "total_tokens": total}
+
+
+def _usage_with_hits(num_prompt: int, hits: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": NUM_TOKENS,
+        "prompt_tokens_details": {"cached_tokens": hits},
+    }
 
 
 def _whole(name: str) -> dict[str, Any]:

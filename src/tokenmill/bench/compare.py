@@ -16,6 +16,7 @@ Report = dict[str, Any]
 BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"
 NOTHING = "nothing to compare"
 ALIKE = 0.05  # how far the requests of two rounds may differ in their mean lengths
+HITS_APART = 0.1  # of the prompt tokens, by which the prefix-cache hits of two rounds may differ
 AGREES = 0.01  # how far a summary may be from its own events
 
 
@@ -161,7 +162,7 @@ def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Repo
     return {
         "baseline": "A",
         "other": name,
-        **_overall(by_load, threshold),
+        **_in_doubt(_overall(by_load, threshold), hit_differences(pairs)),
         "changed": changes(baseline, other),
         "warnings": warnings,
         "only_baseline": alone[0],
@@ -271,6 +272,23 @@ def _overall(by_load: Sequence[tuple[str, Sequence[Row]]], threshold: float) -> 
         verdict = BETTER if found[BETTER] else WORSE if found[WORSE] else NOISE
     verdict = verdict if chosen else NOTHING
     return {"verdict": verdict, "headline": {name: texts for name, texts in found.items() if texts}}
+
+
+def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:
+    """Points at which the server's prefix cache did more in one round than in the other."""
+    found = []
+    for first, second in pairs:
+        one, two = (point.facts.get("prefix_hits") for point in (first, second))
+        if one is not None and two is not None and abs(two - one) > HITS_APART:
+            found.append(f"prefix-cache hits {one:.0%} -> {two:.0%} at {first.load}")
+    return found
+
+
+def _in_doubt(overall: Report, doubts: list[str]) -> Report:
+    """No verdict stands alone where something else may explain it."""
+    if not doubts or overall["verdict"] == NOTHING:
+        return overall | {"doubts": doubts}
+    return overall | {"verdict": f"{overall['verdict']}, in doubt", "doubts": doubts}
 
 
 def changes(baseline: Round, other: Round) -> Report:

@@ -84,7 +84,7 @@ def _rounds(rounds: Iterable[Report]) -> str:
 
 def _comparison(one: Report, threshold: float) -> str:
     first, second, verdict = one["baseline"], one["other"], one["verdict"]
-    mark = f'<span class="{_color(verdict)}">{escape(verdict)}</span>'
+    mark = f'<span class="{_color(verdict)}">{escape(_verdict(one))}</span>'
     facts = [f"{name}: {', '.join(texts)}" for name, texts in one["headline"].items()]
     facts += [f"only {first} has {load}" for load in one["only_baseline"]]
     facts += [f"only {second} has {load}" for load in one["only_other"]]
@@ -97,6 +97,12 @@ def _comparison(one: Report, threshold: float) -> str:
     for point in one["points"]:
         parts += [f"<h3>{escape(point['load'])}</h3>", _point(point, first, second, threshold)]
     return "\n".join([*parts, "</section>"])
+
+
+def _verdict(one: Report) -> str:
+    """With what puts it in doubt."""
+    doubts = ", ".join(one["doubts"])
+    return f"{one['verdict']}: {doubts}" if doubts else str(one["verdict"])
 
 
 def _point(point: Report, first: str, second: str, threshold: float) -> str:

@@ -1,15 +1,18 @@
 """What to send: sessions of one or more turns, each a pure function of its index.
 
-Without a tokenizer a token is a common short word; what the server counted is in its usage.
+Without a tokenizer a token is a common short word; what the server counted is in its usage. Data
+with another seed share no beginning, so a server's prefix cache cannot know them from before; what
+the sessions of one seed share, they share as the data have it.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +25,9 @@ Message = dict[str, Any]
 TRACE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 CORPUS_WORDS = 1 << 15
 UNIQUE_WORDS = 6  # WORDS ** 6 different beginnings
+SALT_WORDS, MAX_SALT_WORDS = 4, 12  # before a given prompt, or in the place of its first words
+CHUNK = 64  # characters of a given prompt that are compared at once
+CHARS_PER_TOKEN = 8.0  # more than any tokenizer has over a whole prompt
 _COMMON = (
     "the of and to in is that for it was on are as with his they at be this from have or by one "
     "had not but what all were when we there can an your which their said if do will each about "
@@ -48,17 +54,31 @@ class Session:
     system: str = ""
 
 
+Part = tuple[Hashable, int]  # what stands there, and its length
+
+
 class Dataset(Protocol):
     """Sessions by index; `size` is None where there is no end to them."""
 
     @property
     def size(self) -> int | None: ...
 
+    @property
+    def units_per_token(self) -> float:
+        """A prompt of n units has n / units_per_token tokens at least."""
+
+    @property
+    def warmup_words(self) -> int | None:
+        """Words of a warm-up prompt; None where they are as the measured ones."""
+
     def session(self, index: int) -> Session:
         """The same for every process and every run with the same seed."""
 
     def warmup(self, index: int) -> Session:
         """A session that is not among the measured ones."""
+
+    def parts(self, index: int) -> list[Part]:
+        """A session's first prompt in parts: prompts share a beginning where these are equal."""
 
 
 @cache
@@ -74,10 +94,11 @@ def _corpus() -> tuple[str, tuple[int, ...]]:
 
 def words(key: str, number: int, count: int) -> str:
     """`count` words that begin unlike those of any other (key, number): no cache can help."""
-    head = [WORDS[number // len(WORDS) ** place % len(WORDS)] for place in range(UNIQUE_WORDS)]
+    size = len(WORDS)
+    head = [WORDS[(number // size**i + first) % size] for i, first in enumerate(_firsts(key))]
     text, starts = _corpus()
-    parts = [" ".join((*head, _salt(key))[:count]) + " "]
-    left = count - UNIQUE_WORDS - 1
+    parts = [" ".join(head[:count]) + " "]
+    left = count - UNIQUE_WORDS
     while left > 0:
         begin = zlib.crc32(f"{key}/{number}/{len(parts)}".encode()) % CORPUS_WORDS
         end = min(begin + left, CORPUS_WORDS)
@@ -86,9 +107,10 @@ def words(key: str, number: int, count: int) -> str:
     return "".join(parts).rstrip()
 
 
-@cache
-def _salt(key: str) -> str:
-    return random.Random(key).choice(WORDS)
+@lru_cache(maxsize=1024)
+def _firsts(key: str) -> tuple[int, ...]:
+    """Where the beginnings of a key are counted from: those of two keys differ from the start."""
+    return tuple(random.Random(key).choices(range(len(WORDS)), k=UNIQUE_WORDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +126,20 @@ class Synthetic:
     @property
     def size(self) -> int | None:
         return None
+
+    @property
+    def units_per_token(self) -> float:
+        return 1.0
+
+    @property
+    def warmup_words(self) -> int | None:
+        return None
+
+    def parts(self, index: int) -> list[Part]:
+        number = index * self.num_turns
+        own: Part = (number, self.lengths[number % len(self.lengths)][0])
+        shared: Part = (("prefix", index % self.num_prefixes), self.prefix_len)
+        return [shared, own] if self.prefix_len else [own]
 
     def session(self, index: int) -> Session:
         return self._session(index, "prompt")
@@ -127,24 +163,125 @@ class Synthetic:
         return words(f"prefix/{self.seed}", index % self.num_prefixes, self.prefix_len)
 
 
-_WARMUP = Synthetic(((64, 8),), seed=-1)
+WARMUP_WORDS = 64
+
+
+def _warmup(seed: int | None, index: int) -> Session:
+    return Synthetic(((WARMUP_WORDS, 8),), seed=-1 if seed is None else seed).warmup(index)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The lines of a file, from the start again after the last one."""
+    """The lines of a file, from the start again after the last one.
+
+    With a seed every pass has a salt of its own, the same in all of its prompts: a cache cannot
+    know them from before, and what they share with each other they still share.
+    """
 
     turns: tuple[Turn, ...]
+    seed: int | None = None  # of the salts; None: as the file has them
+    cuts: tuple[Cut, ...] = ()  # of each turn; without them a salt is put before
 
     @property
     def size(self) -> int | None:
         return len(self.turns)
 
+    @property
+    def units_per_token(self) -> float:
+        return CHARS_PER_TOKEN
+
+    @property
+    def warmup_words(self) -> int | None:
+        return WARMUP_WORDS
+
     def session(self, index: int) -> Session:
-        return Session((self.turns[index % len(self.turns)],))
+        number, place = divmod(index, len(self.turns))
+        turn = self.turns[place]
+        if self.seed is None:
+            return Session((turn,))
+        cut = self.cuts[place] if self.cuts else Cut()
+        content = salted(turn.content, f"{self.seed}/{number}", cut)
+        return Session((replace(turn, content=content),))
 
     def warmup(self, index: int) -> Session:
-        return _WARMUP.warmup(index)
+        return _warmup(self.seed, index)
+
+    def parts(self, index: int) -> list[Part]:
+        number, place = divmod(index, len(self.turns))
+        text = whole_text(self.turns[place].content)
+        chunks: list[Part] = [
+            (text[at : at + CHUNK], len(text[at : at + CHUNK])) for at in range(0, len(text), CHUNK)
+        ]
+        return chunks if self.seed is None else [(number, 0), *chunks]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The beginning of a prompt that a salt takes the place of; nothing: the salt is put before."""
+
+    num_chars: int = 0
+    num_words: int = SALT_WORDS  # of the salt: as many as the tokens that it replaces
+
+
+def salted(content: str | list[Message], key: str, cut: Cut) -> str | list[Message]:
+    """The prompt with a salt at its beginning; equal beginnings get equal salts."""
+    text = first_text(content)
+    head, rest = text[: cut.num_chars], text[cut.num_chars :]
+    salt = words(f"salt/{key}/{head}", 0, cut.num_words)
+    return _with_first_text(content, salt + (rest if head else f" {rest}"))
+
+
+def first_text(content: str | list[Message]) -> str:
+    """The text that a prompt begins with."""
+    if isinstance(content, str):
+        return content
+    for message in content:
+        said = message.get("content")
+        for part in [said] if isinstance(said, str) else said or []:
+            text = part if isinstance(part, str) else part.get("text")
+            if text:
+                return str(text)
+    return ""
+
+
+def _with_first_text(content: str | list[Message], text: str) -> str | list[Message]:
+    if isinstance(content, str):
+        return text
+    old, messages, is_done = first_text(content), [], False
+    for message in content:
+        said = message.get("content")
+        if not is_done and said == old:
+            said, is_done = text, True
+        elif not is_done and isinstance(said, list):
+            at = next((i for i, part in enumerate(said) if part.get("text") == old), None)
+            if at is not None:
+                said, is_done = [*said[:at], said[at] | {"text": text}, *said[at + 1 :]], True
+        messages.append(message | {"content": said} if "content" in message else message)
+    return messages
+
+
+def whole_text(content: str | list[Message]) -> str:
+    """All of a prompt as one text."""
+    return content if isinstance(content, str) else "".join(map(json.dumps, content))
+
+
+def find_cuts(turns: tuple[Turn, ...], count: Callable[[str], int]) -> tuple[Cut, ...]:
+    """Where salts change no length by this tokenizer; () where a word of a salt is no token."""
+    if any(count(f"{word} {word}") != 2 for word in WORDS):
+        return ()
+    return tuple(_cut(first_text(turn.content), count) for turn in turns)
+
+
+def _cut(text: str, count: Callable[[str], int]) -> Cut:
+    for word in re.finditer(r"\S+(?= )", text[: MAX_SALT_WORDS * CHUNK]):
+        end = word.end()
+        num_tokens, until = count(text[:end]), end + CHUNK
+        if num_tokens > MAX_SALT_WORDS:
+            break
+        salt = words("salt", 0, num_tokens)
+        if num_tokens >= SALT_WORDS and count(salt + text[end:until]) == count(text[:until]):
+            return Cut(end, num_tokens)
+    return Cut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +296,27 @@ class Shuffled:
     def size(self) -> int | None:
         return self.pass_size
 
+    @property
+    def units_per_token(self) -> float:
+        return self.dataset.units_per_token
+
+    @property
+    def warmup_words(self) -> int | None:
+        return self.dataset.warmup_words
+
     def session(self, index: int) -> Session:
-        number, place = divmod(index, self.pass_size)
-        return self.dataset.session(_order(self.seed, number, self.pass_size)[place])
+        return self.dataset.session(self._index(index))
 
     def warmup(self, index: int) -> Session:
         return self.dataset.warmup(index)
+
+    def parts(self, index: int) -> list[Part]:
+        return self.dataset.parts(self._index(index))
+
+    def _index(self, index: int) -> int:
+        """Of the same pass in the dataset."""
+        number, place = divmod(index, self.pass_size)
+        return number * self.pass_size + _order(self.seed, number, self.pass_size)[place]
 
 
 @lru_cache(maxsize=4)
@@ -197,17 +349,40 @@ class Trace:
     def size(self) -> int | None:
         return len(self.rows)
 
+    @property
+    def units_per_token(self) -> float:
+        return 1.0
+
+    @property
+    def warmup_words(self) -> int | None:
+        return WARMUP_WORDS
+
     def session(self, index: int) -> Session:
-        row = self.rows[index % len(self.rows)]
-        return Session((Turn(" ".join(self._blocks(row)), row.output_len),))
+        number, place = divmod(index, len(self.rows))
+        row = self.rows[place]
+        key = f"block/{self.seed}/{number}"  # a second pass is not the first one again
+        text = " ".join(words(key, hash_id, length) for hash_id, length in self._blocks(row))
+        return Session((Turn(text, row.output_len),))
 
     def warmup(self, index: int) -> Session:
-        return _WARMUP.warmup(index)
+        return _warmup(self.seed, index)
 
-    def _blocks(self, row: TraceRow) -> Iterator[str]:
+    def parts(self, index: int) -> list[Part]:
+        number, place = divmod(index, len(self.rows))
+        return [((number, hash_id), n) for hash_id, n in self._blocks(self.rows[place])]
+
+    def _blocks(self, row: TraceRow) -> Iterator[tuple[int, int]]:
         for place, hash_id in enumerate(row.hash_ids):
-            length = min(self.block, row.input_len - place * self.block)
-            yield words(f"block/{self.seed}", hash_id, length)
+            yield hash_id, min(self.block, row.input_len - place * self.block)
+
+
+def fresh(dataset: Dataset, seed: int) -> Dataset:
+    """The same data with prompts that no other seed has: salted where they are given."""
+    if isinstance(dataset, Shuffled):
+        return replace(dataset, dataset=fresh(dataset.dataset, seed))
+    if isinstance(dataset, Synthetic | Prompts | Trace):
+        return replace(dataset, seed=seed)
+    raise TypeError(f"no fresh prompts of {type(dataset).__name__}")
 
 
 def read_trace(path: Path, speed: float = 1.0, seed: int = 0) -> Trace:

@@ -34,6 +34,7 @@ def read_endpoint(data: Json, path: Path) -> Round:
     if data.get("quick"):
         notices.append("a quick run, not a valid submission")
     notices += [n for raw in data["points"] if (n := _failures(raw))]
+    notices += [n for raw in data["points"] for n in _doubts(raw)]
     notices += all_warnings([p for p in data["points"] if p.get("audit")])
     events = path.parent / EVENTS
     if path.name == "summary.json" and events.is_file():
@@ -71,6 +72,7 @@ def _endpoint_point(raw: Json) -> Point:
             "requests": count,
             "input_tokens": per_request(raw.get("num_prompt_tokens"), count),
             "output_tokens": per_request(raw.get("num_output_tokens"), count),
+            "prefix_hits": _prefix_hits(raw),
         }
     )
     return point
@@ -80,6 +82,19 @@ def _failures(raw: Json) -> str:
     failed = raw.get("num_failed", 0)
     sent = failed + raw["num_completed"]
     return f"{failed} of {sent} requests failed at {raw['load']}" if failed else ""
+
+
+def _doubts(raw: Json) -> list[str]:
+    return [
+        f"{entry['count']} x {name} at {raw['load']}: {entry['first']}"
+        for name, entry in raw.get("doubts", {}).items()
+    ]
+
+
+def _prefix_hits(raw: Json) -> float | None:
+    """The share of prompt tokens, by whoever told it."""
+    share = (raw.get("prefix_hits") or {}).get("share")
+    return (raw.get("server") or {}).get("prefix_hit_rate") if share is None else share
 
 
 def _add_events(path: Path, data: Json, points: Sequence[Point]) -> list[str]:

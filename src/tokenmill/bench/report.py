@@ -76,7 +76,9 @@ def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Pa
         _error_section(report["points"]),
         *([_audit_section(report["points"])] if points else []),
         *html.facts_sections(
-            {"url": report["url"], "model": report["model"]} | facts["configuration"],
+            {"url": report["url"], "model": report["model"]}
+            | {f"prompts-{name}": value for name, value in report.get("prompts", {}).items()}
+            | facts["configuration"],
             facts,
             "The machine that sent the requests; the server may run elsewhere.",
         ),
@@ -150,7 +152,9 @@ def _notices(report: Report) -> list[Notice]:
             shown.append(f"and {len(warnings) - MAX_LINES} more in the client audit")
         found.append(Notice("warn", "The client may have been the limit, not the server", shown))
     if doubts := _by_class(points, "doubts"):
-        found.append(Notice("warn", "Answers whose token counts are in doubt", doubts))
+        found.append(Notice("warn", "What puts these figures in doubt", doubts))
+    if report.get("prompts", {}).get("same_at_every_point"):
+        found.append(Notice("warn", "The same prompts were sent at every point (--same-prompts)"))
     return found
 
 
@@ -322,7 +326,7 @@ def _error_section(points: Sequence[Report]) -> Section:
     blocks = []
     for key, title, none in (
         ("errors", "Failed requests", "No request failed."),
-        ("doubts", "Doubtful token counts", "The token counts of all answers are consistent."),
+        ("doubts", "Doubts", "Nothing puts these figures in doubt."),
     ):
         rows = error_table(points, key)
         if len(rows) == 1:

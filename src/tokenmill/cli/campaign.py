@@ -177,7 +177,7 @@ class Campaign:
         report = search_saturation(
             self._bench, Load(concurrency=1, duration_s=seconds), self._config
         )
-        return report | {"duration_s": seconds}
+        return report | {"duration_s": seconds, "doubts": self._bench.doubts_about_hits()}
 
     def _seconds(self, concurrency: int) -> float:
         """How long a point takes at least."""
@@ -210,6 +210,8 @@ class Campaign:
 
     def _reasons(self) -> list[str]:
         """Why what comes out is not a valid submission."""
+        from tokenmill.bench.prefix_hits import hit_sentences
+
         reasons = [
             "measured by tokenmill's client: the rules ask for the reference client of "
             "mlcommons/endpoints, unmodified",
@@ -222,9 +224,11 @@ class Campaign:
             reasons.append("synthetic prompts, not the benchmark's dataset")
         if self._config.tokenizer is None:
             reasons.append("tokens are the server's usage: the rules count with a tokenizer")
+        if self._config.same_prompts:
+            reasons.append("--same-prompts: a server's prefix cache may know the prompts")
         if self._bench.interrupted:
             reasons.append("interrupted before the last point")
-        return reasons
+        return reasons + hit_sentences(self._points)
 
     def _report(self, regions: Regions, search: Report | None) -> Report:
         curve = [
@@ -236,7 +240,8 @@ class Campaign:
         for point in self._points:
             point["region"] = regions.region_of(point["concurrency"])
             point["on_front"] = (point["tps_per_user"], point["system_tps"]) in front
-        return self._bench.report(self._points) | {
+        report = self._bench.report(self._points)
+        return report | {
             "benchmark": "campaign",
             "quick": self._quick,
             "valid_submission": False,
@@ -282,7 +287,7 @@ class Campaign:
             "samples_of_a_pass": self._pass_size,
             "whole_passes": not self._quick,
             "seeds_used": [] if self._is_synthetic else ["sample_index_rng_seed"],
-            "salt": False,
+            "prompts": report["prompts"],
             **{key: value for key, value in asdict(self._config).items() if key in _RUN_AS},
         }
         common = files.Campaign(
@@ -310,6 +315,7 @@ def print_report(report: Report) -> None:
     found = "" if source == "given" else ", found by a search"
     title = f"{report['model']} at {report['url']}, C_max {c_max}{found}"
     console.out.print(title + ("; interrupted" if report["interrupted"] else ""), markup=False)
+    console.out.print(endpoint.prompts_line(report["prompts"]), markup=False)
     if report["search"] is not None:
         print_saturation(report["search"])
     if points:

@@ -118,7 +118,8 @@ def _machines(one: Report) -> str:
 
 def _print_comparison(comparison: Report, threshold: float) -> None:
     first, second = comparison["baseline"], comparison["other"]
-    verdict = f"{second} against {first}: {comparison['verdict']}"
+    doubts = f": {', '.join(comparison['doubts'])}" if comparison["doubts"] else ""
+    verdict = f"{second} against {first}: {comparison['verdict']}{doubts}"
     console.out.print(f"\n[bold]{verdict}[/bold]")
     for name, texts in comparison["headline"].items():
         console.out.print(f"  {name}: {', '.join(texts)}", markup=False)

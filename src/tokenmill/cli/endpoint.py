@@ -13,7 +13,7 @@ from tokenmill.cli import console
 from tokenmill.cli.load import (
     INPUT_LEN,
     OUTPUT_LEN,
-    fresh,
+    PromptSource,
     make_dataset,
     make_loads,
     make_target,
@@ -37,6 +37,7 @@ from tokenmill.settings import (
     Settings,
     SettingsError,
 )
+from tokenmill.settings.kinds import count
 
 if TYPE_CHECKING:
     from tokenmill.bench.datasets import Dataset
@@ -51,6 +52,10 @@ def here(key: str, help: str) -> Setting:
     return replace(SETTINGS[key], help=help, owner=None, default=None)
 
 
+SEED = replace(
+    here("seed", "Seed of arrivals and prompts; drawn for each run and recorded if not given."),
+    kind=count(0),
+)
 PANELS = {
     "Endpoint": (
         here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
@@ -66,7 +71,7 @@ PANELS = {
         here("input-len", "Prompt tokens (128), about: a token is a short word."),
         here("output-len", "Output tokens (64, or what the data say)."),
         *ENDPOINT_DATA,
-        here("bench-seed", "Seed of arrivals and prompts."),
+        SEED,
     ),
     "Report": (*ENDPOINT_REPORT, SETTINGS["json-only"]),
 }
@@ -84,7 +89,9 @@ def endpoint(settings: Settings) -> None:
 
     Requests are stamped at the socket; token counts come from the server's
     usage and are checked. Every report says what the client itself could do,
-    and warns where the client was the limit. Ctrl-C reports what has finished.
+    and warns where the client was the limit. Every run and every point sends
+    prompts of its own, so that no prefix cache knows them; --seed repeats a
+    run's. Ctrl-C reports what has finished.
 
     tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --concurrency 1,4,16
     tokenmill bench endpoint --url URL --rate 4 --duration 60 --goodput ttft:500,tpot:50
@@ -157,9 +164,11 @@ class EndpointBench:
         if config.gpus and config.price_per_gpu_hour is not None:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
         self.folder = result_folder(config.output_dir) if config.output_dir else None
-        self._dataset = dataset or make_dataset(settings, config)
-        self._loads = make_loads(config, self._dataset, settings.get("bench-seed") or 0)
         self._count = token_counter(config.tokenizer)
+        dataset = dataset or make_dataset(settings, config)
+        self._prompts = PromptSource.of(settings, config, dataset, self._count)
+        self._loads = make_loads(config, dataset, self._prompts.seed)
+        self._settings["seed"] = self._prompts.seed
         self.target = make_target(settings, config)
         self._by_rate = bool(config.rate) or "arrival" in settings
         self._scraper = None
@@ -181,13 +190,18 @@ class EndpointBench:
                     break
         if self._config.audit and not self.interrupted:
             self.add_floor(self._points)
+        report = self.report(self._points)
         if saturation is None:
-            return self.report(self._points)
+            return report
         note_client(saturation, self._points)
-        return self.report(self._points) | {"saturation": saturation}
+        saturation["doubts"] = self.doubts_about_hits()
+        return report | {"saturation": saturation}
 
     def report(self, points: list[Report]) -> Report:
         """What the JSON line has around the points."""
+        from tokenmill.bench.prefix_hits import note_differences
+
+        note_differences(points)
         target, scraper = self.target, self._scraper
         return {
             "benchmark": "endpoint",
@@ -197,10 +211,18 @@ class EndpointBench:
             "stream": target.stream,
             "interrupted": self.interrupted,
             "server_metrics": scraper and {"url": scraper.url, "fault": scraper.fault},
+            "prompts": self._prompts.report(),
             "points": points,
             "config": asdict(self._config),
             "settings": self._settings,
         }
+
+    def doubts_about_hits(self) -> list[str]:
+        """Points, of a search too, that a prefix cache may have flattered."""
+        from tokenmill.bench.prefix_hits import hit_sentences, note_differences
+
+        note_differences(self._points)
+        return hit_sentences(self._points)
 
     def write(self, report: Report) -> None:
         """The files of the result, where a folder is given."""
@@ -246,7 +268,7 @@ class EndpointBench:
             run = bench.run_load(
                 self.target,
                 load,
-                fresh(self._dataset, len(self._runs)),
+                self._prompts.point(len(self._runs)),
                 min(num_processes, load.concurrency or num_processes),
                 self._config.warmup_requests,
                 watch,
@@ -281,6 +303,7 @@ class EndpointBench:
     def _summarize(self, run: Run, readings: list[dict[str, float]]) -> Report:
         from tokenmill.bench.audit import audit
         from tokenmill.bench.events import rounded, summarize_point
+        from tokenmill.bench.prefix_hits import hit_doubts, prefix_hits
         from tokenmill.bench.scrape import server_doubts, server_report
 
         stream = self.target.stream
@@ -290,12 +313,17 @@ class EndpointBench:
         if readings:
             point["server"] = rounded(server_report(readings))
             point["doubts"] |= server_doubts(point["server"], point, run.records)
+        dataset = self._prompts.point(len(self._runs) - 1)
+        by_server = point.get("server", {}).get("prefix_hit_rate")
+        hits = prefix_hits(dataset, run.records, run.warmup, by_server)
+        point["prefix_hits"] = rounded(hits)
+        point["doubts"] |= hit_doubts(hits)
         return point | {"audit": audit(run, point, None, stream)}
 
 
 def other_settings(settings: Settings, config: EndpointConfig) -> Report:
     """What shapes the requests beside `config`: what was given, and defaults that hold."""
-    held: Report = {"bench-seed": 0, "ignore-eos": True}
+    held: Report = {"ignore-eos": True}
     if not (config.prompts or config.trace or "lengths" in settings):
         held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
     given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
@@ -310,6 +338,7 @@ def print_report(report: Report) -> None:
     streamed = "streamed" if report["stream"] else "not streamed"
     state = "; interrupted, so of what had finished" if report["interrupted"] else ""
     console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
+    console.out.print(prompts_line(report["prompts"]), markup=False)
     console.print_table(points_table(points))
     if len(points) == 1 and points[0]["num_completed"]:
         console.out.print()
@@ -317,6 +346,15 @@ def print_report(report: Report) -> None:
     print_points(points)
     if "saturation" in report:
         print_saturation(report["saturation"])
+
+
+def prompts_line(prompts: Report) -> str:
+    """Which prompts were sent, in a sentence."""
+    seed = f"seed {prompts['seed']}" + (" (drawn)" if prompts["seed_drawn"] else "")
+    if prompts["same_at_every_point"]:
+        return f"prompts: the same at every point (--same-prompts), {seed}"
+    salt = f"; salt: {prompts['salt']}" if prompts["salt"] else ""
+    return f"prompts: fresh at every point, {seed}{salt}"
 
 
 def print_points(points: Sequence[Report]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from tokenmill.bench.wire import Target
 
 Report = dict[str, Any]
+Count = Callable[[str], int]
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 16, 100
 INPUT_LEN, OUTPUT_LEN = 128, 64
 SATURATION_S = 15.0  # of a point of --saturate where nothing bounds it
 UNIFORM_ROWS = 1024
 POINT_SEED = 1_000_003  # between the seeds of two points
+SEEDS = 2**31  # that are drawn from
 MODELS_TIMEOUT_S = 10.0
 
 
@@ -65,9 +68,9 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
     """The data that the flags ask for."""
     from tokenmill.bench.datasets import Synthetic, read_prompts, read_trace
 
-    seed, output_len = settings.get("bench-seed") or 0, settings.values.get("output-len")
+    output_len = settings.values.get("output-len")
     if config.trace is not None:
-        return read_trace(Path(config.trace).expanduser(), config.trace_speed, seed)
+        return read_trace(Path(config.trace).expanduser(), config.trace_speed)
     if config.prompts is not None:
         return read_prompts(Path(config.prompts).expanduser(), output_len)
     lengths: tuple[tuple[int, int], ...]
@@ -76,16 +79,64 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
         rows = UNIFORM_ROWS if source.startswith("uniform:") else None
         wanted = BenchConfig(lengths=source, num_prompts=rows, output_len=output_len)
         lengths = make_cells(wanted)[0].lengths
-    return Synthetic(lengths, seed, config.turns, config.shared_prefix, config.num_prefixes)
+    return Synthetic(lengths, 0, config.turns, config.shared_prefix, config.num_prefixes)
 
 
-def fresh(dataset: Dataset, point: int) -> Dataset:
-    """Synthetic prompts of their own for every point: the one before has filled the caches."""
-    from tokenmill.bench.datasets import Synthetic
+@dataclass(slots=True)
+class PromptSource:
+    """The data of one point after another; a point before has filled the server's cache."""
 
-    if not isinstance(dataset, Synthetic):
-        return dataset
-    return replace(dataset, seed=dataset.seed + POINT_SEED * point)
+    dataset: Dataset
+    seed: int
+    is_drawn: bool  # the seed, for this run alone
+    same: bool  # at every point, and given prompts as they are
+    salt: str = ""  # what is changed in given prompts
+
+    @classmethod
+    def of(
+        cls, settings: Settings, config: EndpointConfig, dataset: Dataset, count: Count | None
+    ) -> PromptSource:
+        """With the seed given, or one that is drawn."""
+        given = settings.values.get("seed")
+        seed = secrets.randbelow(SEEDS) if given is None else given
+        source = cls(dataset, seed, given is None, config.same_prompts)
+        if config.prompts is not None and not source.same:
+            source._salt(count)
+        return source
+
+    def _salt(self, count: Count | None) -> None:
+        """Find out where salts go, and say it."""
+        from tokenmill.bench.datasets import SALT_WORDS, Prompts, Shuffled, find_cuts
+
+        prompts = self.dataset.dataset if isinstance(self.dataset, Shuffled) else self.dataset
+        assert isinstance(prompts, Prompts)
+        self.salt = f"{SALT_WORDS} words before each prompt, about as many tokens"
+        cuts = find_cuts(prompts.turns, count) if count else ()
+        if not cuts:
+            return
+        longer = sum(not cut.num_chars for cut in cuts)
+        self.salt = "words in the place of a prompt's first ones, no token more or less"
+        if longer:
+            self.salt += f"; {SALT_WORDS} words before {longer} of {len(cuts)} prompts"
+        prompts, outer = replace(prompts, cuts=cuts), self.dataset
+        self.dataset = replace(outer, dataset=prompts) if isinstance(outer, Shuffled) else prompts
+
+    def point(self, number: int) -> Dataset:
+        """The data of the point with this number."""
+        from tokenmill.bench.datasets import Prompts, Shuffled, fresh
+
+        if self.same and isinstance(self.dataset, Prompts | Shuffled):
+            return self.dataset
+        return fresh(self.dataset, self.seed + (0 if self.same else POINT_SEED * number))
+
+    def report(self) -> Report:
+        """For the JSON line."""
+        return {
+            "seed": self.seed,
+            "seed_drawn": self.is_drawn,
+            "same_at_every_point": self.same,
+            "salt": self.salt or None,
+        }
 
 
 def make_target(settings: Settings, config: EndpointConfig) -> Target:
@@ -136,7 +187,7 @@ def first_model(url: str, api_key: str | None) -> str:
         ) from None
 
 
-def token_counter(name: str | None) -> Callable[[str], int] | None:
+def token_counter(name: str | None) -> Count | None:
     """Counts the tokens of a text as the model's tokenizer does."""
     if name is None:
         return None

@@ -124,6 +124,8 @@ def print_saturation(report: Report) -> None:
         what = "the knee of throughput"
     shown = "nothing" if found is None else f"{found:g} {unit}"
     console.out.print(f"saturation: {shown} ({what}); {report['stopped']}", markup=False)
+    for doubt in report.get("doubts", ()):
+        console.out.print(f"warning: {doubt}", markup=False)
     if report["client_limited"]:
         text = "warning: the client may have been the limit there: the server may bear more"
         console.out.print(text, markup=False)

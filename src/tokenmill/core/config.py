@@ -213,6 +213,7 @@ class EndpointConfig:
     turns: int = 1
     shared_prefix: int = 0
     num_prefixes: int = 1
+    same_prompts: bool = False  # at every point, and given prompts without a salt
     tokenizer: str | None = None
     goodput: tuple[str, ...] = ()
     gpus: int | None = None

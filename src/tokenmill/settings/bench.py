@@ -159,6 +159,12 @@ ENDPOINT_DATA = (
     of(EndpointConfig, "turns", count(1), "Turns of a conversation; 1: single requests."),
     of(EndpointConfig, "shared-prefix", count(0), "Tokens that prompts have in common."),
     of(EndpointConfig, "num-prefixes", count(1), "Different shared prefixes."),
+    of(
+        EndpointConfig,
+        "same-prompts",
+        SWITCH,
+        "Send the same prompts at every point, and those of --prompts without a salt.",
+    ),
     of(EndpointConfig, "tokenizer", TEXT, "Model whose tokenizer checks the server's counts."),
 )
 ENDPOINT_REPORT = (
