@@ -169,6 +169,8 @@ def test_padding_ends_with_the_context(tiny: Model) -> None:
     plain = build(folder, "fp32", **options)
     padded = build(folder, "fp32", mtp=3, draft=head, **options)
     padded.engine._runner.add_draft_graphs(4, 3)
+    for graphs in padded.engine._runner.draft_graphs.values():
+        graphs.sizes = [4]  # the other rows are nobody's
     padded.engine._runner.add_prompt_graphs(3)
     expected, answers = (complete(b.engine, prompts()[:4], endless) for b in (plain, padded))
     assert facts(answers) == facts(expected)

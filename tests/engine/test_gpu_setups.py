@@ -8,7 +8,7 @@ import torch
 
 from driver import complete
 from gpu.setups import SETUPS, Checkpoints
-from tokenmill.core.config import ExecutionConfig
+from tokenmill.core.config import GIB, ExecutionConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.choices import set_mode, settle
 
@@ -33,6 +33,7 @@ def test_a_gpu_would_take_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (138 * GIB, 140 * GIB))
     asked = SETUPS[name].configs(checkpoints, "cuda")
     chosen = settle(asked)
     assert chosen.model.device == "cuda" and chosen.model.dtype == SETUPS[name].dtype

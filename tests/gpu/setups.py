@@ -142,6 +142,7 @@ QWEN3 = {
     "kv-fp8": EngineSetup("qwen3", kv_dtype="fp8"),
     "fp8-kv-fp8": EngineSetup("qwen3", dtype="fp8", kv_dtype="fp8"),
     "invariant": EngineSetup("qwen3", INVARIANT),
+    "invariant-plain": EngineSetup("qwen3", replace(PLAIN, batch_invariant=True)),
     "invariant-fp8": EngineSetup("qwen3", INVARIANT, dtype="fp8"),
 }
 

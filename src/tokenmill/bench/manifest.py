@@ -15,12 +15,12 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import tokenmill
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.versions import package_version
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -77,8 +77,8 @@ def software() -> dict[str, str]:
         "system": platform.platform(),
     }
     for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
+        if version := package_version(name):
+            found[name] = version
     return found
 
 

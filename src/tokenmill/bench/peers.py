@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 from tokenmill.bench.throughput import CellRun
 from tokenmill.bench.workload import BenchError, Cell, Prompts
+from tokenmill.core.versions import package_version
 
 LOAD_TIMEOUT_S = 600
 RUN_TIMEOUT_S = 900
@@ -139,7 +139,7 @@ def start_peers(model: Path, num_threads: int, skip: Iterable[str] = ()) -> Line
 
 
 def _start(peer: Peer, model: Path, num_threads: int, lineup: Lineup) -> None:
-    lineup.versions[peer.name] = importlib.metadata.version(peer.package)
+    lineup.versions[peer.name] = package_version(peer.package) or "unknown"
     try:
         lineup.running.append(PeerProcess(peer.name, model, num_threads))
     except BenchError as error:

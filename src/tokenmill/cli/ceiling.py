@@ -6,15 +6,14 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from tokenmill.bench.manifest import cpu_name
 from tokenmill.bench.roofline import Machine
 from tokenmill.core.spec import ModelSpec
+from tokenmill.core.versions import package_version
 from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
 
@@ -34,8 +33,8 @@ def measure_machine(spec: ModelSpec, num_threads: int, device: str) -> Machine:
 
 def _software() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    with suppress(PackageNotFoundError):
-        versions["triton"] = version("triton")
+    if triton := package_version("triton"):
+        versions["triton"] = triton
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     return versions

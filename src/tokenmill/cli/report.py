@@ -44,6 +44,7 @@ def throughput_report(
         "device": built.device,
         "num_threads": machine.num_threads,
         "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": built.max_num_batched_tokens,
         "kv_tokens": setup.kv_tokens,
         "weight_mib": round(built.weight_bytes / 2**20, 1),
         "machine": {
@@ -58,6 +59,8 @@ def throughput_report(
     if stats.num_drafted:
         shares = acceptance(stats.num_drafted, stats.num_accepted)
         report["mtp"] = {"acceptance": shares, "num_relaxed": stats.num_relaxed}
+    if built.runner.graphs is not None:
+        report["cuda_graphs"] = built.runner.graphs.report.as_json()
     if lineup:
         rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
         absent = lineup.absent | measured.failures

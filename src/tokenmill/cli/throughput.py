@@ -47,7 +47,6 @@ PANELS = {
     "Execution": EXECUTION,
     "Ranks": PARALLEL,
 }
-GPU_MAX_NUM_SEQS = 1024  # of a workload, unless given
 SHAPES = Path(bench.__file__).parent / "shapes"
 NOT_WITH_LENGTHS = ("cell", "input-len", "bench-seed", "peers", "skip-peer")
 
@@ -97,6 +96,8 @@ def throughput(settings: Settings) -> None:
         machine = machine.times(parallel.num_ranks)
     report = throughput_report(cells, measured, machine, built, setup, lineup) | peaks
     report |= ranks_report(parallel)
+    for warning in report.get("cuda_graphs", {}).get("warnings", []):
+        console.note(f"warning: {warning}")
     if not settings.get("json-only"):
         print_throughput(cells, report)
     console.print_json(report)
@@ -140,7 +141,7 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
 
         model = replace(settings.build(ModelConfig), model=str(path))
         device = choose_device(model)
-        limits = _limits(settings, config, cells, device)
+        limits = _limits(settings, cells)
         cache = _cache(settings, config, cells, limits, device)
         execution, parallel = settings.build(ExecutionConfig), settings.build(ParallelConfig)
         built = build_engine(
@@ -157,17 +158,14 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
     return built, Setup(
         dtype=built.dtype,
         kv_dtype=built.kv_dtype,
-        max_num_seqs=num_caches * limits.max_num_seqs,
+        max_num_seqs=num_caches * built.max_num_seqs,
         kv_tokens=num_caches * built.num_blocks * built.block_size,
     )
 
 
-def _limits(
-    settings: Settings, config: BenchConfig, cells: list[Cell], device: str
-) -> SchedulerConfig:
-    """Room for all requests to wait; a workload on a GPU runs more of them at once."""
-    more = {"max_num_seqs": GPU_MAX_NUM_SEQS} if config.lengths and device == "cuda" else {}
-    limits = settings.build(SchedulerConfig, **more)
+def _limits(settings: Settings, cells: list[Cell]) -> SchedulerConfig:
+    """Room for all requests to wait."""
+    limits = settings.build(SchedulerConfig)
     num_prompts = max(cell.num_prompts for cell in cells)
     return replace(limits, max_waiting=max(limits.max_waiting, num_prompts))
 
@@ -184,7 +182,7 @@ def _cache(
     if device == "cuda" or "kv-cache-memory" in settings or "kv-cache-share" in settings:
         return cache
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
-    return replace(cache, num_blocks=num_blocks(cells, block_size, limits.max_num_seqs))
+    return replace(cache, num_blocks=num_blocks(cells, block_size, limits.num_seqs))
 
 
 def num_blocks(cells: list[Cell], block_size: int, max_num_seqs: int) -> int:

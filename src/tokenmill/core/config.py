@@ -10,8 +10,7 @@ from tokenmill.core.kv import LEASE_S
 GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
-DEFAULT_BUDGET, GPU_BUDGET = 512, 4096  # tokens of a step
-EXPERTS_GPU_BUDGET = 8192  # where each expert gets a share of them
+DEFAULT_BUDGET, DEFAULT_NUM_SEQS = 512, 256  # tokens and requests of a step, where nothing says
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,17 @@ class CacheConfig:
 class SchedulerConfig:
     """One token budget per step and the limits around it."""
 
-    max_num_batched_tokens: int | None = None  # None: 512 on CPU, 4096 on a GPU
-    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None  # None: 512 on CPU, else from model and GPU
+    max_num_seqs: int | None = None  # None: 256 on CPU, else what the GPU has KV for
     max_waiting: int = 1024  # a longer queue answers REJECT
     max_model_len: int = 8192
     chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "priority"
+
+    @property
+    def num_seqs(self) -> int:
+        """The limit in force."""
+        return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class ExecutionConfig:
     overlap: bool | None = None  # prepare a step while the last one runs; None: on a GPU
     batch_invariant: bool = False  # bitwise the same answer whatever a request is batched with
     graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
+    graph_capture_s: float = 30.0  # and how long their capture may last
     mtp: int = 0  # most tokens that a step drafts for the next one
     mtp_adaptive: bool = True  # fewer, or none, where drafts cost more than they give
     mtp_relaxed: str | None = None  # TOP:DELTA: also likely drafts are taken, outputs are not exact

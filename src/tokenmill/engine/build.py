@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +24,13 @@ from tokenmill.core.config import (
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
-from tokenmill.engine.choices import available_bytes, set_mode, set_num_threads, settle
+from tokenmill.engine.capture import CaptureLimits
+from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads, settle
 from tokenmill.engine.crew import Crew
 from tokenmill.engine.draft_graphs import MAX_SIZE
 from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.grammar import GrammarBackend
-from tokenmill.engine.graphs import ladder
 from tokenmill.engine.kv_link import KVLink
 from tokenmill.engine.kv_ranks import CrewLink
 from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, OwnEngine
@@ -41,6 +42,7 @@ from tokenmill.engine.rebalance import Rebalancer
 from tokenmill.engine.relaxed import Relaxed
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.setup import Setup
+from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
 from tokenmill.models.decoder import Decoder
@@ -63,7 +65,6 @@ from tokenmill.sched.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger(__name__)
-_KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 
 
@@ -79,6 +80,8 @@ class BuiltEngine:
     kv_dtype: str
     device: str
     max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     num_blocks: int  # of each rank, where ranks have requests of their own
     block_size: int
     weight_bytes: int  # of this rank
@@ -139,6 +142,8 @@ def build_engine(
         kv_dtype=setup.cache.dtype,
         device=setup.model.device,
         max_model_len=setup.scheduler.max_model_len,
+        max_num_seqs=setup.scheduler.num_seqs,
+        max_num_batched_tokens=setup.scheduler.max_num_batched_tokens or 0,
         num_blocks=part.num_blocks,
         block_size=setup.cache.block_size,
         weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
@@ -172,7 +177,7 @@ def load_part(
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
-    block_bytes = cached.kv_bytes_per_token(_KV_BYTES[cache.dtype]) * cache.block_size
+    block_bytes = cached.kv_bytes_per_token(KV_BYTES[cache.dtype]) * cache.block_size
     num_blocks = agree(_num_blocks(cache, cache.block_size, block_bytes, device, reserve))
     # The block that padded rows of a CUDA graph write to, and drafts that have no place.
     spare = int(device == "cuda" or drafts)
@@ -196,16 +201,19 @@ def make_engine(
     on_gpu, block_size = setup.model.device == "cuda", cache.block_size
     assert block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
-    num_slots, max_len = 2 * scheduler.max_num_seqs, scheduler.max_model_len
+    num_slots, max_len = 2 * scheduler.num_seqs, scheduler.max_model_len
     runner = ModelRunner(
         network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution)
     )
     if part.narrow:
         quantize(runner)
-    runner.warm_up(sampling=grammar_vocab is not None)  # a benchmark has no tokenizer
+    _warm_up(runner, setup, part.num_blocks, grammar_vocab is not None)
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
-        memory, depth = execution.graph_memory_bytes, execution.mtp
-        runner.capture(scheduler.max_num_seqs, memory, capture_progress, depth)
+        limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
+        report = runner.capture(scheduler.num_seqs, limits, capture_progress, execution.mtp)
+        _log.info("%s", report.describe())
+        for warning in report.warnings():
+            _log.warning("%s", warning)
         # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
         # blocks it may write.
         runner.runs_ahead = part.link is None and network is part.network
@@ -225,6 +233,17 @@ def make_engine(
         drafting=_drafting(execution),
     )
     return engine, runner
+
+
+def _warm_up(runner: ModelRunner, setup: Setup, num_blocks: int, sampling: bool) -> None:
+    """Run what first requests will meet; a benchmark has no tokenizer, and samples nothing."""
+    begin, scheduler, steps = time.monotonic(), setup.scheduler, FEW
+    if setup.model.device == "cuda":
+        num_tokens = min(scheduler.max_model_len, num_blocks * runner.block_size)
+        budget = scheduler.max_num_batched_tokens or num_tokens
+        steps = warm_up_steps(budget, scheduler.num_seqs, num_tokens)
+    runner.warm_up(steps, sampling)
+    _log.info("warmed up the kernels in %.1f s", time.monotonic() - begin)
 
 
 def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None:
@@ -250,7 +269,7 @@ def _lead(
         engine, runner = make_engine(setup, part, own, grammar_vocab)
         ours = OwnEngine(engine, own, rebalancer)
         caches = RankCaches(crew.size, runner.block_size)
-        places, policy = setup.scheduler.max_num_seqs, _context_policy(setup)
+        places, policy = setup.scheduler.num_seqs, _context_policy(setup)
         return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
     shared = SharedModel(part.network, crew, rebalancer)
     if isinstance(part.link, KVLink):
@@ -267,7 +286,7 @@ def _context_policy(setup: Setup) -> ContextPolicy:
     if not parallel.timeout_iters:
         return NeverHold()
     return ContextBalancer(
-        setup.scheduler.max_num_seqs, parallel.timeout_iters, parallel.batching_wait_iters
+        setup.scheduler.num_seqs, parallel.timeout_iters, parallel.batching_wait_iters
     )
 
 
@@ -381,20 +400,19 @@ def _reserve(
     if spec.mla is not None:
         widest += 2 * spec.num_heads * spec.mla.kv_rank
     activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
-    logits = scheduler.max_num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
+    logits = scheduler.num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
     return (
         2**30
         + 2 * activations
         + logits
         + execution.graph_memory_bytes
-        + _draft_bytes(spec, execution.mtp, scheduler.max_num_seqs)
+        + _draft_bytes(spec, execution.mtp, scheduler.num_seqs)
     )
 
 
 def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
-    """The logits that captured steps with drafts keep, a row for each draft and one more."""
-    num_seqs = sum(ladder(min(max_num_seqs, MAX_SIZE)))
-    return sum(range(2, depth + 2)) * num_seqs * spec.vocab_size * 2
+    """The logits of steps with drafts: in graphs and out of them a row for each draft, one more."""
+    return 2 * (depth + 1) * min(max_num_seqs, MAX_SIZE) * spec.vocab_size * 2 if depth else 0
 
 
 def _num_blocks(

@@ -14,10 +14,7 @@ import torch
 
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
-    DEFAULT_BUDGET,
-    EXPERTS_GPU_BUDGET,
     GPU_BLOCK_SIZE,
-    GPU_BUDGET,
     GPU_MEMORY_SHARE,
     MEMORY_SHARE,
     CacheConfig,
@@ -27,6 +24,7 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
 from tokenmill.engine.setup import Setup
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
@@ -36,6 +34,7 @@ from tokenmill.models.store import resolve
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.parallel import Ranks
 
+KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 KVType = Literal["fp32", "bf16", "fp8"]
 _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
@@ -67,14 +66,15 @@ def settle(asked: Setup) -> Setup:
     share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
     if device == "cpu":
         share /= size  # ranks share a machine's memory
-    return Setup(
+    chosen = Setup(
         replace(model, model=str(path), dtype=dtype, device=device, num_threads=num_threads),
         replace(cache, block_size=block_size, dtype=kv_dtype, memory_share=share),
-        _limits(asked.scheduler, spec, device, max_len),
+        asked.scheduler,
         # A step of several ranks needs the host to know how many rows travel.
         replace(execution, cuda_graphs=execution.cuda_graphs and size == 1),
         parallel,
     )
+    return replace(chosen, scheduler=_limits(chosen, spec, max_len))
 
 
 def set_mode(execution: ExecutionConfig) -> None:
@@ -92,17 +92,31 @@ def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
             raise ModelLoadError(f"--{name} {value} needs --mtp N, the tokens to draft in a step")
 
 
-def _limits(
-    scheduler: SchedulerConfig, spec: ModelSpec, device: str, max_len: int
-) -> SchedulerConfig:
-    """Fill what was left to the device and the model."""
-    on_gpu = EXPERTS_GPU_BUDGET if spec.moe else GPU_BUDGET
-    budget = on_gpu if device == "cuda" else DEFAULT_BUDGET
+def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
+    """Fill what was left to the device and the model; the other choices are made."""
+    scheduler, on_gpu = setup.scheduler, setup.model.device == "cuda"
+    free, total = torch.cuda.mem_get_info() if on_gpu else (0, None)
+    num_seqs = scheduler.num_seqs
+    if scheduler.max_num_seqs is None and on_gpu and setup.cache.num_blocks is None:
+        num_seqs = choose_num_seqs(_room(setup, spec, free), max_len)
     return replace(
         scheduler,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or budget,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or choose_budget(spec, total),
+        max_num_seqs=num_seqs,
         max_model_len=max_len,
     )
+
+
+def _room(setup: Setup, spec: ModelSpec, free: int) -> Room:
+    """What one rank has on its GPU before anything is loaded."""
+    cache, parallel = setup.cache, setup.parallel
+    assert cache.memory_share is not None
+    per_token = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // parallel.tp
+    if cache.memory_bytes is not None:
+        return Room(cache.memory_bytes, 0, per_token)
+    width = 1 if setup.model.dtype == "fp8" else 2
+    weights = spec.weight_bytes(width) // parallel.num_ranks
+    return Room(int(free * cache.memory_share), weights, per_token)
 
 
 def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:

@@ -7,12 +7,13 @@ the next drafts. Between them the sampler runs, unless the likeliest tokens are 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tokenmill.engine.graphs import ladder
+from tokenmill.engine.capture import Job, jobs_for, unowned
+from tokenmill.engine.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.attention import AttentionBatch
@@ -27,7 +28,7 @@ MAX_SIZE = 64  # sequences of the largest graph: larger batches are better off w
 class Verified:
     """What a step knows of its rows, depth + 1 for each sequence; the same tensors every time."""
 
-    logits: torch.Tensor  # [rows, vocab]
+    logits: torch.Tensor  # [rows, vocab]; of a graph: until the next replay of any other
     token_ids: torch.Tensor  # int32 [rows]: the input
     states: torch.Tensor  # [rows, hidden], normed
     batch: AttentionBatch
@@ -58,7 +59,7 @@ class DraftGraphs:
         self.model, self.layers, self.proposer, self.depth = model, layers, proposer, depth
         self.builder = proposer.builder
         device = self.builder.device
-        self.sizes = ladder(min(max_size, MAX_SIZE))
+        self.sizes = graph_sizes(min(max_size, MAX_SIZE))
         self.stride = self.sizes[-1] + -self.sizes[-1] % 4
         self.inputs = torch.zeros((depth + 5) * self.stride, dtype=torch.int32, device=device)
         ids = self.inputs[: (depth + 1) * self.stride]
@@ -66,18 +67,28 @@ class DraftGraphs:
         self.columns[1] = self.builder.tables.pad_row
         self.tokens = torch.zeros(self.sizes[-1], depth + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, Captured] = {}
+        self._captured: list[int] = []
 
-    def capture(self, pool: Any) -> None:
-        """Capture every size, the largest first: the others fit in its memory."""
-        for size in reversed(self.sizes):
-            self._draft(size, self._verify(size))  # compiles kernels, which capture must not
-            torch.cuda.synchronize()
-            verify, draft = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(verify, pool=pool):
-                verified = self._verify(size)
-            with torch.cuda.graph(draft, pool=pool):
-                drafted = self._draft(size, verified)
-            self._graphs[size] = Captured(verify, verified, draft, drafted)
+    def jobs(self, pool: Any) -> list[Job]:
+        """What captures the sizes."""
+        return jobs_for(self.sizes, lambda size: self._capture(size, pool))
+
+    def _capture(self, size: int, pool: Any) -> None:
+        self._draft(size, self._verify(size))  # compiles kernels, which capture must not
+        torch.cuda.synchronize()
+        verify, draft = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(verify, pool=pool):
+            verified = self._verify(size)
+        with torch.cuda.graph(draft, pool=pool):
+            drafted = self._draft(size, verified)
+        verified = replace(verified, logits=unowned(verified.logits))
+        self._graphs[size] = Captured(verify, verified, draft, drafted)
+        self._captured = sorted(self._graphs)
+
+    def _size(self, count: int) -> int:
+        """A captured size that suits the batch, else the next one, operation by operation."""
+        captured = graph_for(self._captured, count)
+        return captured or self.sizes[bisect_left(self.sizes, count)]
 
     def takes(self, items: list[Item]) -> bool:
         """True for a step of single tokens with at most `depth` drafts each, all before the end."""
@@ -94,7 +105,7 @@ class DraftGraphs:
     def verify(self, items: list[Item]) -> Verified:
         """The rows of a step, those of items one after the other; `tokens` gets the likeliest."""
         count, depth = len(items), self.depth
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self._size(count)
         host = self.builder.staging.buffer(self.inputs.numel())
         image = host.numpy()
         ids = image[: (depth + 1) * self.stride].reshape(-1, depth + 1)
@@ -125,7 +136,7 @@ class DraftGraphs:
 
     def verify_next(self, count: int) -> Verified:
         """The rows of the step that the last one has left in the input buffer."""
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self._size(count)
         captured = self._graphs.get(size)
         if captured is None:
             return self._verify(size)
@@ -134,7 +145,7 @@ class DraftGraphs:
 
     def draft(self, count: int, verified: Verified) -> torch.Tensor:
         """int32 [count, 2 depth + 1]: the tokens of every row, and the next drafts."""
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self._size(count)
         captured = self._graphs.get(size)
         if captured is None:
             return self._draft(size, verified)[:count]

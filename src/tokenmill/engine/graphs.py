@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tokenmill.engine.capture import CaptureReport, Job, jobs_for, unowned
+from tokenmill.engine.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, newest_token
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.kernels.attention import AttentionBatch, place_tokens
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Sequence
-
-Progress = Callable[[int, int], None]
-_log = logging.getLogger(__name__)
-
-
-def ladder(max_size: int) -> list[int]:
-    """Batch sizes that get a graph: dense, since a batch is padded up to the next one."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_size + 16, 16)]
-    return [size for size in sizes if size < max_size] + [max_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +30,7 @@ class Decoded:
     """The tensors of a decode step; a graph writes the same ones every time."""
 
     token_ids: torch.Tensor  # int32 [size], the input
-    logits: torch.Tensor  # [size, vocab]
+    logits: torch.Tensor  # [size, vocab]; of a graph: until the next replay of any
     best: torch.Tensor  # int32 [size]: the largest logit's token
     slots: torch.Tensor  # int32 [size]
 
@@ -62,36 +52,31 @@ class DecodeGraphs:
         sizes: list[int] | None = None,
     ) -> None:
         self.model, self.kv_cache, self.builder = model, kv_cache, builder
-        self.sizes = sizes or ladder(max_size)
+        self.sizes, self.max_size = sizes or graph_sizes(max_size), max_size
+        self.report = CaptureReport()
         self.stride = max_size + -max_size % 4
         self.inputs = torch.zeros(3, self.stride, dtype=torch.int32, device=builder.device)
         self.inputs[2] = builder.tables.pad_row
         self._graphs: dict[int, Captured] = {}
 
-    def capture(self, budget_bytes: int, progress: Progress | None = None) -> None:
-        """Capture every size, the largest first: the others fit in its memory."""
-        pool, before = torch.cuda.graph_pool_handle(), torch.cuda.memory_reserved()
-        for index, size in enumerate(reversed(self.sizes)):
-            self._graphs[size] = self._capture(size, pool)
-            if progress is not None:
-                progress(index + 1, len(self.sizes))
-            taken = torch.cuda.memory_reserved() - before
-            if taken > budget_bytes and index + 1 < len(self.sizes):
-                _log.warning(
-                    "CUDA graphs take %.1f GiB of %.1f: batches below %d are padded to it",
-                    taken / 2**30, budget_bytes / 2**30, size,
-                )  # fmt: skip
-                break
-        self.sizes = sorted(self._graphs)
+    def jobs(self, pool: Any) -> list[Job]:
+        """What captures the sizes."""
+        return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
-    def _capture(self, size: int, pool: Any) -> Captured:
+    def start(self, report: CaptureReport) -> None:
+        """Use what was captured, and count in the report how."""
+        self.sizes = report.decode_sizes = sorted(self._graphs)
+        self.report, report.max_size = report, self.max_size
+
+    def _capture(self, size: int, pool: Any) -> None:
         batch = self._attention(size)
         self._decode(size, batch)  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             decoded = self._decode(size, batch)
-        return Captured(graph, batch, decoded)
+        decoded = replace(decoded, logits=unowned(decoded.logits))
+        self._graphs[size] = Captured(graph, batch, decoded)
 
     def _attention(self, size: int) -> AttentionBatch:
         """Views of the input buffer; the tiles of single queries are the same in every step."""
@@ -120,11 +105,12 @@ class DecodeGraphs:
         return Decoded(ids, logits, best, slots)
 
     def run(self, seqs: list[Sequence]) -> Decoded | None:
-        """The step's tensors, valid until the next run; None when no graph is large enough."""
+        """The step's tensors, valid until the next run; None when no graph suits the batch."""
         count = len(seqs)
-        if count > self.sizes[-1]:
+        size = graph_for(self.sizes, count)
+        self.report.count(count, size)
+        if size is None:
             return None
-        size = self.sizes[bisect_left(self.sizes, count)]
         host = self.builder.staging.buffer(3 * self.stride)
         image = host.numpy().reshape(3, self.stride)
         image[0, :count] = [newest_token(seq) for seq in seqs]

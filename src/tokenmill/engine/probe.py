@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tokenmill.core.types import Request
+from tokenmill.engine.capture import CaptureLimits, capture_all
 from tokenmill.engine.graphs import DecodeGraphs
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import MODE
@@ -47,7 +49,8 @@ class DecodeProbe:
         runner.graphs = DecodeGraphs(
             runner.model, runner.kv_cache, runner.builder, self.size, [self.size]
         )
-        runner.graphs.capture(GRAPH_BYTES)
+        jobs = runner.graphs.jobs(torch.cuda.graph_pool_handle())
+        runner.graphs.start(capture_all(jobs, CaptureLimits(math.inf, GRAPH_BYTES)))
 
     def seconds(self, repeats: int = 20) -> float:
         """The mean time of a step."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tokenmill.engine.capture import Job, jobs_for
 from tokenmill.engine.inputs import ALIGN, InputBuilder
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Proposer
@@ -51,15 +52,17 @@ class PromptGraphs:
         self.inputs = torch.zeros(total, dtype=torch.int32, device=builder.device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Prompted]] = {}
 
-    def capture(self, pool: Any) -> None:
-        """Capture every size, the largest first: the others fit in its memory."""
-        for size in reversed(self.sizes):
-            self._run(size)  # compiles kernels, which capture must not
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                prompted = self._run(size)
-            self._graphs[size] = graph, prompted
+    def jobs(self, pool: Any) -> list[Job]:
+        """What captures the sizes."""
+        return jobs_for(self.sizes, lambda size: self._capture(size, pool))
+
+    def _capture(self, size: int, pool: Any) -> None:
+        self._run(size)  # compiles kernels, which capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            prompted = self._run(size)
+        self._graphs[size] = graph, prompted
 
     def takes(self, items: list[Item]) -> bool:
         """True for the last tokens of one prompt, if there are few."""

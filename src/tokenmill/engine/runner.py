@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenmill.core.types import Request, SamplingParams, StepResult, TokenLogprobs
+from tokenmill.core.types import StepResult, TokenLogprobs
+from tokenmill.engine.capture import CaptureLimits, CaptureReport, Progress, capture_all
 from tokenmill.engine.device_sampling import DeviceSampler
 from tokenmill.engine.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.engine import OutOfMemory
-from tokenmill.engine.graphs import DecodeGraphs, Progress
+from tokenmill.engine.graphs import DecodeGraphs
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.launched import Ahead, Launched
 from tokenmill.engine.model import KVCache, Model
@@ -23,6 +24,7 @@ from tokenmill.engine.sampling import (
     is_penalised,
     sampled_rows,
 )
+from tokenmill.engine.warm_up import FEW, Step, warm_up_batch
 from tokenmill.kernels.drafts import count_accepted
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
@@ -70,40 +72,37 @@ class ModelRunner:
         self.relaxed = relaxed
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
 
-    def warm_up(self, sampling: bool = False) -> None:
+    def warm_up(self, steps: list[Step] = FEW, sampling: bool = False) -> None:
         """Compile and load every kernel before the first request waits for them.
 
-        Prefill and decode of a few tokens in block 0, which belongs to nobody yet. With `sampling`
-        whatever else than the best token may be asked for, too.
+        With `sampling` whatever else than the best token may be asked for, too.
         """
         if sampling and self.on_gpu:
             shape = (1, self.model.spec.vocab_size)
             self.device_sampler.warm_up(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
-        request = Request("warm-up", [0, 0, 0], SamplingParams(temperature=0.0))
-        seq = Sequence(request, (0, 0, 0), self.block_size, frozenset())
-        seq.block_ids, seq.slot = [0], 0
-        for num_new in (2, 1):
-            to_draft = 2 if self.proposer is not None else 0
-            self.run(Batch([(seq, num_new)], num_new, [(seq, 0)], num_to_draft=to_draft))
-            seq.num_computed_tokens += num_new
+        to_draft = 2 if self.proposer is not None else 0
+        for step in steps:
+            self.run(warm_up_batch(step, self.block_size, to_draft))
 
     @torch.inference_mode()
     def capture(
-        self, max_size: int, budget_bytes: int, progress: Progress | None = None, depth: int = 0
-    ) -> None:
+        self, max_size: int, limits: CaptureLimits, progress: Progress | None = None, depth: int = 0
+    ) -> CaptureReport:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
-        The cache's last block is padding.
+        The cache's last block is padding. All graphs share one pool of memory.
         """
+        pool = torch.cuda.graph_pool_handle()
         self.graphs = DecodeGraphs(self.model, self.layers, self.builder, max_size)
-        self.graphs.capture(budget_bytes, progress)
         self.add_prompt_graphs(depth)
         self.add_draft_graphs(max_size, depth)
-        pool = torch.cuda.graph_pool_handle()
         assert self.prompt_graphs is not None
-        self.prompt_graphs.capture(pool)
+        jobs = self.graphs.jobs(pool) + self.prompt_graphs.jobs(pool)
         for graphs in self.draft_graphs.values():
-            graphs.capture(pool)
+            jobs += graphs.jobs(pool)
+        report = capture_all(jobs, limits, progress)
+        self.graphs.start(report)
+        return report
 
     def add_prompt_graphs(self, depth: int) -> None:
         """Run the last tokens of a prompt that is alone in its step in shapes of their own."""

@@ -77,7 +77,7 @@ class Admission:
         """How many of the waiting admit() would start, once the first finds its blocks."""
         live, first = self._live, self._live.waiting.first()
         num_running = sum(not seq.finished for seq in live.running)
-        places = self._config.max_num_seqs - num_running - len(live.receiving)
+        places = self._config.num_seqs - num_running - len(live.receiving)
         places = min(places, budget)
         if first is None or first.remote or places <= 0:
             return 0
@@ -115,7 +115,7 @@ class Admission:
         return receiving
 
     def _is_full(self) -> bool:
-        return len(self._live.running) + len(self._live.receiving) >= self._config.max_num_seqs
+        return len(self._live.running) + len(self._live.receiving) >= self._config.num_seqs
 
     def _fits(self, matched: list[int], total: int) -> bool:
         return self._holdings.fits(matched, total, alone=not self._live.running)

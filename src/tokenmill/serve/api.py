@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
+from tokenmill import __version__
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.serve.api_access import Calls, authorizer, read_body
@@ -61,7 +61,7 @@ def create_app(
         exception_handlers=exception_handlers(),
     )
     app.state.api = state
-    api_document = document(version("tokenmill"), model, bool(config.api_keys))
+    api_document = document(__version__, model, bool(config.api_keys))
     app.openapi = lambda: api_document  # type: ignore[method-assign]
     _add_generation(app, state, Preparer(tokenizer, client.facts, config))
     _add_models(app, state)

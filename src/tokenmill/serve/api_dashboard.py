@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
+from tokenmill import __version__
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.api_access import authorizer
 from tokenmill.serve.api_stream import ApiState
@@ -93,7 +93,7 @@ def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
     assert facts is not None
     return DashboardView(
         model=state.model,
-        version=version("tokenmill"),
+        version=__version__,
         dtype=facts.dtype,
         device=facts.device,
         max_model_len=facts.max_model_len,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from tokenmill import __version__
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.serve.api_access import Calls
 from tokenmill.serve.errors import ApiError, of_invalid
@@ -73,7 +73,7 @@ def add_operations(
 
     @app.get("/version")
     async def server_version() -> Response:
-        return json_response(Version(version=version("tokenmill")))
+        return json_response(Version(version=__version__))
 
     @app.get("/metrics")
     async def metrics_text() -> Response:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from fastapi import Depends, FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tokenmill import __version__
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.serve.api_access import Calls, authorizer, key_matcher, read_bytes, wrong_key
@@ -155,7 +155,7 @@ def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> Dashboard
     )
     return DashboardView(
         model=next(iter(state.backends.known_models()), ""),
-        version=version("tokenmill"),
+        version=__version__,
         dtype="",
         device="",
         max_model_len=0,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import Any, Literal
 
+from tokenmill import __version__
 from tokenmill.core.types import TokenmillError
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -48,7 +48,7 @@ def _provider(endpoint: str | None, service: str) -> Any:
 
     if endpoint is not None and not endpoint.rstrip("/").endswith("/v1/traces"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
-    facts = {"service.version": version("tokenmill")}
+    facts = {"service.version": __version__}
     if not os.environ.get("OTEL_SERVICE_NAME"):
         facts["service.name"] = service
     provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
@@ -65,7 +65,7 @@ class Tracing:
 
         self._provider = provider
         self.api = trace
-        self.tracer = provider.get_tracer("tokenmill", version("tokenmill"))
+        self.tracer = provider.get_tracer("tokenmill", __version__)
         self.propagator = TraceContextTextMapPropagator()
 
     def begin(

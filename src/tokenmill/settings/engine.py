@@ -95,12 +95,18 @@ CACHE = (
     ),
 )
 SCHEDULER = (
-    of(SchedulerConfig, "max-num-seqs", count(1), "Most requests that run at once."),
+    of(
+        SchedulerConfig,
+        "max-num-seqs",
+        count(1),
+        "Most requests that run at once; 256 on CPU, on a GPU what its memory has KV for, up to "
+        "1024.",
+    ),
     of(
         SchedulerConfig,
         "max-num-batched-tokens",
         count(1),
-        "Most tokens in one step; 512 on CPU, 4096 on a GPU, 8192 there with experts.",
+        "Most tokens in one step; 512 on CPU, 2048 to 8192 on a GPU, by the size of the model.",
     ),
     of(
         SchedulerConfig,
@@ -138,6 +144,13 @@ EXECUTION = (
         SIZE,
         "Most GPU memory that captured graphs may take.",
         field="graph_memory_bytes",
+    ),
+    of(
+        ExecutionConfig,
+        "graph-capture-time",
+        SECONDS,
+        "Most seconds that the capture of CUDA graphs takes at the start.",
+        field="graph_capture_s",
     ),
     of(
         ExecutionConfig,

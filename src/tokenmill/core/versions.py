@@ -1,0 +1,13 @@
+"""Versions of packages; a source tree that was never installed has only its own."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution; None where its metadata are not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

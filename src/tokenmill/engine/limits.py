@@ -1,0 +1,46 @@
+"""How many requests run at once and how many tokens a step has, by memory and model; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.core.config import DEFAULT_BUDGET
+from tokenmill.core.spec import ModelSpec
+from tokenmill.engine.graph_sizes import graph_sizes
+
+MAX_GPU_NUM_SEQS = 1024  # larger batches gain little and lengthen every step
+MIN_GPU_NUM_SEQS = 64  # requests may be short
+EXPECTED_TOKENS = 1200  # of a request in the cache, between its start and its end
+STEP_S = 0.2  # of a step full of prompt tokens: so long the requests that decode may wait
+MIN_GPU_BUDGET, MAX_GPU_BUDGET = 2048, 8192
+LARGE_GPU_BYTES = 70 * 2**30  # H100, H200, B200 and their like
+LARGE_GPU_FLOPS, GPU_FLOPS = 7e14, 1.5e14  # reached with bf16 by those and by smaller ones
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a model finds on a GPU, in bytes."""
+
+    memory_bytes: int  # that weights and KV may take
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return max(0, self.memory_bytes - self.weight_bytes) // max(1, self.kv_bytes_per_token)
+
+
+def choose_num_seqs(room: Room, max_model_len: int) -> int:
+    """As many requests as the KV cache holds at their expected length, the size of a graph."""
+    fitting = room.num_kv_tokens // min(EXPECTED_TOKENS, max_model_len)
+    sizes = [size for size in graph_sizes(MAX_GPU_NUM_SEQS) if size <= fitting]
+    return max(MIN_GPU_NUM_SEQS, *sizes, 0)
+
+
+def choose_budget(spec: ModelSpec, gpu_bytes: int | None) -> int:
+    """Tokens of a step: a power of two that a GPU of this memory computes in about STEP_S."""
+    if gpu_bytes is None:
+        return DEFAULT_BUDGET
+    flops = LARGE_GPU_FLOPS if gpu_bytes >= LARGE_GPU_BYTES else GPU_FLOPS
+    tokens = int(STEP_S * flops / spec.flops_per_token(0))
+    return min(MAX_GPU_BUDGET, max(MIN_GPU_BUDGET, 1 << max(0, tokens.bit_length() - 1)))

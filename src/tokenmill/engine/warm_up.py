@@ -1,0 +1,45 @@
+"""The steps that compile and load every kernel before the first request waits for them.
+
+Triton builds a kernel for each shape of its tiles: those of attention follow the number of queries
+of a sequence and how many sequences there are, those of experts and products the number of rows.
+What was built lies in Triton's cache on disk, and the next start only loads it.
+"""
+
+from __future__ import annotations
+
+from tokenmill.core.types import Request, SamplingParams
+from tokenmill.kernels.attention import SHORT
+from tokenmill.sched.sequence import Batch, Sequence
+
+Step = list[int]  # new tokens of each sequence; those with one come first, as in the scheduler
+FEW: list[Step] = [[2], [1]]  # where kernels are compiled for all shapes at once
+BESIDE = 100  # tokens of a prompt beside sequences that decode
+
+
+def warm_up_steps(budget: int, num_seqs: int, num_tokens: int) -> list[Step]:
+    """Prompts of every length by halves, short ends of prompts, and prompts beside decoding.
+
+    `num_tokens` fit in a sequence and in the cache.
+    """
+    longest = max(1, min(budget, num_tokens))
+    prompts = [longest >> shift for shift in range(longest.bit_length() - 1)]
+    ends = range(min(SHORT, longest), 1, -1)
+    beside = min(BESIDE, longest, max(1, budget - num_seqs))
+    most = min(num_seqs, max(1, budget - beside))
+    counts = [most >> shift for shift in range(most.bit_length())]
+    steps = [[n] for n in dict.fromkeys([*prompts, *ends])]
+    mixed = [[1] * count + [beside] for count in counts if count + beside <= budget]
+    return [*steps, *mixed, [1]]
+
+
+def warm_up_batch(step: Step, block_size: int, num_to_draft: int = 0) -> Batch:
+    """Prompts in the first blocks of the cache, which belong to nobody yet."""
+    items = []
+    for slot, count in enumerate(step):
+        request = Request(f"warm-up {slot}", [0] * count, SamplingParams(temperature=0.0))
+        num_blocks = -(-count // block_size)
+        seq = Sequence(request, (0, 0, slot), (num_blocks + 1) * block_size, frozenset())
+        seq.block_ids, seq.slot = list(range(num_blocks)), slot
+        items.append((seq, count))
+    grown = [(seq, 0) for seq, _ in items]
+    return Batch(items, sum(step), grown, num_to_draft=num_to_draft)

@@ -1,0 +1,106 @@
+"""How many requests and tokens a step has by default: pure functions of memory and model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenmill import bench
+from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.spec import ModelSpec
+from tokenmill.engine.choices import settle
+from tokenmill.engine.graph_sizes import graph_sizes
+from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
+from tokenmill.engine.setup import Setup
+
+H200, L4 = 139 * GIB, 22 * GIB
+
+
+def shape(name: str) -> Path:
+    return Path(bench.__file__).parent / "shapes" / f"{name}.json"
+
+
+def spec_of(name: str) -> ModelSpec:
+    return ModelSpec.from_config(json.loads(shape(name).read_text()))
+
+
+def room(name: str, memory: int, weight: int = 2, kv: int = 2) -> Room:
+    spec = spec_of(name)
+    return Room(int(0.95 * memory), spec.weight_bytes(weight), spec.kv_bytes_per_token(kv))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "expected"),
+    [
+        ("qwen3-0.6b", H200, 960),
+        ("qwen3-14b", H200, 512),
+        ("qwen3-30b-a3b", H200, 640),
+        ("llama3.1-8b", H200, 768),
+        ("qwen3-0.6b", L4, 144),
+        ("llama3.1-8b", L4, 64),
+        ("llama3.1-8b", 8 * GIB, 64),  # the weights do not even fit
+    ],
+)
+def test_requests_are_what_the_memory_holds(name: str, memory: int, expected: int) -> None:
+    found = choose_num_seqs(room(name, memory), 40_960)
+    assert found == expected and found in graph_sizes(1024)
+
+
+def test_smaller_weights_and_kv_leave_room_for_more() -> None:
+    assert choose_num_seqs(room("llama3.1-8b", H200, 1, 1), 8192) == 1024
+
+
+def test_a_short_context_makes_room_for_more() -> None:
+    own = room("qwen3-14b", H200)
+    assert choose_num_seqs(own, 512) == 1024 > choose_num_seqs(own, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "expected"),
+    [
+        ("qwen3-0.6b", H200, 8192),
+        ("llama3.1-8b", H200, 8192),
+        ("qwen3-14b", H200, 4096),
+        ("qwen3-30b-a3b", H200, 8192),  # of 128 experts a token takes eight
+        ("llama3.1-8b", L4, 2048),
+        ("llama3.1-8b", None, 512),
+    ],
+)
+def test_tokens_of_a_step(name: str, memory: int | None, expected: int) -> None:
+    assert choose_budget(spec_of(name), memory) == expected
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (H200, 140 * GIB))
+
+
+def chosen(cache: CacheConfig, limits: SchedulerConfig, device: str = "cuda") -> SchedulerConfig:
+    model = ModelConfig(
+        str(shape("qwen3-14b")),
+        "bf16" if device == "cuda" else "fp32",
+        device,  # type: ignore[arg-type]
+        random_weights=True,
+    )
+    return settle(Setup(model, cache, limits)).scheduler
+
+
+def test_settle_chooses_what_was_left_open(gpu: None) -> None:
+    found = chosen(CacheConfig(), SchedulerConfig())
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (512, 4096)
+    small = chosen(CacheConfig(memory_bytes=20 * GIB), SchedulerConfig())
+    assert small.max_num_seqs == 104
+    exact = chosen(CacheConfig(num_blocks=100), SchedulerConfig())
+    assert exact.max_num_seqs == 256
+    given = chosen(CacheConfig(), SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=77))
+    assert (given.max_num_seqs, given.max_num_batched_tokens) == (3, 77)
+
+
+def test_on_cpu_memory_does_not_matter() -> None:
+    found = chosen(CacheConfig(), SchedulerConfig(), "cpu")
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (256, 512)
+    assert replace(found, max_num_seqs=None).num_seqs == 256

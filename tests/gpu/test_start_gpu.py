@@ -1,0 +1,64 @@
+"""What the start of an engine on a GPU promises: graphs for all batches, and no compiler later."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from driver import complete
+from gpu.setups import prompts, random_prompts
+from tokenmill.core.types import SamplingParams
+from tokenmill.engine.build import BuiltEngine
+from tokenmill.engine.graph_sizes import graph_sizes
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=8, logprobs=1)
+Build = Callable[[str], BuiltEngine]
+
+
+def test_every_batch_has_a_graph_and_they_share_their_memory(build: Build) -> None:
+    built = build("graphs-overlap")
+    assert built.runner.graphs is not None
+    report = built.runner.graphs.report
+    assert report.captured == report.planned and report.cut_by is None
+    assert report.decode_sizes == graph_sizes(16)
+    complete(built.engine, prompts() * 2, replace(GREEDY, max_tokens=30))
+    found = report.as_json()
+    assert found["decode_steps"] > 20 and found["decode_steps_without_graph"] == 0
+    assert found["padding"] <= 0.125 and found["warnings"] == []
+    logits = {c.decoded.logits.data_ptr() for c in built.runner.graphs._graphs.values()}
+    assert len(logits) < len(report.decode_sizes)
+
+
+def test_graphs_of_other_sizes_leave_the_answers_alone(build: Build) -> None:
+    """Their logits lie in the same memory: sampled tokens must be those of the plain loop."""
+    asked = random_prompts((3, 9, 30, 70, 100, 20, 11, 5), 512, 7)
+    params = [
+        replace(DRAWN, max_tokens=4 + 5 * i) if i % 2 else replace(GREEDY, max_tokens=4 + 5 * i)
+        for i in range(len(asked))
+    ]
+    expected = complete(build("invariant-plain").engine, asked, params)
+    found = complete(build("invariant").engine, asked, params)
+    assert [a.token_ids for a in found] == [a.token_ids for a in expected]
+
+
+@pytest.mark.parametrize("name", ["default", "fp8-kv-fp8", "invariant"])
+def test_no_kernel_is_compiled_after_the_start(
+    build: Build, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    built, compiled = build(name), list[str]()
+
+    def note(**about: object) -> bool:
+        compiled.append(str(about.get("repr")))
+        return False
+
+    built.runner.device_sampler.warm_up(torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda"))
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    for prompt in prompts():
+        complete(built.engine, [prompt], GREEDY)
+    complete(built.engine, prompts(), GREEDY)
+    complete(built.engine, prompts(), DRAWN)
+    assert compiled == []
