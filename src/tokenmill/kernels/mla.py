@@ -3,30 +3,37 @@
 The cache has two parts, laid out as keys and values are (kernels/attention.py): the rotated part of
 the keys, [.., rope_dim], and the normed latent, [.., kv_rank]. Queries are taken into the latent
 space before, and results out of it after, so that the cache is never unpacked: prefill and decode
-are one kernel. On CPU its sums are taken in float64, so that they round alike in every batch.
+are one kernel. The torch reference sums in float64.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import triton_kernels, use_triton
+from tokenmill.kernels import compiled, cpu_kernels, triton_kernels, use_triton
 from tokenmill.kernels.attention import AttentionBatch, by_token
-from tokenmill.kernels.matmul import matmul
 from tokenmill.kernels.moe import PackedExperts
 
 
 def per_head(x: torch.Tensor, weight: PackedExperts) -> torch.Tensor:
     """x[t, heads, k] times each head's W[n, k].T -> [t, heads, n], contiguous."""
     tokens, heads, _ = x.shape
-    out = x.new_empty(tokens, heads, weight.n)
-    if weight.tiled:
-        for head in range(heads):
-            out[:, head] = matmul(x[:, head].contiguous(), weight.expert(head))
-        return out
     assert weight.data is not None
+    if weight.tiled:
+        padded = x.new_empty(tokens, heads, weight.n + -weight.n % 8)
+        compiled("grouped").multiply_heads(x, weight.data, padded)
+        return padded[..., : weight.n].contiguous()
+    out = x.new_empty(tokens, heads, weight.n)
     torch.bmm(x.transpose(0, 1), weight.data.mT, out=out.transpose(0, 1))
     return out
+
+
+def _compiled(q: torch.Tensor, latent_cache: torch.Tensor) -> bool:
+    plain = q.dtype == latent_cache.dtype == torch.float32
+    if q.is_cuda or not plain or not cpu_kernels():
+        return False
+    supports: bool = compiled("mla").supports(latent_cache.shape[3], latent_cache.shape[2])
+    return supports
 
 
 def latent_cache(
@@ -49,6 +56,8 @@ def latent_cache(
     write = latent_cache_reference
     if use_triton(q, "latent_cache"):
         write = triton_kernels("mla").latent_cache
+    elif _compiled(q, latent_cache):
+        write = compiled("mla").latent_cache
     write(q, kv, rope_cache, latent_cache, norm, eps, cos_sin, batch, interleaved)
 
 
@@ -96,11 +105,12 @@ def latent_attention(
 
     Returns the weighted latents, [t, heads, kv_rank].
     """
-    if not use_triton(q):
+    if not (use_triton(q) or _compiled(q, latent_cache)):
         return latent_attention_reference(q_latent, q, rope_cache, latent_cache, batch, scale)
+    kernels = triton_kernels if q.is_cuda else compiled
     out = torch.empty_like(q_latent)
     for tiles in batch.tiles:
-        triton_kernels("mla").latent_attention(
+        kernels("mla").latent_attention(
             q_latent, q, out, rope_cache, latent_cache, tiles, batch, scale
         )
     return out

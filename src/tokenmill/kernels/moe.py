@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import MODE, triton_kernels, use_triton
+from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
 from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
 from tokenmill.kernels.norm import silu_mul
 
@@ -89,7 +89,14 @@ def route(
     if use_triton(logits, "route"):
         ids, weights = triton_kernels("moe").route(logits, bias, routing)
         return ids, weights
+    if _compiled(logits):
+        ids, weights = compiled("moe").route(logits, bias, routing)
+        return ids, weights
     return route_reference(logits, bias, routing)
+
+
+def _compiled(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and not x.is_cuda and cpu_kernels()
 
 
 def route_reference(
@@ -116,15 +123,41 @@ def apply_experts(
     if not ids.numel():
         return x.new_empty(0, down.n)
     apply = triton_kernels("moe").apply_experts if use_triton(x) else apply_experts_reference
+    if gate_up.tiled:
+        apply = _apply_experts_tiled
     results: torch.Tensor = apply(x, ids, gate_up, down)
     return results
 
 
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
     """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order."""
-    if weights.numel():
-        add = triton_kernels("moe").add_choices if use_triton(results) else add_choices_reference
-        add(results, weights, add_to)
+    if not weights.numel():
+        return
+    add = triton_kernels("moe").add_choices if use_triton(results) else add_choices_reference
+    if _compiled(results):
+        add = compiled("moe").add_choices
+    add(results, weights, add_to)
+
+
+def _apply_experts_tiled(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+) -> torch.Tensor:
+    """All experts in two launches, over rows sorted by expert."""
+    order, segments = compiled("moe").sort_by_expert(ids, gate_up.num_experts)
+    rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
+    inner = _multiply(_pick(rows, order // ids.shape[1]), gate_up, segments)
+    outer = _multiply(silu_mul(inner, down.rounding), down, segments)
+    return torch.empty_like(outer).index_copy_(0, order, outer)
+
+
+def _multiply(
+    x: torch.Tensor | QuantizedRows, weight: PackedExperts, segments: object
+) -> torch.Tensor:
+    """Each segment's rows x[m, k] by the weight of its expert, [m, n]."""
+    values, scales = x if isinstance(x, QuantizedRows) else (x, None)
+    out = torch.empty(values.shape[0], weight.n + -weight.n % 8)
+    compiled("grouped").multiply_segments(values, scales, weight.data, weight.scales, segments, out)
+    return out[:, : weight.n].contiguous()
 
 
 def apply_experts_reference(
