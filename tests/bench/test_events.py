@@ -51,7 +51,8 @@ def test_a_point_by_hand() -> None:
     assert point["seconds"] == 2.0
     assert (point["request_s"], point["output_tok_s"], point["total_tok_s"]) == (1.0, 16.0, 26.0)
     assert point["ttft_ms"]["mean"] == 850.0 and point["tpot_ms"]["mean"] == 15.0
-    assert point["tok_s_user"]["mean"] == pytest.approx(1000 / 15, abs=1e-4)
+    assert point["tok_s_user"] == pytest.approx(1000 / 19, abs=1e-4)  # p90 of 10 and 20 ms
+    assert point["too_few"]["ttft_ms"] == {"num_values": 2, "percentiles": ["p90", "p99"]}
     assert point["itl_ms"]["max"] == 20.0 and point["e2e_ms"]["max"] == 2000.0
     good = point["goodput"]
     assert (good["num_good"], good["request_s"], good["output_tok_s"]) == (1, 0.5, 5.5)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tokenmill.bench.endpoint import choose_processes
-from tokenmill.bench.load import Load, planned_times, shard_slots, slot_delays
+from tokenmill.bench.load import Load, as_run, planned_times, shard_slots, slot_delays
 from tokenmill.bench.workload import BenchError
 
 
@@ -82,3 +82,10 @@ def test_processes_as_the_load_asks() -> None:
     assert choose_processes(Load(concurrency=2048, num_sessions=1), 64) == 4
     assert choose_processes(Load(rate=10_000.0, num_sessions=1), 64) == 5
     assert choose_processes(Load(concurrency=2048, num_sessions=1), 2) == 1
+
+
+def test_a_closed_loop_has_no_arrivals() -> None:
+    config = {"arrival": "poisson", "burst_size": 1, "rate": ()}
+    closed = as_run(config, [{"concurrency": 1}, {"concurrency": 4}])
+    assert closed == {"load": "closed loop, concurrency 1, 4", "rate": ()}
+    assert as_run(config, [{"concurrency": None}]) == config

@@ -26,9 +26,11 @@ from tokenmill.bench.events import Price
 from tokenmill.bench.manifest import verify
 from tokenmill.bench.page import WEB, render
 from tokenmill.bench.point_charts import pareto
+from tokenmill.bench.regions import official_metrics
 from tokenmill.bench.report import endpoint_page, write_result
-from tokenmill.bench.tables import events_csv, summary_csv
+from tokenmill.bench.tables import events_csv, latency_table, points_table, summary_csv
 from tokenmill.bench.timeline import Windows, counted, in_flight, spread
+from tokenmill.cli.endpoint import print_points
 from tokenmill.core.metrics import Slo
 
 MAX_PAGE = 1_000_000
@@ -80,6 +82,20 @@ def test_a_long_tail_makes_the_axis_logarithmic() -> None:
 )
 def test_short(value: float, text: str) -> None:
     assert charts.short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.4213, "0.421 ms"),
+        (421.3, "421 ms"),
+        (999.4, "999 ms"),
+        (10_700, "10.7 s"),
+        (3e6, "50 min"),
+    ],
+)
+def test_latencies_have_units_that_suit_them(value: float, text: str) -> None:
+    assert charts.in_ms(value) == text
 
 
 def test_windows() -> None:
@@ -153,6 +169,34 @@ def test_points_of_a_search_are_shown_by_load() -> None:
     text = page_text(*endpoint_run((4, 16, 8), 24))
     loads = re.findall(r"concurrency (\d+)", text[text.index("<table") :])
     assert loads[:3] == ["4", "8", "16"]
+
+
+def test_percentiles_of_few_requests_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    report, records = endpoint_run((3,), 9)
+    text = page_text(report, records)
+    caution = "p99 needs 100 values: End to end has 9, TTFT has 9, TPOT has 9"
+    assert "Percentiles marked * stand on too few requests" in text and caution in text
+    assert "closed loop, concurrency 3" in text
+    row = next(row for row in latency_table(report["points"][0]) if row[0] == "TTFT")
+    assert [cell.endswith("*") for cell in row] == [False, False, False, True, True, False, False]
+    print_points(report["points"])
+    shown = capsys.readouterr().out
+    assert caution in shown
+    enough, records = endpoint_run((3,), 100)
+    assert not enough["points"][0]["too_few"] and "too few" not in page_text(enough, records)
+
+
+def test_a_label_has_one_value_wherever_it_stands() -> None:
+    for concurrencies in ((4,), (1, 4)):
+        report, records = endpoint_run(concurrencies, 20)
+        page = endpoint_page(report, records, FACTS)
+        best = max(point["tok_s_user"] for point in report["points"])
+        tiles = [tile.value for tile in page.tiles if tile.unit == "tok/s/user"]
+        head, *rows = points_table(report["points"])
+        assert tiles == [charts.short(best)]
+        assert f"{best:,.2f}" in [row[head.index("tok/s/user")] for row in rows]
+        for point in report["points"]:
+            assert official_metrics(point)["tps_per_user"] == pytest.approx(point["tok_s_user"])
 
 
 def test_nothing_answered_is_a_page_too() -> None:

@@ -24,6 +24,12 @@ from tokenmill.bench.page import render
 from tokenmill.bench.report import endpoint_page
 from tokenmill.core.metrics import Slo
 
+SERVER = {
+    **{"num_requests": 60, "num_output_tokens": 123_456, "peak_running": 16, "peak_waiting": 3},
+    **{"peak_kv_cache_usage": 0.5, "prefix_hit_rate": 0.1, "ttft_mean_ms": 12_345.6},
+    **{"acceptance_length": 2.2, "acceptance_positions": [0.9, 0.8, 0.7]},
+}
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -37,9 +43,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     slo, price = Slo(ttft_ms=60, tpot_ms=20), Price(8, 3.0)
     single = endpoint_run((8,), 90, slo=slo, price=price)
     sweep = endpoint_run((1, 4, 16), 60, fails=True, warnings=(CLIENT_WARNING,))
+    full = endpoint_run((1, 4, 16, 256), 60, slo=slo, price=price)
+    for point in full[0]["points"]:
+        point["server"] = SERVER
     texts = {
         "single": render(endpoint_page(*single, FACTS)),
         "sweep": render(endpoint_page(*sweep, FACTS)),
+        "full": render(endpoint_page(*full, FACTS)),
         "mlperf": render(mlperf_page(mlperf_run(valid=False), mlperf_times(), FACTS)),
     }
     folder = tmp_path_factory.mktemp("pages")
@@ -65,6 +75,17 @@ def test_page_stands_alone_and_fits(
         heights = page.eval_on_selector_all(".area", "all => all.map(e => e.clientHeight)")
         assert min(heights) > 100
         assert opened.said == [] and opened.asked == [pages[name]]
+
+
+@pytest.mark.parametrize("name", ["single", "full", "mlperf"])
+def test_no_table_is_cut_off_on_a_laptop(
+    browser: Browser, pages: dict[str, str], name: str
+) -> None:
+    with Opened(browser, pages[name], 1440) as opened:
+        for details in opened.page.locator("details").all():
+            details.evaluate("element => element.open = true")
+        cut = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+        assert opened.page.eval_on_selector_all(".table", cut) == []
 
 
 def test_pointer_and_keys_show_values(browser: Browser, pages: dict[str, str]) -> None:

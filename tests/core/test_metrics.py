@@ -6,12 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.core.metrics import (
+    PERCENTS,
     RequestTimes,
     Slo,
     interval_95,
+    min_values,
     percentile,
     summarize,
     summarize_with_intervals,
+    tok_s_user,
+    too_few_for,
 )
 
 MS = 1_000_000
@@ -117,3 +121,18 @@ def test_slo_by_hand() -> None:
     assert not Slo(e2e_ms=299).met_by(times)
     assert Slo(tpot_ms=1).met_by(RequestTimes(0, 100 * MS, 100 * MS, 1, 1))
     assert not Slo(tpot_ms=1).met_by(RequestTimes(0))
+
+
+def test_a_percentile_needs_a_value_beyond_it() -> None:
+    assert {name: min_values(p) for name, p in PERCENTS.items()} == {
+        "p50": 2,
+        "p90": 10,
+        "p99": 100,
+    }
+    found = {n: too_few_for(n) for n in (1, 9, 10, 99, 100)}
+    assert found == {1: ["p50", "p90", "p99"], 9: ["p90", "p99"], 10: ["p99"], 99: ["p99"], 100: []}
+
+
+def test_speed_of_a_user() -> None:
+    assert tok_s_user({"mean": 5.0, "p50": 8.0, "p90": 20.0}) == 50.0
+    assert tok_s_user({}) is None

@@ -15,7 +15,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any, Literal, NewType
 
-from tokenmill.core.metrics import percentile
+from tokenmill.core.metrics import PERCENTS, percentile, too_few_for
 
 Html = NewType("Html", str)
 Shape = Literal["line", "area", "bars", "dots"]
@@ -28,7 +28,9 @@ LOG_RATIO = 10.0  # largest value to median, from which the axis is logarithmic
 LOG_SPAN = 1e4  # of a logarithmic axis at most
 MAX_TICKS = 5
 MAX_PINS = 12  # points of a line up to which each is marked
-MARK_WIDTH = 0.2  # of the plot on a phone: labels of marks nearer than this go to different rows
+MARK_WIDTH = 0.27  # of the plot on a phone: labels of marks nearer than this go to different rows
+MS = "ms"  # the label of axes of time
+MANY_MS = 2000  # from which such an axis has ticks with units of their own
 BLUE, AMBER, GREEN, RED = "var(--c1)", "var(--c2)", "var(--c3)", "var(--bad)"
 
 
@@ -62,7 +64,8 @@ class Axis:
         if self.ticks:
             return self.ticks
         values = _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
-        return tuple((value, short(value)) for value in values)
+        show = in_ms if self.label.startswith(MS) and self.high >= MANY_MS else short
+        return tuple((value, show(value)) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,17 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def ms_parts(value: float) -> tuple[str, str]:
+    """A latency as (number, unit), in the unit that suits it: 421 ms, 10.7 s, 12 min."""
+    for least_ms, unit in ((600_000, "min"), (1000, "s")):
+        if abs(value) >= least_ms:
+            return short(value / {"min": 60_000, "s": 1000}[unit]), unit
+    return short(value), "ms"
+
+
 def in_ms(value: float) -> str:
-    """A latency."""
-    return f"{short(value)} ms"
+    """A latency in milliseconds as text."""
+    return " ".join(ms_parts(value))
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -142,9 +153,9 @@ def latency_axis(groups: Sequence[Sequence[float]], limits: Sequence[Mark]) -> A
     top = max([values[-1] for values in groups] + [mark.value for mark in limits])
     middle = min(percentile(values, 50) for values in groups)
     if middle > 0 and top > LOG_RATIO * middle:
-        return Axis("ms, logarithmic", max(low, top / LOG_SPAN), top, log=True)
+        return Axis(f"{MS}, logarithmic", max(low, top / LOG_SPAN), top, log=True)
     pad = (top - low) * 0.02 or abs(top) * 0.05 or 1.0
-    return Axis("ms", max(low - pad, 0.0), top + pad)
+    return Axis(MS, max(low - pad, 0.0), top + pad)
 
 
 def amount_axis(label: str, values: Sequence[float]) -> Axis:
@@ -167,7 +178,7 @@ def histogram(
         x,
         amount_axis(what, counts),
         [(a + b) / 2 for a, b in pairwise(edges)],
-        [f"{short(a)} to {short(b)} ms" for a, b in pairwise(edges)],
+        [f"{in_ms(a)} to {in_ms(b)}" for a, b in pairwise(edges)],
         [Series(what, counts, "bars")],
         lambda count: f"{count:,.0f}",
         [*_percentile_marks(values), *marks],
@@ -196,7 +207,7 @@ def cumulative(
         x,
         shares_axis,
         xs,
-        [f"up to {short(at)} ms" for at in xs],
+        [f"up to {in_ms(at)}" for at in xs],
         series,
         lambda share: f"{share:.1%}",
         [*(_percentile_marks(only) if only else ()), *marks],
@@ -205,7 +216,9 @@ def cumulative(
 
 
 def _percentile_marks(values: Sequence[float]) -> list[Mark]:
-    return [Mark(f"p{p}", percentile(values, p)) for p in (50, 90, 99)]
+    """Of the percentiles that so many values bear."""
+    few = too_few_for(len(values))
+    return [Mark(n, percentile(values, p)) for n, p in PERCENTS.items() if n not in few]
 
 
 def _said(values: Sequence[float]) -> str:
@@ -238,12 +251,12 @@ def draw(chart: Chart) -> Html:
         f'<div class="plot" tabindex="0" role="group" aria-label="{escape(chart.about)}" '
         f"data-series={_attribute(names)} data-hover={_attribute(_hover(chart))} "
         f'style="--y-width:{width}ch;--mark-rows:{max(rows, default=-1) + 1}">',
-        f'<div class="y-name">{escape(chart.y.label)}</div>',
+        f'<div class="y-name">{escape(_axis_name(chart.y))}</div>',
         f'<div class="y-axis">{_tick_texts(chart.y, "bottom")}</div>',
         f'<div class="area">{_svg(chart)}{_dots(chart)}{_marks(chart, rows)}'
         '<i class="cursor"></i></div>',
         f'<div class="x-axis">{_tick_texts(chart.x, "left")}</div>',
-        f'<div class="x-name">{escape(chart.x.label)}</div>',
+        f'<div class="x-name">{escape(_axis_name(chart.x))}</div>',
         '<div class="tip" role="status"></div></div></figure>',
     ]
     return Html("".join(parts))
@@ -252,6 +265,12 @@ def draw(chart: Chart) -> Html:
 def _legend(series: Sequence[Series]) -> str:
     items = [f'<li><i style="background:{s.color}"></i>{escape(s.name)}</li>' for s in series]
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _axis_name(axis: Axis) -> str:
+    """The label; ticks that have units need no other one."""
+    is_long = axis.label.startswith(MS) and axis.high >= MANY_MS
+    return axis.label.replace(MS, "time", 1) if is_long else axis.label
 
 
 def _tick_texts(axis: Axis, side: str) -> str:
@@ -353,9 +372,13 @@ def _marks(chart: Chart, rows: Sequence[int]) -> str:
         kind += " first" * (place < 0.1) + " last" * (place > 0.9)
         parts.append(
             f'<span class="{kind}" style="left:{100 * place:.2f}%;--row:{row}">'
-            f"<b>{escape(mark.label)} {escape(short(mark.value))}</b></span>"
+            f"<b>{escape(mark.label)} {escape(_mark_text(chart.x, mark.value))}</b></span>"
         )
     return "".join(parts)
+
+
+def _mark_text(axis: Axis, value: float) -> str:
+    return in_ms(value) if axis.label.startswith(MS) else short(value)
 
 
 def _attribute(value: Any) -> str:

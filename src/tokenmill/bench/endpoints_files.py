@@ -17,7 +17,7 @@ from tokenmill.bench.events import num_tokens, times_of
 from tokenmill.bench.regions import Regions
 from tokenmill.bench.wire import Record, write_records
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.metrics import NS_PER_MS, percentile
+from tokenmill.core.metrics import NS_PER_MS, percentile, tok_s_user
 
 PERCENTILES = (99.9, 99, 97, 95, 90, 80, 75, 50, 25, 10, 5, 1)
 NOT_VALID = "not_a_valid_submission"  # the key, and the name of the file, that says so
@@ -50,7 +50,6 @@ def result_summary(records: Sequence[Record], point: Mapping[str, Any]) -> Repor
     whole = [record for record in records if record.error is None]
     times = [times_of(record, stream=True) for record in whole]
     lengths = [float(num_tokens(record, stream=True)) for record in whole]
-    tpot_p90 = point.get("tpot_ms", {}).get("p90")
     return {
         "n_samples_issued": len(records),
         "n_samples_completed": len(whole),
@@ -59,7 +58,7 @@ def result_summary(records: Sequence[Record], point: Mapping[str, Any]) -> Repor
         "qps": point["request_s"],
         "tps": point["output_tok_s"],
         "system_tps": point["output_tok_s"],
-        "tps_per_user": 1000 / tpot_p90 if tpot_p90 else None,
+        "tps_per_user": tok_s_user(point.get("tpot_ms", {})),
         "ttft": _series([t.ttft_ms for t in times], NS_PER_MS),
         "tpot": _series([t.tpot_ms for t in times], NS_PER_MS),
         "latency": _series([t.e2e_ms for t in times], NS_PER_MS),

@@ -19,6 +19,8 @@ from tokenmill.core.metrics import (
     interval_95,
     summarize,
     summarize_with_intervals,
+    tok_s_user,
+    too_few_for,
     usd_per_million_tokens,
 )
 
@@ -128,6 +130,7 @@ def summarize_point(
         "finish_reasons": dict(Counter(str(r.finish_reason) for r in whole)),
     }
     report |= _rates(whole, seconds, stream) | _latencies(load, whole, stream)
+    report["too_few"] = _too_few(whole, stream)
     if slo is not None:
         report["goodput"] = _goodput(whole, len(failed), seconds, slo, stream)
     if price is not None:
@@ -205,13 +208,26 @@ def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Report:
     report["ttft_ms"] = summarize_with_intervals(t.ttft_ms for t in times)
     report["tpot_ms"] = summarize_with_intervals(t.tpot_ms for t in times)
     report["itl_ms"] = summarize(gap / NS_PER_MS for r in whole for gap in r.gaps_ns)
-    tpot = report["tpot_ms"]
-    users = {p: 1000 / tpot[p] for p in ("mean", "p50", "p90") if tpot.get(p)}
-    report["tok_s_user"] = users
+    report["tok_s_user"] = tok_s_user(report["tpot_ms"])
     if load.is_open:
         scheduled = (times_of(r, stream, r.planned_ns).ttft_ms for r in whole)
         report["ttft_from_schedule_ms"] = summarize_with_intervals(scheduled)
     return report
+
+
+def _too_few(whole: Sequence[Record], stream: bool) -> Report:
+    """By latency, how many values there are where some percentile needs more."""
+    times = [times_of(r, stream) for r in whole]
+    counts = {"e2e_ms": sum(t.e2e_ms is not None for t in times)}
+    if stream:
+        counts["ttft_ms"] = sum(t.ttft_ms is not None for t in times)
+        counts["tpot_ms"] = sum(t.tpot_ms is not None for t in times)
+        counts["itl_ms"] = sum(len(r.gaps_ns) for r in whole)
+    return {
+        key: {"num_values": count, "percentiles": names}
+        for key, count in counts.items()
+        if count and (names := too_few_for(count))
+    }
 
 
 def _goodput(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tokenmill.bench.workload import BenchError
 
@@ -49,6 +49,15 @@ class Load:
             return "trace"
         burst = f" by {self.burst_size}" if self.arrival == "burst" and self.rate else ""
         return f"{self.arrival}{burst} {self.rate:g}/s" if self.rate else "burst"
+
+
+def as_run(config: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of a run as they held: a closed loop has no arrival process, but slots."""
+    slots = [point["concurrency"] for point in points]
+    if not slots or None in slots:
+        return dict(config)
+    held = {name: v for name, v in config.items() if name not in ("arrival", "burst_size")}
+    return {"load": f"closed loop, concurrency {', '.join(map(str, slots))}"} | held
 
 
 def planned_times(load: Load) -> Iterator[tuple[int, float]]:

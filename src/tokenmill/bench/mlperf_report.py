@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench import page as html
-from tokenmill.bench.charts import GREEN, Html, Mark, Series, cumulative, histogram, short
+from tokenmill.bench.charts import (
+    GREEN,
+    Html,
+    Mark,
+    Series,
+    cumulative,
+    histogram,
+    in_ms,
+    ms_parts,
+    short,
+)
 from tokenmill.bench.manifest import Facts, write_manifest
 from tokenmill.bench.page import Notice, Page, Section, Tile
 from tokenmill.bench.timeline import Windows, in_flight, spread, timeline
@@ -127,9 +137,9 @@ def _tiles(report: Report) -> list[Tile]:
 def _latency_tile(name: str, percent: str, found: float, limit: float | None) -> Tile:
     label = f"{LABELS[name]}, {percent}"
     if limit is None:
-        return Tile(label, short(found), "ms")
+        return Tile(label, *ms_parts(found))
     tone: html.Tone = "good" if found <= limit else "bad"
-    return Tile(label, short(found), "ms", f"limit {short(limit)} ms", tone)
+    return Tile(label, *ms_parts(found), f"limit {in_ms(limit)}", tone)
 
 
 def _limit_rows(report: Report) -> list[list[str]]:
@@ -139,7 +149,7 @@ def _limit_rows(report: Report) -> list[list[str]]:
         found = report[f"{name}_ms"].get(percent)
         if found is None:
             continue
-        figures = [f"{short(found)} ms", f"{short(limit)} ms", f"{found / limit:,.0%}"]
+        figures = [in_ms(found), in_ms(limit), f"{found / limit:,.0%}"]
         rows.append([LABELS[name], percent, *figures, "yes" if found <= limit else "no"])
     return rows
 
@@ -148,7 +158,7 @@ def _latency_section(report: Report, times: Sequence[RequestTimes]) -> Section:
     blocks = []
     summaries = {name: report.get(f"{name}_ms") or {} for name in LABELS}
     columns = list(dict.fromkeys(key for found in summaries.values() for key in found))
-    rows = [["ms", *columns]]
+    rows = [["latency (ms)", *columns]]
     for name, found in summaries.items():
         if found:
             cells = [f"{found[key]:,.2f}" if key in found else "-" for key in columns]

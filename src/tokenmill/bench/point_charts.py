@@ -10,6 +10,7 @@ from tokenmill.bench.charts import (
     AMBER,
     BLUE,
     GREEN,
+    MS,
     RED,
     Axis,
     Chart,
@@ -27,14 +28,12 @@ from tokenmill.bench.charts import (
 )
 from tokenmill.bench.client import CANCELLED
 from tokenmill.bench.events import Report, times_of, window_rates
+from tokenmill.bench.tables import LABELS
 from tokenmill.bench.timeline import Windows, counted, in_flight, timeline
 from tokenmill.bench.wire import Record
-from tokenmill.core.metrics import NS_PER_MS, percentile
+from tokenmill.core.metrics import NS_PER_MS, PERCENTS, USER_PERCENTILE, percentile
 
-LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 MAX_CURVES = 6  # in one chart of a sweep
-USER = "p90"  # of TPOT, behind tok/s per user: as MLPerf Endpoints counts
-PERCENTS = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def timelines(point: Point) -> Iterable[Html]:
     yield timeline("Concurrency", "requests", windows, series)
     if point.stream:
         yield timeline(
-            "TTFT by time of sending", "ms", windows, _ttft_series(point, windows), show=in_ms
+            "TTFT by time of sending", MS, windows, _ttft_series(point, windows), show=in_ms
         )
 
 
@@ -131,8 +130,8 @@ def _some(points: Sequence[Point]) -> Sequence[Point]:
 def pareto(points: Sequence[Report]) -> Html:
     """Throughput of the system against that of each user; the frontier joins what nothing beats."""
     per_gpu = all("price" in point for point in points)
-    ordered = sorted(points, key=lambda p: p["tok_s_user"][USER])
-    xs = [point["tok_s_user"][USER] for point in ordered]
+    ordered = sorted(points, key=lambda p: p["tok_s_user"])
+    xs = [point["tok_s_user"] for point in ordered]
     ys = [p["price"]["output_tok_s_gpu"] if per_gpu else p["output_tok_s"] for p in ordered]
     # From the right, a point is on the frontier when it is higher than all before.
     frontier = [y if y > max(ys[i + 1 :], default=-1.0) else None for i, y in enumerate(ys)]
@@ -141,13 +140,13 @@ def pareto(points: Sequence[Report]) -> Html:
         "Throughput against interactivity",
         "Pareto curve: "
         + "; ".join(
-            f"{p['load']}: {short(x)} tok/s per user, {short(y)} {unit}"
+            f"{p['load']}: {short(x)} tok/s/user, {short(y)} {unit}"
             for p, x, y in zip(ordered, xs, ys, strict=True)
         ),
-        amount_axis(f"tok/s per user (1000 / {USER} TPOT in ms)", xs),
+        amount_axis(f"tok/s/user (1000 / {USER_PERCENTILE} of TPOT in ms)", xs),
         amount_axis(unit, ys),
         xs,
-        [f"{p['load']}: {short(x)} tok/s per user" for p, x in zip(ordered, xs, strict=True)],
+        [f"{p['load']}: {short(x)} tok/s/user" for p, x in zip(ordered, xs, strict=True)],
         [Series(unit, ys, "dots"), Series("frontier", frontier, quiet=True)],
         short,
         names=[_load_name(point) for point in ordered],
@@ -168,7 +167,7 @@ def against_load(points: Sequence[Report]) -> Iterable[Html]:
     for name in ("ttft", "tpot"):
         if all(point.get(f"{name}_ms") for point in points):
             paths = {percent: [f"{name}_ms", percent] for percent in PERCENTS}
-            yield _by_load(f"{LABELS[name]} by load", points, "ms", paths, in_ms)
+            yield _by_load(f"{LABELS[name]} by load", points, MS, paths, in_ms)
 
 
 def _by_load(

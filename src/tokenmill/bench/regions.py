@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import tok_s_user
 
 ULTRA_LOW_MAX = 32  # concurrency up to which a point counts as ultra low
 MIN_POINTS, MAX_POINTS = 7, 32
@@ -92,12 +93,12 @@ def min_duration_s(concurrency: int) -> float:
 
 def official_metrics(point: Mapping[str, Any]) -> dict[str, float | None]:
     """The figures that are published for a point; None where nothing was answered."""
-    tpot = point.get("tpot_ms", {}).get("p90")
+    tpot_ms = point.get("tpot_ms", {})
     return {
         "system_tps": point["output_tok_s"],
-        "tps_per_user": 1000 / tpot if tpot else None,
+        "tps_per_user": tok_s_user(tpot_ms),
         "ttft_p90_ms": point.get("ttft_ms", {}).get("p90"),
-        "tpot_p90_ms": tpot,
+        "tpot_p90_ms": tpot_ms.get("p90"),
     }
 
 

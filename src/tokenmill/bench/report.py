@@ -11,13 +11,11 @@ from pathlib import Path
 
 from tokenmill.bench import page as html
 from tokenmill.bench.audit import all_warnings
-from tokenmill.bench.charts import in_ms, short
+from tokenmill.bench.charts import in_ms, ms_parts, short
 from tokenmill.bench.events import Report
 from tokenmill.bench.manifest import Facts, write_manifest
 from tokenmill.bench.page import Notice, Page, Section, Tile
 from tokenmill.bench.point_charts import (
-    LABELS,
-    USER,
     Point,
     against_load,
     distributions,
@@ -26,19 +24,26 @@ from tokenmill.bench.point_charts import (
     timelines,
 )
 from tokenmill.bench.tables import (
+    FEW,
+    LABELS,
+    cautions,
     curve_table,
     error_table,
     events_csv,
+    is_thin,
     latency_table,
     points_table,
     server_table,
     summary_csv,
 )
 from tokenmill.bench.wire import Record, write_records
+from tokenmill.core.metrics import USER_PERCENTILE
 
 SUMMARY, PAGE = "summary.json", "report.html"
 KINDS = {"endpoint": "Endpoint benchmark", "campaign": "MLPerf Endpoints campaign"}
 MAX_LINES = 4  # of warnings at the top
+USERS = f"1000 / {USER_PERCENTILE} of TPOT in ms"
+THIN = f"Percentiles marked {FEW} stand on too few requests"
 
 
 def write_result(
@@ -126,7 +131,9 @@ def _point_sections(points: Sequence[Point], summaries: Sequence[Report]) -> Ite
 
 def _chips(report: Report, facts: Facts) -> list[str]:
     loads = [point["load"] for point in report["points"]]
+    closed = all(point["concurrency"] is not None for point in report["points"])
     points = loads[0] if len(loads) == 1 else f"{len(loads)} points"
+    points = f"closed loop, {points}" if closed and loads else points
     return [
         report["url"],
         report["api"],
@@ -155,6 +162,8 @@ def _notices(report: Report) -> list[Notice]:
         found.append(Notice("warn", "What puts these figures in doubt", doubts))
     if report.get("prompts", {}).get("same_at_every_point"):
         found.append(Notice("warn", "The same prompts were sent at every point (--same-prompts)"))
+    if few := cautions(points):
+        found.append(Notice("note", THIN, few))
     return found
 
 
@@ -176,15 +185,15 @@ def _tiles(point: Report) -> list[Tile]:
     failed = point["num_failed"]
     tiles = [
         Tile("Output throughput", short(point["output_tok_s"]), "tok/s", bounds),
-        Tile("Requests", short(point["request_s"]), "per second", _duration_note(point)),
+        Tile("Request rate", short(point["request_s"]), "requests/s", _duration_note(point)),
     ]
     for name in ("ttft", "tpot", "e2e"):
         if figures := point.get(f"{name}_ms"):
-            tail = f"p90 {short(figures['p90'])}, p99 {short(figures['p99'])} ms"
-            tiles.append(Tile(f"{LABELS[name]}, median", short(figures["p50"]), "ms", tail))
+            few = {p: FEW if is_thin(point, f"{name}_ms", p) else "" for p in ("p90", "p99")}
+            tail = ", ".join(f"{p} {in_ms(figures[p])}{mark}" for p, mark in few.items())
+            tiles.append(Tile(f"{LABELS[name]}, median", *ms_parts(figures["p50"]), tail))
     if users := point.get("tok_s_user"):
-        tile = Tile("Interactivity", short(users["p50"]), "tok/s/user", "median")
-        tiles.append(tile)
+        tiles.append(Tile("Interactivity", short(users), "tok/s/user", USERS))
     share = failed / (failed + point["num_completed"]) if failed else 0.0
     note = f"{point['num_completed']:,} answered" + (f", {failed:,} failed" if failed else "")
     tiles.append(Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good"))
@@ -203,7 +212,7 @@ def _value_tiles(point: Report) -> list[Tile]:
         tone: html.Tone = "good" if share >= 0.99 else "warn"
         tiles.append(Tile("Within the limits", f"{share:.1%}", "", note, tone))
     if (price := point.get("price")) and price["usd_per_million_output"] is not None:
-        total = f"${price['usd_per_million_total']:,.3f} in and out"
+        total = f"${price['usd_per_million_total']:,.3f} per million in total"
         value = f"${price['usd_per_million_output']:,.3f}"
         tiles.append(Tile("Per million output tokens", value, "", total))
     return tiles
@@ -213,14 +222,13 @@ def _sweep_tiles(points: Sequence[Report]) -> list[Tile]:
     """The best of each figure, and where it was."""
     best = max(points, key=lambda p: p["output_tok_s"])
     tiles = [Tile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
-    streamed = [p for p in points if USER in p.get("tok_s_user", {})]
+    streamed = [p for p in points if p.get("tok_s_user")]
     if streamed:
-        fast = max(streamed, key=lambda p: p["tok_s_user"][USER])
-        users = short(fast["tok_s_user"][USER])
+        fast = max(streamed, key=lambda p: p["tok_s_user"])
+        users = short(fast["tok_s_user"])
         tiles.append(Tile("Highest interactivity", users, "tok/s/user", fast["load"]))
         quick = min(streamed, key=lambda p: p["ttft_ms"]["p50"])
-        ttft = short(quick["ttft_ms"]["p50"])
-        tiles.append(Tile("Lowest median TTFT", ttft, "ms", quick["load"]))
+        tiles.append(Tile("Lowest median TTFT", *ms_parts(quick["ttft_ms"]["p50"]), quick["load"]))
     rate = max(points, key=lambda p: p["request_s"])
     tiles.append(Tile("Highest rate", short(rate["request_s"]), "requests/s", rate["load"]))
     if all("goodput" in p for p in points):
@@ -259,7 +267,7 @@ def sweep_section(points: Sequence[Point], summaries: Sequence[Report]) -> Secti
     blocks = [html.table("Points of the sweep", points_table(summaries))]
     if is_campaign:
         blocks.insert(0, html.table("Points of the curve", curve_table(summaries), text_columns=2))
-    streamed = [point.summary for point in points if USER in point.summary.get("tok_s_user", {})]
+    streamed = [point.summary for point in points if point.summary.get("tok_s_user")]
     if len(streamed) > 1:
         blocks.append(html.grid([pareto(streamed)]))
     charts = [*against_load([point.summary for point in points]), *sweep_curves(points)]
@@ -286,28 +294,31 @@ def _value_section(points: Sequence[Report]) -> Section:
     if "price" in points[0]:
         price = points[0]["price"]
         gpus = "1 GPU" if price["gpus"] == 1 else f"{price['gpus']} GPUs"
-        text = f"{gpus} at ${price['usd_per_gpu_hour']:g} per GPU and hour."
+        text = (
+            f"{gpus} at ${price['usd_per_gpu_hour']:g} per GPU and hour. $/M is the price of a "
+            "million tokens; total counts prompt and output tokens."
+        )
         blocks += [html.table("Price", _price_rows(points)), html.paragraph(text)]
     return Section("Goodput and price", blocks)
 
 
 def _goodput_rows(points: Sequence[Report]) -> list[list[str]]:
-    rows = [["load", "limits", "good", "good requests/s", "good output tok/s"]]
+    rows = [["load", "limits", "good", "good share", "good requests/s", "good output tok/s"]]
     for point in points:
         good = point["goodput"]
         names = [name for name in ("ttft", "tpot", "e2e") if good[f"{name}_ms"]]
         limits = ", ".join(f"{LABELS[name]} {good[f'{name}_ms']:g} ms" for name in names)
-        counts = f"{good['num_good']:,} ({good['good_share']:.1%})"
+        counts = (f"{good['num_good']:,}", f"{good['good_share']:.1%}")
         rates = (short(good["request_s"]), short(good["output_tok_s"]))
-        rows.append([point["load"], limits, counts, *rates])
+        rows.append([point["load"], limits, *counts, *rates])
     return rows
 
 
 def _price_rows(points: Sequence[Report]) -> list[list[str]]:
     columns = {
-        "usd_per_million_output": "$ per M output",
-        "usd_per_million_total": "$ per M in and out",
-        "usd_per_million_good_output": "$ per M good output",
+        "usd_per_million_output": "$/M output",
+        "usd_per_million_total": "$/M total",
+        "usd_per_million_good_output": "$/M good output",
     }
     keys = [key for key in columns if key in points[0]["price"]]
     rows = [["load", "output tok/s per GPU", *(columns[key] for key in keys)]]
@@ -351,11 +362,12 @@ def _audit_section(points: Sequence[Report]) -> Section:
     said = html.bullets("warn", warnings)
     if not warnings:
         said = html.bullets("good", ["No sign that the client was the limit."])
-    rows = [["load", "processes", "CPU of a core", "sent late p50", "p99", "stalls", "longest"]]
+    rows = [["load", "processes", "CPU of a core", "sent late p50 (ms)"]]
+    rows[0] += ["sent late p99 (ms)", "stalls", "longest stall (ms)"]
     for point in points:
         audit = point["audit"]
-        lag = [f"{audit['lag_ms'].get(p, 0.0):.2f} ms" for p in ("p50", "p99")]
-        stalls = [f"{audit['num_stalls']:,}", f"{audit['max_stall_ms']:.0f} ms"]
+        lag = [f"{audit['lag_ms'].get(p, 0.0):.2f}" for p in ("p50", "p99")]
+        stalls = [f"{audit['num_stalls']:,}", f"{audit['max_stall_ms']:.0f}"]
         share = f"{audit['cpu_share']:.0%}"
         rows.append([point["load"], str(audit["num_processes"]), share, *lag, *stalls])
     blocks = [said, html.table("The client", rows)]

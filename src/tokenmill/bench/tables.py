@@ -9,34 +9,37 @@ from typing import Any
 
 from tokenmill.bench.events import Report, num_tokens, times_of
 from tokenmill.bench.wire import Record
+from tokenmill.core.metrics import PERCENTS, USER_PERCENTILE, min_values
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
-LEFT_OUT = ("errors", "doubts", "finish_reasons", "warnings")
+LEFT_OUT = ("errors", "doubts", "finish_reasons", "warnings", "too_few")
+LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
+LABELS |= {"ttft_from_schedule": "TTFT from schedule"}
+FEW = "*"  # beside a percentile that too few values bear
 
 
 def points_table(points: Sequence[Report]) -> list[list[str]]:
     """A row per point."""
     columns: dict[str, Callable[[Report], str]] = {
         "load": lambda p: str(p["load"]),
-        "done": lambda p: f"{p['num_completed']:,}",
+        "answered": lambda p: f"{p['num_completed']:,}",
         "failed": lambda p: f"{p['num_failed']:,}",
-        "req/s": lambda p: f"{p['request_s']:,.2f}",
-        "out tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
+        "requests/s": lambda p: f"{p['request_s']:,.2f}",
+        "output tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
         "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
-        "tok/s/user": lambda p: cell(p.get("tok_s_user", {}).get("p50")),
+        "tok/s/user": lambda p: _marked(p, "tpot_ms", USER_PERCENTILE, cell(p.get("tok_s_user"))),
     }
     if any("goodput" in point for point in points):
-        columns["good"] = lambda p: f"{p['goodput']['good_share']:.1%}"
-        columns["good req/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
+        columns["good share"] = lambda p: f"{p['goodput']['good_share']:.1%}"
+        columns["good requests/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
     if any("price" in point for point in points):
-        columns["$/M out"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
+        columns["$/M output"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
         columns["$/M total"] = lambda p: cell(p["price"]["usd_per_million_total"], 3)
     streamed = any("ttft_ms" in point for point in points)
     latencies = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
     for key in latencies if len(points) > 1 else ():
         for percent in ("p50", "p99"):
-            label = f"{key.removesuffix('_ms').upper().replace('E2E', 'e2e')} {percent}"
-            columns[label] = _latency_column(key, percent)
+            columns[f"{label_of(key)} {percent} (ms)"] = _latency_column(key, percent)
     return [list(columns), *([show(point) for show in columns.values()] for point in points)]
 
 
@@ -45,34 +48,64 @@ def curve_table(points: Sequence[Report]) -> list[list[str]]:
     columns: dict[str, Callable[[Report], str]] = {
         "concurrency": lambda p: str(p["concurrency"]),
         "region": lambda p: str(p["region"]),
-        "done": lambda p: f"{p['num_completed']:,}",
+        "answered": lambda p: f"{p['num_completed']:,}",
         "failed": lambda p: f"{p['num_failed']:,}",
         "seconds": lambda p: cell(p["seconds"], 1),
-        "system_tps": lambda p: cell(p["system_tps"], 1),
-        "tps_per_user": lambda p: cell(p["tps_per_user"]),
+        "system_tps (tok/s)": lambda p: cell(p["system_tps"], 1),
+        "tps_per_user (tok/s)": lambda p: cell(p["tps_per_user"]),
         "ttft_p90_ms": lambda p: cell(p["ttft_p90_ms"]),
         "on the curve": lambda p: "yes" if p["on_front"] else "no",
     }
     if any("price" in point for point in points):
-        columns["$/M out"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
+        columns["$/M output"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
     return [list(columns), *([show(point) for show in columns.values()] for point in points)]
 
 
+def label_of(key: str) -> str:
+    """The name of a latency, wherever one stands."""
+    return LABELS[key.removesuffix("_ms")]
+
+
 def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
-    return lambda point: cell(point.get(key, {}).get(percent))
+    return lambda point: _marked(point, key, percent, cell(point.get(key, {}).get(percent)))
+
+
+def _marked(point: Report, key: str, name: str, text: str) -> str:
+    return text + FEW if is_thin(point, key, name) else text
+
+
+def is_thin(point: Report, key: str, name: str) -> bool:
+    """True for a percentile that too few values bear."""
+    few = point.get("too_few", {}).get(key.replace("_from_schedule", ""), {})
+    return name in few.get("percentiles", ())
+
+
+def cautions(points: Sequence[Report]) -> list[str]:
+    """A sentence per percentile that stands on too few values at some point."""
+    least: dict[str, dict[str, int]] = {}  # of a percentile, by latency
+    for point in points:
+        for key, few in point.get("too_few", {}).items():
+            for name in few["percentiles"]:
+                counts = least.setdefault(name, {})
+                counts[key] = min(few["num_values"], counts.get(key, few["num_values"]))
+    return [
+        f"{name} needs {min_values(PERCENTS[name])} values: "
+        + ", ".join(f"{label_of(key)} has {count}" for key, count in least[name].items())
+        for name in PERCENTS
+        if name in least
+    ]
 
 
 def latency_table(point: Report) -> list[list[str]]:
     """A row per latency of one point."""
     names = ("mean", "p50", "p90", "p99", "max")
-    rows = [["ms", *names, "95% of p50"]]
+    rows = [["latency (ms)", *names, "95 % of p50"]]
     for key in ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         if summary := point.get(key):
             low, high = summary.get("ci95", {}).get("p50", (None, None))
-            bounds = "-" if low is None else f"{low:.2f} to {high:.2f}"
-            label = key.removesuffix("_ms").replace("_", " ").replace("ttft", "TTFT")
-            label = label.upper() if len(label) <= 4 and label != "e2e" else label
-            rows.append([label, *(cell(summary[name]) for name in names), bounds])
+            bounds = "-" if low is None else f"{low:,.2f} to {high:,.2f}"
+            cells = [_marked(point, key, name, cell(summary[name])) for name in names]
+            rows.append([label_of(key), *cells, bounds])
     return rows
 
 
@@ -80,14 +113,14 @@ def server_table(points: Sequence[Report]) -> list[list[str]]:
     """What the server says of itself, a row per point."""
     columns = {
         "requests": ("num_requests", ",.0f"),
-        "tokens": ("num_output_tokens", ",.0f"),
+        "output tokens": ("num_output_tokens", ",.0f"),
         "most running": ("peak_running", ",.0f"),
         "most waiting": ("peak_waiting", ",.0f"),
         "most of KV cache": ("peak_kv_cache_usage", ".0%"),
         "prefix hits": ("prefix_hit_rate", ".0%"),
-        "tokens a drafted step": ("acceptance_length", ".2f"),
-        "right drafts": ("acceptance_positions", ".0%"),
-        "mean TTFT": ("ttft_mean_ms", ",.2f"),
+        "tokens per step with drafts": ("acceptance_length", ".2f"),
+        "accepted drafts": ("acceptance_positions", ".0%"),
+        "server's mean TTFT (ms)": ("ttft_mean_ms", ",.2f"),
     }
     rows = [["the server says", *columns]]
     for point in points:

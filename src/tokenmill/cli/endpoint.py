@@ -199,6 +199,7 @@ class EndpointBench:
 
     def report(self, points: list[Report]) -> Report:
         """What the JSON line has around the points."""
+        from tokenmill.bench.load import as_run
         from tokenmill.bench.prefix_hits import note_differences
 
         note_differences(points)
@@ -213,7 +214,7 @@ class EndpointBench:
             "server_metrics": scraper and {"url": scraper.url, "fault": scraper.fault},
             "prompts": self._prompts.report(),
             "points": points,
-            "config": asdict(self._config),
+            "config": as_run(asdict(self._config), points),
             "settings": self._settings,
         }
 
@@ -336,6 +337,8 @@ def print_report(report: Report) -> None:
 
     points = report["points"]
     streamed = "streamed" if report["stream"] else "not streamed"
+    if points and all(point["concurrency"] is not None for point in points):
+        streamed += ", closed loop"
     state = "; interrupted, so of what had finished" if report["interrupted"] else ""
     console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
     console.out.print(prompts_line(report["prompts"]), markup=False)
@@ -360,8 +363,10 @@ def prompts_line(prompts: Report) -> str:
 def print_points(points: Sequence[Report]) -> None:
     """Errors and doubts, the server's figures and the client's part."""
     from tokenmill.bench.audit import all_warnings
-    from tokenmill.bench.tables import audit_line, server_table
+    from tokenmill.bench.tables import FEW, audit_line, cautions, server_table
 
+    for text in cautions(points):
+        console.out.print(f"{FEW} {text}", markup=False)
     for point in points:
         for label in ("errors", "doubts"):
             for name, entry in point[label].items():

@@ -9,7 +9,7 @@ first output), the mean time of a token after the first output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -80,6 +80,26 @@ def summarize(values: Iterable[float | None]) -> dict[str, float]:
         "p99": percentile(present, 99),
         "max": max(present),
     }
+
+
+PERCENTS = {"p50": 50, "p90": 90, "p99": 99}
+USER_PERCENTILE = "p90"  # of TPOT, behind tok/s/user: as MLPerf Endpoints counts
+
+
+def min_values(percent: int) -> int:
+    """Values that a percentile needs so that one of them is expected beyond it: p99 needs 100."""
+    return -(-100 // (100 - percent))
+
+
+def too_few_for(num_values: int) -> list[str]:
+    """The percentiles that so many values do not bear."""
+    return [name for name, percent in PERCENTS.items() if num_values < min_values(percent)]
+
+
+def tok_s_user(tpot_ms: Mapping[str, float]) -> float | None:
+    """Tokens per second that nine users of ten have at least: 1000 / p90 of TPOT in ms."""
+    tpot = tpot_ms.get(USER_PERCENTILE)
+    return 1000 / tpot if tpot else None
 
 
 def usd_per_million_tokens(usd_per_hour: float, tok_s: float) -> float:
