@@ -144,6 +144,7 @@ def run_sim_worker(
         block_size=BLOCK_SIZE,
         dtype="none",
         kv=kv.address,
+        max_waiting=limits.max_waiting,
     )
     grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
     grammar.warm_up()

@@ -129,7 +129,7 @@ def worker(
             raise
         raise typer.Exit(1) from None
     built.engine.warm_up()
-    run_worker(built.engine, address, _facts(built), built.engine.kv)
+    run_worker(built.engine, address, _facts(built, settings.get("max-queue")), built.engine.kv)
 
 
 def _check_ranks(path: Path, roles: list[Settings]) -> None:
@@ -231,7 +231,7 @@ def _build(settings: Settings) -> BuiltEngine:
         return build_engine(config, cache, limits, execution, vocab, loaded, captured, parallel)
 
 
-def _facts(built: BuiltEngine) -> ModelFacts:
+def _facts(built: BuiltEngine, max_waiting: int) -> ModelFacts:
     from tokenmill.serve.wire import ModelFacts
 
     return ModelFacts(
@@ -242,4 +242,5 @@ def _facts(built: BuiltEngine) -> ModelFacts:
         dtype=built.dtype,
         device=built.device,
         kv=built.engine.kv.address if built.engine.kv is not None else None,
+        max_waiting=max_waiting,
     )

@@ -95,7 +95,7 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
     async def chat_completions(request: Request) -> Response:
         state.admit(request.state.key)
         with state.traced(request) as trace:
-            call = await read_body(request, ChatCompletionRequest, limit)
+            call = await read_body(request, ChatCompletionRequest, limit, preparer.ignored)
             _check_model(call.model, state)
             usage_in = _usage_in(call)
             if trace is not None:
@@ -110,7 +110,7 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
     async def completions(request: Request) -> Response:
         state.admit(request.state.key)
         with state.traced(request) as trace:
-            call = await read_body(request, CompletionRequest, limit)
+            call = await read_body(request, CompletionRequest, limit, preparer.ignored)
             _check_model(call.model, state)
             usage_in = _usage_in(call)
             if trace is not None:
@@ -123,13 +123,13 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
 
     @app.post("/tokenize", dependencies=guard)
     async def tokenize(request: Request) -> Response:
-        call = await read_body(request, TokenizeRequest, limit)
+        call = await read_body(request, TokenizeRequest, limit, preparer.ignored)
         _check_model(call.model, state)
         return json_response(await _tokenize(call, state, preparer))
 
     @app.post("/detokenize", dependencies=guard)
     async def detokenize(request: Request) -> Response:
-        call = await read_body(request, DetokenizeRequest, limit)
+        call = await read_body(request, DetokenizeRequest, limit, preparer.ignored)
         _check_model(call.model, state)
         text = state.tokenizer.decode(call.tokens, skip_special_tokens=False)
         return json_response(DetokenizeAnswer(prompt=text))

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from tokenmill.core.config import ServerConfig
-from tokenmill.serve.errors import ApiError, of_decoding
+from tokenmill.serve.decoding import IgnoredFields, decode_call
+from tokenmill.serve.errors import ApiError
 
 # A body over the limit is read on and dropped up to this many times the limit: a client that is
 # still sending when the connection is closed would not see the answer.
@@ -54,7 +54,7 @@ def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
 
 
 class Calls:
-    """The calls being answered, in all and by key; once draining, no more are taken."""
+    """The choices being generated, in all and by key; once draining, no more are taken."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.draining = False
@@ -66,32 +66,41 @@ class Calls:
         if self.draining:
             raise ApiError(503, "the server is draining and takes no new requests", code="draining")
 
-    def check_limits(self, key: int) -> None:
+    def check_limits(self, key: int, num_choices: int = 1) -> None:
+        """429 where `num_choices` more do not fit now."""
         limit = self._config.max_concurrency
-        if self.num_open >= limit:
-            raise ApiError(429, f"{limit} requests are open, the limit", code="max_concurrency")
-        limit = self._config.max_concurrency_per_key or limit
-        if self._by_key[key] >= limit:
-            message = f"{limit} requests of this key are open, the limit"
-            raise ApiError(429, message, code="max_concurrency_per_key")
+        if self.num_open + num_choices > limit:
+            raise _no_room(num_choices, self.num_open, "", limit, "max_concurrency")
+        per_key = self._config.max_concurrency_per_key
+        if per_key is not None and self._by_key[key] + num_choices > per_key:
+            num_open = self._by_key[key]
+            raise _no_room(
+                num_choices, num_open, " of this key", per_key, "max_concurrency_per_key"
+            )
 
-    def begin(self, key: int) -> None:
-        self.num_open += 1
-        self._by_key[key] += 1
+    def begin(self, key: int, num_choices: int = 1) -> None:
+        self.num_open += num_choices
+        self._by_key[key] += num_choices
 
-    def end(self, key: int) -> None:
-        self.num_open -= 1
-        self._by_key[key] -= 1
+    def end(self, key: int, num_choices: int = 1) -> None:
+        self.num_open -= num_choices
+        self._by_key[key] -= num_choices
 
 
-async def read_body(request: Request, kind: type[T], limit: int) -> T:
+def _no_room(num_choices: int, num_open: int, whose: str, limit: int, code: str) -> ApiError:
+    wanted = f"this call asks for {num_choices} answers; " if num_choices > 1 else ""
+    flag = "--" + code.replace("_", "-")
+    message = f"{wanted}{num_open} requests{whose} are running; the limit is {limit} ({flag}); "
+    return ApiError(429, message + "try again when some have ended", code=code)
+
+
+async def read_body(
+    request: Request, kind: type[T], limit: int, ignored: IgnoredFields | None = None
+) -> T:
     """The body as `kind`; too large, malformed or unfit bodies raise ApiError."""
     declared = request.headers.get("content-length", "")
     body = await read_bytes(request.receive, declared, limit)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise of_decoding(error) from None
+    return decode_call(body, kind, ignored)
 
 
 async def read_bytes(receive: Receive, declared: str, limit: int) -> bytes:

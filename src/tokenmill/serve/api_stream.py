@@ -58,15 +58,20 @@ class ApiState:
         span = self.tracing.begin(path, request.headers.raw, start_ns)
         return CallTrace(span, OPERATIONS[path], start_ns)
 
-    def admit(self, key: int) -> None:
+    def admit(self, key: int, num_choices: int = 1) -> None:
         """Raise what a new generation call is to be answered with, if it cannot be taken."""
         self.calls.check_draining()
         if not self.client.ready:
             raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
-        self.calls.check_limits(key)
+        self.calls.check_limits(key, num_choices)
         pending = self.config.max_pending
-        if pending is not None and self.client.num_pending >= pending * self.client.num_ready:
-            raise ApiError(429, "too many requests wait for their first token", code="queue_full")
+        if pending is None:
+            return
+        limit, waiting = pending * self.client.num_ready, self.client.num_pending
+        if waiting + num_choices > limit:
+            message = f"{waiting} requests wait for their first token; the limit is {limit} "
+            message += f"(--max-pending {pending} for each worker); try again later"
+            raise ApiError(429, message, code="queue_full")
 
 
 class Format(Protocol):
@@ -104,7 +109,7 @@ class GenerationResponse(Response):
         trace, error = self._trace, None
         generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         try:
-            self._state.admit(self._key)
+            self._state.admit(self._key, len(self._job.requests))
             traces = trace.requests(self._job) if trace is not None else ()
             stream = self._state.client.submit(self._job.requests, traces, self._job.words)
         except (ApiError, WorkerDownError) as refused:
@@ -113,7 +118,7 @@ class GenerationResponse(Response):
                 trace.end(generation.usage(), [], error)
             await send_error(send, error)
             return
-        self._state.calls.begin(self._key)
+        self._state.calls.begin(self._key, len(self._job.requests))
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.
@@ -127,7 +132,7 @@ class GenerationResponse(Response):
             watcher.cancel()
             generation.close()
             self._state.client.abort(stream.request_ids)
-            self._state.calls.end(self._key)
+            self._state.calls.end(self._key, len(self._job.requests))
             if trace is not None:
                 reasons = [choice.reason for choice in generation.choices]
                 trace.end(generation.usage(), reasons, error)

@@ -11,6 +11,7 @@ HEADER = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _KEYS = ("name", "type", "arguments", "parameters")
 _CHARS = frozenset(' \t\r\n:,0123456789+-.eEtrufalsn"{}[]')  # outside strings
 

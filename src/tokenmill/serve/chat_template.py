@@ -145,7 +145,7 @@ def _part_text(part: dict[str, Any]) -> str:
 def _prepare_call(call: dict[str, Any]) -> dict[str, Any]:
     """OpenAI sends arguments as JSON text, templates write them as objects."""
     function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
+    arguments = function["arguments"] = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments) if arguments.strip() else {}

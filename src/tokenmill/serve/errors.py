@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import msgspec
-
 from tokenmill.core.types import FinishReason, InvalidRequestError, RequestOutput
 from tokenmill.serve.responses import ErrorAnswer, ErrorBody, json_encode
 
@@ -25,9 +21,6 @@ _TYPES = {
     502: "server_error",
     503: "service_unavailable_error",
 }
-_UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
-_MISSING_FIELD = re.compile(r"^Object missing required field `(.*?)`", re.DOTALL)
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
 # Why the engine refused a request -> status; any other reason is a 400.
 _REJECT_STATUS = {"queue_full": 429, "draining": 503}
 
@@ -75,23 +68,6 @@ def context_exceeded(message: str, param: str) -> ApiError:
 def of_invalid(error: InvalidRequestError) -> ApiError:
     """400 for a value that the engine's own vocabulary refuses."""
     return ApiError(400, str(error), error.param, "invalid_value")
-
-
-def of_decoding(error: Exception) -> ApiError:
-    """400 for a body that is no JSON or does not fit the schema; names the field."""
-    text = str(error)
-    if not isinstance(error, msgspec.ValidationError):
-        return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
-    path_match = _PATH.search(text)
-    path = path_match.group(1) if path_match else ""
-    for pattern, what in ((_UNKNOWN_FIELD, "unknown or unsupported"), (_MISSING_FIELD, "missing")):
-        field_match = pattern.search(text)
-        if field_match:
-            name = f"{path}.{field_match.group(1)}" if path else field_match.group(1)
-            code = "unknown_field" if pattern is _UNKNOWN_FIELD else "missing_field"
-            return ApiError(400, f"{what} field: {name}", name, code)
-    reason = _PATH.sub("", text)
-    return ApiError(400, f"{path or 'body'}: {reason}", path or None, "invalid_value")
 
 
 def of_output(output: RequestOutput) -> ApiError | None:

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from tokenmill.core.types import TokenLogprobs
 from tokenmill.serve.format_stream import EventFrame, UsageIn
 from tokenmill.serve.generation import TextDelta
-from tokenmill.serve.logprobs import chat_logprobs
+from tokenmill.serve.logprobs import chat_logprobs, prompt_logprobs
 from tokenmill.serve.parsers import (
     ContentDelta,
     Event,
@@ -17,7 +17,6 @@ from tokenmill.serve.parsers import (
     ToolParser,
 )
 from tokenmill.serve.prepare import Job
-from tokenmill.serve.protocol import FunctionCall, ToolCall
 from tokenmill.serve.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -27,7 +26,9 @@ from tokenmill.serve.responses import (
     ChatLogprobs,
     ChatMessage,
     FinishText,
+    FunctionCall,
     FunctionCallDelta,
+    ToolCall,
     ToolCallDelta,
     Usage,
     json_encode,
@@ -84,6 +85,10 @@ class ChatFormat:
         )
         if self._job.return_token_ids:
             answer.prompt_token_ids = self._job.prompts[0].token_ids
+        if self._job.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, wholes[0].prompt_logprobs or [], self._job.prompt_logprobs
+            )
         encoded: bytes = json_encode(answer)
         return encoded
 
@@ -121,7 +126,7 @@ class ChatFormat:
         return chat_logprobs(self._tokenizer, positions) if positions is not None else None
 
     def _whole(self, delta: TextDelta) -> ChatChoice:
-        message, called = self._choices[delta.index].message(delta.text)
+        message, called = self._choices[delta.index].message(delta)
         choice = ChatChoice(
             index=delta.index,
             message=message,
@@ -158,7 +163,7 @@ class _ChatChoice:
         if self._tools is not None:
             events = self._tools.push(content)
             if delta.finish_reason is not None:
-                events += self._tools.finish()
+                events += self._tools.finish(delta.cut_off)
             content = "".join(e.text for e in events if isinstance(e, ContentDelta))
             self._add_calls(message, events)
         if content:
@@ -186,8 +191,9 @@ class _ChatChoice:
         if calls:
             message.tool_calls = calls
 
-    def message(self, content: str) -> tuple[ChatMessage, bool]:
+    def message(self, delta: TextDelta) -> tuple[ChatMessage, bool]:
         """The whole message of a text, and whether it calls tools."""
+        content = delta.text
         message = ChatMessage(content=content)
         if self._reasoning is not None:
             reasoning, content = self._reasoning.parse(content)
@@ -196,7 +202,7 @@ class _ChatChoice:
                 message.reasoning_content = reasoning
         if self._tools is None:
             return message, False
-        content, calls = self._tools.parse(content)
+        content, calls = self._tools.parse(content, delta.cut_off)
         message.content = content
         if calls:
             message.content = content or None

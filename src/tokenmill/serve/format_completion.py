@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenmill.core.types import TokenLogprobs
 from tokenmill.serve.format_stream import EventFrame, UsageIn
 from tokenmill.serve.generation import TextDelta
-from tokenmill.serve.logprobs import completion_logprobs
+from tokenmill.serve.logprobs import completion_logprobs, prompt_logprobs
 from tokenmill.serve.prepare import Job
 from tokenmill.serve.responses import (
     Completion,
@@ -75,6 +75,10 @@ class CompletionFormat:
         choice = self._take(delta)
         choice.finish_reason = delta.finish_reason
         choice.stop_reason = delta.stop_reason
+        if self._job.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, delta.prompt_logprobs or [], self._job.prompt_logprobs
+            )
         return choice
 
     def _take(self, delta: TextDelta) -> CompletionChoice:
@@ -88,7 +92,7 @@ class CompletionFormat:
             if self._echo:
                 piece.text = prompt.text + delta.text
                 token_ids = prompt.token_ids + token_ids
-                positions = [*(delta.prompt_logprobs or []), *positions]
+                positions = [*self._echoed(delta), *positions]
             if self._job.return_token_ids:
                 piece.prompt_token_ids = prompt.token_ids
         if self._wants_logprobs:
@@ -98,3 +102,13 @@ class CompletionFormat:
         if self._job.return_token_ids:
             piece.token_ids = delta.token_ids
         return piece
+
+    def _echoed(self, delta: TextDelta) -> list[TokenLogprobs | None]:
+        """The prompt's positions with as many alternatives as logprobs asks for."""
+        sampling = self._job.requests[delta.index].sampling
+        size = (sampling.logprobs or 0) + 1
+        return [
+            position
+            and TokenLogprobs(position.token_ids[:size], position.logprobs[:size], position.rank)
+            for position in delta.prompt_logprobs or []
+        ]

@@ -10,6 +10,7 @@ from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogp
 from tokenmill.serve.detokenize import Detokenizer
 from tokenmill.serve.errors import of_output
 from tokenmill.serve.metrics import ServerMetrics
+from tokenmill.serve.parsers import ReasoningParser, ToolParser
 from tokenmill.serve.prepare import Job
 from tokenmill.serve.responses import FinishText, Usage, usage_of
 from tokenmill.serve.tokenizer import Tokenizer
@@ -31,6 +32,28 @@ class TextDelta:
     prompt_logprobs: list[TokenLogprobs | None] | None
     finish_reason: FinishText | None
     stop_reason: int | str | None
+
+    @property
+    def cut_off(self) -> bool:
+        """True where the model had more to say: max_tokens was reached, or a stop string."""
+        return self.finish_reason == "length" or isinstance(self.stop_reason, str)
+
+
+class CallWatch:
+    """Tells when the one call that is wanted is complete, wherever reasoning ends."""
+
+    __slots__ = ("_reasoning", "_tools")
+
+    def __init__(self, tools: ToolParser, reasoning_opened: bool | None) -> None:
+        self._tools = tools
+        self._reasoning = None if reasoning_opened is None else ReasoningParser(reasoning_opened)
+
+    def is_done(self, text: str) -> bool:
+        """Read on; True once the call is complete."""
+        if self._reasoning is not None:
+            text = self._reasoning.push(text)[1]
+        self._tools.push(text)
+        return self._tools.done
 
 
 def join_deltas(deltas: list[TextDelta]) -> TextDelta:
@@ -56,6 +79,7 @@ class Choice:
         "_echo_only",
         "_request",
         "_stop_ids",
+        "_watch",
         "finished",
         "num_tokens",
         "reason",
@@ -74,6 +98,9 @@ class Choice:
             continues=job.continues,
         )
         self._echo_only = job.echo_only
+        self._watch: CallWatch | None = None
+        if job.tool_use is not None and job.tool_use.one_call:
+            self._watch = CallWatch(job.tool_use.parser(), job.reasoning_opened)
         self._stop_ids = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
         self.times = RequestTimes(request.arrival_ns)
         self.num_tokens = 0
@@ -90,8 +117,8 @@ class Choice:
         finish_reason = _FINISH[output.finish_reason] if output.finish_reason else None
         stop_reason = output.stop_reason
         num_before = self.num_tokens
-        text = detokenizer.push(self._visible(output))
-        if detokenizer.stop_reason is not None:
+        text, called = self._push_tokens(self._visible(output))
+        if called or detokenizer.stop_reason is not None:
             num_used = detokenizer.num_tokens - num_before
             token_ids = token_ids[:num_used]
             logprobs = logprobs[:num_used] if logprobs is not None else None
@@ -103,6 +130,18 @@ class Choice:
         return TextDelta(
             index, text, token_ids, logprobs, output.prompt_logprobs, finish_reason, stop_reason
         )
+
+    def _push_tokens(self, token_ids: list[int]) -> tuple[str, bool]:
+        """Their text, and whether the one call that is wanted ends in it."""
+        if self._watch is None:
+            return self._detokenizer.push(token_ids), False
+        text = ""
+        for token_id in token_ids:
+            piece = self._detokenizer.push((token_id,))
+            text += piece
+            if self._watch.is_done(piece):
+                return text, True
+        return text, False
 
     def _visible(self, output: RequestOutput) -> list[int]:
         """The tokens without the stop token that ended them, unless its text is wanted."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenmill.core.types import TokenLogprobs
-from tokenmill.serve.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from tokenmill.serve.responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    TopLogprob,
+)
 from tokenmill.serve.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -53,6 +59,31 @@ def completion_logprobs(
         pairs = zip(position.token_ids, position.logprobs, strict=True)
         result.top_logprobs.append({token_text(tokenizer, t): _finite(p) for t, p in pairs})
     return result, offset
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs | None], num_best: int
+) -> list[dict[str, PromptLogprob] | None]:
+    """vLLM's form: by token id, the prompt's own token first; the first position has none."""
+    return [
+        None if position is None else _by_token_id(tokenizer, position, num_best)
+        for position in positions
+    ]
+
+
+def _by_token_id(
+    tokenizer: Tokenizer, position: TokenLogprobs, num_best: int
+) -> dict[str, PromptLogprob]:
+    entries: dict[str, PromptLogprob] = {}
+    pairs = list(zip(position.token_ids, position.logprobs, strict=True))[: num_best + 1]
+    for index, (token_id, logprob) in enumerate(pairs):
+        entry = PromptLogprob(
+            logprob=_finite(logprob),
+            rank=index or position.rank,
+            decoded_token=tokenizer.token_to_bytes(token_id).decode(errors="replace"),
+        )
+        entries.setdefault(str(token_id), entry)
+    return entries
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -54,6 +54,8 @@ def document(version: str, model: str, needs_key: bool) -> Json:
     for struct in _REQUESTS:
         name = schemas[struct.__name__]["properties"]["model"]
         name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
+    for struct in _REQUESTS:
+        _accept_null(schemas, struct.__name__)
     security: list[Json] = [{"key": []}] if needs_key else []
     paths = _paths()
     for path, operations in paths.items():
@@ -69,6 +71,27 @@ def document(version: str, model: str, needs_key: bool) -> Json:
         "paths": paths,
         "components": components,
     }
+
+
+def _accept_null(schemas: Json, name: str, in_message: bool = False) -> None:
+    """Say that objects below a request may have unknown fields: null ones, in messages any."""
+    schema = schemas[name]
+    if schema.get("additionalProperties") not in (False, {"type": "null"}):
+        return
+    schema["additionalProperties"] = True if in_message else {"type": "null"}
+    for field, definition in schema["properties"].items():
+        for inner in _references(definition):
+            _accept_null(schemas, inner, in_message or field == "messages")
+
+
+def _references(schema: Any) -> list[str]:
+    if isinstance(schema, list):
+        return [name for each in schema for name in _references(each)]
+    if not isinstance(schema, dict):
+        return []
+    if isinstance(reference := schema.get("$ref"), str):
+        return [reference.rpartition("/")[2]]
+    return _references(list(schema.values()))
 
 
 def _paths() -> dict[str, dict[str, Json]]:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
-from tokenmill.serve.call_json import HEADER, JsonScanner, json_or_none, may_be_call, read_call
+from tokenmill.serve.call_json import (
+    HEADER,
+    NAME,
+    JsonScanner,
+    json_or_none,
+    may_be_call,
+    read_call,
+)
 
 _THINK, _END_THINK = "<think>", "</think>"
 _TOOL_CALL, _END_TOOL_CALL = "<tool_call>", "</tool_call>"
@@ -137,13 +144,19 @@ class ToolParser(ABC):
 
     Text that is no call is content. parse() wants a call to be complete; a stream sends arguments
     as they come, so a call that breaks off or turns out malformed once its name is sent stays a
-    call, and what follows is content. `names`: the functions there are; other names make no call.
+    call, and what follows is content. A text that was cut off (`cut`: by max_tokens or a stop
+    string) is read alike in both ways: a call that had begun its arguments keeps those it has, and
+    what is there of one that had not is dropped. `names`: the functions there are; other names
+    make no call. `max_calls`: nothing is read after so many.
     """
 
     _parses_partial_calls = False
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self, names: Collection[str] | None = None, *, max_calls: int | None = None
+    ) -> None:
         self._names = names
+        self._max_calls = max_calls
         self._eager = True  # send a call before it is complete
         self._num_calls = 0
         self._buffer = ""  # not yet understood
@@ -154,11 +167,16 @@ class ToolParser(ABC):
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._read_text
 
-    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+    @property
+    def done(self) -> bool:
+        """True once the last call that is wanted is complete."""
+        return self._state == self._read_nothing
+
+    def parse(self, text: str, cut: bool = False) -> tuple[str, list[ToolCall]]:
         """(content, calls) of a whole message."""
-        self._eager = self._parses_partial_calls
+        self._eager = self._parses_partial_calls or cut
         content, calls = "", []
-        for event in self.push(text) + self.finish():
+        for event in self.push(text) + self.finish(cut):
             if isinstance(event, ContentDelta):
                 content += event.text
             elif event.id is not None and event.name is not None:
@@ -175,14 +193,24 @@ class ToolParser(ABC):
             pass
         return self._take_events()
 
-    def finish(self) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[Event]:
         """What was held back, once nothing follows."""
-        if self._state == self._read_call:
+        if self._state == self._read_call and not (cut and self._may_be_known_call()):
             self._content(self._opening + self._buffer)
-        elif self._state == self._read_text:
+        elif self._state == self._read_text and not (cut and self._holds_opening()):
             self._content(self._buffer)
         self._buffer = ""
         return self._take_events()
+
+    def _may_be_known_call(self) -> bool:
+        """Whether the call that was cut off may be one of a function there is."""
+        name = NAME.search(self._buffer)
+        return name is None or self._callable(name[1])
+
+    def _holds_opening(self) -> bool:
+        """Whether the rest of the text is the first half of a tag that announces a call."""
+        rest = self._buffer.strip()
+        return len(rest) > 1 and rest[0] == "<"
 
     # Each state reads from the buffer and returns False when it needs more text.
 
@@ -211,7 +239,7 @@ class ToolParser(ABC):
             return self._refuse()
         self._open_call(call[0])
         self._arguments(call[1])
-        return self._consume(end, self._read_separator)
+        return self._consume(end, self._after_call())
 
     def _start_call(self, header: re.Match[str]) -> bool:
         name = json_or_none(header[1])
@@ -240,7 +268,16 @@ class ToolParser(ABC):
         end = self._scanner.scan(self._buffer)
         if self._scanner.broken:
             return self._consume(0, self._read_text)
-        return end is not None and self._consume(end, self._read_separator)
+        return end is not None and self._consume(end, self._after_call())
+
+    def _after_call(self) -> Callable[[], bool]:
+        """The state after a complete call."""
+        return self._read_nothing if self._num_calls == self._max_calls else self._read_separator
+
+    def _read_nothing(self) -> bool:
+        """Whatever comes after the last call that is wanted."""
+        self._buffer = ""
+        return False
 
     def _consume(self, size: int, state: Callable[[], bool]) -> bool:
         self._buffer = self._buffer[size:]
@@ -323,8 +360,10 @@ class HermesParser(ToolParser):
 class Llama3JsonParser(ToolParser):
     """Llama 3: the message is {"name": ..., "parameters": {...}}, or several with `;` between."""
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
-        super().__init__(names)
+    def __init__(
+        self, names: Collection[str] | None = None, *, max_calls: int | None = None
+    ) -> None:
+        super().__init__(names, max_calls=max_calls)
         self._at_start = True
 
     def _read_text(self) -> bool:
@@ -379,8 +418,8 @@ class NamedCallParser(ToolParser):
 
     _parses_partial_calls = True
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, name: str, *, max_calls: int | None = None) -> None:
+        super().__init__(max_calls=max_calls)
         self._name = name
 
     def _read_text(self) -> bool:
@@ -393,7 +432,8 @@ class NamedCallParser(ToolParser):
         return self._consume(len(self._buffer) - len(text), self._read_arguments)
 
     def _read_call_end(self) -> bool:
-        return self._consume(0, self._read_rest)
+        limited = self._num_calls == self._max_calls
+        return self._consume(0, self._read_nothing if limited else self._read_rest)
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {

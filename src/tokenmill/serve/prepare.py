@@ -13,10 +13,13 @@ import msgspec
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError, Request, SamplingParams, StructuredOutput
 from tokenmill.sched.blocks import U64, token_words
+from tokenmill.serve.decoding import IgnoredFields
 from tokenmill.serve.errors import context_exceeded
 from tokenmill.serve.parsers import detect_reasoning, opens_reasoning
 from tokenmill.serve.protocol import (
     INT64_MAX,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_IN_MESSAGES,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
@@ -63,6 +66,7 @@ class Job:
     n: int
     return_token_ids: bool
     continues: bool = False  # the answer goes on in the middle of the prompt's last text
+    prompt_logprobs: int | None = None  # how many alternatives the answer shows, if any
     echo_only: bool = False  # the prompt's logprobs are wanted, the sampled token is not
     tool_use: ToolUse | None = None
     reasoning_opened: bool | None = None  # None: reasoning is not split off
@@ -84,6 +88,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._facts = facts
         self._config = config
+        self.ignored = IgnoredFields()
 
     @property
     def max_model_len(self) -> int:
@@ -92,6 +97,7 @@ class Preparer:
 
     async def chat(self, call: ChatCompletionRequest) -> Job:
         """Render the messages, tokenise them and constrain the answer as tools require."""
+        self._check_choices(1, call.n or 1)
         tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
         structured = structured_output(call)
         if tools is not None and tools.structured is not None:
@@ -101,11 +107,11 @@ class Preparer:
             tools.definitions if tools is not None else [],
             call.add_generation_prompt,
             call.continue_final_message,
-            call.chat_template_kwargs,
+            self._template_kwargs(call),
         )
         token_ids = await self.tokenize(text, bool(call.add_special_tokens))
         wanted = call.max_completion_tokens or call.max_tokens
-        if call.top_logprobs is not None and not call.logprobs:
+        if call.top_logprobs and not call.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         sampling = self._sampling(
             call,
@@ -113,6 +119,7 @@ class Preparer:
                 len(token_ids), wanted, self._config.default_max_tokens, "messages"
             ),
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
+            prompt_logprobs=_prompt_logprobs(call),
             structured=structured,
         )
         job = self._job("chatcmpl", call, [Prompt.of(text, token_ids)], [sampling])
@@ -128,11 +135,7 @@ class Preparer:
             raise InvalidRequestError("max_tokens must be at least 1 without echo", "max_tokens")
         special = call.add_special_tokens is not False
         given = _split_prompts(call.prompt)
-        if len(given) * (call.n or 1) > MAX_CHOICES:
-            raise InvalidRequestError(
-                f"prompts times n must be at most {MAX_CHOICES}, got {len(given) * (call.n or 1)}",
-                "prompt",
-            )
+        self._check_choices(len(given), call.n or 1)
         prompts = [await self._prompt(prompt, special) for prompt in given]
         default = self._config.default_max_tokens or COMPLETION_MAX_TOKENS
         # An echo without new tokens still runs one step for the prompt's logprobs.
@@ -143,13 +146,42 @@ class Preparer:
                 call,
                 max_tokens=self._max_tokens(len(prompt.token_ids), wanted, default, "prompt"),
                 logprobs=call.logprobs,
-                prompt_logprobs=call.logprobs if call.echo else None,
+                prompt_logprobs=_larger(
+                    _prompt_logprobs(call), call.logprobs if call.echo else None
+                ),
                 structured=structured,
             )
             for prompt in prompts
         ]
         job = self._job("cmpl", call, prompts, samplings)
         return replace(job, continues=True, echo_only=call.max_tokens == 0)
+
+    def _check_choices(self, num_prompts: int, n: int) -> None:
+        """400 for a call that could not run even alone: waiting would not help."""
+        num_choices = num_prompts * n
+        limit, flag = min(self._choice_limits())
+        if num_choices <= limit:
+            return
+        what = f"{num_prompts} prompts" if num_prompts > 1 else f"n {n}"
+        if num_prompts > 1 and n > 1:
+            what += f" times n {n}, {num_choices} answers,"
+        raise InvalidRequestError(
+            f"{what} can never run at once here: one call may ask for {limit} answers at most "
+            f"({flag}); send several calls",
+            "prompt" if num_prompts > 1 else "n",
+        )
+
+    def _choice_limits(self) -> list[tuple[int, str]]:
+        """How many answers one call may ask for, each with where the number comes from."""
+        config = self._config
+        limits = (
+            (MAX_CHOICES, "a fixed limit"),
+            (config.max_concurrency, "--max-concurrency"),
+            (config.max_concurrency_per_key, "--max-concurrency-per-key"),
+            (config.max_pending, "--max-pending"),
+            (self._facts.max_waiting, "--max-queue"),
+        )
+        return [(limit, name) for limit, name in limits if limit is not None]
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; a long one does not hold up the other streams."""
@@ -173,6 +205,8 @@ class Preparer:
                 f"chat_template_kwargs must not set {names}", "chat_template_kwargs"
             )
         conversation: list[dict[str, Any]] = msgspec.to_builtins(messages)
+        for message in conversation:
+            _drop_without_effect(message)
         if not knows_tools(self._tokenizer.chat_template):
             conversation, tools = write_tools(conversation, tools), []
         return self._tokenizer.apply_chat_template(
@@ -182,6 +216,33 @@ class Preparer:
             continue_final_message=bool(continue_final_message),
             **kwargs or {},
         )
+
+    def _template_kwargs(self, call: ChatCompletionRequest) -> dict[str, Any]:
+        """The template's variables; what the template does not read is told as ignored."""
+        source = self._tokenizer.chat_template or ""
+        given: dict[str, Any] = {}
+        if call.reasoning_effort is not None:
+            given["reasoning_effort"] = call.reasoning_effort
+        if call.reasoning_effort == "none":
+            given["enable_thinking"] = False
+        if call.verbosity is not None:
+            given["verbosity"] = call.verbosity
+        for name in ("reasoning_effort", "verbosity"):
+            if name in given and not any(key in source for key in given):
+                self.ignored.note([name])
+        return given | (call.chat_template_kwargs or {})
+
+    def _note_ignored(self, call: GenerationRequest) -> None:
+        """Tell once about the fields of a call that change nothing."""
+        self.ignored.note(name for name in WITHOUT_EFFECT if getattr(call, name) is not None)
+        if not isinstance(call, ChatCompletionRequest):
+            return
+        for name in WITHOUT_EFFECT_IN_MESSAGES:
+            path = f"messages[].{name}"
+            if not self.ignored.is_noted(path) and any(
+                getattr(message, name, None) is not None for message in call.messages
+            ):
+                self.ignored.note([path])
 
     def _splits_reasoning(self, structured: StructuredOutput | None) -> bool:
         """A constrained answer starts at once: it has no reasoning block."""
@@ -304,7 +365,31 @@ class Preparer:
             for j in range(n)
         ]
         token_ids = bool(call.return_token_ids)
-        return Job(job_id, int(time.time()), prompts, requests, n, token_ids)
+        self._note_ignored(call)
+        shown = call.prompt_logprobs
+        return Job(job_id, int(time.time()), prompts, requests, n, token_ids, prompt_logprobs=shown)
+
+
+def _prompt_logprobs(call: GenerationRequest) -> int | None:
+    if call.prompt_logprobs is not None and call.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is not available when stream is true; send stream false, or leave "
+            "prompt_logprobs out",
+            "prompt_logprobs",
+        )
+    return call.prompt_logprobs
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return max((k for k in (a, b) if k is not None), default=None)
+
+
+def _drop_without_effect(message: dict[str, Any]) -> None:
+    """Templates see what OpenAI defines: some write a whole call as JSON."""
+    for name in WITHOUT_EFFECT_IN_MESSAGES:
+        message.pop(name, None)
+    for call in message.get("tool_calls") or ():
+        call.pop("index")
 
 
 def _choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -1,7 +1,8 @@
 """What a client may send: the OpenAI requests and vLLM's extras.
 
-A field that is not listed here is refused by name. A field that only accepts its harmless value
-(`Literal`) is one whose other values would change the answer and are not supported.
+A field that is not listed here is refused by name, unless it is null or stands in a message. A
+field that only accepts its harmless value is one whose other values would change the answer and
+are not supported: its description says what to do instead, and is a part of the error.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from tokenmill.core.types import MAX_TOP_LOGPROBS
 
@@ -21,6 +22,30 @@ TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NoItems = Annotated[list[Any], Meta(max_length=0)]
+NoMembers = Annotated[dict[str, Any], Meta(max_length=0)]
+
+# Fields that are accepted and change nothing here; the log says so once.
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "prediction", "request_id", "guided_decoding_backend"),
+)
+WITHOUT_EFFECT_IN_MESSAGES = (
+    *("id", "cache_control", "metadata", "parsed", "provider_specific_fields"),
+    *("thinking_blocks", "reasoning_details"),
+)
+
+
+def unsupported(way_out: str) -> Meta:
+    """Marks a field or a part that takes nothing or little; `way_out` ends the error message."""
+    return Meta(description=way_out)
+
+
+_TEXT_INPUT = unsupported("this model takes text only; send parts of type 'text'")
+_TEXT_MESSAGE = unsupported("this model takes text only; send text in content")
+_TEXT_OUTPUT = unsupported("this model answers in text only; leave the field out, or send ['text']")
+_USE_TOOLS = unsupported("functions are deprecated; use tools")
+_LEAVE_OUT = unsupported("this server has nothing of the kind; leave the field out")
 
 
 class Schema(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,80 +53,141 @@ class Schema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextPart(Schema, kw_only=True):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], _TEXT_INPUT]
     text: str
+    cache_control: Any = None
+
+
+class AnswerText(Schema, kw_only=True, tag_field="type", tag="text"):
+    text: str
+    cache_control: Any = None
+
+
+class Refusal(Schema, kw_only=True, tag_field="type", tag="refusal"):
+    refusal: str
 
 
 Content = str | list[TextPart]
 
 
-class FunctionCall(Schema, kw_only=True):
+class CalledFunction(Schema, kw_only=True):
     name: str
-    arguments: str  # JSON text, as OpenAI sends it
+    arguments: str | dict[str, Any] | None = None  # JSON text, as OpenAI sends it, or the object
 
 
-class ToolCall(Schema, kw_only=True):
+class EarlierCall(Schema, kw_only=True):
     id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
+    function: CalledFunction
+    type: Literal["function"] | None = "function"
+    index: int | None = None  # a client that joins a stream leaves it in
 
 
 class SystemMessage(Schema, kw_only=True, tag_field="role", tag="system"):
     content: Content
     name: str | None = None
+    id: Any = None
+    cache_control: Any = None
 
 
 class DeveloperMessage(Schema, kw_only=True, tag_field="role", tag="developer"):
     content: Content
     name: str | None = None
+    id: Any = None
+    cache_control: Any = None
 
 
 class UserMessage(Schema, kw_only=True, tag_field="role", tag="user"):
     content: Content
     name: str | None = None
+    id: Any = None
+    cache_control: Any = None
+    metadata: Any = None
+    images: Annotated[NoItems | None, _TEXT_MESSAGE] = None
+    files: Annotated[NoItems | None, _TEXT_MESSAGE] = None
+    attachments: Annotated[NoItems | None, _TEXT_MESSAGE] = None
 
 
 class AssistantMessage(Schema, kw_only=True, tag_field="role", tag="assistant"):
-    """An earlier answer. The null-only fields are what the openai client echoes back."""
+    """An earlier answer, with whatever clients keep of it."""
 
-    content: Content | None = None
+    content: str | list[AnswerText | Refusal] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[EarlierCall] | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    function_call: None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: Annotated[None, _TEXT_MESSAGE] = None
+    annotations: list[Any] | None = None
+    function_call: Annotated[
+        None,
+        unsupported("function_call is deprecated; send tool_calls, and results as role 'tool'"),
+    ] = None
+    prefix: Annotated[
+        Literal[False] | None, unsupported("set continue_final_message to true at the top level")
+    ] = None
+    id: Any = None
+    cache_control: Any = None
+    metadata: Any = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
 
 
 class ToolMessage(Schema, kw_only=True, tag_field="role", tag="tool"):
-    content: Content
+    content: Content | None = None
     tool_call_id: str
     name: str | None = None
+    id: Any = None
+    cache_control: Any = None
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 class FunctionDefinition(Schema, kw_only=True):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[
+        str,
+        Meta(
+            pattern="^[a-zA-Z0-9_.-]{1,64}$",
+            description="a function's name has 1 to 64 letters, digits, '_', '.' or '-'",
+        ),
+    ]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Any = None
 
 
 class Tool(Schema, kw_only=True):
     function: FunctionDefinition
-    type: Literal["function"]
+    type: Annotated[
+        Literal["function"],
+        unsupported("only functions can be called here; send tools of type 'function'"),
+    ]
+    cache_control: Any = None
 
 
 class NamedFunction(Schema, kw_only=True):
     name: str
 
 
-class NamedToolChoice(Schema, kw_only=True):
+class NamedToolChoice(Schema, kw_only=True, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
+class AllowedTool(Schema, kw_only=True):
     function: NamedFunction
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Schema, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class AllowedToolChoice(Schema, kw_only=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: AllowedTools
 
 
 class TextFormat(Schema, kw_only=True, tag_field="type", tag="text"):
@@ -129,18 +215,18 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 class StructuredOutputs(Schema, kw_only=True):
     """vLLM's constraint; exactly one field is set."""
 
-    json: dict[str, Any] | str | UnsetType = UNSET
-    regex: str | UnsetType = UNSET
-    choice: Annotated[list[str], Meta(min_length=1)] | UnsetType = UNSET
-    grammar: str | UnsetType = UNSET
-    json_object: Literal[True] | UnsetType = UNSET
-    structural_tag: dict[str, Any] | str | UnsetType = UNSET
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class StreamOptions(Schema, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, in every event
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # accepted; nothing is padded
 
 
 class GenerationRequest(Schema, kw_only=True):
@@ -159,11 +245,15 @@ class GenerationRequest(Schema, kw_only=True):
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     # Accepted because they change nothing in the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: Any = None  # only a hint that makes other servers faster
+    request_id: str | None = None
+    guided_decoding_backend: str | None = None
     # vLLM's extras.
     top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Unit | None = None
@@ -177,6 +267,7 @@ class GenerationRequest(Schema, kw_only=True):
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -184,6 +275,36 @@ class GenerationRequest(Schema, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
     guided_grammar: str | None = None
+    # vLLM's extras that are not supported but have a value that changes nothing.
+    use_beam_search: Annotated[
+        Literal[False] | None, unsupported("there is no beam search; ask for several answers by n")
+    ] = None
+    length_penalty: Annotated[
+        Annotated[float, Meta(ge=1, le=1)] | None,
+        unsupported("it belongs to beam search, which is not supported; leave the field out"),
+    ] = None
+    early_stopping: Annotated[
+        Literal[False] | None,
+        unsupported("it belongs to beam search, which is not supported; leave the field out"),
+    ] = None
+    spaces_between_special_tokens: Annotated[Literal[True] | None, _LEAVE_OUT] = None
+    truncate_prompt_tokens: Annotated[
+        None, unsupported("prompts are not cut; send a shorter one")
+    ] = None
+    bad_words: Annotated[NoItems | None, unsupported("use logit_bias with -100")] = None
+    allowed_token_ids: Annotated[None, unsupported("use structured_outputs or logit_bias")] = None
+    logits_processors: Annotated[
+        NoItems | None, unsupported("code of clients is not run; use logit_bias")
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        Literal[False] | None, unsupported("use return_token_ids")
+    ] = None
+    guided_whitespace_pattern: Annotated[None, _LEAVE_OUT] = None
+    kv_transfer_params: Annotated[
+        NoMembers | None,
+        unsupported("the server moves KV by itself; start it with --prefill and --decode"),
+    ] = None
+    vllm_xargs: Annotated[NoMembers | None, _LEAVE_OUT] = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -195,9 +316,35 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    modalities: list[Literal["text"]] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[NoItems | None, _USE_TOOLS] = None
+    function_call: Annotated[
+        Literal["none", "auto"] | None,
+        unsupported("functions are deprecated; use tools and tool_choice"),
+    ] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None  # given to the chat template
+    )
+    verbosity: Literal["low", "medium", "high"] | None = None  # the same
+    modalities: Annotated[list[Literal["text"]] | None, _TEXT_OUTPUT] = None
+    audio: Annotated[None, _TEXT_OUTPUT] = None
+    web_search_options: Annotated[
+        None, unsupported("this server cannot search the web; leave it out, or offer a tool")
+    ] = None
+    documents: Annotated[NoItems | None, unsupported("send them in a message")] = None
+    chat_template: Annotated[
+        None, unsupported("start the server with --chat-template FILE instead")
+    ] = None
+    mm_processor_kwargs: Annotated[NoMembers | None, _TEXT_INPUT] = None
+    include_reasoning: Annotated[
+        Literal[True] | None, unsupported("reasoning is always in the answer; leave the field out")
+    ] = None
+    echo: Annotated[
+        Literal[False] | None, unsupported("only /v1/completions can repeat the prompt")
+    ] = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -211,6 +358,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: Annotated[
+        Annotated[str, Meta(max_length=0)] | None,
+        unsupported("this model only continues text; leave the field out"),
+    ] = None
+    prompt_embeds: Annotated[None, unsupported("send the prompt as text or token ids")] = None
 
 
 class TokenizeRequest(Schema, kw_only=True):

@@ -7,8 +7,6 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenmill.serve.protocol import ToolCall
-
 FinishText = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]
 
@@ -43,6 +41,28 @@ class ChatLogprobs(Answer, kw_only=True):
     refusal: None = None
 
 
+class PromptLogprob(Answer, kw_only=True):
+    """A token at a position of the prompt; ranks begin at 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class FunctionCall(Answer, kw_only=True):
+    name: str
+    arguments: str  # JSON text
+
+
+class ToolCall(Answer, kw_only=True):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Answer, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -70,6 +90,7 @@ class ChatCompletion(Answer, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionCallDelta(Answer, kw_only=True):
@@ -127,6 +148,7 @@ class CompletionChoice(Answer, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Answer, kw_only=True):

@@ -30,8 +30,12 @@ def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
         ours, theirs = getattr(known, name), getattr(new, name)
         if ours != theirs:
             raise WorkerStartError(f"{name}: the floor has {ours}, a new worker {theirs}")
-    max_model_len = min(known.max_model_len, new.max_model_len)
-    return msgspec.structs.replace(known, max_model_len=max_model_len)
+    queues = [n for n in (known.max_waiting, new.max_waiting) if n is not None]
+    return msgspec.structs.replace(
+        known,
+        max_model_len=min(known.max_model_len, new.max_model_len),
+        max_waiting=min(queues, default=None),
+    )
 
 
 class Staff:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from msgspec import UNSET
-
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
 from tokenmill.serve.protocol import (
     GenerationRequest,
@@ -41,7 +39,7 @@ def structured_output(call: GenerationRequest) -> StructuredOutput | None:
 
 
 def _structured_outputs(options: StructuredOutputs) -> StructuredOutput:
-    given = {f: v for f in options.__struct_fields__ if (v := getattr(options, f)) is not UNSET}
+    given = {f: v for f in options.__struct_fields__ if (v := getattr(options, f)) is not None}
     if len(given) != 1:
         raise InvalidRequestError(
             f"structured_outputs must set exactly one field, got {len(given)}",

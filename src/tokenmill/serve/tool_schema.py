@@ -9,7 +9,9 @@ from tokenmill.core.types import InvalidRequestError
 
 
 def tool_choice_schema(
-    tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any] | None
+    tools: Sequence[dict[str, Any]],
+    tool_choice: str | dict[str, Any] | None,
+    max_calls: int | None = None,
 ) -> dict[str, Any] | None:
     """The JSON schema that the output must follow; None where the model is free to answer."""
     if tool_choice in (None, "none", "auto"):
@@ -18,14 +20,17 @@ def tool_choice_schema(
     if tool_choice == "required":
         if not functions:
             raise InvalidRequestError("tool_choice 'required' needs tools", "tool_choice")
-        return _calls_schema(functions)
+        return _calls_schema(functions, max_calls)
     if not isinstance(tool_choice, dict) or tool_choice.get("type") != "function":
         raise InvalidRequestError(
             "tool_choice must be 'none', 'auto', 'required' or a function", "tool_choice"
         )
     name = tool_choice["function"]["name"]
     if name not in functions:
-        raise InvalidRequestError(f"tool_choice: {name!r} is not among the tools", "tool_choice")
+        known = ", ".join(map(repr, functions))
+        raise InvalidRequestError(
+            f"tool_choice: {name!r} is not among the tools; send one of {known}", "tool_choice"
+        )
     return _parameters(functions[name])
 
 
@@ -37,8 +42,11 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _calls_schema(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """An array of calls. Schemas with references move to $defs, where their pointers hold."""
+def _calls_schema(functions: dict[str, dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
+    """An array of calls, of at most `max_calls`.
+
+    Schemas with references move to $defs, where their pointers hold.
+    """
     definitions = {}
     calls = []
     for name, function in functions.items():
@@ -58,7 +66,9 @@ def _calls_schema(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 "additionalProperties": False,
             }
         )
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if max_calls is not None:
+        schema["maxItems"] = max_calls
     return schema | ({"$defs": definitions} if definitions else {})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,13 @@ from tokenmill.serve.parsers import (
     ToolParser,
     detect_tool_parser,
 )
-from tokenmill.serve.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from tokenmill.serve.protocol import (
+    AllowedToolChoice,
+    AllowedTools,
+    ChatCompletionRequest,
+    NamedToolChoice,
+    Tool,
+)
 from tokenmill.serve.tool_schema import tool_choice_schema
 
 Message = dict[str, Any]
@@ -41,6 +47,7 @@ class ToolUse:
     definitions: list[dict[str, Any]]  # as chat templates expect them
     parser: Callable[[], ToolParser]  # a new one for each choice
     structured: StructuredOutput | None = None
+    one_call: bool = False  # parallel_tool_calls is false: the answer ends with the first call
 
 
 def plan_tool_use(
@@ -49,7 +56,9 @@ def plan_tool_use(
     """None when the model may not call tools; `style` is the configured parser or "auto"."""
     if not call.tools:
         if call.tool_choice not in (None, "none"):
-            raise InvalidRequestError("tool_choice needs tools", "tool_choice")
+            raise InvalidRequestError(
+                "tool_choice needs tools; send some, or leave tool_choice out", "tool_choice"
+            )
         return None
     if call.tool_choice == "none":
         return None
@@ -61,16 +70,41 @@ def plan_tool_use(
     definitions = tool_definitions(call.tools)
     names = [tool.function.name for tool in call.tools]
     if len(set(names)) != len(names):
-        raise InvalidRequestError("tools: two functions have the same name", "tools")
-    if call.tool_choice in (None, "auto"):
-        return _free_use(call.tools, definitions, chat_template, style)
-    choice = call.tool_choice
-    parser: Callable[[], ToolParser] = partial(RequiredCallsParser, names)
+        raise InvalidRequestError(
+            "tools: two functions have the same name; give each a name of its own", "tools"
+        )
+    choice, tools = call.tool_choice, call.tools
+    if isinstance(choice, AllowedToolChoice):
+        tools = _allowed(tools, choice.allowed_tools)
+        choice = choice.allowed_tools.mode
+    one_call = call.parallel_tool_calls is False
+    max_calls = 1 if one_call else None
+    if choice in (None, "auto"):
+        use = _free_use(tools, definitions, chat_template, style, max_calls)
+        return replace(use, one_call=one_call)
+    parser: Callable[[], ToolParser]
     if isinstance(choice, NamedToolChoice):
-        parser = partial(NamedCallParser, choice.function.name)
-    schema = tool_choice_schema(definitions, msgspec.to_builtins(choice))
+        parser = partial(NamedCallParser, choice.function.name, max_calls=max_calls)
+    else:
+        names = [tool.function.name for tool in tools]
+        parser = partial(RequiredCallsParser, names, max_calls=max_calls)
+    schema = tool_choice_schema(tool_definitions(tools), msgspec.to_builtins(choice), max_calls)
     structured = StructuredOutput("json_schema", json.dumps(schema))
-    return ToolUse(definitions, parser, structured)
+    return ToolUse(definitions, parser, structured, one_call)
+
+
+def _allowed(tools: list[Tool], allowed: AllowedTools) -> list[Tool]:
+    """The tools that tool_choice leaves; the model still sees all."""
+    wanted = [tool.function.name for tool in allowed.tools]
+    known = {tool.function.name: tool for tool in tools}
+    for name in wanted:
+        if name not in known:
+            raise InvalidRequestError(
+                f"tool_choice: {name!r} is not among the tools; send one of "
+                f"{', '.join(map(repr, known))}",
+                "tool_choice",
+            )
+    return [known[name] for name in dict.fromkeys(wanted)]
 
 
 def tool_definitions(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -78,13 +112,18 @@ def tool_definitions(tools: list[Tool]) -> list[dict[str, Any]]:
     definitions = []
     for tool in tools:
         function = msgspec.to_builtins(tool.function)
-        given = {k: v for k, v in function.items() if v is not None and k != "strict"}
+        hidden = ("strict", "cache_control")
+        given = {k: v for k, v in function.items() if v is not None and k not in hidden}
         definitions.append({"type": "function", "function": given})
     return definitions
 
 
 def _free_use(
-    tools: list[Tool], definitions: list[dict[str, Any]], chat_template: str | None, style: str
+    tools: list[Tool],
+    definitions: list[dict[str, Any]],
+    chat_template: str | None,
+    style: str,
+    max_calls: int | None,
 ) -> ToolUse:
     """tool_choice "auto": the model decides, the parser of its style finds the calls."""
     if style == "auto":
@@ -100,7 +139,9 @@ def _free_use(
     if any(tool.function.strict for tool in tools):
         structured = _strict_calls(tools, style)
     names = [tool.function.name for tool in tools]
-    return ToolUse(definitions, partial(TOOL_PARSERS[style], names), structured)
+    return ToolUse(
+        definitions, partial(TOOL_PARSERS[style], names, max_calls=max_calls), structured
+    )
 
 
 def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
@@ -162,6 +203,8 @@ def _write_message(message: Message) -> Message:
 
 def _call_text(call: dict[str, Any]) -> str:
     name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     try:
         json.loads(arguments)
     except ValueError as error:
@@ -173,5 +216,5 @@ def _call_text(call: dict[str, Any]) -> str:
 
 def _text(content: Any) -> str:
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
     return content or ""

@@ -49,6 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     dtype: str
     device: str = "cpu"
     kv: KVAddress | None = None  # how other engines reach its KV
+    max_waiting: int | None = None  # requests that may wait; None: any number
 
 
 class Submit(msgspec.Struct, tag=True):
