@@ -12,6 +12,12 @@ from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SettingsError
 
 USAGE_ERROR = 2
+DISTRIBUTIONS = {  # of modules with another name
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+    "mlperf_loadgen": "mlcommons-loadgen",
+    "rouge_score": "rouge-score",
+}
 INTERRUPTED = 130
 
 
@@ -39,20 +45,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
-    """typer's app; where it or rich is missing, the benchmarks by argparse."""
-    if not _installed("typer", "rich"):
+    """typer's app; where it or what it needs is missing, the benchmarks by argparse."""
+    if missing := [name for name in ("typer", "rich", "pydantic") if not _installed(name)]:
         from tokenmill.cli.plain import run_plain
 
-        return run_plain(sys.argv[1:] if arguments is None else arguments)
+        return run_plain(sys.argv[1:] if arguments is None else arguments, missing)
     from tokenmill.cli.app import app
 
     return app(arguments, prog_name="tokenmill", standalone_mode=False) or 0
 
 
-def _installed(*names: str) -> bool:
+def _installed(name: str) -> bool:
     try:
-        for name in names:
-            import_module(name)
+        import_module(name)
     except ModuleNotFoundError:
         return False
     return True
@@ -64,6 +69,10 @@ def describe(error: Exception) -> str:
         return str(error.format_message())
     if isinstance(error, TokenmillError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        module = error.name.partition(".")[0]
+        package = DISTRIBUTIONS.get(module, module)
+        return f"the package {package} is needed here and is not installed: pip install {package}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error} (TOKENMILL_TRACEBACK=1 shows where)"

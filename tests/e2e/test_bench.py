@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+from scripted_server import scripted_server
+
 from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.bench import ladder as rungs
@@ -25,15 +28,15 @@ LENGTHS = [(30, 5), (7, 2), (40, 9)]
 ABSENT = {
     *("typer", "rich", "click", "tqdm", "gguf", "tokenizers", "huggingface_hub", "msgspec", "zmq"),
     *("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "jinja2", "prometheus_client"),
-    *("xgrammar", "numba", "llvmlite", "openai", "transformers"),
+    *("xgrammar", "numba", "llvmlite", "openai", "transformers", "pydantic", "pydantic_core"),
 }
-HIDE = f"""
+HIDE = """
 import sys
 from importlib.machinery import PathFinder
 class Bare(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.split(".")[0] in {ABSENT!r} else super().find_spec(name, path, target)
+        return None if name.split(".")[0] in ABSENT else super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
 
@@ -57,9 +60,11 @@ def flags(model: Path, workload: Path) -> list[str]:
     return [*line, "--num-threads", "1", "--device", "cpu"]
 
 
-def bare_python(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m tokenmill` that finds nothing of ABSENT, in its children as well."""
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
+def bare_python(
+    tmp_path: Path, *arguments: str, absent: set[str] = ABSENT
+) -> subprocess.CompletedProcess[str]:
+    """`python -m tokenmill` that finds nothing of `absent`, in its children as well."""
+    (tmp_path / "sitecustomize.py").write_text(f"ABSENT = {absent!r}\n{HIDE}")
     paths = [str(tmp_path), *(path for path in sys.path if path)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "tokenmill", *arguments]
@@ -121,12 +126,26 @@ def test_bare_command_line_has_the_same_flags_and_errors(tmp_path: Path) -> None
     for arguments, message in (
         (["bench", "throughput", "--rounds", "x"], "--rounds must be a whole number from 1 to 100"),
         (["bench", "throughput", "--round", "1"], "unrecognized arguments: --round 1"),
-        (["serve"], "typer and rich are not installed, so there is only tokenmill bench"),
-        ([], "typer and rich are not installed, so there is only tokenmill bench"),
+        (["serve"], "typer, rich, pydantic are not installed, so there is only tokenmill bench"),
+        ([], "typer, rich, pydantic are not installed, so there is only tokenmill bench"),
     ):
         result = bare_python(tmp_path, *arguments)
         assert result.returncode == 2
         assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+def test_bare_endpoint_needs_its_own_packages_alone(tmp_path: Path) -> None:
+    needed = {"msgspec", "httptools"}
+    with scripted_server() as server:
+        line = ["bench", "endpoint", "--url", server.url, "--concurrency", "2", "--no-audit"]
+        line += ["--num-requests", "4", "--warmup-requests", "0"]
+        result = bare_python(tmp_path, *line, absent=ABSENT - needed)
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout.splitlines()[-1])["points"][0]["num_completed"] == 4
+        for name in needed:
+            result = bare_python(tmp_path, *line, absent=ABSENT - needed | {name})
+            assert result.returncode == 1
+            assert f"pip install {name}" in result.stderr.splitlines()[-1]
 
 
 def test_a_ladder_goes_on_after_a_rung_that_fails(

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from tiny_configs import write_config
 from tiny_tokenizers import HERMES_TEMPLATE, byte_level, save_folder
+from tokenmill import __version__
 from tokenmill.__main__ import run
 
 SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
@@ -114,6 +116,37 @@ def server(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
                     assert next(process.stderr) == f"dashboard: {match[1]}/dashboard\n"
                     yield process, match[1]
                     break
+        finally:
+            process.kill()
+
+
+NO_METADATA = """
+import importlib.metadata
+found = importlib.metadata.distribution
+def distribution(name):
+    if name == "tokenmill":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.distribution = distribution
+"""
+
+
+def test_serve_from_a_source_tree_that_was_never_installed(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_METADATA)
+    paths = [str(tmp_path), *(path for path in sys.path if path)]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--port", "0", *ENGINE]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stderr is not None
+        try:
+            said = ""
+            for line in process.stderr:
+                said += line
+                if match := re.search(r"is served at (\S+)/v1", line):
+                    with urllib.request.urlopen(f"{match[1]}/version") as answer:
+                        assert json.load(answer)["version"] == __version__
+                    return
+            pytest.fail(said)
         finally:
             process.kill()
 

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from draft_heads import OUTPUTS, forgetful, make_head, save_head
-from tiny_models import make_model, save, tame
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.setup import Setup
@@ -67,6 +66,8 @@ def make_drafted_qwen3(folder: Path) -> None:
 
 
 def make_drafted_llama(folder: Path) -> None:
+    from tiny_models import make_model, save, tame  # transformers, which the others do without
+
     model = forgetful(tame(make_model("llama", **LLAMA), 0.3))
     save(model, folder)
     (folder / "draft").mkdir()

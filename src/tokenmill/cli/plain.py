@@ -1,4 +1,4 @@
-"""The benchmarks' command line where typer or rich is missing: argparse over the same settings."""
+"""The benchmarks' command line where typer cannot run: argparse over the same settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenmill.cli import decode, ladder, mlperf, mtp, steps, throughput
+from tokenmill.cli import (
+    campaign,
+    decode,
+    endpoint,
+    eplb,
+    ladder,
+    mlperf,
+    mtp,
+    published,
+    routing,
+    steps,
+    throughput,
+)
 from tokenmill.cli.console import without_markup
 from tokenmill.cli.helptext import EPILOG, help_of
 from tokenmill.settings import Setting, Settings, SettingsError, load
@@ -17,15 +29,27 @@ Panels = Mapping[str, Iterable[Setting]]
 COMMANDS: dict[str, tuple[Callable[[Settings], None], Panels]] = {
     "throughput": (throughput.throughput, throughput.PANELS),
     "decode": (decode.decode, decode.PANELS),
+    "endpoint": (endpoint.endpoint, endpoint.PANELS),
+    "campaign": (campaign.campaign, campaign.PANELS),
     "ladder": (ladder.ladder, ladder.PANELS),
     "mlperf": (mlperf.mlperf, mlperf.PANELS),
     mlperf.CHILD: (mlperf.run_child, mlperf.PANELS),
     "mtp": (mtp.mtp, mtp.PANELS),
+    "published": (published.published, published.PANELS),
     "scheduler": (steps.scheduler, steps.PANELS),
+    "router": (routing.router, routing.PANELS),
+    "eplb": (eplb.eplb, eplb.PANELS),
 }
-MISSING = "typer and rich are not installed, so there is only tokenmill bench " + " | ".join(
-    name for name in COMMANDS if name != mlperf.CHILD
-)
+DEFAULTS: dict[str, Mapping[str, Any]] = {"router": routing.DEFAULTS}
+
+
+def missing_text(missing: Sequence[str]) -> str:
+    """What there is without these packages, and how to get the rest."""
+    names = " | ".join(name for name in COMMANDS if name != mlperf.CHILD)
+    return (
+        f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed, so there is "
+        f"only tokenmill bench {names}; pip install {' '.join(missing)} brings the rest"
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,20 +59,23 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def run_plain(arguments: Sequence[str]) -> int:
+def run_plain(arguments: Sequence[str], missing: Sequence[str]) -> int:
     """Run `bench COMMAND ...`; the exit status."""
+    about = missing_text(missing)
     if not arguments or arguments[0] != "bench":
-        raise SettingsError(MISSING)
-    parser = Parser(prog="tokenmill bench", description=MISSING)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+        raise SettingsError(about)
+    parser = Parser(prog="tokenmill bench", description=about)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (function, panels) in COMMANDS.items():
         _add(commands, name, function, panels)
     try:
         given = vars(parser.parse_args(arguments[1:]))
     except SystemExit as end:  # after --help
         return int(end.code or 0)
-    function, config = given.pop("function"), given.pop("config")
-    function(load(given, config=config))
+    name, config = given.pop("command"), given.pop("config")
+    function, panels = COMMANDS[name]
+    offered = [setting for group in panels.values() for setting in group]
+    function(load(given, config=config, defaults=DEFAULTS.get(name, {}), offered=offered))
     return 0
 
 
@@ -62,7 +89,6 @@ def _add(commands: Any, name: str, function: Callable[[Settings], None], panels:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(function=function)
     for panel, settings in panels.items():
         group = parser.add_argument_group(panel)
         for setting in settings:

@@ -237,12 +237,12 @@ def make_engine(
 
 def _warm_up(runner: ModelRunner, setup: Setup, num_blocks: int, sampling: bool) -> None:
     """Run what first requests will meet; a benchmark has no tokenizer, and samples nothing."""
-    begin, scheduler, steps = time.monotonic(), setup.scheduler, FEW
-    if setup.model.device == "cuda":
-        num_tokens = min(scheduler.max_model_len, num_blocks * runner.block_size)
-        budget = scheduler.max_num_batched_tokens or num_tokens
-        steps = warm_up_steps(budget, scheduler.num_seqs, num_tokens)
-    runner.warm_up(steps, sampling)
+    begin, scheduler = time.monotonic(), setup.scheduler
+    if setup.model.device == "cpu":  # its kernels are compiled for all shapes
+        return runner.warm_up(FEW)
+    num_tokens = min(scheduler.max_model_len, num_blocks * runner.block_size)
+    budget = scheduler.max_num_batched_tokens or num_tokens
+    runner.warm_up(warm_up_steps(budget, scheduler.num_seqs, num_tokens), sampling)
     _log.info("warmed up the kernels in %.1f s", time.monotonic() - begin)
 
 
