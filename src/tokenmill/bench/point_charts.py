@@ -163,7 +163,8 @@ def _load_name(point: Report) -> str:
 
 def against_load(points: Sequence[Report]) -> Iterable[Html]:
     """Throughput and latency percentiles, point by point."""
-    yield _by_load("Throughput by load", points, "tok/s", {"output tok/s": ["output_tok_s"]}, short)
+    unit = "output tok/s"
+    yield _by_load("Throughput by load", points, unit, {unit: ["output_tok_s"]}, short)
     for name in ("ttft", "tpot"):
         if all(point.get(f"{name}_ms") for point in points):
             paths = {percent: [f"{name}_ms", percent] for percent in PERCENTS}

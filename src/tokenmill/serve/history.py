@@ -1,6 +1,7 @@
 """The last minutes of a server, one sample a second: kept here, so that every page shows the same.
 
-A sample costs a fraction of a millisecond, whether anybody looks or not; the ring is bounded.
+A sample looks at every open request once, whether anybody looks at the page or not, and leaves the
+routing decisions out, which are the larger part; the ring is bounded.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ function makeWorker(worker) {
   return card;
 }
 
-function drawWorker(card, worker) {
+function drawWorker(card, worker, knowsBlocks) {
   const kv = share(worker.kv_blocks_used, worker.kv_blocks) ?? 0;
   set(card.querySelector(".role"), ROLES[worker.role] ?? worker.role);
   set(card.querySelector(".pill"), worker.state);
@@ -172,9 +172,9 @@ function drawWorker(card, worker) {
     ...(other[1] === null ? [] : [[other[0], num(other[1])]]),
     ["running · waiting", `${worker.num_running} · ${worker.num_waiting}`],
     ["prefill queued", plural(worker.queued_tokens, "token")],
-    ["cached blocks", num(worker.cached_blocks)],
+    ...(knowsBlocks ? [["cached blocks", num(worker.cached_blocks)]] : []),
     ["routed here", plural(worker.routed, "request")],
-    ["found cached", percent(share(worker.overlap_tokens, worker.routed_tokens))],
+    ...(knowsBlocks ? [["found cached", percent(share(worker.overlap_tokens, worker.routed_tokens))]] : []),
     ["failures · restarts", `${worker.failures} · ${worker.restarts}`, worker.failures ? "bad" : ""],
   ]);
   set(card.querySelector(".wrong"), worker.last_failure ? `Last failure: ${worker.last_failure}` : "");
@@ -183,7 +183,8 @@ function drawWorker(card, worker) {
 function drawWorkers({ floor }) {
   const ready = floor.workers.filter((w) => w.state === "ready").length;
   set(byId("workers-hint"), `${ready} of ${floor.workers.length} ready`);
-  keyed(byId("workers"), floor.workers, (w) => w.name, makeWorker, drawWorker);
+  const knowsBlocks = floor.router === "kv"; // no other policy asks what workers have cached
+  keyed(byId("workers"), floor.workers, (w) => w.name, makeWorker, (card, w) => drawWorker(card, w, knowsBlocks));
 }
 
 function drawTransfers({ engine, floor }) {
