@@ -58,6 +58,8 @@ def test_aiperf_by_hand(tmp_path: Path) -> None:
     assert found.notices == ["3 of 43 requests failed at 2.5 requests/s"]
     assert found.config["model"] == data["input_config"]["models"]["items"][0]["name"]
     assert point.samples["ttft_ms"] == [float(index) for index in range(40)]
+    assert point.estimate("ttft_ms.p50") is None  # they rise from first to last: nothing is known
+    point.samples["ttft_ms"] = [float(index * 7 % 40) for index in range(40)]
     estimate = point.estimate("ttft_ms.p50")
     assert estimate and estimate.value == 19.5
     assert point.estimate("request_s") is None

@@ -9,7 +9,6 @@ from tokenmill.core.metrics import (
     PERCENTS,
     RequestTimes,
     Slo,
-    interval_95,
     min_values,
     percentile,
     summarize,
@@ -69,46 +68,9 @@ def test_summarize_skips_what_does_not_exist() -> None:
     assert summary["mean"] == 2.0 and summary["p50"] == 2.0 and summary["max"] == 3.0
 
 
-def test_interval_of_a_mean_by_hand() -> None:
-    """Batch means 1 and 3 about 2: variance 2, t(1) 12.706, so 2 +- 12.706 * sqrt(2 / 2)."""
-    values = [0.0, 2.0, 1.0, 1.0, 2.0, 4.0, 3.0, 3.0]
-    assert interval_95(values, num_batches=2) == pytest.approx((2 - 12.706, 2 + 12.706))
-
-
-def test_interval_of_a_percentile_by_hand() -> None:
-    """Medians 1.5, 5.5 and 9.5 about 5.5: variance 16, t(2) 4.303."""
-    values = [0.0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-    half = 4.303 * (16 / 3) ** 0.5
-    assert interval_95(values, 50.0, num_batches=3) == pytest.approx((5.5 - half, 5.5 + half))
-
-
-def test_interval_needs_values() -> None:
-    assert interval_95([1.0] * 39) is None
-    assert interval_95([1.0] * 40) == (1.0, 1.0)
-    assert interval_95([1.0] * 999, 99.0) is None
-    assert interval_95([1.0] * 1000, 99.0) == (1.0, 1.0)
-    assert interval_95([1.0] * 1000, 100.0) is None
-
-
-def test_interval_covers_the_truth_for_correlated_values() -> None:
-    """Mean 0, neighbours correlated by 0.9: the usual interval would miss it most of the time."""
-    rng = np.random.default_rng(0)
-    covered = independent = 0
-    for _ in range(200):
-        noise = rng.normal(size=2000)
-        values = [0.0]
-        for step in noise:
-            values.append(0.9 * values[-1] + float(step))
-        low, high = interval_95(values) or (1.0, 1.0)
-        covered += low <= 0 <= high
-        half = 1.96 * float(np.std(values)) / len(values) ** 0.5
-        independent += abs(float(np.mean(values))) <= half
-    assert covered > 180 and independent < 120
-
-
 def test_summary_with_intervals() -> None:
     summary = summarize_with_intervals([None, *[2.0] * 50])
-    assert summary["ci95"] == {"mean": [2.0, 2.0], "p50": [2.0, 2.0]}
+    assert summary["ci95"] == {name: [2.0, 2.0] for name in ("mean", "p50", "p90")}
     assert "ci95" not in summarize_with_intervals([1.0]) and summarize_with_intervals([]) == {}
 
 

@@ -1,4 +1,4 @@
-"""Ratios with intervals: Student's t by its table, and how often an interval holds."""
+"""Ratios with intervals: how often an interval holds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from tokenmill.core.ratio import (
     from_runs,
     from_samples,
     ratio_interval,
-    t_quantile,
 )
-
-
-@pytest.mark.parametrize(
-    ("degrees", "table"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (29, 2.045)]
-)
-def test_t_by_its_table(degrees: int, table: float) -> None:
-    assert t_quantile(0.975, degrees) == pytest.approx(table, rel=0.01)
 
 
 def correlated(seed: int, scale: float, size: int = 300) -> list[float]:
@@ -56,7 +48,7 @@ def test_too_few_values_have_no_interval() -> None:
     assert from_samples([1.0] * 8) is None
     assert from_samples([1.0] * 400, 99.0) is None  # four values beyond it
     assert from_samples([0.0] * 400) is None  # no logarithm
-    assert from_samples(list(range(1, 101)), None, min_block=64) is None  # one block
+    assert from_samples(list(range(1, 101)), None, min_batch=64) is None  # one block
     assert from_runs(10.0, [10.0]) is None and from_interval(0.0, 0.0, 0.0) is None
 
 

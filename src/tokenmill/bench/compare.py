@@ -14,10 +14,11 @@ from tokenmill.core.ratio import CONFIDENCE, Estimate, ratio_interval
 Report = dict[str, Any]
 
 BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"
-NOTHING = "nothing to compare"
+NOTHING, TOO_FEW = "nothing to compare", "not enough requests"
 ALIKE = 0.05  # how far the requests of two rounds may differ in their mean lengths
 HITS_APART = 0.1  # of the prompt tokens, by which the prefix-cache hits of two rounds may differ
-AGREES = 0.01  # how far a summary may be from its own events
+AGREES = 0.01  # how far a summary may be from its own events, and two tools' token counts apart
+EFFECT = ": tokens/s, TPOT and prices differ by as much without any change of speed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ METRICS = (
     *_latencies("e2e_ms", "end-to-end ms", ALL),
     *_latencies("step_us", "step us", ("p50", "p99")),
 )
-# These decide; where a round has none of them, all of its metrics do. A tail of too few requests
-# for an interval decides nothing.
+# These decide, and only they have a verdict; where a round has none of them, all of its metrics do.
+# What was measured by too few requests for an interval decides nothing.
 HEADLINE = {"output_tok_s", "output_tok_s_gpu", "ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50"}
 
 
@@ -69,10 +70,18 @@ class Row:
     other: float
     estimates: tuple[Estimate, Estimate] | None
     judged: bool
+    sampled: bool = False  # from single requests, on either side
 
     @property
-    def decides(self) -> bool:
-        return self.judged and (self.estimates is not None or not self.metric.name.endswith("p99"))
+    def too_few(self) -> bool:
+        """True where an interval is missing for want of requests, not of data."""
+        return self.estimates is None and self.sampled
+
+    @property
+    def unfounded(self) -> bool:
+        """True of a tail that nothing tells how well it is known."""
+        known = self.estimates is not None or self.sampled
+        return not known and self.metric.name.endswith("p99")
 
     @property
     def speedup(self) -> float:
@@ -88,17 +97,19 @@ class Row:
         pair = (other, baseline) if self.metric.higher else (baseline, other)
         return ratio_interval(*pair, confidence)
 
-    def verdict(self, threshold: float, confidence: float = CONFIDENCE) -> str:
+    def verdict(self, threshold: float, confidence: float) -> str:
         """By the interval; without one by the threshold."""
+        if self.too_few:
+            return TOO_FEW
         low, high = self.interval(confidence) or (
             self.speedup / (1 + threshold),
             self.speedup * (1 + threshold),
         )
         return BETTER if low > 1 else WORSE if high < 1 else NOISE
 
-    def report(self, threshold: float) -> Report:
+    def report(self, threshold: float, confidence: float, decides: bool) -> Report:
         """For the JSON line."""
-        bounds = self.interval()
+        bounds = self.interval(confidence)
         return {
             "metric": self.metric.name,
             "label": self.metric.label,
@@ -107,7 +118,7 @@ class Row:
             "change": round(self.other / self.baseline - 1, 5),
             "speedup": round(self.speedup, 5),
             "ci95": [round(bound, 5) for bound in bounds] if bounds else None,
-            "verdict": self.verdict(threshold) if self.judged else None,
+            "verdict": self.verdict(threshold, confidence) if decides else None,
         }
 
 
@@ -159,16 +170,23 @@ def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Repo
         by_load.append((first.load, rows))
     matched = {id(point) for pair in pairs for point in pair}
     alone = [[p.load for p in one.points if id(p) not in matched] for one in (baseline, other)]
+    decisive = _decisive([row for _, rows in by_load for row in rows])
+    confidence = _joint_confidence(decisive)
+    ids = {id(row) for row in decisive}
     return {
         "baseline": "A",
         "other": name,
-        **_in_doubt(_overall(by_load, threshold), hit_differences(pairs)),
+        "confidence": confidence,
+        **_in_doubt(_overall(by_load, decisive, threshold, confidence), hit_differences(pairs)),
         "changed": changes(baseline, other),
         "warnings": warnings,
         "only_baseline": alone[0],
         "only_other": alone[1],
         "points": [
-            {"load": load, "rows": [row.report(threshold) for row in rows]}
+            {
+                "load": load,
+                "rows": [row.report(threshold, confidence, id(row) in ids) for row in rows],
+            }
             for load, rows in by_load
         ],
     }
@@ -192,16 +210,18 @@ def _matched(baseline: Round, other: Round) -> tuple[list[tuple[Point, Point]], 
 def _differences(baseline: Round, other: Round, pairs: Iterable[tuple[Point, Point]]) -> list[str]:
     """What makes the comparison a weak one."""
     found = []
-    if baseline.tool != other.tool:
+    same_tool = baseline.tool == other.tool
+    if not same_tool:
         found.append(
             f"measured by {baseline.tool} and by {other.tool}: clients have costs of their own"
         )
     for first, second in pairs:
         for fact in ("input_tokens", "output_tokens"):
             one, two = first.facts.get(fact), second.facts.get(fact)
-            if one and two and abs(two / one - 1) > ALIKE:
+            if one and two and abs(two / one - 1) > (ALIKE if same_tool else AGREES):
                 what = fact.replace("_", " ")
-                found.append(f"{first.load}: {one:,.1f} against {two:,.1f} {what} a request")
+                text = f"{first.load}: {one:,.1f} against {two:,.1f} {what} a request"
+                found.append(text if same_tool else f"{text}, as each tool counts them{EFFECT}")
         if first.slo != second.slo and first.slo and second.slo:
             found.append(
                 f"{first.load}: goodput under {first.slo} is not goodput under {second.slo}"
@@ -237,7 +257,8 @@ def _rows(first: Point, second: Point, same_gpus: bool) -> list[Row]:
         # Of a rate and the same rate per GPU one decides: that which is not a matter of size.
         judged = same_gpus != metric.per_gpu if metric.per_gpu or both else True
         estimates = _estimates(metric, first, second)
-        rows.append(Row(metric, one, two, estimates, judged))
+        sampled = any(_base(metric.of or metric.name) in p.samples for p in (first, second))
+        rows.append(Row(metric, one, two, estimates, judged, sampled))
     return rows
 
 
@@ -255,23 +276,35 @@ def _estimates(metric: Metric, first: Point, second: Point) -> tuple[Estimate, E
     return found[0], found[1]
 
 
-def _overall(by_load: Sequence[tuple[str, Sequence[Row]]], threshold: float) -> Report:
-    """The verdict of the headline metrics, their intervals widened to hold jointly."""
-    judged = [(load, row) for load, rows in by_load for row in rows if row.decides]
-    chosen = [pair for pair in judged if pair[1].metric.name in HEADLINE] or judged
-    num_intervals = sum(row.estimates is not None for _, row in chosen)
-    confidence = 1 - (1 - CONFIDENCE) / max(num_intervals, 1)
-    found: dict[str, list[str]] = {BETTER: [], WORSE: [], NOISE: []}
-    for load, row in chosen:
-        where = f" at {load}" if len(by_load) > 1 else ""
+def _decisive(rows: Sequence[Row]) -> list[Row]:
+    """The rows that decide: the headline metrics', or all where there are none of these."""
+    judged = [row for row in rows if row.judged and not row.unfounded]
+    return [row for row in judged if row.metric.name in HEADLINE] or judged
+
+
+def _joint_confidence(decisive: Sequence[Row]) -> float:
+    """Of one interval, so that all that decide hold together at 95 %."""
+    num_intervals = sum(row.estimates is not None for row in decisive)
+    return 1 - (1 - CONFIDENCE) / max(num_intervals, 1)
+
+
+def _overall(
+    by_load: Sequence[tuple[str, Sequence[Row]]],
+    decisive: Sequence[Row],
+    threshold: float,
+    confidence: float,
+) -> Report:
+    """The verdict of the rows that decide: the very verdicts that the rows show."""
+    loads = {id(row): load for load, rows in by_load for row in rows}
+    found: dict[str, list[str]] = {BETTER: [], WORSE: [], NOISE: [], TOO_FEW: []}
+    for row in decisive:
+        where = f" at {loads[id(row)]}" if len(by_load) > 1 else ""
         text = f"{row.metric.label}{where} {row.speedup:.2f}x"
         found[row.verdict(threshold, confidence)].append(text)
+    headline = {name: texts for name, texts in found.items() if texts}
     if found[BETTER] and found[WORSE]:
-        verdict = MIXED
-    else:
-        verdict = BETTER if found[BETTER] else WORSE if found[WORSE] else NOISE
-    verdict = verdict if chosen else NOTHING
-    return {"verdict": verdict, "headline": {name: texts for name, texts in found.items() if texts}}
+        return {"verdict": MIXED, "headline": headline}
+    return {"verdict": next(iter(headline), NOTHING), "headline": headline}
 
 
 def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:

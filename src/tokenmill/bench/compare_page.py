@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tokenmill.bench.compare import TOO_FEW
 from tokenmill.bench.workload import BenchError
 
 Report = Mapping[str, Any]
@@ -119,7 +120,7 @@ def _row(row: Report, reach: float, threshold: float) -> str:
     bounds, verdict = row["ci95"], row["verdict"]
     interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "none"
     shown = verdict or "-"
-    if verdict and not bounds:
+    if verdict not in (None, TOO_FEW) and not bounds:
         shown += f" (±{threshold:.0%})"
     color = _color(verdict)
     cells = [

@@ -12,11 +12,11 @@ from tokenmill.bench.client import CANCELLED
 from tokenmill.bench.load import Load
 from tokenmill.bench.wire import Record
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.intervals import interval_95
 from tokenmill.core.metrics import (
     NS_PER_MS,
     RequestTimes,
     Slo,
-    interval_95,
     summarize,
     summarize_with_intervals,
     tok_s_user,
@@ -202,11 +202,12 @@ def window_rates(
 
 def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Report:
     times = [times_of(r, stream) for r in whole]
-    report: Report = {"e2e_ms": summarize_with_intervals(t.e2e_ms for t in times)}
+    slots = int(load.concurrency or 1)  # requests that are under way together
+    report: Report = {"e2e_ms": summarize_with_intervals((t.e2e_ms for t in times), slots)}
     if not stream:
         return report
-    report["ttft_ms"] = summarize_with_intervals(t.ttft_ms for t in times)
-    report["tpot_ms"] = summarize_with_intervals(t.tpot_ms for t in times)
+    report["ttft_ms"] = summarize_with_intervals((t.ttft_ms for t in times), slots)
+    report["tpot_ms"] = summarize_with_intervals((t.tpot_ms for t in times), slots)
     report["itl_ms"] = summarize(gap / NS_PER_MS for r in whole for gap in r.gaps_ns)
     report["tok_s_user"] = tok_s_user(report["tpot_ms"])
     if load.is_open:

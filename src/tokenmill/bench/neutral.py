@@ -40,7 +40,7 @@ class Point:
         base, _, statistic = name.partition(".")
         value = self.values[name]
         if base in self.samples:
-            # Percentiles of whole blocks; a closed loop's block holds all its slots.
+            # A closed loop's batch holds all its slots.
             slots = self.key[1] if self.key[0] == "concurrency" and statistic else 1
             found = from_samples(self.samples[base], STATISTICS.get(statistic), int(slots))
             if found is not None:

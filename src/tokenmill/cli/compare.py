@@ -40,8 +40,9 @@ SHORT = (
     *("ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50", "tpot_ms.p99"),
 )
 DRIFT = (
-    "Intervals hold for the noise within a run, and for its repetitions where it has any; what "
-    "drifts from run to run is not in them."
+    "The intervals of the metrics that decide hold together at 95 %; the others are as wide and "
+    "have no verdict. They cover the noise within a run, and its repetitions where it has any; "
+    "what drifts from run to run is not in them."
 )
 
 
@@ -146,9 +147,11 @@ def _print_comparison(comparison: Report, threshold: float) -> None:
 
 
 def _cells(row: Report, threshold: float) -> list[str]:
+    from tokenmill.bench.compare import TOO_FEW
+
     bounds = row["ci95"]
     verdict = row["verdict"] or "-"
-    if row["verdict"] and not bounds:
+    if row["verdict"] not in (None, TOO_FEW) and not bounds:
         verdict += f" (±{threshold:.0%})"
     return [
         row["label"],

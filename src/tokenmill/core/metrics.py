@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
+
+from tokenmill.core.intervals import interval_95
 
 NS_PER_MS = 1_000_000
 
@@ -124,46 +125,11 @@ class Slo:
         return all(m is None or v <= m for v, m in zip(values, limits, strict=True))
 
 
-# Student's t at 97.5 % for 1 to 29 degrees of freedom.
-_T_975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
-)
-NUM_BATCHES = 10
-MIN_BATCH = 4
-
-
-def interval_95(
-    values: Sequence[float], percent: float | None = None, num_batches: int = NUM_BATCHES
-) -> tuple[float, float] | None:
-    """A 95 % interval of the mean, or of a percentile, of values in the order they occurred.
-
-    Sectioning (batch means): neighbours may be correlated as long as whole batches hardly are.
-    None where a batch would be too short to hold the percentile.
-    """
-    share = 0.0 if percent is None else percent / 100
-    needed = max(MIN_BATCH, math.inf if share >= 1 else math.ceil(round(1 / (1 - share), 6)))
-    size = len(values) // num_batches
-    if size < needed:
-        return None
-
-    def statistic(part: Sequence[float]) -> float:
-        return sum(part) / len(part) if percent is None else percentile(part, percent)
-
-    whole = statistic(values)
-    bounds = [round(index * len(values) / num_batches) for index in range(num_batches + 1)]
-    parts = [statistic(values[a:b]) for a, b in pairwise(bounds)]
-    variance = sum((part - whole) ** 2 for part in parts) / (num_batches - 1)
-    half = _T_975[num_batches - 2] * math.sqrt(variance / num_batches)
-    return whole - half, whole + half
-
-
-def summarize_with_intervals(values: Iterable[float | None]) -> dict[str, Any]:
+def summarize_with_intervals(values: Iterable[float | None], min_batch: int = 1) -> dict[str, Any]:
     """`summarize`, and the 95 % intervals of mean and percentiles where there are any."""
     present = [v for v in values if v is not None]
     intervals = {
-        name: interval_95(present, percent)
+        name: interval_95(present, percent, min_batch)
         for name, percent in (("mean", None), ("p50", 50.0), ("p90", 90.0), ("p99", 99.0))
     }
     known = {name: list(bounds) for name, bounds in intervals.items() if bounds}
