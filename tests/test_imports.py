@@ -54,7 +54,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "jinja2": ("serve/chat_template",),
     "prometheus_client": ("serve/metrics",),
     "msgspec": ("serve/", "bench/wire"),
-    "httptools": ("bench/client", "serve/upstream"),
+    "httptools": ("bench/client", "serve/upstream", "serve/server_connection"),
     "uvloop": ("bench/issue",),
     "zmq": ("serve/wire", "serve/worker"),
     "ray": ("serve/supervisor",),

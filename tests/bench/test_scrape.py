@@ -61,6 +61,7 @@ def ours(num_requests: int, running: int = 0) -> str:
         times = RequestTimes(0)
         metrics.output(times, 250_000_000, 1)
         metrics.output(times, 300_000_000, 5)
+        metrics.num_prompt_tokens += 30
         metrics.finish(times, 30, "length")
     stats = EngineStats(num_running=running, num_kv_blocks=10, num_kv_blocks_used=running)
     floor = FloorView("kv", 0, 0, 0, workers=[], decisions=[])

@@ -7,6 +7,7 @@ import sys
 
 from sim import make_tokenizer
 
+from tokenmill.cli.serve import set_log_level
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
 from tokenmill.serve.server_route import route
 
@@ -14,8 +15,10 @@ from tokenmill.serve.server_route import route
 def main() -> None:
     options = json.loads(sys.argv[1])
     options["route"]["backends"] = tuple(options["route"]["backends"])
+    config = ServerConfig(**options["config"])
+    set_log_level(config.log_level)
     route(
-        ServerConfig(**options["config"]),
+        config,
         RouteConfig(**options["route"]),
         RouterConfig(**options["router"]),
         make_tokenizer(),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from serve.sim_server import GENEROUS_S, SimServer
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
@@ -126,8 +126,9 @@ def router_process(
     config: ServerConfig | None = None,
     router: RouterConfig | None = None,
     route: RouteConfig | None = None,
+    log: IO[str] | None = None,
 ) -> Iterator[SimServer]:
-    """A running router; it must still end well when the caller is done."""
+    """A running router; it must still end well when the caller is done. `log` gets its stderr."""
     parts = {
         "config": replace(config or ServerConfig(), port=0),
         "router": router or RouterConfig(),
@@ -135,7 +136,7 @@ def router_process(
     }
     options = json.dumps({name: asdict(part) for name, part in parts.items()})
     argv = [sys.executable, str(Path(__file__).with_name("route_process.py")), options]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         yield SimServer(process, process.stdout.readline().strip())

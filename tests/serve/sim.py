@@ -184,9 +184,11 @@ def main() -> None:
         args.options["limits"] = SchedulerConfig(**args.options["limits"])
         run_sim_worker(args.address, **args.options)
         return
+    from tokenmill.cli.serve import set_log_level
     from tokenmill.serve.server import serve
 
     config = ServerConfig(**args.options["config"])
+    set_log_level(config.log_level)
     serve(
         args.options["worker"],
         make_tokenizer(),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from serve.sim import MAX_MODEL_LEN, MODEL, NUM_BLOCKS, server_argv, worker_argv
@@ -133,13 +133,14 @@ def sim_server(
     router: RouterConfig | None = None,
     num_blocks: int = NUM_BLOCKS,
     fault_rate: float = 0.0,
+    log: IO[str] | None = None,
 ) -> Iterator[SimServer]:
-    """A running server; it must still end well when the caller is done."""
+    """A running server; it must still end well when the caller is done. `log` gets its stderr."""
     config = config or ServerConfig(port=0)
     limits = limits or SchedulerConfig(max_model_len=MAX_MODEL_LEN)
     worker = worker_argv(limits, step_ms, num_blocks, fault_rate)
     argv = server_argv(config, floor or FloorConfig(), router or RouterConfig(), worker)
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         yield SimServer(process, process.stdout.readline().strip())

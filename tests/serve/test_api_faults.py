@@ -57,7 +57,7 @@ def test_a_client_that_disconnects_is_aborted(stream: bool) -> None:
         wait_until(lambda: server.metric("num_requests_waiting") == 1, "the queued are gone")
         running.close()
         wait_until(lambda: idle(server), "all blocks are back")
-        assert server.metric("request_success_total", 'finished_reason="abort"') == 4
+        assert server.metric("request_failure_total", 'finished_reason="abort"') == 4
         assert server.chat("say: ok").json["choices"][0]["message"]["content"] == "ok"
 
 
@@ -132,9 +132,11 @@ def test_a_thousand_requests_against_a_queue_of_64() -> None:
             else:
                 assert json.loads(body)["usage"]["completion_tokens"] == 21
         wait_until(lambda: idle(server), "everything is done")
-        ended = "request_success_total"
-        assert server.metric(ended, 'finished_reason="stop"') == statuses[200]
-        assert server.metric(ended, 'finished_reason="reject"') == statuses[429]
+        stopped, rejected = 'finished_reason="stop"', 'finished_reason="reject"'
+        assert server.metric("request_success_total", stopped) == statuses[200]
+        assert server.metric("request_failure_total", rejected) == statuses[429]
+        assert server.metric("requests_total", 'status="429"') == statuses[429]
+        assert server.metric("requests_rejected_total", 'reason="queue_full"') == statuses[429]
 
 
 def test_the_concurrency_limit() -> None:
@@ -266,7 +268,7 @@ def test_a_port_in_use_is_told() -> None:
 
 def test_a_port_taken_while_the_model_loaded_is_told() -> None:
     async def listen(listener: socket.socket) -> None:
-        async with listening(None, listener):
+        async with listening(None, listener, ServerConfig()):
             raise AssertionError("both listen")
 
     with bind("127.0.0.1", 0) as late, bind("127.0.0.1", late.getsockname()[1]) as other:

@@ -24,7 +24,8 @@ TWO = FloorConfig(workers=2, placement="process", backoff_s=0.05)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
-    with sim_server(ServerConfig(port=0), LIMITS, step_ms=5.0, floor=TWO) as running:
+    config = ServerConfig(port=0, allowed_hosts=("mill.internal",))
+    with sim_server(config, LIMITS, step_ms=5.0, floor=TWO) as running:
         yield running
 
 
@@ -113,12 +114,39 @@ def test_strangers_may_not_look_or_change(server: SimServer) -> None:
     assert unknown.status == 400 and unknown.error["code"] == "unknown_field"
 
 
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "evil.example:8000"}, "unknown_host"),  # a name that was pointed at this machine
+        ({"host": ""}, "unknown_host"),
+        ({"origin": "https://evil.example"}, "foreign_origin"),
+        ({"origin": "http://localhost:3000"}, "foreign_origin"),  # another server's page
+        ({"origin": "null"}, "foreign_origin"),
+        ({"sec-fetch-site": "cross-site"}, "foreign_origin"),
+        ({"host": "localhost:1", "origin": "http://localhost:1"}, None),
+        ({"host": "[::1]:1"}, None),
+        ({"host": "mill.internal", "origin": "https://mill.internal"}, None),
+    ],
+)
+def test_pages_in_a_browser_here_may_not_either(
+    server: SimServer, headers: dict[str, str], code: str | None
+) -> None:
+    calls = [
+        server.call("GET", "/floor", headers=headers),
+        server.call("POST", "/floor/router", {}, {**JSON, **headers}),
+    ]
+    for call in calls:
+        assert call.status == (200 if code is None else 403)
+        assert code is None or call.error["code"] == code
+
+
 def test_a_token_opens_the_floor_to_others_and_overload_is_told() -> None:
     config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=2, max_pending=3)
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
     with sim_server(config, limits, step_ms=20.0) as server:
         assert server.call("GET", "/floor").status == 401
         token = {"authorization": "Bearer secret", "x-forwarded-for": "192.0.2.1"}
+        token |= {"host": "mill.example", "origin": "https://mill.example"}
         assert server.call("GET", "/floor", headers=token).status == 200
         first = server.open_stream("count: 400", n=4)
         wait_until(lambda: server.metric("num_requests_running") == 1, "one of four runs")

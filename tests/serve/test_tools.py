@@ -108,7 +108,7 @@ def test_tools_reach_a_template_without_a_place_for_them() -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     ]
-    preparer = Preparer(tokenizer, facts, ServerConfig())
+    preparer = Preparer(tokenizer, lambda: facts, ServerConfig())
     text = asyncio.run(preparer.chat(call(messages=messages))).prompts[0].text
     system, user = text.split("[user]", 1)
     assert system.startswith("[system]Be brief.") and "<tools>" in system

@@ -156,6 +156,15 @@ class ServerConfig:
     control_token: str | None = None  # lets callers from elsewhere see and change the floor
     request_timeout_s: float | None = None  # deadline given to every request
     drain_timeout_s: float = 30.0
+    header_timeout_s: float = 20.0  # for the head of a request, from its first byte
+    body_timeout_s: float = 300.0  # for the body of a request
+    body_idle_timeout_s: float = 30.0  # between two pieces of a body
+    keep_alive_timeout_s: float = 60.0  # without a request; clients pool connections
+    max_connections: int = 8192  # more: those that wait are closed, then new ones get a 503
+    cors_origins: tuple[str, ...] = ()  # pages that may call the API from a browser; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # names of this server for /floor, beside loopback's
+    log_requests: bool = False
+    log_stats: bool = True
     tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     chat_template: str | None = None  # a file that replaces the model's own

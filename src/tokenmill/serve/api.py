@@ -63,7 +63,7 @@ def create_app(
     app.state.api = state
     api_document = document(__version__, model, bool(config.api_keys))
     app.openapi = lambda: api_document  # type: ignore[method-assign]
-    _add_generation(app, state, Preparer(tokenizer, client.facts, config))
+    _add_generation(app, state, Preparer(tokenizer, state.facts, config))
     _add_models(app, state)
     _add_operations(app, state)
     add_floor(app, state)
@@ -164,23 +164,24 @@ async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) 
 
 def _add_models(app: FastAPI, state: ApiState) -> None:
     guard = [Depends(authorizer(state.config))]
-    facts = state.client.facts
-    assert facts is not None
-    card = ModelCard(
-        id=state.model,
-        created=int(time.time()),
-        root=state.model,
-        max_model_len=facts.max_model_len,
-    )
+    created = int(time.time())
+
+    def card() -> ModelCard:
+        return ModelCard(
+            id=state.model,
+            created=created,
+            root=state.model,
+            max_model_len=state.facts().max_model_len,
+        )
 
     @app.get("/v1/models", dependencies=guard)
     async def models() -> Response:
-        return json_response(ModelList(data=[card]))
+        return json_response(ModelList(data=[card()]))
 
     @app.get("/v1/models/{model_id:path}", dependencies=guard)
     async def model(model_id: str) -> Response:
         _check_model(model_id, state)
-        return json_response(card)
+        return json_response(card())
 
 
 def _add_operations(app: FastAPI, state: ApiState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
@@ -98,20 +98,61 @@ def _controller(config: ServerConfig) -> Callable[[Request], None]:
     """A dependency: the control token where there is one, else a caller on this machine."""
     token = config.control_token
     bears_token = key_matcher([token] if token else [])
+    names = frozenset(name.lower() for name in (config.host, *config.allowed_hosts))
 
     def check(request: Request) -> None:
         if token is not None:
             if bears_token(request) is None:
                 raise ApiError(401, "missing or wrong control token", code="invalid_token")
-        elif not _is_local(request):
-            message = "/floor answers callers on this machine; set --control-token for others"
-            raise ApiError(403, message, code="not_local")
+        else:
+            if not _is_local(request):
+                message = "/floor answers callers on this machine; set --control-token for others"
+                raise ApiError(403, message, code="not_local")
+            check_site(request.headers, names)
         # A page in a browser can post a form to this machine, but not JSON without being asked.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             raise ApiError(415, "content-type: must be application/json", code="not_json")
 
     return check
+
+
+def check_site(headers: Mapping[str, str], names: frozenset[str]) -> None:
+    """Refuse a call that a web page made in the browser of somebody on this machine.
+
+    A name that an attacker's DNS points here comes as the Host; another page's call as its Origin.
+    """
+    host = headers.get("host", "")
+    name = _host_name(host)
+    if name not in names and not _is_own_name(name):
+        message = (
+            f"/floor does not answer to the Host {host!r}: call it by localhost or an address, "
+            "or start the server with --allowed-host NAME"
+        )
+        raise ApiError(403, message, code="unknown_host")
+    origin = headers.get("origin")
+    is_foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+    if is_foreign or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        message = f"/floor does not answer to web pages of another origin ({origin or 'unknown'})"
+        raise ApiError(403, message, code="foreign_origin")
+
+
+def _host_name(host: str) -> str:
+    """A Host header without its port and the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_own_name(name: str) -> bool:
+    """Loopback's names, and addresses: nobody's DNS decides where these lead."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_local(request: Request) -> bool:

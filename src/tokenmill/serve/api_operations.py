@@ -1,4 +1,4 @@
-"""What every front answers alike: errors, /health, /version and /metrics."""
+"""What every front answers alike: errors, /, /health, /ping, /version and /metrics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from tokenmill import __version__
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.serve.api_access import Calls
+from tokenmill.serve.api_call import GONE, record_of
 from tokenmill.serve.errors import ApiError, of_invalid
 from tokenmill.serve.metrics import CONTENT_TYPE
 from tokenmill.serve.responses import Health, Version, json_encode
@@ -22,27 +24,39 @@ Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 def exception_handlers() -> dict[Any, Handler]:
     """Every error as OpenAI's clients know it."""
 
-    async def api_error(_request: Request, error: Exception) -> Response:
-        answer = _as_api_error(error)
+    async def api_error(request: Request, error: Exception) -> Response:
+        answer = _as_api_error(error, request)
+        record_of(request.scope).fail(answer)
         headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"
         return Response(answer.body(), answer.status, headers, "application/json")
+
+    async def gone(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=GONE)  # nobody reads it
 
     return {
         ApiError: api_error,
         InvalidRequestError: api_error,
         HTTPException: api_error,
+        ClientDisconnect: gone,
         Exception: api_error,
     }
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def _as_api_error(error: Exception, request: Request) -> ApiError:
     match error:
         case ApiError():
             return error
         case InvalidRequestError():
             return of_invalid(error)
         case HTTPException(status_code=404):
-            return ApiError(404, "there is no such route", code="unknown_route")
+            message = f"there is no route {request.url.path}; GET / says what there is"
+            return ApiError(404, message, code="unknown_route")
+        case HTTPException(status_code=405, headers=headers):
+            allowed = (headers or {}).get("Allow", "")
+            message = f"{request.url.path} does not take {request.method}; use {allowed}"
+            return ApiError(405, message, code="method_not_allowed")
         case HTTPException(status_code=status, detail=detail):
             return ApiError(status, str(detail))
         case _:
@@ -59,9 +73,18 @@ def add_operations(
     calls: Calls,
     fault: Callable[[], ApiError | None],
     metrics: Callable[[], Awaitable[bytes]],
+    service: str = "tokenmill",
 ) -> None:
-    """Add GET /health, which answers the `fault` if there is one, /version and /metrics."""
+    """Add GET /, /health, which answers the `fault` if there is one, /version and /metrics."""
+    paths = {"api": "/v1", "dashboard": "/dashboard", "metrics": "/metrics", "health": "/health"}
+    if service == "tokenmill":
+        paths["docs"] = "/docs"
 
+    @app.get("/")
+    async def root() -> Response:
+        return json_response({"service": service, "version": version("tokenmill"), **paths})
+
+    @app.api_route("/ping", methods=["GET", "POST"])
     @app.get("/health")
     async def health() -> Response:
         if calls.draining:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.metrics import RequestTimes
+from tokenmill.serve.api_call import REQUEST_ID, CallRecord
 from tokenmill.serve.api_stream import send_error, send_json
 from tokenmill.serve.backends import Attempt, Backends
 from tokenmill.serve.errors import RETRY_AFTER_S, ApiError
@@ -56,7 +57,9 @@ class Relay:
         metrics: RouteMetrics,
         tokenizer: Tokenizer | None,
         span: Span | None,
+        record: CallRecord,
     ) -> None:
+        self._record = record
         self._backends = backends
         self._metrics = metrics
         self._tokenizer = tokenizer
@@ -123,6 +126,7 @@ class Relay:
             if attempt is None:
                 return await self._refuse(prompt.model, send)
             tried.add(attempt.backend.name)
+            self._record.worker = attempt.backend.name
             self._trace_choice(attempt, began_ns)
             span = self._attempt_span(attempt)
             try:
@@ -147,7 +151,8 @@ class Relay:
         path = scope["raw_path"]
         if scope["query_string"]:
             path += b"?" + scope["query_string"]
-        headers = _forwarded(scope["headers"], backend.key(), span)
+        own = [(REQUEST_ID, self._record.request_id.encode()), *backend.key()]
+        headers = _forwarded(scope["headers"], own, span)
         try:
             await backend.upstream.send(answer, "POST", path, headers, body)
             if answer.status == 429 or answer.status >= 500:
@@ -171,6 +176,8 @@ class Relay:
         while not is_stream and not answer.is_whole and len(data) < MAX_HELD:
             data += await answer.read()
         self._started, self._status = True, answer.status
+        if answer.status < 400:
+            self._metrics.num_prompt_tokens += self._num_prompt_tokens
         await send(_start(answer, len(data) if answer.is_whole else None))
         while True:
             self._count_tokens(attempt, data, is_stream)
@@ -262,10 +269,21 @@ class Relay:
         else:
             reason = {408: "abort", 429: "reject", 503: "reject"}.get(error.status, "error")
         self._metrics.finish(self._times, self._num_prompt_tokens, reason)
+        self._describe(reason, error)
         if self._span is not None:
             status = self._status if error is None else error.status
             self._span.set({"http.response.status_code": status})
             self._span.end(None if error is None else f"{error.code}: {error}")
+
+    def _describe(self, reason: str, error: ApiError | None) -> None:
+        record = self._record
+        record.num_prompt_tokens = self._num_prompt_tokens
+        record.num_output_tokens = self._times.num_tokens
+        record.ttft_ms, record.finish_reason = self._times.ttft_ms, reason
+        if error is not None:
+            record.error = error.code
+        elif self._status >= 400:
+            record.error = f"backend_{self._status}"
 
     def _trace_choice(self, attempt: Attempt, began_ns: int) -> None:
         if self._span is None:
@@ -289,9 +307,9 @@ class Relay:
         return self._span.child(f"POST {attempt.backend.name}", facts, kind="CLIENT")
 
 
-def _forwarded(headers: Headers, key: Headers, span: Span | None) -> Headers:
-    """The client's headers, with our own key and our place in the trace where there are such."""
-    own = key + ([] if span is None else span.headers())
+def _forwarded(headers: Headers, own: Headers, span: Span | None) -> Headers:
+    """The client's headers but for `own`: the call's id and our key; and our place in the trace."""
+    own = own + ([] if span is None else span.headers())
     names = {name for name, _ in own}
     return [pair for pair in headers if pair[0] not in names] + own
 

@@ -17,7 +17,15 @@ from starlette.types import Receive, Scope, Send
 from tokenmill import __version__
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
-from tokenmill.serve.api_access import Calls, authorizer, key_matcher, read_bytes, wrong_key
+from tokenmill.serve.api_access import (
+    Calls,
+    authorizer,
+    key_matcher,
+    note_key,
+    read_bytes,
+    wrong_key,
+)
+from tokenmill.serve.api_call import record_of
 from tokenmill.serve.api_dashboard import add_page
 from tokenmill.serve.api_floor import add_floor_view
 from tokenmill.serve.api_operations import add_operations, exception_handlers, json_response
@@ -32,6 +40,14 @@ from tokenmill.serve.tracing import Tracing
 from tokenmill.serve.upstream import header
 
 PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
+# Calls with a label of their own in the metrics; what else clients ask for shares one.
+ENDPOINTS = frozenset(
+    {
+        *PASSED_ON,
+        *(f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings")),
+        *(f"/v1/{name}" for name in ("responses", "rerank", "score", "messages")),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -57,9 +73,12 @@ class RouteApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not _is_call(scope["path"]):
             return await self._rest(scope, receive, send)
+        record = record_of(scope)
+        record.endpoint = scope["path"] if scope["path"] in ENDPOINTS else "/v1/*"
         try:
             key = self._admit(scope)
         except ApiError as error:
+            record.fail(error)
             return await send_error(send, error)
         self._state.calls.begin(key)
         try:
@@ -72,6 +91,7 @@ class RouteApp:
         key = self._key_number(Request(scope)) if self._state.config.api_keys else 0
         if key is None:
             raise wrong_key()
+        note_key(scope, self._state.config, key)
         self._state.calls.check_draining()
         self._state.calls.check_limits(key)
         return key
@@ -80,7 +100,10 @@ class RouteApp:
         state = self._state
         tracing = state.tracing
         span = None if tracing is None else tracing.begin(scope["path"], scope["headers"])
-        relay = Relay(state.backends, state.metrics, state.tokenizer, span)
+        record = record_of(scope)
+        if span is not None:
+            span.set({"gen_ai.request.id": record.request_id})
+        relay = Relay(state.backends, state.metrics, state.tokenizer, span, record)
         try:
             declared = header(scope["headers"], b"content-length").decode("latin-1")
             body = await read_bytes(receive, declared, state.config.max_body_bytes)
@@ -88,7 +111,10 @@ class RouteApp:
             code = error.code if isinstance(error, ApiError) else "cancelled"
             if span is not None:
                 span.end(f"{code}: {error}")
-            return await send_error(send, error) if isinstance(error, ApiError) else None
+            if isinstance(error, ApiError):
+                record.fail(error)
+                await send_error(send, error)
+            return None
         await relay.run(scope, body, receive, send, state.config.request_timeout_s)
 
 
@@ -144,15 +170,21 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
     async def metrics() -> bytes:
         return state.metrics.render(EngineStats(), 0, state.backends.view())
 
-    add_operations(app, state.calls, fault, metrics)
+    add_operations(app, state.calls, fault, metrics, "tokenmill route")
+
+
+def routed_stats(state: RouteState) -> EngineStats:
+    """What a router knows of the engines behind its backends."""
+    workers = state.backends.view().workers
+    return EngineStats(
+        num_running=state.calls.num_open,
+        prefix_query_tokens=sum(worker.routed_tokens for worker in workers),
+        prefix_hit_tokens=sum(worker.overlap_tokens for worker in workers),
+    )
 
 
 def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> DashboardView:
     metrics, floor = state.metrics, state.backends.view(decisions)
-    hits = EngineStats(
-        prefix_query_tokens=sum(worker.routed_tokens for worker in floor.workers),
-        prefix_hit_tokens=sum(worker.overlap_tokens for worker in floor.workers),
-    )
     return DashboardView(
         model=next(iter(state.backends.known_models()), ""),
         version=__version__,
@@ -172,6 +204,6 @@ def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> Dashboard
         window_s=metrics.recent_ttft_ms.window_s,
         ttft_ms=metrics.recent_ttft_ms.summary(),
         tpot_ms=metrics.recent_tpot_ms.summary(),
-        engine=hits,
+        engine=routed_stats(state),
         floor=floor,
     )

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.core.config import ServerConfig
 from tokenmill.serve.api_access import Calls
+from tokenmill.serve.api_call import GONE, record_of
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.floor import Floor
 from tokenmill.serve.format_stream import EventFrame
@@ -24,7 +25,7 @@ from tokenmill.serve.request_trace import CallTrace
 from tokenmill.serve.responses import Usage
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tracing import OPERATIONS, Tracing
-from tokenmill.serve.wire import OutputStream, StreamClosedError, WorkerDownError
+from tokenmill.serve.wire import ModelFacts, OutputStream, StreamClosedError, WorkerDownError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 SSE_START: Message = {
@@ -50,12 +51,19 @@ class ApiState:
     calls: Calls  # of generation
     tracing: Tracing | None = None
 
+    def facts(self) -> ModelFacts:
+        """What all workers have in common, now."""
+        facts = self.client.facts
+        assert facts is not None
+        return facts
+
     def traced(self, request: Request) -> AbstractContextManager[CallTrace | None]:
         """The trace of a call, where calls are traced, and a block that may fail."""
         if self.tracing is None:
             return nullcontext()
         start_ns, path = time.monotonic_ns(), request.url.path
         span = self.tracing.begin(path, request.headers.raw, start_ns)
+        span.set({"gen_ai.request.id": record_of(request.scope).request_id})
         return CallTrace(span, OPERATIONS[path], start_ns)
 
     def admit(self, key: int, num_choices: int = 1) -> None:
@@ -106,7 +114,7 @@ class GenerationResponse(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        trace, error = self._trace, None
+        trace, error, record = self._trace, None, record_of(scope)
         generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         try:
             self._state.admit(self._key, len(self._job.requests))
@@ -116,6 +124,7 @@ class GenerationResponse(Response):
             error = _as_api_error(refused)
             if trace is not None:
                 trace.end(generation.usage(), [], error)
+            record.fail(error)
             await send_error(send, error)
             return
         self._state.calls.begin(self._key, len(self._job.requests))
@@ -124,17 +133,20 @@ class GenerationResponse(Response):
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.
             await asyncio.create_task(self._answer(generation, stream, send))
         except StreamClosedError:
-            error = ApiError(499, "the client has gone", code="cancelled")
+            error = ApiError(GONE, "the client has gone", code="cancelled")
         except ApiError as failure:
             error = failure
+            record.error = error.code
             await self._fail(send, error)
         finally:
             watcher.cancel()
             generation.close()
             self._state.client.abort(stream.request_ids)
             self._state.calls.end(self._key, len(self._job.requests))
+            reasons = [choice.reason for choice in generation.choices]
+            generation.describe(record)
+            record.worker = ",".join(sorted(set(stream.workers.values()))) or "-"
             if trace is not None:
-                reasons = [choice.reason for choice in generation.choices]
                 trace.end(generation.usage(), reasons, error)
 
     async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:

@@ -31,7 +31,7 @@ from tokenmill.serve.open_request import OpenRequest, end, seeded
 from tokenmill.serve.place import Place, Role
 from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.routers import Routers
-from tokenmill.serve.staff import PREFIXES, Staff, agreed, roles_of
+from tokenmill.serve.staff import PREFIXES, Staff, agreed, roles_of, within_cache
 from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
     Abort,
@@ -286,13 +286,25 @@ class Floor:
         if self._places.get(place.name) is not place or place.facts is None:
             return
         self._handovers.check(place, self._places.values())
-        self.facts = agreed(self.facts or place.facts, place.facts)
+        self._agree(place, place.facts)
         if self._routers.outdated(len(self._places)):
             self._renew_routers()
         elif place.state == "ready":
             self._routers.introduce(place)
         self._handovers.connect(place, self._places.values())
         self._assign_held()
+
+    def _agree(self, place: Place, facts: ModelFacts) -> None:
+        """Hold to what this worker can do, too; what it cannot prefill is computed elsewhere."""
+        fitting = facts if place.role == "prefill" else within_cache(facts)
+        known = self.facts
+        self.facts = agreed(known or fitting, fitting)
+        is_cut = fitting.max_model_len < facts.max_model_len
+        if is_cut and (known is None or self.facts.max_model_len < known.max_model_len):
+            _log.warning(
+                f"the context is {fitting.max_model_len} tokens instead of {facts.max_model_len}: "
+                f"the KV cache of worker {place.name} holds no more; raise --kv-cache-memory"
+            )
 
     def on_down(self, place: Place) -> None:
         """Whatever the worker had goes on elsewhere."""
@@ -420,6 +432,7 @@ class Floor:
         words, began_ns = entry.routed_tokens(), time.monotonic_ns()
         decision = router.route(entry.sent_as, words, began_ns / 1e9, request.cache_salt)
         place = entry.place = self._places[decision.worker]
+        entry.stream.workers[entry.index] = place.name
         entry.num_uncached = decision.num_prompt_tokens - decision.num_cached_tokens
         begun: tuple[Place, Decision] | str = ""
         if entry.may_hand_over and place.role == "decode":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from tokenmill.serve.api_call import CallRecord
 from tokenmill.serve.detokenize import Detokenizer
 from tokenmill.serve.errors import of_output
 from tokenmill.serve.metrics import ServerMetrics
@@ -202,8 +203,18 @@ class Generation:
         num_output = sum(c.num_tokens for c in self.choices)
         return usage_of(num_prompt, num_output, sum(self._num_cached[:: self.job.n]))
 
+    def describe(self, record: CallRecord) -> None:
+        """Put the counts, times and ends of all choices into the call's record."""
+        usage = self.usage()
+        record.num_prompt_tokens = usage.prompt_tokens
+        record.num_output_tokens = usage.completion_tokens
+        record.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
+        record.ttft_ms = self.choices[0].times.ttft_ms
+        record.finish_reason = ",".join(sorted({choice.reason for choice in self.choices}))
+
     def _first(self, index: int, output: RequestOutput) -> None:
         self._num_cached[index] = output.num_cached_tokens
+        self._metrics.num_prompt_tokens += len(self.job.requests[index].prompt_token_ids)
         if output.scheduled_ns:
             waited_ns = output.scheduled_ns - self.job.requests[index].arrival_ns
             self._metrics.queue_s.observe(max(waited_ns, 0) / 1e9)

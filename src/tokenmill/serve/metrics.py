@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -18,10 +18,12 @@ from tokenmill.core.types import EngineStats
 from tokenmill.serve.floor_view import FloorView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+Counts = Mapping[tuple[str, ...], int]  # by the values of labels
 RECENT_S = 60.0
 NUM_RECENT = 2048  # values at most: an upper bound of what a summary sorts
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG_SECONDS = (*_SECONDS, 60.0, 120.0, 300.0)
+_TOKENS = (*(float(step * 10**power) for power in range(6) for step in (1, 2, 5)), 1e6)
 # (name, help, attribute of WorkerView)
 _WORKER_GAUGES = (
     ("up", "1 while the worker takes requests.", "up"),
@@ -93,6 +95,9 @@ class Recent:
 class ServerMetrics:
     """What the frontend sees of each request, with the engine's own counters."""
 
+    SUCCESSES: tuple[str, ...] = ("stop", "length")  # finish reasons of whole answers
+    FAILURES: tuple[str, ...] = ("abort", "error", "reject")
+
     def __init__(self, model: str) -> None:
         self._model = model
         self._stats = EngineStats()
@@ -103,11 +108,15 @@ class ServerMetrics:
         self.tpot_s = Histogram(_SECONDS)
         self.e2e_s = Histogram(_LONG_SECONDS)
         self.queue_s = Histogram(_LONG_SECONDS)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
         self.recent_ttft_ms = Recent()
         self.recent_tpot_ms = Recent()
-        self.num_prompt_tokens = 0
+        self.num_prompt_tokens = 0  # of requests that have a first token
         self.num_output_tokens = 0
         self.finished: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, ...]] = Counter()  # (endpoint, status)
+        self.rejected: Counter[str] = Counter()  # by the code of the error
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -124,12 +133,20 @@ class ServerMetrics:
     def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
         """Count the end of a request."""
         self.finished[reason] += 1
-        self.num_prompt_tokens += num_prompt_tokens
+        if reason in self.SUCCESSES:
+            self.prompt_tokens.observe(num_prompt_tokens)
+            self.generation_tokens.observe(times.num_tokens)
         if times.e2e_ms is not None:
             self.e2e_s.observe(times.e2e_ms / 1e3)
         if times.tpot_ms is not None:
             self.tpot_s.observe(times.tpot_ms / 1e3)
             self.recent_tpot_ms.add(times.tpot_ms)
+
+    def count_call(self, endpoint: str, status: int, error: str | None) -> None:
+        """Count the answer to a call; one that was refused also by its error."""
+        self.calls[endpoint, str(status)] += 1
+        if error is not None and (400 <= status < 500 or status == 503):
+            self.rejected[error] += 1
 
     def render(self, stats: EngineStats, num_worker_restarts: int, floor: FloorView) -> bytes:
         """The exposition text with the engines' counters of now."""
@@ -209,16 +226,26 @@ class ServerMetrics:
     def own_counters(self) -> Iterator[Metric]:
         """What the front itself has counted."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", prompt)
+        yield self._counter("prompt_tokens", "Prompt tokens of begun answers.", prompt)
         yield self._counter("generation_tokens", "Tokens sent to clients.", output)
-        success = CounterMetricFamily(
-            "tokenmill_request_success",
-            "Finished requests by finish reason.",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason, count in sorted(self.finished.items()):
-            success.add_metric([self._model, reason], float(count))
-        yield success
+        finished = ["finished_reason"]
+        whole: Counts = {(name,): self.finished[name] for name in self.SUCCESSES}
+        failed: Counts = {(name,): self.finished[name] for name in self.FAILURES}
+        rejected: Counts = {(code,): count for code, count in self.rejected.items()}
+        for name, text, labels, counts in (
+            ("request_success", "Whole answers by finish reason.", finished, whole),
+            ("request_failure", "Requests without a whole answer.", finished, failed),
+            ("requests", "HTTP calls by status.", ["endpoint", "status"], self.calls),
+            ("requests_rejected", "HTTP calls refused, by error code.", ["reason"], rejected),
+        ):
+            yield self._labelled(name, text, labels, counts)
+
+    def _labelled(self, name: str, text: str, labels: list[str], counts: Counts) -> Metric:
+        names = ["model_name", *labels]
+        family = CounterMetricFamily(f"tokenmill_{name}", text, labels=names)
+        for values, count in sorted(counts.items()):
+            family.add_metric([self._model, *values], float(count))
+        return family
 
     def workers(self) -> Iterator[Metric]:
         """The floor, with one sample for each worker."""
@@ -271,5 +298,7 @@ class ServerMetrics:
             ),
             ("e2e_request_latency_seconds", "Arrival to last token.", self.e2e_s),
             ("request_queue_time_seconds", "Arrival to first step.", self.queue_s),
+            ("request_prompt_tokens", "Prompt tokens of whole answers.", self.prompt_tokens),
+            ("request_generation_tokens", "Tokens of whole answers.", self.generation_tokens),
         ):
             yield histogram.family(f"tokenmill_{name}", text, self._model)

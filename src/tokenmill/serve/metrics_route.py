@@ -19,6 +19,9 @@ class RouteMetrics(ServerMetrics):
     A token is an event of a stream here, or what the usage of a whole answer says.
     """
 
+    SUCCESSES = ("answered",)
+    FAILURES = ("abort", "error", "refused", "reject")
+
     def __init__(self) -> None:
         super().__init__(ALL_MODELS)
         self.attempts: Counter[tuple[str, str]] = Counter()  # (backend, how it went)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -84,11 +85,18 @@ class Job:
 class Preparer:
     """Turns API calls into jobs for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: ModelFacts, config: ServerConfig) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, facts: Callable[[], ModelFacts], config: ServerConfig
+    ) -> None:
         self._tokenizer = tokenizer
-        self._facts = facts
+        self._facts_now = facts
         self._config = config
         self.ignored = IgnoredFields()
+
+    @property
+    def _facts(self) -> ModelFacts:
+        """Those of now: a worker that comes later may have less room."""
+        return self._facts_now()
 
     @property
     def max_model_len(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -14,20 +16,28 @@ from typing import Any, TypeVar
 import uvicorn
 
 from tokenmill.core.config import FloorConfig, RouterConfig, ServerConfig
-from tokenmill.core.types import TokenmillError
+from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.serve.api import create_app
 from tokenmill.serve.api_access import Calls
+from tokenmill.serve.api_front import Front
+from tokenmill.serve.api_stream import ApiState
 from tokenmill.serve.floor import Floor
+from tokenmill.serve.log_stats import StatsLog
+from tokenmill.serve.metrics import ServerMetrics
+from tokenmill.serve.server_connection import Connection, ConnectionLimits, check_all
 from tokenmill.serve.supervisor import open_placement
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tracing import Tracing, open_tracing
 from tokenmill.serve.wire import ModelFacts
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 60  # of idle connections, which clients pool
 CLOSE_S = 5  # answers still being sent when the drain is over get this long
 MAX_FILES = 65_536
+RESERVED_FILES = 256  # that are no clients' connections
 POLL_S = 0.02
+SWEEP_TICKS = 5  # of uvicorn, a tenth of a second each, between two looks at all connections
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnListening = Callable[[str, ModelFacts], None]
@@ -83,12 +93,16 @@ async def _run(
             return
         app = create_app(client, tokenizer, config, model, tracing)
         gc.freeze()  # vocabulary and app live as long as the process: do not scan them
-        async with listening(app, listener):
+        state: ApiState = app.state.api
+        async with (
+            listening(Front(app, config, state.metrics), listener, config),
+            logging_stats(config, state.metrics, client.known_stats),
+        ):
             if on_listening is not None:
                 on_listening(url_of(listener), facts)
             gave_up = await signals.interrupt(client.gave_up.wait())
             client.drain()
-            await drain(app.state.api.calls, config.drain_timeout_s, signals)
+            await drain(state.calls, config.drain_timeout_s, signals)
             client.fail_open("the server is shutting down", "shutdown")
         if gave_up:
             raise ServerError("the engine keeps stopping; see its messages above")
@@ -115,11 +129,11 @@ def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Any, listener: socket.socket) -> AsyncIterator[None]:
+async def listening(app: Any, listener: socket.socket, config: ServerConfig) -> AsyncIterator[None]:
     """The app over HTTP while the block runs; ServerError where another one listens by now."""
     with _naming(listener.getsockname()):
         listener.listen(BACKLOG)
-    server = _Uvicorn(_uvicorn_config(app))
+    server = _Uvicorn(_uvicorn_config(app, config))
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(POLL_S)
@@ -133,10 +147,35 @@ async def listening(app: Any, listener: socket.socket) -> AsyncIterator[None]:
 async def drain(calls: Calls, timeout_s: float, signals: Signals) -> None:
     """Refuse new calls and let the open ones finish; a second signal or the timeout ends that."""
     calls.draining = True
+    if calls.num_open and signals.count < 2:
+        _log.info(
+            f"stopping: waiting for {_running(calls)}, up to {timeout_s:g} s (--drain-timeout); "
+            "press Ctrl-C again to stop now"
+        )
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     while calls.num_open and loop.time() < deadline_s and signals.count < 2:
         await asyncio.sleep(POLL_S)
+    if calls.num_open:
+        why = "interrupted again" if signals.count > 1 else f"{timeout_s:g} s are over"
+        _log.info(f"stopping now ({why}): an error ends {_running(calls)}")
+
+
+def _running(calls: Calls) -> str:
+    return "1 running request" if calls.num_open == 1 else f"{calls.num_open} running requests"
+
+
+@contextlib.asynccontextmanager
+async def logging_stats(
+    config: ServerConfig, metrics: ServerMetrics, stats: Callable[[], EngineStats]
+) -> AsyncIterator[None]:
+    """Lines of throughput while the block runs, where they are wanted."""
+    task = asyncio.create_task(StatsLog(metrics, stats).run()) if config.log_stats else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 class Signals:
@@ -172,17 +211,29 @@ class Signals:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling, which would end streams and exit by the signal."""
+    """uvicorn without its own signal handling, which would end streams and exit by the signal.
+
+    It ends connections whose clients are late.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            check_all(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
-def _uvicorn_config(app: Any) -> uvicorn.Config:
+
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY:
+        max_files = MAX_FILES
+    limits = ConnectionLimits.of(config, max_files - RESERVED_FILES)
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=functools.partial(Connection, limits),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -190,7 +241,7 @@ def _uvicorn_config(app: Any) -> uvicorn.Config:
         backlog=BACKLOG,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=CLOSE_S,
     )
 

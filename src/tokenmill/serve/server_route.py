@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
 from tokenmill.serve.api_access import Calls
-from tokenmill.serve.api_route import RouteApp, RouteState
+from tokenmill.serve.api_front import Front
+from tokenmill.serve.api_route import RouteApp, RouteState, routed_stats
 from tokenmill.serve.backends import Backends
 from tokenmill.serve.floor_view import FloorView
 from tokenmill.serve.server import (
@@ -17,6 +18,7 @@ from tokenmill.serve.server import (
     bind,
     drain,
     listening,
+    logging_stats,
     raise_file_limit,
     run_in_loop,
     tracing_to,
@@ -64,7 +66,10 @@ async def _run(
         await signals.interrupt(backends.start())
         app = RouteApp(state)
         gc.freeze()  # the app lives as long as the process: do not scan it
-        async with listening(app, listener):
+        async with (
+            listening(Front(app, config, state.metrics), listener, config),
+            logging_stats(config, state.metrics, lambda: routed_stats(state)),
+        ):
             if on_listening is not None:
                 on_listening(url_of(listener), backends.view())
             await signals.wait()

@@ -24,6 +24,12 @@ def roles_of(config: FloorConfig) -> list[Role]:
     return [role for role in counts for _ in range(counts[role])]
 
 
+def within_cache(facts: ModelFacts) -> ModelFacts:
+    """The facts with a context that the KV cache can hold: more could be asked for, never run."""
+    max_model_len = min(facts.max_model_len, facts.num_kv_tokens)
+    return msgspec.structs.replace(facts, max_model_len=max_model_len)
+
+
 def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
     """What holds for all workers, who must agree on what a token and a block are."""
     for name in ("vocab_size", "block_size"):

@@ -51,6 +51,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
     kv: KVAddress | None = None  # how other engines reach its KV
     max_waiting: int | None = None  # requests that may wait; None: any number
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """What the KV cache holds; of each rank, where ranks have requests of their own."""
+        return self.num_kv_blocks * self.block_size
+
 
 class Submit(msgspec.Struct, tag=True):
     requests: list[Request]
@@ -169,10 +174,11 @@ Spawn = Callable[[str], Awaitable[WorkerProcess]]
 class OutputStream:
     """Outputs of one API call's requests. Unread outputs of a request are merged into one."""
 
-    __slots__ = ("_closed", "_pending", "_waiter", "request_ids")
+    __slots__ = ("_closed", "_pending", "_waiter", "request_ids", "workers")
 
     def __init__(self, request_ids: list[str]) -> None:
         self.request_ids = request_ids
+        self.workers: dict[int, str] = {}  # who has each of them, or had it last
         self._pending: dict[int, RequestOutput] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False

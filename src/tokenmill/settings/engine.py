@@ -233,6 +233,7 @@ PARALLEL = (
         field="nodes",
     ),
 )
+PATIENCE = number(0.1, math.inf, "SECONDS")
 SERVER = (
     of(ServerConfig, "host", TEXT, "Address to listen on."),
     of(ServerConfig, "port", count(0, 65535), "Port to listen on; 0 takes a free one."),
@@ -279,6 +280,68 @@ SERVER = (
         SECONDS,
         "Time that running requests get after SIGTERM.",
         field="drain_timeout_s",
+    ),
+    of(
+        ServerConfig,
+        "header-timeout",
+        PATIENCE,
+        "Time for the head of a request; later ones get a 408.",
+        field="header_timeout_s",
+    ),
+    of(
+        ServerConfig,
+        "body-timeout",
+        PATIENCE,
+        "Time for the body of a request; later ones get a 408.",
+        field="body_timeout_s",
+    ),
+    of(
+        ServerConfig,
+        "body-idle-timeout",
+        PATIENCE,
+        "Time between two pieces of a body; later ones get a 408.",
+        field="body_idle_timeout_s",
+    ),
+    of(
+        ServerConfig,
+        "keep-alive-timeout",
+        PATIENCE,
+        "Time after which a connection without a request is closed.",
+        field="keep_alive_timeout_s",
+    ),
+    of(
+        ServerConfig,
+        "max-connections",
+        count(1),
+        "Most open connections; beyond, idle ones are closed, then new ones get a 503.",
+    ),
+    of(
+        ServerConfig,
+        "cors-origin",
+        TEXT,
+        "Origin of web pages that may call the API, such as https://chat.example; * for all.",
+        field="cors_origins",
+        repeated=True,
+    ),
+    of(
+        ServerConfig,
+        "allowed-host",
+        TEXT,
+        "Name under which /floor may be called without a token, beside localhost.",
+        field="allowed_hosts",
+        repeated=True,
+    ),
+    of(
+        ServerConfig,
+        "log-requests",
+        SWITCH,
+        "Log a line per request: id, endpoint, status, tokens, times, worker.",
+    ),
+    of(
+        ServerConfig,
+        "log-stats",
+        SWITCH,
+        "Log a line of throughput every ten seconds while there is traffic.",
     ),
     of(
         ServerConfig,
