@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serve.route_server import MODEL, Scripted, router_process
 from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
-from tokenmill.core.config import ServerConfig
+from tokenmill.core.config import SchedulerConfig, ServerConfig
 
 HASTY = ServerConfig(
     port=0,
@@ -241,6 +242,23 @@ def test_pages_elsewhere_may_call_if_their_origin_is_named() -> None:
         assert floor.status == 405 and "access-control-allow-origin" not in floor.headers
     with sim_server() as server:
         assert server.call("OPTIONS", "/v1/chat/completions", headers=ask).status == 405
+
+
+def test_a_client_that_reads_nothing_is_dropped() -> None:
+    call: dict[str, Any] = {"stream": True, "logprobs": True, "top_logprobs": 20}
+    call["messages"] = [{"role": "user", "content": "count: 8000"}]
+    limits = SchedulerConfig(max_model_len=8192)
+    with sim_server(ServerConfig(port=0, send_timeout_s=0.5), limits) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        body = json.dumps(call).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: sim\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        labels = 'endpoint="/v1/chat/completions"'
+        wait_until(lambda: server.metric("requests_total", labels) == 1, "the call is over")
+        connection.settimeout(GENEROUS_S)
+        assert b"[DONE]" not in read(connection)
 
 
 def descriptors(server: SimServer) -> int:

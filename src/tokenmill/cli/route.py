@@ -30,6 +30,7 @@ SERVER_KEYS = (
     "header-timeout",
     "body-timeout",
     "body-idle-timeout",
+    "send-timeout",
     "keep-alive-timeout",
     "max-connections",
     "cors-origin",

@@ -159,6 +159,7 @@ class ServerConfig:
     header_timeout_s: float = 20.0  # for the head of a request, from its first byte
     body_timeout_s: float = 300.0  # for the body of a request
     body_idle_timeout_s: float = 30.0  # between two pieces of a body
+    send_timeout_s: float = 300.0  # in which a client takes nothing of its answer
     keep_alive_timeout_s: float = 60.0  # without a request; clients pool connections
     max_connections: int = 8192  # more: those that wait are closed, then new ones get a 503
     cors_origins: tuple[str, ...] = ()  # pages that may call the API from a browser; "*": all

@@ -34,6 +34,7 @@ from tokenmill.serve.responses import (
     DetokenizeAnswer,
     ModelCard,
     ModelList,
+    Service,
     TokenizeAnswer,
 )
 from tokenmill.serve.tokenizer import Tokenizer
@@ -194,7 +195,8 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
         client = state.client
         return state.metrics.render(await client.stats(), client.num_restarts, client.view())
 
-    add_operations(app, state.calls, fault, metrics)
+    service = Service(service="tokenmill", version=version("tokenmill"))
+    add_operations(app, state.calls, fault, metrics, service)
 
     @app.get("/docs")
     async def docs() -> Response:

@@ -16,7 +16,7 @@ from tokenmill.serve.api_access import Calls
 from tokenmill.serve.api_call import GONE, record_of
 from tokenmill.serve.errors import ApiError, of_invalid
 from tokenmill.serve.metrics import CONTENT_TYPE
-from tokenmill.serve.responses import Health, Version, json_encode
+from tokenmill.serve.responses import Health, Service, Version, json_encode
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
@@ -73,16 +73,13 @@ def add_operations(
     calls: Calls,
     fault: Callable[[], ApiError | None],
     metrics: Callable[[], Awaitable[bytes]],
-    service: str = "tokenmill",
+    service: Service,
 ) -> None:
     """Add GET /, /health, which answers the `fault` if there is one, /version and /metrics."""
-    paths = {"api": "/v1", "dashboard": "/dashboard", "metrics": "/metrics", "health": "/health"}
-    if service == "tokenmill":
-        paths["docs"] = "/docs"
 
     @app.get("/")
     async def root() -> Response:
-        return json_response({"service": service, "version": version("tokenmill"), **paths})
+        return json_response(service)
 
     @app.api_route("/ping", methods=["GET", "POST"])
     @app.get("/health")

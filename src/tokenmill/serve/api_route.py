@@ -35,6 +35,7 @@ from tokenmill.serve.backends import Backends
 from tokenmill.serve.dashboard_view import DashboardView
 from tokenmill.serve.errors import ApiError
 from tokenmill.serve.metrics_route import RouteMetrics
+from tokenmill.serve.responses import Service
 from tokenmill.serve.tokenizer import Tokenizer
 from tokenmill.serve.tracing import Tracing
 from tokenmill.serve.upstream import header
@@ -170,7 +171,8 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
     async def metrics() -> bytes:
         return state.metrics.render(EngineStats(), 0, state.backends.view())
 
-    add_operations(app, state.calls, fault, metrics, "tokenmill route")
+    service = Service(service="tokenmill route", version=version("tokenmill"), docs=None)
+    add_operations(app, state.calls, fault, metrics, service)
 
 
 def routed_stats(state: RouteState) -> EngineStats:

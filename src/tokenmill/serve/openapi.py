@@ -42,6 +42,7 @@ _ANSWERS = (
     responses.DetokenizeAnswer,
     responses.Health,
     responses.Version,
+    responses.Service,
     responses.ErrorAnswer,
 )
 
@@ -137,7 +138,9 @@ def _paths() -> dict[str, dict[str, Json]]:
                 "Token ids to text", "DetokenizeAnswer", _TEXT_ERRORS, body="DetokenizeRequest"
             )
         },
+        "/": {"get": _operation("Who this is, and where the rest is", "Service", ())},
         "/health": {"get": _operation("Whether requests are taken", "Health", (503,))},
+        "/ping": {"get": _operation("The same", "Health", (503,))},
         "/version": {"get": _operation("The server's version", "Version", ())},
         "/metrics": {"get": _plain("Prometheus metrics", "text/plain")},
         "/dashboard": {"get": _plain("The live page", "text/html")},

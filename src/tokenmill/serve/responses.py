@@ -192,6 +192,18 @@ class Health(Answer, kw_only=True):
     status: Literal["ok"] = "ok"
 
 
+class Service(Answer, kw_only=True):
+    """The answer to GET /: who this is, and where the rest is."""
+
+    service: str
+    version: str
+    api: str = "/v1"
+    docs: str | None = "/docs"
+    dashboard: str = "/dashboard"
+    metrics: str = "/metrics"
+    health: str = "/health"
+
+
 class Version(Answer, kw_only=True):
     version: str
 

@@ -37,6 +37,7 @@ class ConnectionLimits:
     header_timeout_s: float
     body_timeout_s: float
     body_idle_timeout_s: float
+    send_timeout_s: float
     keep_alive_timeout_s: float
     max_connections: int
 
@@ -47,6 +48,7 @@ class ConnectionLimits:
             config.header_timeout_s,
             config.body_timeout_s,
             config.body_idle_timeout_s,
+            config.send_timeout_s,
             config.keep_alive_timeout_s,
             max(1, min(config.max_connections, max_files)),
         )
@@ -85,6 +87,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_useless_bytes = 0  # since something came of what was read
         self._has_parsed = False
+        self._num_unsent = 0  # bytes that wait for the client to read
+        self._sent_s = 0.0  # when these last became fewer
         self._fault: ApiError | None = None
         self._running: RequestResponseCycle | None = None
 
@@ -191,7 +195,10 @@ class Connection(HttpToolsProtocol):
         return self._deadline_s
 
     def check(self, now_s: float) -> None:
-        """End the connection if its client is late."""
+        """End the connection if its client is late, or takes nothing of its answer."""
+        if self._is_stuck(now_s):
+            _log.debug("%s: the client takes nothing of its answer", self.client)
+            self.transport.abort()
         if self.transport.is_closing():
             return
         if self.flow.read_paused or (self._reading != "body" and self._is_answering):
@@ -199,6 +206,12 @@ class Connection(HttpToolsProtocol):
             self._expect(self._reading)  # it waits for us
         elif now_s >= self._deadline_s:
             self._end_late()
+
+    def _is_stuck(self, now_s: float) -> bool:
+        before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+        if self._num_unsent < before or not before:
+            self._sent_s = now_s
+        return self._num_unsent > 0 and now_s - self._sent_s > self._limits.send_timeout_s
 
     @property
     def _is_answering(self) -> bool:

@@ -304,6 +304,13 @@ SERVER = (
     ),
     of(
         ServerConfig,
+        "send-timeout",
+        PATIENCE,
+        "Time after which a client that takes nothing of its answer is dropped.",
+        field="send_timeout_s",
+    ),
+    of(
+        ServerConfig,
         "keep-alive-timeout",
         PATIENCE,
         "Time after which a connection without a request is closed.",
