@@ -48,7 +48,8 @@ class Front:
     def _end(self, record: CallRecord, scope: Scope) -> None:
         record.status = record.status or GONE
         record.endpoint = record.endpoint or getattr(scope.get("route"), "path", UNKNOWN)
-        self._metrics.count_call(record.endpoint, record.status, record.error)
+        error = record.error if record.endpoint != UNKNOWN else None
+        self._metrics.count_call(record.endpoint, record.status, error)
         if self._logs_requests and (record.status >= 400 or record.path not in POLLED):
             _log.info(record.line())
 
