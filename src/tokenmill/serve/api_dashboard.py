@@ -106,7 +106,7 @@ def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
         prompt_tokens=metrics.num_prompt_tokens,
         output_tokens=metrics.num_output_tokens,
         finished=dict(metrics.finished),
-        rejected=dict(getattr(metrics, "rejected", {})),
+        rejected=dict(metrics.rejected),
         window_s=metrics.recent_ttft_ms.window_s,
         ttft_ms=metrics.recent_ttft_ms.summary(),
         tpot_ms=metrics.recent_tpot_ms.summary(),

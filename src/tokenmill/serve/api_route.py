@@ -177,7 +177,7 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
 
 def routed_stats(state: RouteState) -> EngineStats:
     """What a router knows of the engines behind its backends."""
-    workers = state.backends.view().workers
+    workers = state.backends.view(False).workers
     return EngineStats(
         num_running=state.calls.num_open,
         prefix_query_tokens=sum(worker.routed_tokens for worker in workers),
@@ -202,7 +202,7 @@ def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> Dashboard
         prompt_tokens=metrics.num_prompt_tokens,
         output_tokens=metrics.num_output_tokens,
         finished=dict(metrics.finished),
-        rejected=dict(getattr(metrics, "rejected", {})),
+        rejected=dict(metrics.rejected),
         window_s=metrics.recent_ttft_ms.window_s,
         ttft_ms=metrics.recent_ttft_ms.summary(),
         tpot_ms=metrics.recent_tpot_ms.summary(),
