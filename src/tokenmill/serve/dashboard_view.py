@@ -48,7 +48,7 @@ class DashboardView(msgspec.Struct, frozen=True):
     draining: bool
     num_pending: int  # requests without a first token
     restarts: int
-    prompt_tokens: int  # of finished requests
+    prompt_tokens: int  # of requests that have a first token
     output_tokens: int  # sent to clients
     finished: dict[str, int]  # requests by finish reason
     rejected: dict[str, int]  # calls refused, by the code of the error
