@@ -195,7 +195,7 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
         client = state.client
         return state.metrics.render(await client.stats(), client.num_restarts, client.view())
 
-    service = Service(service="tokenmill", version=version("tokenmill"))
+    service = Service(service="tokenmill", version=__version__)
     add_operations(app, state.calls, fault, metrics, service)
 
     @app.get("/docs")

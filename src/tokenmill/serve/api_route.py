@@ -171,7 +171,7 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
     async def metrics() -> bytes:
         return state.metrics.render(EngineStats(), 0, state.backends.view())
 
-    service = Service(service="tokenmill route", version=version("tokenmill"), docs=None)
+    service = Service(service="tokenmill route", version=__version__, docs=None)
     add_operations(app, state.calls, fault, metrics, service)
 
 
