@@ -152,7 +152,8 @@ def test_the_server_keeps_the_history(server: SimServer) -> None:
 
 
 def test_the_history_is_bounded_and_notes_what_changed(server: SimServer) -> None:
-    view = msgspec.convert(data_of(server).json | {"history": [], "events": []}, DashboardView)
+    empty: dict[str, Any] = {"history": [], "events": [], "rejected": {}}
+    view = msgspec.convert(data_of(server).json | empty, DashboardView)
     floor, workers = view.floor, view.floor.workers
     failed = msgspec.structs.replace(workers[0], failures=9, last_failure=HOSTILE, restarts=9)
     later = msgspec.structs.replace(floor, workers=[failed], migrations=floor.migrations + 1)
