@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
 from serve.counting_engine import EXIT, FACTS
 from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN, make_tokenizer, worker_argv
 from serve.streams import GENEROUS_S, Spawner, read, until
+from tokenmill.cli.floor import _notes
 from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import (
     FinishReason,
@@ -128,6 +130,9 @@ def test_only_handovers_that_began_can_fail(fault_rate: float) -> None:
         assert view.workers[0].routed == 8 and 0 < begun < 8
         assert view.transfers + view.failed_transfers == begun
         assert view.failed_transfers == (begun if fault_rate else 0)
+        said = list(_notes(msgspec.to_builtins(view)))[1]
+        assert said.startswith(f"{view.transfers} prompts went from prefill to decode workers, ")
+        assert said.endswith(f"{view.failed_transfers} more were lost on the way")
 
     asyncio.run(main())
 

@@ -110,7 +110,7 @@ def latency_table(point: Report) -> list[list[str]]:
 
 
 def server_table(points: Sequence[Report]) -> list[list[str]]:
-    """What the server says of itself, a row per point."""
+    """What the server says of itself, a row per point; what it never says has no column."""
     columns = {
         "requests": ("num_requests", ",.0f"),
         "output tokens": ("num_output_tokens", ",.0f"),
@@ -122,11 +122,15 @@ def server_table(points: Sequence[Report]) -> list[list[str]]:
         "accepted drafts": ("acceptance_positions", ".0%"),
         "server's mean TTFT (ms)": ("ttft_mean_ms", ",.2f"),
     }
-    rows = [["the server says", *columns]]
-    for point in points:
-        if server := point.get("server"):
-            values = ((server.get(key), form) for key, form in columns.values())
-            rows.append([point["load"], *(_shown(value, form) for value, form in values)])
+    told = [(point["load"], point["server"]) for point in points if point.get("server")]
+    known = {
+        label: (key, form)
+        for label, (key, form) in columns.items()
+        if any(server.get(key) not in (None, []) for _, server in told)
+    }
+    rows = [["the server says", *known]]
+    for load, server in told:
+        rows.append([load, *(_shown(server.get(key), form) for key, form in known.values())])
     return rows
 
 

@@ -99,13 +99,19 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"{error.code} {error.reason}"
 
 
-def _handovers(view: dict[str, Any], rates: dict[str, Any]) -> str:
-    """What became of prompts that were computed elsewhere, and do the two sides keep up."""
+def _handovers(view: dict[str, Any]) -> str:
+    """What became of prompts that prefill workers computed."""
+    return (
+        f"{view['transfers']} prompts went from prefill to decode workers, "
+        f"{view['failed_transfers']} more were lost on the way"
+    )
+
+
+def _balance(rates: dict[str, Any]) -> str:
+    """Do the two sides keep up with each other."""
     fitting = f"{rates['fitting_prefill']}:{rates['fitting_decode']}"
     starving = f"{rates['starving']} starves, " if rates["starving"] else ""
     return (
-        f"{view['transfers']} prompts went from prefill to decode workers, "
-        f"{view['failed_transfers']} more were lost on the way; "
         f"prefill {rates['prefill_busy']:.0%} busy, decode {rates['decode_busy']:.0%}: {starving}"
         f"prefill:decode of {fitting} would fit"
     )
@@ -136,5 +142,7 @@ def _notes(view: dict[str, Any]) -> Iterator[str]:
         if worker["failures"]:
             restarts = f"restarted {worker['restarts']} times"
             yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"
-    if rates := view.get("rates"):
-        yield _handovers(view, rates)
+    if view["rates"] or view["transfers"] or view["failed_transfers"]:
+        yield _handovers(view)
+    if view["rates"]:
+        yield _balance(view["rates"])
