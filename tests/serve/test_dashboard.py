@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -180,6 +181,18 @@ def test_the_history_is_bounded_and_notes_what_changed(server: SimServer) -> Non
         "1 request went on at another worker",
         "the first call was refused: max_concurrency",
     ]
+
+
+def test_refused_calls_are_in_the_data() -> None:
+    with sim_server(ServerConfig(port=0, max_concurrency=1), step_ms=STEP_MS) as server:
+        with contextlib.closing(server.open_stream("count: 400")) as running:
+            running.recv(1)
+            assert server.chat("count: 1").status == 429
+        data = data_of(server).json
+        assert data["rejected"] == {"max_concurrency": 1}
+        wait_until(lambda: bool(data_of(server).json["events"]), "a sample later")
+        (event,) = data_of(server).json["events"]
+        assert event["text"] == "the first call was refused: max_concurrency"
 
 
 # In a browser.

@@ -94,7 +94,7 @@ def changes(before: DashboardView, now: DashboardView) -> Iterator[tuple[str, st
         yield "warn", f"{_requests(failed)} lost the KV that a prefill worker had computed"
     if (errors := now.finished.get("error", 0) - before.finished.get("error", 0)) > 0:
         yield "bad", f"{_requests(errors)} ended in an error"
-    for reason in now.rejected.keys() - before.rejected.keys():
+    for reason in sorted(now.rejected.keys() - before.rejected.keys()):
         yield "warn", f"the first call was refused: {reason}"
     if now.draining and not before.draining:
         yield "warn", "the server is draining"
