@@ -12,7 +12,6 @@ from driver import complete
 from gpu.setups import CONTEXT, SETUPS, SMOLLM2, Checkpoints
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine
-from tokenmill.engine.runner import ModelRunner
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.serve.tokenizer import load_tokenizer
 
@@ -41,8 +40,7 @@ def perplexity(built: BuiltEngine, texts: list[list[int]]) -> float:
 @torch.inference_mode()
 def logits(built: BuiltEngine, token_ids: list[int]) -> torch.Tensor:
     """Logits after every token, [tokens, vocab]."""
-    runner = built.engine._runner
-    assert isinstance(runner, ModelRunner)
+    runner = built.runner
     seq = Sequence(Request("r", token_ids), (0, 0, 0), CONTEXT, frozenset())
     seq.slot, seq.block_ids = 0, list(range(1, 2 + len(token_ids) // built.block_size))
     runner.builder.tables.update([(seq, 0)], runner.builder.staging)

@@ -10,9 +10,8 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from triton_parity import BLOCKS, make_batch
 
-from tokenmill.kernels import MODE, mla
+from tokenmill.kernels import MODE, mla, triton_kernels
 from tokenmill.kernels.gpu import hopper
-from tokenmill.kernels.gpu import mla as gpu_mla
 
 pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
 LATENT, ROPE, HEAD_DIM, SCALE = 512, 64, 192, 192**-0.5
@@ -36,7 +35,7 @@ def make_inputs(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Grids of the Hopper kernel's launches."""
-    module, grids = gpu_mla.triton_kernels("mla_hopper"), []
+    module, grids = triton_kernels("mla_hopper"), []
     launch = module.launch
 
     def counted(grid: tuple[int, int, int], *rest: Any) -> None:
@@ -88,7 +87,8 @@ def test_others_take_the_plain_kernel(
     launches: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_inputs([1] * 3, [70, 5, 200], 128)
-    mla.latent_attention(*(x.half() if isinstance(x, torch.Tensor) else x for x in inputs))
+    halves: list[Any] = [x.half() if isinstance(x, torch.Tensor) else x for x in inputs]
+    mla.latent_attention(*halves)
     mla.latent_attention(*make_inputs([1] * 3, [70, 5, 200], 16))
     mla.latent_attention(*make_inputs([1] * 3, [7, 5, 20], 128, 16))
     for switch in ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False)):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmill.kernels import MODE, moe
+from tokenmill.kernels import MODE, moe, triton_kernels
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import moe as gpu_moe
 from tokenmill.kernels.moe import PackedExperts
@@ -32,7 +32,7 @@ def make_inputs(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of the Hopper kernel: which product, and rows of its tiles."""
-    module, seen = gpu_moe.triton_kernels("moe_hopper"), []
+    module, seen = triton_kernels("moe_hopper"), []
     launch = module._launch
 
     def counted(x: Any, weight: Any, out: Any, tiles: Any, up: bool, share: int) -> None:
@@ -77,7 +77,11 @@ def test_others_take_the_plain_kernel(
     launches: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, ids, gate_up, down = make_inputs(20, 2, 4, 256, 128)
-    half = [PackedExperts(4, w.data.half(), None, w.n, w.k) for w in (gate_up, down)]
+    assert gate_up.data is not None and down.data is not None
+    half = [
+        PackedExperts(4, data.half(), None, w.n, w.k)
+        for w, data in ((gate_up, gate_up.data), (down, down.data))
+    ]
     gpu_moe.apply_experts(x.half(), ids, *half)
     narrow = make_inputs(20, 2, 4, 256, 96)
     assert_near(gpu_moe.apply_experts(*narrow), moe.apply_experts_reference(*narrow))

@@ -33,7 +33,7 @@ def test_launches_do_not_wait_and_give_the_tokens_of_the_host(dtype: torch.dtype
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sampled = sampler.launch(on_gpu, rows, last_ids)
+            sampled = sampler.launch(on_gpu, [*rows], last_ids)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

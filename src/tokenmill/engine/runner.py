@@ -100,6 +100,7 @@ class ModelRunner:
         jobs = self.graphs.jobs(pool) + self.prompt_graphs.jobs(pool)
         for graphs in self.draft_graphs.values():
             jobs += graphs.jobs(pool)
+        torch.cuda.empty_cache()  # else what the warm-up left would hide what graphs take
         report = capture_all(jobs, limits, progress)
         self.graphs.start(report)
         return report
