@@ -75,6 +75,12 @@ def test_help_shows_every_flag_whole(
         flags = {flag for p in options for flag in (*p.opts, *p.secondary_opts)}
         assert not flags - shown, f"{words} at {columns} columns: {flags - shown}"
         assert columns < 40 or max(map(len, text.splitlines())) <= columns, words
+    for group in ((), ("bench",), ("plan",)):
+        assert run([*group, "--help"]) == 0
+        text = capsys.readouterr().out
+        names = {w[len(group)] for w, c in COMMANDS.items() if w[: len(group)] == group}
+        hidden = {w[-1] for w, c in COMMANDS.items() if c.hidden}
+        assert not [name for name in names - hidden if name not in text.split()], group
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
