@@ -39,6 +39,7 @@ class ScriptedServer:
         self.port = 0
         self.num_finished = 0
         self.tokens_each = NUM_TOKENS  # that /metrics claims for an answer
+        self.hits_each = 0  # of ten prompt tokens, as /metrics counts them
         self._connections = 0
         self._cached: set[tuple[str, ...]] = set()  # beginnings of prompts, of whole blocks
 
@@ -142,6 +143,8 @@ class ScriptedServer:
             f'vllm:request_success_total{{finished_reason="stop"}} {self.num_finished}.0\n'
             f"vllm:generation_tokens_total {self.num_finished * self.tokens_each}.0\n"
             "vllm:num_requests_running 1.0\n"
+            f"vllm:prefix_cache_queries_total {self.num_finished * 10}\n"
+            f"vllm:prefix_cache_hits_total {self.num_finished * self.hits_each}\n"
         )
 
 

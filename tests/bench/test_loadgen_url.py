@@ -114,6 +114,23 @@ def test_command_reports_failures_as_invalid(
     assert report["reasons"][0].startswith("6 queries failed, dropped: ")
 
 
+def test_forbidden_cache_hits_are_invalid(
+    server: ScriptedServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As answers tell it, and where they do not, as the server's counters do."""
+    report, _ = mlperf(capfd, server, "--model", "prefix-cache", "--api", "chat")
+    assert report["quick"] and report["result"] == "INVALID" and report["num_cached"] > 0
+    assert "used the server's prefix cache, which the rules forbid" in report["reasons"][0]
+    assert "--no-prefix-cache" in report["reasons"][0]
+    server.hits_each = 3
+    try:
+        report, _ = mlperf(capfd, server)
+    finally:
+        server.hits_each = 0
+    assert report["result"] == "INVALID" and report["num_cached"] == 0
+    assert "by the server's /metrics 30.0% of the prompt tokens" in report["reasons"][0]
+
+
 def test_command_gives_up_on_a_server_that_dies(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -35,6 +35,10 @@ MODELS_TIMEOUT_S = 10.0
 UNBOUNDED = 2**31
 COMMON_VOCABULARY = 32_000  # ids that every model of the round has
 CLIENT_BUSY = 0.8
+FORBIDDEN_CACHE = (
+    "the server's prefix cache, which the rules forbid: start it with --no-prefix-cache (vLLM: "
+    "--no-enable-prefix-caching, SGLang: --disable-radix-cache)"
+)
 
 Report = dict[str, Any]
 
@@ -139,6 +143,7 @@ class UrlTest:
         self._config = settings.build(EndpointConfig, api="completions")
         self.rows: list[scoring.Row] = []
         self._scale = 1.0
+        self._server_hits: float | None = None  # share of the prompt tokens, by its /metrics
         name = self._config.tokenizer
         self._tokenizer = (
             _tokenizer(throughput.model_path(ModelConfig(model=name))) if name else None
@@ -156,16 +161,21 @@ class UrlTest:
 
     def execute(self, folder: Path, accuracy: bool) -> Report:
         from tokenmill.bench.loadgen_url import GivenUp, UrlUnderTest
+        from tokenmill.bench.scrape import Scraper, metrics_url, server_report
 
         in_flight = self._settings.get("max-in-flight")
         target = replace(self._target, keep_text=accuracy)
         sut = UrlUnderTest(target, self._samples, self._send_ids, in_flight)
+        scraper = Scraper(metrics_url(target.url), target)
+        scraper.begin()
         try:
             bench.execute(sut, len(self._samples), self._run, folder, accuracy)
             write_times(folder / EVENTS, sut.times)
         except GivenUp as error:
             report = bench.given_up_report(self._run, str(error), sut.times)
             return self._facts(sut) | report
+        if readings := scraper.end():
+            self._server_hits = server_report(readings)["prefix_hit_rate"]
         facts = self._facts(sut)
         failures = self._failures(sut)
         if accuracy:
@@ -245,11 +255,11 @@ class UrlTest:
             f"{entry['count']} queries failed, {name}: {entry['first']}"
             for name, entry in sut.tally.errors.items()
         ]
-        if sut.tally.num_cached and not self._run.quick:
-            found.append(
-                f"{sut.tally.num_cached} answers used the server's prefix cache, which the rules "
-                "forbid"
-            )
+        if sut.tally.num_cached:
+            found.append(f"{sut.tally.num_cached} answers used {FORBIDDEN_CACHE}")
+        elif self._server_hits:
+            share = f"{self._server_hits:.1%} of the prompt tokens"
+            found.append(f"by the server's /metrics {share} used {FORBIDDEN_CACHE}")
         return found
 
     def _facts(self, sut: UrlUnderTest) -> Report:
@@ -268,6 +278,7 @@ class UrlTest:
             "errors": tally.errors,
             "doubts": tally.doubts,
             "num_cached": tally.num_cached,
+            "server_prefix_hit_rate": self._server_hits,
             "client_cpu_share": round(sut.cpu_share, 3),
             **_sample_facts(self._run, self._samples, not self.rows, self._scale),
         }
@@ -280,11 +291,6 @@ class UrlTest:
             "count with the outputs that came."
             for entry in sut.tally.doubts.values()
         ]
-        if sut.tally.num_cached and self._run.quick:
-            found.append(
-                f"{sut.tally.num_cached} answers used the server's prefix cache, which the rules "
-                "forbid."
-            )
         if sut.cpu_share > CLIENT_BUSY:
             share = f"{sut.cpu_share:.0%} of a core"
             found.append(f"The client took {share}: it, not the server, may be the limit.")
