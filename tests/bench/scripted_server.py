@@ -17,6 +17,7 @@ from tokenmill.bench.datasets import Synthetic
 NUM_TOKENS = 6
 TEMPLATE_TOKENS, BLOCK = 10, 8  # of a server that caches prefixes; a word is a token
 FIRST_S, NEXT_S = 0.06, 0.02
+PAUSE_S = 0.4
 BREAKING = ("drop", "drop-later", "malformed", "garbage-line", "error-event")
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -81,6 +82,8 @@ class ScriptedServer:
             name = "ok"  # the first one is answered
         if name == "stall":
             await asyncio.sleep(60)
+        if name == "fails-some" and sum(s.body.get("model") == name for s in self.seen) % 4 == 0:
+            name = "http500"
         if name in ("http500", "http429"):
             return _json(writer, int(name[4:]), {"error": {"message": f"broken: {name}"}})
         used = sum(other.connection == seen.connection for other in self.seen) > 1
@@ -111,12 +114,16 @@ class ScriptedServer:
                 "error-event",
             ):
                 return _break(writer, name)
+            if index == 3 and name == "pauses":
+                await asyncio.sleep(PAUSE_S)
             seen.wrote_ns.append(time.monotonic_ns())
-            _event(writer, {"choices": [{"delta": {"content": " abcdef"}}]}, name)
+            text = " abcdef" * (3 if name == "coalesced" else 1)
+            _event(writer, {"choices": [{"delta": {"content": text}}]}, name)
         if name == "no-finish":
             writer.write(b"0\r\n\r\n")
             return True
-        _event(writer, {"choices": [{"delta": {}, "finish_reason": "stop"}]}, name)
+        if name != "no-reason":
+            _event(writer, {"choices": [{"delta": {}, "finish_reason": "stop"}]}, name)
         if name != "no-usage":
             usage = _usage(name, seen.body.get("prompt"))
             if name == "prefix-cache":
@@ -163,7 +170,8 @@ def _break(writer: Any, name: str) -> bool:
 
 def _usage(name: str, prompt: Any = "") -> dict[str, int]:
     num_prompt = len(prompt) if isinstance(prompt, list) and name != "no-ids" else 7
-    claimed = {"lies-low": 1, "lies-high": 10_000, "lies-bytes": 60}.get(name, NUM_TOKENS)
+    claims = {"lies-low": 1, "lies-high": 10_000, "lies-bytes": 60, "lies-double": 2 * NUM_TOKENS}
+    claimed = (claims | {"coalesced": 3 * NUM_TOKENS}).get(name, NUM_TOKENS)
     total = 5 if name == "lies-total" else claimed + num_prompt
     return {"prompt_tokens": num_prompt, "completion_tokens": claimed, "total_tokens": total}
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.scripted_server import FIRST_S, NEXT_S, NUM_TOKENS, ScriptedServer, scripted_server
+from bench.scripted_server import (
+    FIRST_S,
+    NEXT_S,
+    NUM_TOKENS,
+    PAUSE_S,
+    ScriptedServer,
+    scripted_server,
+)
 from tokenmill.bench import client as client_module
 from tokenmill.bench.client import Client, route_url
 from tokenmill.bench.events import summarize_point, times_of, usage_fault
@@ -140,6 +147,30 @@ def test_other_ways_to_write_a_stream(server: ScriptedServer, model: str) -> Non
     (record,) = ask(server, model)
     assert record.error is None and record.num_outputs == NUM_TOKENS
     assert record.completion_tokens == NUM_TOKENS and record.finish_reason == "stop"
+
+
+def test_faults_of_a_stream_that_is_answered_are_doubts(server: ScriptedServer) -> None:
+    """A pause, a missing end, a missing reason and a usage that counts double; one each."""
+    names = {"pauses": "stalled", "no-done": "no_done", "no-reason": "no_finish_reason"}
+    for model, doubt in {**names, "lies-double": "tokens_per_output"}.items():
+        stall_s = PAUSE_S / 2 if model == "pauses" else 60.0
+        load = Load(concurrency=1, num_sessions=1)
+        point = summarize_point(load, ask(server, model), stall_s=stall_s)
+        assert set(point["doubts"]) == {doubt} and point["num_completed"] == 1, model
+    assert summarize_point(load, ask(server, "ok"), stall_s=60.0)["doubts"] == {}
+
+
+def test_coalesced_chunks_have_both_tpots(server: ScriptedServer) -> None:
+    """Three tokens a chunk: over n - 3 tokens, and by LoadGen's rule over n - 1."""
+    before = len(server.seen)
+    (record,) = ask(server, "coalesced")
+    wrote = server.seen[before].wrote_ns
+    times = times_of(record, stream=True)
+    assert record.num_outputs == NUM_TOKENS and times.num_tokens == 3 * NUM_TOKENS
+    span_ms = (record.last_ns - record.first_ns) / 1e6
+    assert times.tpot_ms == pytest.approx(span_ms / (3 * NUM_TOKENS - 3))
+    assert times.tpot_n1_ms == pytest.approx(span_ms / (3 * NUM_TOKENS - 1))
+    assert record.first_ns >= wrote[0] and record.last_ns >= wrote[-1]
 
 
 def test_a_connection_that_went_stale_is_replaced(server: ScriptedServer) -> None:

@@ -252,6 +252,19 @@ def test_weak_comparisons_say_so() -> None:
     assert any("measured by t and by other" in text for text in warnings)
 
 
+def test_better_by_a_cache_is_in_doubt() -> None:
+    one, two = published(100, 8), published(465, 8)
+    assert compared(one, two)["verdict"] == "better"
+    one.points[0].facts["prefix_hits"], two.points[0].facts["prefix_hits"] = 0.1, 0.91
+    found = compared(one, two)
+    assert found["verdict"] == "better, in doubt"
+    assert found["doubts"] == [f"prefix-cache hits 10% -> 91% at {one.points[0].load}"]
+    text = page(compare([one, two], 0.05), "footnote")
+    assert "better, in doubt: prefix-cache hits 10% -&gt; 91%" in text
+    two.points[0].facts["prefix_hits"] = 0.15
+    assert compared(one, two)["verdict"] == "better"
+
+
 def test_settings_of_two_tools_are_compared_where_both_have_them() -> None:
     one, two = published(1, None, None), published(1, None, None)
     one.config, two.config = {"model": "a", "x": 1}, {"model": "b", "y": 2}

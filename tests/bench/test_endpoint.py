@@ -246,6 +246,25 @@ def test_interrupt_reports_what_has_finished(
     assert verify(tmp_path / "out")["ok"]
 
 
+def test_failures_beyond_a_share_are_the_exit_status(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two of eight fail: more than the default of 1 % and than a fifth, not more than a quarter."""
+    flags = ["--url", server.url, "--model", "fails-some", "--num-requests", "8", "--no-audit"]
+    flags += ["--warmup-requests", "0", "--concurrency", "1", "--no-server-metrics"]
+    for number, (limit, status) in enumerate([((), 1), (("0.2",), 1), (("0.25",), 0)]):
+        more = [part for value in limit for part in ("--max-error-rate", value)]
+        folder = f"out{number}"
+        assert run(["bench", "endpoint", *flags, *more, "--output-dir", folder]) == status
+        captured = capsys.readouterr()
+        report = json.loads(captured.out.splitlines()[-1])
+        assert report["points"][0]["num_failed"] == 2
+        assert verify(tmp_path / folder)["ok"]  # the files are there
+        told = "error: 2 of 8 requests failed at concurrency 1, more than --max-error-rate "
+        assert (told in captured.err) == bool(status)
+        assert ("http_500: broken: http500" in captured.err) == bool(status)
+
+
 URL = ("--url", "http://127.0.0.1:9", "--model", "m")
 
 
@@ -264,6 +283,7 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((*URL, "--goodput", "tftt:5"), 1, "--goodput takes NAME:MS"),
         ((*URL, "--turns", "2", "--api", "completions"), 2, "--turns are turns of a chat"),
         ((*URL, "--extra-body", "{"), 2, "--extra-body is not JSON"),
+        ((*URL, "--max-error-rate", "5"), 2, "--max-error-rate must be a number from 0 to 1"),
         ((*URL, "--burst-size", "3"), 2, "--burst-size goes with --arrival burst"),
         ((*URL, "--arrival", "burst", "--duration", "1"), 1, "requests that arrive at once need"),
         ((*URL, "--output-dir", "."), 1, "--output-dir .: the folder has other files"),

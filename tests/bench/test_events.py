@@ -84,6 +84,47 @@ def test_several_tokens_in_an_output() -> None:
     point = summarize_point(LOAD, [one])
     assert point["tpot_ms"]["p50"] == 10.0 and point["itl_ms"]["p50"] == 40.0
     assert point["tokens_per_output"] == 4.0
+    assert point["tpot_n1_ms"]["p50"] == pytest.approx(80 / 11, abs=1e-4)  # LoadGen's rule
+
+
+def test_one_token_an_output_has_one_tpot() -> None:
+    point = summarize_point(LOAD, [record(0, 10, 40, 3), record(0, 10, 7, 9)])
+    assert point["tpot_ms"] | point["tpot_n1_ms"] == point["tpot_ms"]
+
+
+def usage(outputs: int, tokens: int, size: int, **more: Any) -> Record:
+    counts = {"completion_tokens": tokens, "total_tokens": tokens + 10, "num_bytes": size}
+    return record(0, 10, 5, outputs, **counts, **more)
+
+
+@pytest.mark.parametrize(
+    ("records", "count"),
+    [
+        ([usage(32, 64, 160), usage(31, 62, 150), usage(31, 63, 160)], 3),  # double
+        ([usage(32, 64, 160, counted_tokens=64)], 0),  # a tokenizer says that it is not
+        ([usage(32, 33, 160), usage(32, 31 + 2, 160)], 0),
+        ([usage(20, 50, 200), usage(30, 66, 260), usage(25, 50, 200)], 0),  # drafts: never even
+        ([usage(20, 50, 60), usage(30, 66, 90)], 2),  # hardly a byte for a token
+        ([usage(1, 2, 9), usage(3, 6, 30)], 0),  # too short to tell
+    ],
+)
+def test_a_usage_that_counts_double_is_doubted(records: list[Record], count: int) -> None:
+    doubts = summarize_point(LOAD, records)["doubts"]
+    assert doubts.get("tokens_per_output", {"count": 0})["count"] == count
+
+
+def test_streams_that_pause_or_do_not_end_are_doubted() -> None:
+    records = [
+        record(0, 10, 10, 5, gaps_ns=[10 * MS, 5001 * MS, 10 * MS, 10 * MS]),
+        record(0, 10, 10, 5, saw_done=False),
+        record(0, 10, 10, 5, finish_reason=None),
+        record(0, 9000, 10, 5),  # slow to begin, which is TTFT's matter
+    ]
+    doubts = summarize_point(LOAD, records)["doubts"]
+    counts = {name: entry["count"] for name, entry in doubts.items()}
+    assert counts == {"stalled": 1, "no_done": 1, "no_finish_reason": 1}
+    assert doubts["stalled"]["first"] == "the stream paused for 5.0 s between two outputs"
+    assert "stalled" not in summarize_point(LOAD, records, stall_s=6)["doubts"]
 
 
 def test_nothing_at_all() -> None:

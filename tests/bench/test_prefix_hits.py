@@ -238,8 +238,8 @@ def test_a_seed_given_repeats_a_run_and_the_cache_is_named(
     assert run(["bench", "compare", "a", "b"]) == 0
     out = capsys.readouterr().out
     compared = json.loads(out.splitlines()[-1])["comparisons"][0]
-    assert compared["verdict"] == "better, in doubt"
-    assert re.search(r"B against A: better, in doubt: prefix-cache hits \d+% -> \d+%", out)
+    assert compared["verdict"].endswith(", in doubt") and len(compared["doubts"]) == 1
+    assert re.search(r"B against A: .*, in doubt: prefix-cache hits \d+% -> \d+%", out)
     assert "note: 40 x prefix_hits_unexplained" in out
 
 

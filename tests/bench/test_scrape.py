@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -140,6 +141,30 @@ def test_disagreement_is_a_doubt() -> None:
     assert set(server_doubts({**server, "num_output_tokens": -5}, point(9, 9), [])) == {RESTARTED}
     unknown = {"num_output_tokens": None, "num_requests": None}
     assert server_doubts(unknown, point(9, 9), []) == {}
+
+
+def test_a_gauge_that_nobody_saw_is_unknown() -> None:
+    idle = {"num_requests": 0.0, "running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0}
+    after = idle | {"num_requests": 4.0}
+    busy = idle | {"running": 3.0}
+    short = server_report([idle, after], 0)  # nothing was read while it ran
+    assert short["peak_running"] is None and short["num_readings_during"] == 0
+    assert server_report([idle, idle, after], 1)["peak_running"] is None
+    assert server_report([idle, busy, after], 1)["peak_running"] == 3.0
+    assert server_report([idle, idle], 0)["num_requests"] == 0
+
+
+def test_the_first_readings_come_soon() -> None:
+    """A point of a third of a second is read while it runs, though readings are a second apart."""
+    with scripted_server() as server:
+        target = Target(server.url + "/chat/completions", "ok")
+        one = Scraper(metrics_url(target.url), target)
+        one.begin()
+        deadline_s = time.monotonic() + 30
+        while len(one._readings) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        readings = one.end()
+        assert one.num_during >= 1 and len(readings) > 1 + one.num_during
 
 
 def scraper(server: ScriptedServer, url: str | None = None, key: str | None = None) -> Scraper:

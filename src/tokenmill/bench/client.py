@@ -126,6 +126,7 @@ class Exchange:
             self.fail(f"http_{record.status}", error_text(bytes(self.body)))
         elif self.is_stream:
             self._scan(b"\n\n", now_ns)
+            record.saw_done = self.is_complete
             if not self.is_complete and record.finish_reason is None:
                 self.fail(DROPPED, f"the stream ended after {record.num_outputs} outputs")
         else:

@@ -27,6 +27,14 @@ from tokenmill.core.metrics import (
 Report = dict[str, Any]
 
 USAGE_MISSING, USAGE_INCONSISTENT, EMPTY = "usage_missing", "usage_inconsistent", "empty"
+STALLED, NO_DONE, NO_FINISH = "stalled", "no_done", "no_finish_reason"
+DOUBLE = "tokens_per_output"
+STALL_S = 5.0  # a pause of a stream
+DOUBLED_SHARE, MIN_OUTPUTS = (
+    0.9,
+    4,
+)  # answers with two tokens an output; those of fewer tell nothing
+MIN_BYTES_PER_TOKEN, SEVERAL = 1.5, 1.5  # where outputs carry several tokens by usage
 COUNT_TOLERANCE = 0.1  # between usage and a tokenizer, at least TOLERATED_TOKENS
 TOLERATED_TOKENS = 2
 NUM_WINDOWS = 40
@@ -111,6 +119,7 @@ def summarize_point(
     stream: bool = True,
     slo: Slo | None = None,
     price: Price | None = None,
+    stall_s: float = STALL_S,
 ) -> Report:
     """All figures of one point; failed requests are counted by class and are in no average."""
     whole = [r for r in records if r.error is None]
@@ -126,7 +135,8 @@ def summarize_point(
         "num_unfinished": len(records) - len(whole) - len(failed),
         "num_retried": sum(r.retried for r in records),
         "errors": _by_class((r.error or "", r.detail) for r in failed),
-        "doubts": _by_class(fault for r in whole for fault in _doubts(r)),
+        "doubts": _by_class(fault for r in whole for fault in _doubts(r, stall_s))
+        | (usage_doubts(whole) if stream else {}),
         "finish_reasons": dict(Counter(str(r.finish_reason) for r in whole)),
     }
     report |= _rates(whole, seconds, stream) | _latencies(load, whole, stream)
@@ -146,12 +156,43 @@ def _seconds(whole: Sequence[Record]) -> float:
     return (max(r.last_ns or r.end_ns for r in whole) - begin) / 1e9
 
 
-def _doubts(record: Record) -> list[tuple[str, str]]:
+def _doubts(record: Record, stall_s: float) -> list[tuple[str, str]]:
     fault = usage_fault(record)
     found = [fault] if fault is not None else []
+    longest_s = max(record.gaps_ns, default=0) / 1e9
+    if longest_s > stall_s:
+        found.append((STALLED, f"the stream paused for {longest_s:.1f} s between two outputs"))
+    if not record.saw_done:
+        found.append((NO_DONE, f"no [DONE] came, finish reason {record.finish_reason}"))
+    elif record.finish_reason is None:
+        found.append((NO_FINISH, f"ended after {record.num_outputs} outputs without a reason"))
     if not record.num_outputs:
         found.append((EMPTY, f"no output, finish reason {record.finish_reason}"))
     return found
+
+
+def usage_doubts(whole: Sequence[Record]) -> Report:
+    """A usage that may count double, told from outputs and bytes; none where a tokenizer counted.
+
+    Either every answer has two tokens an output, or outputs have several and tokens hardly a byte.
+    """
+    told = [
+        (r.completion_tokens, r.num_outputs, r.num_bytes)
+        for r in whole
+        if r.completion_tokens and r.counted_tokens is None and r.num_outputs >= MIN_OUTPUTS
+    ]
+    if not told:
+        return {}
+    tokens, outputs, size = (sum(column) for column in zip(*told, strict=True))
+    doubled = sum(abs(count - 2 * number) <= 1 for count, number, _ in told)
+    is_thin = tokens > SEVERAL * outputs and size < MIN_BYTES_PER_TOKEN * tokens
+    if doubled < DOUBLED_SHARE * len(told) and not is_thin:
+        return {}
+    text = (
+        f"usage has {tokens / outputs:.2f} tokens an output and {size / tokens:.1f} bytes a token: "
+        "outputs carry several tokens, or usage counts double; --tokenizer tells which"
+    )
+    return {DOUBLE: {"count": doubled or len(told), "first": text}}
 
 
 def _by_class(found: Iterable[tuple[str, str]]) -> Report:
@@ -208,6 +249,7 @@ def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Report:
         return report
     report["ttft_ms"] = summarize_with_intervals((t.ttft_ms for t in times), slots)
     report["tpot_ms"] = summarize_with_intervals((t.tpot_ms for t in times), slots)
+    report["tpot_n1_ms"] = summarize(t.tpot_n1_ms for t in times)
     report["itl_ms"] = summarize(gap / NS_PER_MS for r in whole for gap in r.gaps_ns)
     report["tok_s_user"] = tok_s_user(report["tpot_ms"])
     if load.is_open:

@@ -20,6 +20,7 @@ from tokenmill.bench.wire import Record, Target
 Report = dict[str, Any]
 
 EVERY_S, TIMEOUT_S = 1.0, 5.0
+FIRST_S = 0.05  # until the first reading of a point; twice as long to each next one
 SETTLE_S, NUM_SETTLE = 0.2, 10  # counters may come a moment after the last byte
 MAX_BYTES = 16 * 2**20
 TOLERANCE = 0.01  # between the server's tokens and the client's
@@ -148,6 +149,7 @@ class Scraper:
     target: Target
     every_s: float = EVERY_S
     fault: str | None = None  # why there is nothing to read
+    num_during: int = 0  # readings of the last point between its first and its end
     _readings: list[Reading] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -175,6 +177,7 @@ class Scraper:
         self._over.set()
         self._thread.join()
         self._thread = None
+        self.num_during = len(self._readings) - 1
         for _ in range(NUM_SETTLE):
             before = _counters(self._readings[-1])
             self._over.clear()
@@ -184,8 +187,10 @@ class Scraper:
         return self._readings
 
     def _watch(self) -> None:
-        while not self._over.wait(self.every_s):
+        wait_s = FIRST_S
+        while not self._over.wait(min(wait_s, self.every_s)):
             self._try()
+            wait_s *= 2
 
     def _try(self) -> bool:
         """A server too busy to answer this time is asked again later."""
@@ -213,9 +218,14 @@ def _counters(reading: Reading) -> Reading:
     return {name: value for name, value in reading.items() if name in COUNTERS}
 
 
-def server_report(readings: Sequence[Reading]) -> Report:
-    """What the server says of one point; a figure that it does not have is None."""
+def server_report(readings: Sequence[Reading], num_during: int | None = None) -> Report:
+    """What the server says of one point; a figure that it does not have is None.
+
+    Peaks are of the `num_during` readings after the first; one that is 0 although requests ended
+    was not seen: the point was too short.
+    """
     first, last = readings[0], readings[-1]
+    during = readings if num_during is None else readings[1 : 1 + num_during]
 
     def grown(name: str) -> float | None:
         return last[name] - first.get(name, 0.0) if name in last else None
@@ -230,9 +240,12 @@ def server_report(readings: Sequence[Reading]) -> Report:
 
     accepted = ratio("drafts_accepted", "draft_runs")
     counts = {name: grown(name) for name in COUNTERS if name.startswith("num_")}
-    peaks = {name: max((r[name] for r in readings if name in r), default=None) for name in _GAUGES}
+    peaks = {name: max((r[name] for r in during if name in r), default=None) for name in _GAUGES}
+    if not peaks["running"] and grown("num_requests"):
+        peaks = dict.fromkeys(_GAUGES)
     return {
         "num_readings": len(readings),
+        "num_readings_during": len(during),
         **{name: None if value is None else round(value) for name, value in counts.items()},
         **{f"peak_{name}": value for name, value in peaks.items()},
         "prefix_hit_rate": ratio("prefix_hits", "prefix_queries"),

@@ -14,7 +14,7 @@ from tokenmill.core.metrics import PERCENTS, USER_PERCENTILE, min_values
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
 LEFT_OUT = ("errors", "doubts", "finish_reasons", "warnings", "too_few")
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
-LABELS |= {"ttft_from_schedule": "TTFT from schedule"}
+LABELS |= {"ttft_from_schedule": "TTFT from schedule", "tpot_n1": "TPOT (n-1)"}
 FEW = "*"  # beside a percentile that too few values bear
 
 
@@ -76,7 +76,8 @@ def _marked(point: Report, key: str, name: str, text: str) -> str:
 
 def is_thin(point: Report, key: str, name: str) -> bool:
     """True for a percentile that too few values bear."""
-    few = point.get("too_few", {}).get(key.replace("_from_schedule", ""), {})
+    base = key.replace("_from_schedule", "").replace("_n1", "")
+    few = point.get("too_few", {}).get(base, {})
     return name in few.get("percentiles", ())
 
 
@@ -100,7 +101,8 @@ def latency_table(point: Report) -> list[list[str]]:
     """A row per latency of one point."""
     names = ("mean", "p50", "p90", "p99", "max")
     rows = [["latency (ms)", *names, "95 % of p50"]]
-    for key in ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+    coalesced = ("tpot_n1_ms",) if point.get("tokens_per_output", 0) > 1 else ()
+    for key in ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", *coalesced, "itl_ms", "e2e_ms"):
         if summary := point.get(key):
             low, high = summary.get("ci95", {}).get("p50", (None, None))
             bounds = "-" if low is None else f"{low:,.2f} to {high:,.2f}"

@@ -95,6 +95,7 @@ class Record(msgspec.Struct, gc=False):
     counted_tokens: int | None = None  # by a tokenizer
     num_bytes: int = 0  # of the output text
     status: int = 0
+    saw_done: bool = True  # the stream ended with [DONE]; True where there is no stream
     finish_reason: str | None = None
     error: str | None = None
     detail: str = ""

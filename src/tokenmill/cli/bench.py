@@ -15,6 +15,7 @@ from tokenmill.cli import (
     ladder,
     mlperf,
     mtp,
+    price,
     published,
     routing,
     simulate,
@@ -41,6 +42,7 @@ def register(app: typer.Typer) -> None:
     command(group, "mtp", mtp.PANELS)(mtp.mtp)
     command(group, "verify", verify.PANELS)(verify.verify)
     command(group, "compare", compare.PANELS)(compare.compare)
+    command(group, "price", price.PANELS)(price.price)
     command(group, "published", published.PANELS)(published.published)
     command(group, "scheduler", steps.PANELS)(steps.scheduler)
     command(group, "router", routing.PANELS, defaults=routing.DEFAULTS)(routing.router)

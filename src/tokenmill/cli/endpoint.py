@@ -109,7 +109,7 @@ def endpoint(settings: Settings) -> None:
 
 
 def conclude(settings: Settings, report: Report, print_report: Callable[[Report], None]) -> None:
-    """Print a report, then say if it was interrupted or nothing was answered."""
+    """Print a report, then say if it was interrupted, or too few requests were answered."""
     if not settings.get("json-only"):
         print_report(report)
     console.print_json(report)
@@ -117,6 +117,27 @@ def conclude(settings: Settings, report: Report, print_report: Callable[[Report]
         raise KeyboardInterrupt
     if not any(point["num_completed"] for point in report["points"]):
         raise BenchError(f"no request was answered: {first_error(report['points'])}")
+    if too_many := failed_too_often(report):
+        raise BenchError(too_many)
+
+
+def failed_too_often(report: Report) -> str:
+    """The worst point of those that failed more often than allowed, in a sentence.
+
+    A search goes beyond what a server bears: there only the load that was found counts.
+    """
+    points, most = report["points"], report["config"]["max_error_rate"]
+    if search := report.get("saturation"):
+        points = [p for p in points if p[search["by"]] == search["found"]]
+    shares = [(p["num_failed"] / max(p["num_failed"] + p["num_completed"], 1), p) for p in points]
+    share, worst = max(shares, key=lambda pair: pair[0], default=(0.0, {}))
+    if share <= most:
+        return ""
+    sent = worst["num_failed"] + worst["num_completed"]
+    return (
+        f"{worst['num_failed']} of {sent} requests failed at {worst['load']}, more than "
+        f"--max-error-rate {most:g} allows: {first_error([worst])}"
+    )
 
 
 @contextmanager
@@ -309,10 +330,15 @@ class EndpointBench:
 
         stream = self.target.stream
         point = summarize_point(
-            run.load, run.records, stream=stream, slo=self.slo, price=self._price
+            *(run.load, run.records),
+            stream=stream,
+            slo=self.slo,
+            price=self._price,
+            stall_s=self._config.stall_s,
         )
         if readings:
-            point["server"] = rounded(server_report(readings))
+            num_during = self._scraper.num_during if self._scraper else None
+            point["server"] = rounded(server_report(readings, num_during))
             point["doubts"] |= server_doubts(point["server"], point, run.records)
         dataset = self._prompts.point(len(self._runs) - 1)
         by_server = point.get("server", {}).get("prefix_hit_rate")

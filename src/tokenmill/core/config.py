@@ -231,6 +231,8 @@ class EndpointConfig:
     same_prompts: bool = False  # at every point, and given prompts without a salt
     tokenizer: str | None = None
     goodput: tuple[str, ...] = ()
+    max_error_rate: float = 0.01  # of a point's requests; more: exit status 1
+    stall_s: float = 5.0  # a stream that pauses longer is a doubt
     gpus: int | None = None
     price_per_gpu_hour: float | None = None
     processes: int | None = None

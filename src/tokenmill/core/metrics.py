@@ -3,7 +3,8 @@
 All stamps of one request come from one monotonic clock.
 TTFT: arrival to first output. ITL: the gap between two successive outputs of a stream, whatever
 number of tokens an output carries. TPOT: (last output - first output) / (tokens - tokens of the
-first output), the mean time of a token after the first output.
+first output), the mean time of a token after the first output. TPOT by n - 1, as LoadGen has it:
+the same time / (tokens - 1), less where the first output carries several.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class RequestTimes:
     def tpot_ms(self) -> float | None:
         """Time per output token after the first output; None while there is no later token."""
         later = self.num_tokens - self.num_first_tokens
+        return (self.last_ns - self.first_ns) / NS_PER_MS / later if later > 0 else None
+
+    @property
+    def tpot_n1_ms(self) -> float | None:
+        """Time per output token by LoadGen's rule; None of a single token."""
+        later = self.num_tokens - 1
         return (self.last_ns - self.first_ns) / NS_PER_MS / later if later > 0 else None
 
     @property

@@ -175,6 +175,19 @@ ENDPOINT_REPORT = (
         "Limits of a good request in ms, such as ttft:500,tpot:50 (ttft, tpot, e2e).",
         repeated=True,
     ),
+    of(
+        EndpointConfig,
+        "max-error-rate",
+        number(0, 1, "SHARE"),
+        "Share of a point's requests that may fail; more: exit status 1, files are written.",
+    ),
+    of(
+        EndpointConfig,
+        "stall-after",
+        number(0.001, math.inf, "SECONDS"),
+        "A stream that pauses longer is listed as a doubt.",
+        field="stall_s",
+    ),
     of(EndpointConfig, "gpus", count(1), "GPUs behind the endpoint."),
     of(
         EndpointConfig,
