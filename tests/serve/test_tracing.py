@@ -67,7 +67,7 @@ class House:
             "method": "POST",
             "path": "/v1/completions",
             "query_string": b"",
-            "headers": [(b"traceparent", TRACEPARENT.encode())],
+            "headers": [(b"traceparent", TRACEPARENT.encode()), (b"x-request-id", b"mine")],
         }
         await self._app(scope, receive, send)
         return b"".join(parts)
@@ -118,6 +118,7 @@ def test_one_trace_through_prefill_transfer_and_decode(house: House) -> None:
         assert span.start_time is not None and span.end_time is not None
         assert call.start_time <= span.start_time <= span.end_time <= call.end_time  # type: ignore[operator]
     assert f"{call.parent.span_id:016x}" == PARENT_ID  # type: ignore[union-attr]
+    assert call.attributes is not None and call.attributes["gen_ai.request.id"] == "mine"
     assert {span.parent.span_id for span in stages if span.parent} == {call.context.span_id}
     by_name = {span.name: span for span in stages}
     order = [by_name[name] for name in ("parse", "tokenize", "queue", "prefill", "decode")]

@@ -18,6 +18,8 @@ from tokenmill.serve.errors import ApiError, of_invalid
 from tokenmill.serve.metrics import CONTENT_TYPE
 from tokenmill.serve.responses import Health, Service, Version, json_encode
 
+MAX_SHOWN = 100  # characters of a path in an error
+
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
@@ -51,7 +53,8 @@ def _as_api_error(error: Exception, request: Request) -> ApiError:
         case InvalidRequestError():
             return of_invalid(error)
         case HTTPException(status_code=404):
-            message = f"there is no route {request.url.path}; GET / says what there is"
+            path = request.url.path[:MAX_SHOWN]
+            message = f"there is no route {path!r}; GET / says what there is"
             return ApiError(404, message, code="unknown_route")
         case HTTPException(status_code=405, headers=headers):
             allowed = (headers or {}).get("Allow", "")
