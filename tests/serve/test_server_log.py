@@ -15,6 +15,8 @@ from serve.route_server import router_process
 from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN
 from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.serve.staff import agreed, within_cache
+from tokenmill.serve.wire import ModelFacts
 
 
 class Log:
@@ -114,6 +116,17 @@ def test_the_context_is_what_the_cache_can_hold() -> None:
         assert fits["usage"]["total_tokens"] == room
         limit = server.call("POST", "/tokenize", {"prompt": "hi"}).json["max_model_len"]
         assert limit == room
+
+
+def test_of_several_workers_the_smallest_cache_counts() -> None:
+    large, small = (
+        ModelFacts(
+            max_model_len=8192, vocab_size=400, num_kv_blocks=number, block_size=16, dtype="none"
+        )
+        for number in (100, 20)
+    )
+    for one, other in ((large, small), (small, large)):
+        assert agreed(within_cache(one), within_cache(other)).max_model_len == 20 * 16
 
 
 def test_a_cache_with_room_does_not_cut_the_context() -> None:
