@@ -87,6 +87,28 @@ def test_accuracy_on_a_dataset(
     assert {entry["qsl_idx"] for entry in answers} == {0, 1}
 
 
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+def test_compliance_runs_beside_the_benchmark(
+    scenario: str, tiny: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """LoadGen logs answers during the run, and the checker's files say that they pass."""
+    line = ["--quick", "--quick-samples", "4", "--length-scale", "0.02", "--compliance", *tiny]
+    line += ["--division", "closed", "--scenario", scenario, "--target-qps", "40"]
+    report, above = report_of(capfd, *line, "--submission-dir", "sub")
+    assert report["compliance"] == {"TEST06": True} and "TEST06: passed" in above
+    test = folder / f"sub/closed/tokenmill/results/system/llama3.1-8b/{scenario}/TEST06"
+    first = "Skipped" if scenario == "Offline" else "True"
+    lines = (test / "verify_accuracy.txt").read_text().splitlines()
+    assert lines[0] == f"First token check pass: {first}"
+    assert lines[1:3] == ["EOS check pass: True", "Sample length check pass: True"]
+    answers = json.loads((test / "accuracy/mlperf_log_accuracy.json").read_text())
+    assert answers and all(len(a["data"]) == 8 * a["token_count"] for a in answers)
+    detail = (test / "performance/run_1/mlperf_log_detail.txt").read_text()
+    assert "Found Audit Config file" in detail
+    plain = test.parent / "performance/run_1/mlperf_log_detail.txt"
+    assert "Found Audit Config file" not in plain.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
@@ -105,6 +127,14 @@ def test_accuracy_on_a_dataset(
         (["--quick-samples", "5"], 2, "--quick-samples shapes a quick run: add --quick"),
         (["--find-peak"], 2, "--find-peak needs --scenario Server or Interactive"),
         (["--test-mode", "accuracy"], 2, "--test-mode accuracy needs --dataset"),
+        (["--test-mode", "TEST09"], 2, "--test-mode TEST09 is not a test of llama3.1-8b"),
+        (
+            ["--benchmark", "gpt-oss-120b", "--compliance"],
+            2,
+            "TEST07 of gpt-oss-120b needs --compliance-dataset",
+        ),
+        (["--compliance-dataset", "x"], 2, "--compliance-dataset goes with --compliance"),
+        (["--compliance", "--url", "http://x"], 2, "compliance tests compare token ids"),
         (["--prefix-cache"], 2, "No such option: --prefix-cache"),
         (["--model", "./nowhere"], 1, "model './nowhere': tried it as a path"),
     ],

@@ -48,6 +48,7 @@ class Test:
     user_conf: Path
     folder: Path  # the logs go here
     accuracy: bool = False
+    audit_config: Path | None = None  # of a compliance test; it overrides all the others
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -185,7 +186,9 @@ def run_test(sut: SystemUnderTest, num_samples: int, test: Test) -> None:
 
     def start() -> None:
         try:
-            library.StartTestWithLogSettings(system, qsl, settings, _log_settings(test, library))
+            audit = str(test.audit_config or test.folder / "no-audit.config")
+            logs = _log_settings(test, library)
+            library.StartTestWithLogSettings(system, qsl, settings, logs, audit)
         except BaseException as error:
             failures.append(error)
         finally:

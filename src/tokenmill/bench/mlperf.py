@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill.bench.compliance import AUDIT_CONFIG, audit_config
 from tokenmill.bench.loadgen import Sample, SystemUnderTest, Test, run_test
 from tokenmill.bench.presets import Preset
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
@@ -149,7 +150,7 @@ def synthetic_samples(
 
 
 def choose_samples(
-    run: Run, input_lens: Sequence[int], max_model_len: int, accuracy: bool
+    run: Run, input_lens: Sequence[int], max_model_len: int, test_mode: str
 ) -> list[int]:
     """Indices of the dataset's samples to run; a quick run takes the first that fit."""
     if run.quick_samples:
@@ -157,7 +158,11 @@ def choose_samples(
         if not fitting:
             raise BenchError(f"no prompt of the dataset fits a context of {max_model_len} tokens")
         return fitting[: run.quick_samples]
-    needed = (accuracy and run.preset.accuracy_samples) or run.preset.num_samples
+    own = {
+        "accuracy": run.preset.accuracy_samples,
+        "TEST07": run.preset.compliance_samples,
+    }
+    needed = own.get(test_mode) or run.preset.num_samples
     if len(input_lens) != needed:
         raise BenchError(
             f"the dataset has {len(input_lens)} samples, but {run.preset.name} has {needed}; "
@@ -191,17 +196,26 @@ def dataset_samples(
 
 
 def execute(
-    sut: SystemUnderTest, num_samples: int, run: Run, folder: Path, accuracy: bool = False
+    sut: SystemUnderTest,
+    num_samples: int,
+    run: Run,
+    folder: Path,
+    accuracy: bool = False,
+    compliance: str = "",
 ) -> None:
-    """Run the test; `folder` then has its logs and its user.conf."""
+    """Run the test; `folder` then has its logs, its user.conf and maybe an audit.config."""
     conf = folder / USER_CONF
     conf.write_text(run.user_conf(num_samples), encoding="utf-8")
+    audit = folder / AUDIT_CONFIG if compliance else None
+    if audit is not None:
+        audit.write_text(audit_config(compliance, num_samples), encoding="utf-8")
     test = Test(
         key=run.preset.key_of(run.scenario),
         scenario=run.loadgen_scenario,
         user_conf=conf,
         folder=folder,
         accuracy=accuracy,
+        audit_config=audit,
         overrides=SEEDS | {"accuracy_sample_count_override": num_samples},
     )
     run_test(sut, num_samples, test)

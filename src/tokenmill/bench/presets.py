@@ -41,6 +41,11 @@ class Preset:
     # Where accuracy runs have a set and a cap of their own.
     accuracy_samples: int | None = None
     accuracy_output: int | None = None
+    # The compliance tests of the round, and what TEST07 (own dataset) and TEST09 ask for.
+    compliance: tuple[str, ...] = ("TEST06",)
+    compliance_samples: int | None = None
+    compliance_score: float = 0.0
+    compliance_tokens: float = 0.0
 
     def limits(self, scenario: str) -> Limits | None:
         """None where the scenario has no latency limit."""
@@ -82,6 +87,10 @@ PRESETS: dict[str, Preset] = {
             accuracy={"exact_match": 83.13},
             accuracy_samples=4395,
             accuracy_output=32_768,
+            compliance=("TEST07", "TEST09"),
+            compliance_samples=990,
+            compliance_score=60.698,
+            compliance_tokens=1278.2,
         ),
         Preset(
             name="llama3.1-8b",

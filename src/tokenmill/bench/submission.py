@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill import __version__
 from tokenmill.bench.loadgen import ACCURACY, DETAIL, SUMMARY
 
 MAX_ACCURACY_LOG = 10 * 1024  # the checker refuses longer ones
@@ -42,6 +45,18 @@ MEANINGFUL_FIELDS = (
     *("accelerator_memory_configuration", "accelerator_interconnect", "cooling", "framework"),
     *("operating_system", "other_software_stack"),
 )
+# What holds for every system of one node without the submitter's word; theirs wins.
+SINGLE_NODE = {
+    "status": "available",
+    "system_type": "datacenter",
+    "number_of_nodes": "1",
+    "host_networking_topology": "N/A",
+}
+# Of a machine without accelerators.
+NO_ACCELERATOR = {
+    "accelerators_per_node": "0",
+    **dict.fromkeys((name for name in SYSTEM_FIELDS if name.startswith("accelerator_")), "N/A"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +92,72 @@ class Layout:
         return self.scenario_folder / "accuracy"
 
 
-def write_system(layout: Layout, known: Mapping[str, Any]) -> list[str]:
-    """systems/<system>.json with every required field; those that the submitter must still fill.
+def write_system(layout: Layout, known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """systems/<system>.json with every required field.
 
-    What the submitter has filled in an earlier one stays.
+    What stands in an earlier one stays, but for what the folder's name says. Returned are the
+    fields that the submitter must still fill, and what `known` has different from a kept one.
     """
-    own = {
+    place = {
         "division": layout.division,
         "submitter": layout.submitter,
         "system_name": layout.system,
-        "status": "available",
-        "system_type": "datacenter",
-        "number_of_nodes": "1",
     }
-    filled = {name: value for name, value in _read_json(layout.system_file).items() if value}
-    fields = dict.fromkeys(SYSTEM_FIELDS, "") | filled | own | dict(known)
+    found = SINGLE_NODE | dict(known)
+    kept = {name: value for name, value in _read_json(layout.system_file).items() if value != ""}
+    fields = dict.fromkeys(SYSTEM_FIELDS, "") | found | kept | place
     _write_json(layout.system_file, fields)
-    return [name for name in MEANINGFUL_FIELDS if not fields[name]]
+    empty = [name for name in MEANINGFUL_FIELDS if fields[name] == ""]
+    return empty, {name: ours for name, ours in found.items() if fields[name] != ours}
+
+
+def describe_machine() -> dict[str, str]:
+    """What this machine tells of itself; no field is guessed."""
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    sockets = {line for line in lines if line.startswith("physical id")}
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    cards = [card for card in _folders(Path("/sys/class/net")) if (card / "device").exists()]
+    return {
+        "host_processor_model_name": names[0] if names else platform.machine(),
+        "host_processors_per_node": str(max(len(sockets), 1)),
+        "host_processor_core_count": str(os.cpu_count()),
+        "host_memory_capacity": f"{pages * size / 2**30:.0f} GiB",
+        "host_storage_capacity": f"{shutil.disk_usage('/').total / 2**30:.0f} GiB",
+        "host_storage_type": _storage_type(),
+        "host_network_card_count": str(len(cards)),
+        "host_networking": _networking(cards),
+        "operating_system": f"{platform.system()} {platform.release()}",
+        "framework": f"tokenmill {__version__}",
+        "other_software_stack": f"Python {platform.python_version()}",
+    }
+
+
+def _storage_type() -> str:
+    """SSD or HDD as the kernel sees the disks; empty where they differ or none is there."""
+    disks = [disk / "queue" / "rotational" for disk in _folders(Path("/sys/block"))]
+    kinds = {_text(flag).strip() for flag in disks if not flag.parts[3].startswith(("loop", "ram"))}
+    return {frozenset("0"): "SSD", frozenset("1"): "HDD"}.get(frozenset(kinds), "")
+
+
+def _networking(cards: Sequence[Path]) -> str:
+    """The speeds of the cards; "N/A" without any, empty where the kernel does not know."""
+    if not cards:
+        return "N/A"
+    speeds = [_text(card / "speed").strip() for card in cards]
+    known = [int(speed) for speed in speeds if speed.isdigit()]
+    return ", ".join(f"Ethernet {speed / 1000:g} Gbit/s" for speed in known)
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def write_measurements(

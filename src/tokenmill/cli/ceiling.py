@@ -12,6 +12,7 @@ import torch
 
 from tokenmill.bench.manifest import cpu_name
 from tokenmill.bench.roofline import Machine
+from tokenmill.bench.submission import NO_ACCELERATOR
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.versions import package_version
 from tokenmill.kernels import cpu_kernels
@@ -54,7 +55,7 @@ def peak_memory_mib(device: str) -> dict[str, float]:
 def accelerator(device: str) -> dict[str, str]:
     """The fields of a system description about the GPU."""
     if device != "cuda":
-        return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
+        return dict(NO_ACCELERATOR)
     memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     return {
         "accelerators_per_node": "1",

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tokenmill import __version__
 from tokenmill.bench import accuracy as scoring
-from tokenmill.bench import loadgen, manifest, mlperf_report, submission
+from tokenmill.bench import compliance, loadgen, manifest, mlperf_report, submission
 from tokenmill.bench import mlperf as bench
 from tokenmill.bench.child import run_benchmark
 from tokenmill.bench.presets import PRESETS
@@ -74,7 +71,7 @@ def mlperf(settings: Settings) -> None:
     tokenmill bench mlperf --scenario Server --target-qps 4 --quick
     tokenmill bench mlperf --scenario Server --target-qps 4 --url http://127.0.0.1:8000/v1
     tokenmill bench mlperf --scenario Interactive --find-peak --quick
-    tokenmill bench mlperf --dataset cnn_eval.json --test-mode submission
+    tokenmill bench mlperf --dataset cnn_eval.json --test-mode submission --compliance
     --model meta-llama/Llama-3.1-8B-Instruct --submission-dir results
     """
     run, started_at = run_of(settings), manifest.utc_now()
@@ -109,8 +106,14 @@ def _tests(settings: Settings, run: bench.Run, values: Report, scratch: Path) ->
     """The tests of the mode in turn; one that was given up is the last."""
     mode = settings.get("test-mode")
     reports: dict[str, Report] = {}
-    for name in MODES.get(mode, (mode,)):
-        reports[name] = _test(values, name, run.target_qps, scratch / name)
+    names = MODES.get(mode, (mode,))
+    if settings.get("compliance"):
+        names = (*names, *(name for name in run.preset.compliance if name not in names))
+    for name in names:
+        given = values
+        if name == "TEST07":
+            given = values | {"dataset": settings.get("compliance-dataset")}
+        reports[name] = _test(given, name, run.target_qps, scratch / name)
         if _given_up(reports):
             break
     return reports
@@ -130,8 +133,10 @@ def run_of(settings: Settings) -> bench.Run:
         raise SettingsError(
             "--length-scale is for synthetic samples and does not go with --dataset"
         )
-    if settings.get("test-mode") != "performance" and "dataset" not in settings:
-        raise SettingsError(f"--test-mode {settings.get('test-mode')} needs --dataset")
+    mode = settings.get("test-mode")
+    if mode in ("accuracy", "submission") and "dataset" not in settings:
+        raise SettingsError(f"--test-mode {mode} needs --dataset")
+    _check_compliance(settings)
     _check_server(settings)
     if settings.get("find-peak"):
         if scenario not in bench.LATENCY_BOUND:
@@ -148,6 +153,31 @@ def run_of(settings: Settings) -> bench.Run:
         settings.get("quick-samples") if quick else None,
         settings.get("length-scale"),
     )
+
+
+def _check_compliance(settings: Settings) -> None:
+    """A test that the benchmark does not have, or that lacks what it checks, is refused."""
+    preset, mode = PRESETS[settings.get("benchmark")], settings.get("test-mode")
+    asked = set(preset.compliance) if settings.get("compliance") else set()
+    if mode in compliance.NAMES:
+        if mode not in preset.compliance:
+            known = ", ".join(preset.compliance)
+            raise SettingsError(
+                f"--test-mode {mode} is not a test of {preset.name}: it has {known}"
+            )
+        asked.add(mode)
+    if asked and settings.get("url"):
+        raise SettingsError(
+            "compliance tests compare token ids, which a server's answers do not carry: run them "
+            "without --url"
+        )
+    if asked and settings.get("find-peak"):
+        raise SettingsError("--compliance does not go with --find-peak: run it at the rate found")
+    given = "compliance-dataset" in settings
+    if "TEST07" in asked and not given and not (mode == "TEST07" and "dataset" in settings):
+        raise SettingsError(f"TEST07 of {preset.name} needs --compliance-dataset")
+    if given and "TEST07" not in asked:
+        raise SettingsError("--compliance-dataset goes with --compliance or --test-mode TEST07")
 
 
 def _check_server(settings: Settings) -> None:
@@ -224,15 +254,19 @@ def _joined(settings: Settings, run: bench.Run, reports: dict[str, Report]) -> R
         "target_qps": run.target_qps,
     }
     reasons: list[str] = []
-    for report in reports.values():
-        joined |= report
+    tests = {name: report for name, report in reports.items() if name in compliance.NAMES}
+    if tests:
+        joined["compliance"] = {name: report["passed"] for name, report in tests.items()}
+    for name, report in reports.items():
         reasons += report.get("reasons", [])
+        if name in tests and len(tests) < len(reports):
+            continue
+        joined |= report
         if "accuracy" in report:
             num_unscored = report["accuracy"]["num_unscored"]
             reasons += scoring.missed_gates(report["accuracy_gates"], num_unscored)
     joined |= {"reasons": reasons, "result": "INVALID" if reasons else "VALID"}
-    del joined["logs"]
-    return joined
+    return {k: v for k, v in joined.items() if k not in ("logs", "passed", "verified")}
 
 
 def write_submission(
@@ -248,8 +282,8 @@ def write_submission(
         scenario=run.scenario,
     )
     report = next(iter(reports.values()))
-    known = {} if settings.get("url") else _system() | report["accelerator"]
-    empty = submission.write_system(layout, known)
+    known = {} if settings.get("url") else submission.describe_machine() | report["accelerator"]
+    empty, kept = submission.write_system(layout, known)
     conf = (Path(report["logs"]) / bench.USER_CONF).read_text(encoding="utf-8")
     weights = report["model"] if settings.get("url") else settings.build(ModelConfig).model
     plain = report["dtype"] in ("fp32", "bf16")
@@ -265,12 +299,21 @@ def write_submission(
     if "accuracy" in reports:
         scores = reports["accuracy"]["accuracy"]
         submission.copy_accuracy(layout, Path(reports["accuracy"]["logs"]), scores)
+    for name in compliance.NAMES:
+        if name in reports:
+            logs, text = Path(reports[name]["logs"]), reports[name]["verified"]
+            compliance.write_result(layout, name, logs, text)
     facts = manifest.make_facts("mlperf", _configuration(settings, report), started_at)
     joined, folder = _joined(settings, run, reports), layout.scenario_folder
     mlperf_report.write_result(folder, joined, Path(report["logs"]), facts)
     console.note(f"Written: {folder / mlperf_report.PAGE}, LoadGen's logs beside it")
-    if empty and not run.quick:
+    for name, ours in kept.items():
+        console.note(f"{layout.system_file} keeps its {name}; this machine says {ours!r}")
+    if empty:
         console.note(f"To be filled in {layout.system_file}: {', '.join(empty)}")
+    missing = [name for name in run.preset.compliance if name not in reports]
+    if layout.division == "closed" and missing and not run.quick:
+        console.note(f"A closed submission also needs {', '.join(missing)}: add --compliance")
 
 
 def _configuration(settings: Settings, report: Report) -> Report:
@@ -280,23 +323,6 @@ def _configuration(settings: Settings, report: Report) -> Report:
     kept = (*PANELS["MLPerf"], *SERVER, *(SETTINGS[key] for key in REMOTE))
     given = {setting.key: settings.get(setting.key) for setting in kept}
     return given | {"model": report["model"], "api": report["api"]}
-
-
-def _system() -> dict[str, str]:
-    """What this machine tells of itself."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return {
-        "host_processor_model_name": names[0] if names else platform.machine(),
-        "host_processors_per_node": "1",
-        "host_processor_core_count": str(os.cpu_count()),
-        "host_memory_capacity": f"{pages * size / 2**30:.0f} GiB",
-        "host_storage_capacity": f"{shutil.disk_usage('/').total / 2**30:.0f} GiB",
-        "operating_system": f"{platform.system()} {platform.release()}",
-        "framework": f"tokenmill {__version__}",
-        "other_software_stack": f"Python {platform.python_version()}",
-    }
 
 
 def _print(report: Report) -> None:
@@ -316,5 +342,7 @@ def _print(report: Report) -> None:
             console.out.print(f"{name.upper()} ms: {shown}{limit}")
     for name, gate in report.get("accuracy_gates", {}).items():
         console.out.print(f"{name}: {gate['value']:,.4f}, required {gate['min']:,.4f}")
+    for name, passed in report.get("compliance", {}).items():
+        console.out.print(f"{name}: {'passed' if passed else 'failed'}")
     for notice in report["notices"]:
         console.out.print(notice, markup=False)

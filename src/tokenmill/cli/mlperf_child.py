@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
 from tokenmill.bench import accuracy as scoring
-from tokenmill.bench import loadgen
+from tokenmill.bench import compliance, loadgen
 from tokenmill.bench import mlperf as bench
 from tokenmill.bench.mlperf_report import EVENTS, write_times
 from tokenmill.bench.throughput import OurEngine
@@ -50,6 +50,8 @@ def child_report(settings: Settings, run: bench.Run) -> Report:
     accuracy = settings.get("test-mode") == "accuracy"
     rouge = scoring.load_rouge(run.preset) if accuracy else None
     report = test.execute(folder, accuracy)
+    if isinstance(test, EngineTest) and test.compliance:
+        return report | _compliance_report(run, test, folder)
     if accuracy and "result" not in report:
         report |= _accuracy_report(run, test, folder, rouge)
     return report
@@ -76,6 +78,9 @@ class EngineTest:
         path = throughput.model_path(model)
         spec = _spec(path, model)
         context = min(model.max_model_len or spec.max_position, spec.max_position)
+        mode = settings.get("test-mode")
+        self.compliance: str = mode if mode in compliance.NAMES else ""
+        self.eos_token_ids = spec.eos_token_ids
         self.rows: list[scoring.Row] = []
         self._scale = 1.0
         if "dataset" in settings:
@@ -88,10 +93,11 @@ class EngineTest:
     def execute(self, folder: Path, accuracy: bool) -> Report:
         built = self._build()
         sut = loadgen.EngineUnderTest(built.engine, self._samples)
-        bench.execute(sut, len(self._samples), self._run, folder, accuracy)
+        num_samples = len(self._samples)
+        bench.execute(sut, num_samples, self._run, folder, accuracy, self.compliance)
         write_times(folder / EVENTS, sut.times)
         facts = self._facts(built)
-        if accuracy:
+        if accuracy or self.compliance:
             return facts
         values, errors = loadgen.read_detail(folder)
         return facts | bench.performance_report(self._run, values, errors, sut.times)
@@ -104,7 +110,8 @@ class EngineTest:
         """The rows that are run, and their samples."""
         rows, accuracy = read_rows(self._settings)
         prompts = scoring.prompts(rows, self._tokenizer.encode, self._tokenizer.decode)
-        chosen = bench.choose_samples(self._run, [len(p) for p in prompts], context, accuracy)
+        mode = self._settings.get("test-mode")
+        chosen = bench.choose_samples(self._run, [len(p) for p in prompts], context, mode)
         chosen_prompts = [prompts[i] for i in chosen]
         samples = bench.dataset_samples(self._run, chosen_prompts, context, accuracy)
         return [rows[i] for i in chosen], samples
@@ -223,7 +230,8 @@ class UrlTest:
             prompts = scoring.prompts(rows, tokenizer.encode, tokenizer.decode)
         else:
             prompts = [[] if row.text is not None else row.token_ids or [] for row in rows]
-        chosen = bench.choose_samples(self._run, [len(p) for p in prompts], self._context, accuracy)
+        mode = self._settings.get("test-mode")
+        chosen = bench.choose_samples(self._run, [len(p) for p in prompts], self._context, mode)
         self.rows = [rows[i] for i in chosen]
         used = [prompts[i] for i in chosen]
         samples = bench.dataset_samples(self._run, used, self._context, accuracy)
@@ -301,7 +309,7 @@ def read_rows(settings: Settings) -> tuple[list[scoring.Row], bool]:
     """Rows of --dataset, and whether they are to be scored."""
     accuracy = settings.get("test-mode") == "accuracy"
     rows = scoring.read_dataset(Path(settings.get("dataset")).expanduser())
-    if accuracy:
+    if accuracy or settings.get("test-mode") == "TEST07":
         scoring.check_targets(rows)
     return rows, accuracy
 
@@ -329,6 +337,26 @@ def _accuracy_report(
     if rouge is not None:
         report["sentences_by"] = "punkt" if rouge.trained else "punkt without its English model"
     return report
+
+
+def _compliance_report(run: bench.Run, test: EngineTest, folder: Path) -> Report:
+    """Whether the answers of a compliance run pass its test."""
+    name, preset = test.compliance, run.preset
+    answers = compliance.read_log(folder)
+    if name == "TEST06":
+        offline = run.scenario == "Offline"
+        verdict = compliance.verify_consistency(answers, test.eos_token_ids, offline)
+    elif name == "TEST07":
+        by_index = loadgen.read_answers(folder)
+        rows = [test.rows[index] for index in by_index]
+        texts = [test.answer(data) for data, _ in by_index.values()]
+        counts = [count for _, count in by_index.values()]
+        scores = scoring.score(preset, rows, texts, counts, None)
+        verdict = compliance.verify_score(scores, preset.compliance_score)
+    else:
+        verdict = compliance.verify_output_length(answers, preset.compliance_tokens)
+    reasons = [] if verdict.passed else [f"{name} failed: {'; '.join(verdict.text.splitlines())}"]
+    return {"reasons": reasons, "passed": verdict.passed, "verified": verdict.text}
 
 
 def _context(target: Target) -> int | None:

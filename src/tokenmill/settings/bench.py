@@ -242,9 +242,21 @@ MLPERF = (
     ),
     Setting(
         "test-mode",
-        "What to run; accuracy needs --dataset, submission is both.",
-        one_of("performance", "accuracy", "submission"),
+        "What to run: accuracy needs --dataset, submission is both; TEST06, TEST07 and TEST09 are "
+        "single compliance tests.",
+        one_of("performance", "accuracy", "submission", "TEST06", "TEST07", "TEST09"),
         default="performance",
+    ),
+    Setting(
+        "compliance",
+        "Also run the benchmark's compliance tests, which a closed submission needs.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "compliance-dataset",
+        "Dataset of TEST07 (gpt-oss-120b), with targets: 990 GPQA samples.",
+        TEXT,
     ),
     Setting("dataset", "Samples of the benchmark, .json or .jsonl; else synthetic ones.", TEXT),
     Setting("quick", "Few queries and little time: not a valid submission.", SWITCH, default=False),
