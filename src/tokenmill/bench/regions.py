@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import tok_s_user
 
 ULTRA_LOW_MAX = 32  # concurrency up to which a point counts as ultra low
 MIN_POINTS, MAX_POINTS = 7, 32
@@ -92,8 +93,6 @@ def min_duration_s(concurrency: int) -> float:
 
 def official_metrics(point: Mapping[str, Any]) -> dict[str, float | None]:
     """The figures that are published for a point; None where nothing was answered."""
-    from tokenmill.core.metrics import tok_s_user  # brings numpy, which --help does without
-
     tpot_ms = point.get("tpot_ms", {})
     return {
         "system_tps": point["output_tok_s"],

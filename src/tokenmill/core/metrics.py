@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.core.intervals import interval_95
-
 NS_PER_MS = 1_000_000
 
 
@@ -134,6 +132,8 @@ class Slo:
 
 def summarize_with_intervals(values: Iterable[float | None], min_batch: int = 1) -> dict[str, Any]:
     """`summarize`, and the 95 % intervals of mean and percentiles where there are any."""
+    from tokenmill.core.intervals import interval_95  # needs numpy, which --help does without
+
     present = [v for v in values if v is not None]
     intervals = {
         name: interval_95(present, percent, min_batch)
