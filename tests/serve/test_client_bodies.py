@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,12 @@ from openai import OpenAI
 from serve.sim import MODEL, make_tokenizer
 from serve.sim_server import SimServer, sim_server, wait_until
 from tokenmill.core.config import SchedulerConfig, ServerConfig
+from tokenmill.serve.chat_template import ChatTemplate
+from tokenmill.serve.decoding import decode_call
+from tokenmill.serve.prepare import Preparer
+from tokenmill.serve.protocol import ChatCompletionRequest
+from tokenmill.serve.tokenizer import Tokenizer
+from tokenmill.serve.wire import ModelFacts
 
 SCHEMA = {
     "type": "object",
@@ -87,6 +94,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"enable_thinking": False},
         "repetition_penalty": 1.0,
         "min_tokens": 0,
+        "top_k": 40.0,
+        "seed": 1.0,
         "ignore_eos": False,
     },
 }
@@ -97,6 +106,45 @@ def test_fields_that_change_nothing(server: SimServer, name: str) -> None:
     plain, decorated = server.chat("say: same"), server.chat("say: same", **EXTRAS[name])
     assert decorated.status == 200, decorated.body
     assert decorated.json["choices"] == plain.json["choices"]
+
+
+def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make_tokenizer()
+    facts = ModelFacts(4096, tokenizer.vocab_size, 1, 16, "none")
+    preparer = Preparer(tokenizer, facts, ServerConfig())
+    message = {"role": "user", "content": "hi", "id": "m", "opts": 1}
+    body = {"messages": [message], "store": True, "user": None, "reasoning_effort": "low"}
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            call = decode_call(json.dumps(body).encode(), ChatCompletionRequest, preparer.ignored)
+            asyncio.run(preparer.chat(call))
+    told = " ".join(record.getMessage() for record in caplog.records)
+    for name in ("messages[].opts", "messages[].id", "store", "reasoning_effort"):
+        assert told.count(name) == 1
+    assert "user" not in told
+
+
+def test_reasoning_effort_reaches_the_template() -> None:
+    known = make_tokenizer()
+    template = "{{ reasoning_effort }} {{ enable_thinking }} {{ messages[0].content }}"
+    tokenizer = Tokenizer(
+        known._backend,
+        named_tokens={},
+        eos_token_ids=known.eos_token_ids,
+        chat_templates={"default": ChatTemplate(template, "test")},
+    )
+    preparer = Preparer(tokenizer, ModelFacts(4096, 400, 1, 16, "none"), ServerConfig())
+
+    def prompt(**fields: Any) -> str:
+        body = json.dumps({"messages": SAME, **fields}).encode()
+        job = asyncio.run(preparer.chat(decode_call(body, ChatCompletionRequest)))
+        return job.prompts[0].text
+
+    assert prompt(reasoning_effort="high").startswith("high  say")
+    assert prompt(reasoning_effort="none").startswith("none False say")
+    kwargs = {"reasoning_effort": "low"}
+    assert prompt(reasoning_effort="high", chat_template_kwargs=kwargs).startswith("low  say")
+    assert not preparer.ignored.is_noted("reasoning_effort")
 
 
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {

@@ -126,7 +126,13 @@ CHAT = [
     ),
     ({"tools": [TOOL, TOOL]}, "tools", "a name of its own"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "tools of type 'function'"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].name", "leave it out"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].name", "inside 'function'"),
+    ({"include_usage": True}, "include_usage", "send it inside 'stream_options'"),
+    (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        "response_format.schema",
+        "send type 'json_schema'",
+    ),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "an object with 'name'"),
     (
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -188,6 +194,12 @@ def test_chat(server: SimServer, fields: dict[str, Any], param: str, way_out: st
 def test_completions(server: SimServer, fields: dict[str, Any], param: str, way_out: str) -> None:
     body = {"model": MODEL, "prompt": "hi", **fields}
     check(server, "/v1/completions", body, param, way_out)
+
+
+def test_a_body_that_is_no_object(server: SimServer) -> None:
+    for body, way_out in ((b"", "is empty"), (b"[]", "a JSON object"), (b"{", "not valid JSON")):
+        answer = server.call("POST", "/v1/chat/completions", body)
+        assert answer.status == 400 and way_out in answer.error["message"]
 
 
 def check(server: SimServer, path: str, body: dict[str, Any], param: str, way_out: str) -> None:

@@ -40,6 +40,8 @@ _ELSEWHERE = {
     "extra_body": "send its members at the top level",
     "input": "send messages to /v1/chat/completions, or a prompt to /v1/completions",
     "instructions": "send a message with role 'system'",
+    "schema": "send type 'json_schema' with a json_schema that has it",
+    "input_schema": "send 'function' with its name and parameters",
     "system": "send a message with role 'system'",
     "max_new_tokens": "send max_tokens",
     "max_output_tokens": "send max_tokens",
@@ -79,11 +81,11 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
     except msgspec.ValidationError:
         pass
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(error) from None
+        raise _not_json(error, body) from None
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(error) from None
+        raise _not_json(error, body) from None
     dropped: list[str] = []
     _prune(raw, _info(kind), "", dropped)
     if ignored is not None:
@@ -94,7 +96,10 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
         raise explain(str(error), raw, _info(kind)) from None
 
 
-def _not_json(error: Exception) -> ApiError:
+def _not_json(error: Exception, body: bytes) -> ApiError:
+    if not body.strip():
+        message = "the body is empty; send a JSON object with the call's fields"
+        return ApiError(400, message, code="invalid_json")
     return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
 
 
@@ -115,10 +120,18 @@ def _prune(value: Any, info: Info | None, path: str, dropped: list[str]) -> None
     for name in list(value):
         if name in known:
             _prune(value[name], known[name], f"{path}.{name}" if path else name, dropped)
+            value[name] = _whole(value[name], known[name])
         elif name != info.tag_field and (value[name] is None or path.startswith(_FREE)):
             if value[name] is not None:
                 dropped.append(f"{path}.{name}")
             del value[name]
+
+
+def _whole(value: Any, info: Info) -> Any:
+    """40.0 where a whole number is wanted is 40, as in JSON schemas."""
+    kinds = {type(member) for member in _members(info)}
+    wanted = inspect.IntType in kinds and inspect.FloatType not in kinds
+    return int(value) if wanted and isinstance(value, float) and value.is_integer() else value
 
 
 def _branch(info: Info | None, value: Any) -> Info | None:
@@ -175,13 +188,22 @@ def _unknown(path: str, name: str, raw: Any, info: Info) -> ApiError:
     owner = _branch(_look_up(path, raw, info)[1], _look_up(path, raw, info)[0])
     known = [f.encode_name for f in owner.fields] if isinstance(owner, inspect.StructType) else []
     near = get_close_matches(name, known, 1)
-    if name in _ELSEWHERE:
+    inside = _members_with(owner, name)
+    if inside:
+        advice = f"send it inside {inside[0]!r}"
+    elif name in _ELSEWHERE:
         advice = _ELSEWHERE[name]
     elif near:
         advice = f"did you mean {near[0]!r}? Otherwise leave it out"
     else:
         advice = "leave it out"
     return ApiError(400, f"{full}: unknown or unsupported field; {advice}", full, "unknown_field")
+
+
+def _members_with(owner: Info | None, name: str) -> list[str]:
+    """The fields of an object that are objects which know the name."""
+    fields = owner.fields if isinstance(owner, inspect.StructType) else ()
+    return [f.encode_name for f in fields if any(_member(m, name) for m in _members(f.type))]
 
 
 def _missing(path: str, name: str, raw: Any, info: Info) -> ApiError:
@@ -276,7 +298,8 @@ def _words(info: Info) -> str:
         case inspect.StrType(pattern=pattern):
             return f"a string that matches {pattern}" if pattern else "a string"
         case inspect.ListType(item_type=item, min_length=low):
-            return f"a list of {f'at least {low} of: ' if low else ''}{expected(item)}"
+            size = f" of at least {low}" if low else ""
+            return f"a list{size}, each item {expected(item)}"
         case inspect.StructType(fields=fields):
             names = ", ".join(repr(f.encode_name) for f in fields if f.required)
             return f"an object with {names}" if names else "an object"

@@ -252,7 +252,8 @@ def _schema(name: str, schema: Json) -> str:
     required = schema.get("required", ())
     rows = "".join(
         f"<tr><td><code>{escape(field)}</code></td><td>{_type(definition)}</td>"
-        f"<td>{'required' if field in required else ''}</td></tr>"
+        f"<td>{'required' if field in required else escape(definition.get('description', ''))}"
+        "</td></tr>"
         for field, definition in schema.get("properties", {}).items()
     )
     text = escape(schema.get("description", ""))
