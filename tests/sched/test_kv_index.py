@@ -85,19 +85,21 @@ def test_overlaps_equal_a_walk_block_by_block(depths: list[int], rng: random.Ran
         told = rng.randint(0, depth)
         index.apply(name, stored(1, CHAIN[:told]))
         index.predict(name, chain(CHAIN[:depth]), told, 1.0)
-        if known := max(told, depth // STRIDE * STRIDE):
+        marked = depth if depth < STRIDE else depth // STRIDE * STRIDE
+        if known := max(told, marked):
             held[name] = known
     assert index.overlaps(chain(CHAIN)) == held
     assert index.overlaps(chain([])) == {} and index.overlaps(chain([1, 2, 3])) == {}
 
 
 def test_predictions_expire() -> None:
-    index = index_of("a", "b")
+    index = index_of("a", "b", "c")
     index.predict("a", chain(CHAIN[:9]), 0, until_s=14.0)
+    index.predict("c", chain(CHAIN[:5]), 0, until_s=15.0)
     index.predict("b", chain(CHAIN[:19]), 3, until_s=16.5)
-    assert index.overlaps(chain(CHAIN)) == {"a": 8, "b": 16}, "in groups of eight"
+    assert index.overlaps(chain(CHAIN)) == {"a": 8, "b": 16, "c": 5}, "in groups of eight"
     index.expire(14.0)
-    assert index.overlaps(chain(CHAIN)) == {"b": 16}
+    assert index.overlaps(chain(CHAIN)) == {"b": 16, "c": 5}
     index.expire(17.0)
     assert index.overlaps(chain(CHAIN)) == {}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from tokenmill.core.config import RouterConfig
 from tokenmill.sched.blocks import block_hashes, byte_tokens
 from tokenmill.sched.kv_events import Dump, EventBatch, Stored
-from tokenmill.sched.router import NoWorkerError, Router
+from tokenmill.sched.router import OUTPUT_TOKENS, NoWorkerError, Router
+from tokenmill.sched.step_cost import StepRates
 
 SIZE = 4
 
@@ -31,20 +34,71 @@ def hold(target: Router, name: str, tokens: list[int]) -> None:
     target.apply(name, EventBatch(1, [Stored(None, block_hashes(tokens, SIZE))]))
 
 
+RATES = StepRates(base=10.0, mixed=2.0, prefill=1.0, sequence=0.5, kv=0.01)
+
+
 def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
-    target = router("a", "b", "c")
+    target = router("a", "b", "c", prefill_weight=2.0, decode_weight=0.5, stall_weight=0.5)
+    target.learn_rates(RATES)
     hold(target, "b", prompt(0)[:20])
     decision = target.route("r", prompt(0), 0.0)
     assert decision.worker == "b" and decision.num_cached_tokens == 20
     terms = decision.terms()
-    assert terms["b"] == {
-        **{"uncached_tokens": 20, "queued_tokens": 0, "decode_tokens": 0, "num_requests": 0},
-        "cost": 40.0,
+    idle = dict.fromkeys(("wait_ms", "queue_ms", "stall_ms", "decode_ms"), 0.0)
+    assert terms["b"] == idle | {
+        **{"uncached_tokens": 20, "num_requests": 0, "prefill_ms": 40.0, "cost_ms": 40.0}
     }
-    assert terms["a"]["cost"] == terms["c"]["cost"] == 80.0
-    after = target.route("s", prompt(500), 0.0).terms()["b"]
-    assert after["queued_tokens"] == 20 and after["decode_tokens"] == 40
-    assert after["num_requests"] == 1 and after["cost"] == 80 + 20 + 0.05 * 40 + 10
+    assert terms["a"]["cost_ms"] == terms["c"]["cost_ms"] == 80.0
+    after = target.route("s", prompt(500), 0.003).terms()["b"]
+    step_ms = 10 + 2 + 20 * 1.0 + 0.5 + 40 * 0.01
+    decode_ms = 0.5 * (OUTPUT_TOKENS / 2) * (2 * 0.5 + 0.01 * (40 + 40))
+    assert after == {
+        "uncached_tokens": 40,
+        "num_requests": 1,
+        "wait_ms": pytest.approx(step_ms - 3),
+        "queue_ms": 0.0,
+        "prefill_ms": 80.0,
+        "stall_ms": 0.5 * (40 + 2),
+        "decode_ms": pytest.approx(decode_ms),
+        "cost_ms": pytest.approx(step_ms - 3 + 80 + 21 + decode_ms),
+    }
+
+
+def test_the_choice_is_by_the_terms() -> None:
+    source = random.Random(1)
+    target = router(*"abcd")
+    target.learn_rates(RATES)
+    now_s = 0.0
+    for number in range(200):
+        now_s += source.expovariate(20.0)
+        tokens = [*prompt(1000 * source.randrange(3), 4 * source.randrange(30)), number]
+        decision = target.route(str(number), tokens, now_s)
+        costs = {name: terms["cost_ms"] for name, terms in decision.terms().items()}
+        assert costs[decision.worker] <= min(costs.values()) + 2e-3, "terms are rounded"
+        if source.random() < 0.7:
+            target.prefill_done(str(source.randrange(number + 1)))
+            target.stepped(source.choice("abcd"), now_s)
+            target.free(str(source.randrange(number + 1)), 10)
+
+
+@pytest.mark.parametrize(("num_requests", "num_shared"), [(24, 800), (8, 110)])
+def test_a_burst_with_one_prefix_is_spread_over_idle_workers(
+    num_requests: int, num_shared: int
+) -> None:
+    """Before any report; one worker holds the prefix already."""
+    target = router("a", "b")
+    hold(target, "a", prompt(0, num_shared))
+    burst = [[*prompt(0, num_shared), number] for number in range(num_requests)]
+    chosen = Counter(target.route(str(i), p, 0.1).worker for i, p in enumerate(burst))
+    assert max(chosen.values()) <= 2 / 3 * num_requests, chosen
+
+
+def test_an_expensive_prefix_attracts_the_next_request() -> None:
+    target = router("a", "b")
+    target.learn_rates(replace(RATES, kv=0.0005))
+    hold(target, "a", prompt(0, 4000))
+    chosen = [target.route(str(i), [*prompt(0, 4000), i], 0.1).worker for i in range(4)]
+    assert chosen == ["a"] * 4, "four seconds of prefill for a second copy"
 
 
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:
@@ -61,13 +115,14 @@ def test_one_token_is_always_computed() -> None:
     assert target.route("r", prompt(0), 0.0).num_cached_tokens == 36
 
 
-def test_a_burst_with_one_prefix_stays_together_before_the_first_event() -> None:
-    target = router(*"abcdefgh")
-    chosen = {target.route(str(i), [*prompt(0, 400), i], 0.1).worker for i in range(4)}
-    assert len(chosen) == 1
-    later = router(*"abcdefgh", predict_s=1.0)
-    first = later.route("x", prompt(0, 400), 0.0).worker
-    assert later.route("y", prompt(0, 400), 9.0).worker != first, "a prediction ends"
+def test_what_was_routed_counts_as_cached_before_the_first_event() -> None:
+    target = router(*"abcdefgh", predict_s=1.0)
+    first = target.route("x", prompt(0, 4000), 0.0).worker
+    second = target.route("y", prompt(0, 4000), 0.1)
+    assert second.worker == first and second.num_cached_tokens > 3900
+    for request_id in "xy":
+        target.free(request_id)
+    assert target.route("z", prompt(0, 4000), 9.0).num_cached_tokens == 0, "a prediction ends"
 
 
 def test_ties_are_random_and_repeatable() -> None:
@@ -120,8 +175,8 @@ def test_the_account_is_empty_when_all_has_ended() -> None:
         target.free(str(number))
     target.prefill_done("unknown")
     for terms in target.route("last", prompt(9000), 0.0).terms().values():
-        assert terms["queued_tokens"] == terms["decode_tokens"] == terms["num_requests"] == 0
-        assert terms["cost"] == 80
+        assert terms["num_requests"] == terms["wait_ms"] == terms["queue_ms"] == 0
+        assert terms["cost_ms"] == terms["prefill_ms"] > 0
 
 
 def test_workers_leave_with_their_requests() -> None:

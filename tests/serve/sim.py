@@ -14,6 +14,7 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
@@ -88,14 +89,18 @@ def make_tokenizer() -> Tokenizer:
 class ScriptRunner(SimRunner):
     """A SimRunner whose answer stands in the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, step_ms: float, cache: SimCache) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, step_ms: float, prefill_ms: float, cache: SimCache
+    ) -> None:
         super().__init__(tokenizer.encode(DEFAULT_TEXT), lambda batch: step_ms / 1e3)
+        self._prefill_s = prefill_ms / 1e3
         self._tokenizer = tokenizer
         self._cache = cache
         self._scripts: dict[str, list[int]] = {}
 
     def run(self, batch: Batch) -> StepResult:
         self._cache.compute(batch.items)
+        sleep(self._prefill_s * (batch.num_tokens - batch.num_singles()))
         return super().run(batch)
 
     def sample(self, sequence: Sequence, num_new: int) -> list[int]:
@@ -127,7 +132,12 @@ class ScriptRunner(SimRunner):
 
 
 def run_sim_worker(
-    address: str, limits: SchedulerConfig, step_ms: float, num_blocks: int, fault_rate: float
+    address: str,
+    limits: SchedulerConfig,
+    step_ms: float,
+    prefill_ms: float,
+    num_blocks: int,
+    fault_rate: float,
 ) -> None:
     from serve.light_xgrammar import LightGrammar
     from serve.sim_kv import SimCache
@@ -148,7 +158,7 @@ def run_sim_worker(
     )
     grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
     grammar.warm_up()
-    runner = ScriptRunner(tokenizer, step_ms, cache)
+    runner = ScriptRunner(tokenizer, step_ms, prefill_ms, cache)
     run_worker(LanguageEngine(scheduler, runner, grammar, kv=kv), address, facts, kv)
 
 
@@ -157,10 +167,12 @@ def worker_argv(
     step_ms: float,
     num_blocks: int = NUM_BLOCKS,
     fault_rate: float = 0.0,
+    prefill_ms: float = 0.0,
 ) -> list[str]:
-    """The command that starts a worker, but for its address."""
-    sizes = {"step_ms": step_ms, "num_blocks": num_blocks, "fault_rate": fault_rate}
-    options = json.dumps({"limits": asdict(limits), **sizes})
+    """The command that starts a worker, but for its address; `prefill_ms` is by prompt token."""
+    times = {"step_ms": step_ms, "prefill_ms": prefill_ms}
+    sizes = {"num_blocks": num_blocks, "fault_rate": fault_rate}
+    options = json.dumps({"limits": asdict(limits), **times, **sizes})
     return [sys.executable, str(Path(__file__)), "worker", "--options", options]
 
 

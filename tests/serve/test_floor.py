@@ -137,6 +137,50 @@ def test_only_handovers_that_began_can_fail(fault_rate: float) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("num_requests", "num_shared"), [(24, 400), (8, 96)])
+def test_requests_that_come_at_once_with_one_prefix_are_spread(
+    num_requests: int, num_shared: int
+) -> None:
+    shared = [3 + number % 300 for number in range(num_shared)]
+
+    async def main() -> None:
+        async with running(Spawner(SIM)) as floor:
+            await read(floor.submit([request("first", 3, shared)]))
+            await until(lambda: any(w.cached_blocks for w in floor.view().workers))
+            before = [w.routed for w in floor.view().workers]
+            streams = [
+                floor.submit([request(f"r{i}", 10, [*shared, 3 + i])]) for i in range(num_requests)
+            ]
+            after = [w.routed for w in floor.view().workers]
+            share = [(b - a) / num_requests for a, b in zip(before, after, strict=True)]
+            assert max(share) <= 2 / 3, share
+            for stream in streams:
+                await read(stream)
+
+    asyncio.run(main())
+
+
+def test_a_prefix_that_takes_long_attracts_to_a_worker_that_runs_others() -> None:
+    shared = [3 + number % 300 for number in range(400)]
+    slow = worker_argv(SchedulerConfig(max_model_len=MAX_MODEL_LEN), step_ms=5.0, prefill_ms=0.5)
+
+    async def main() -> None:
+        config = FloorConfig(workers=2, heartbeat_s=0.05)
+        async with running(Spawner(slow), config) as floor:
+            await read(floor.submit([request("first", 20, shared)]))
+            home = floor.view().decisions[-1].worker
+            await until(lambda: floor._router._prices.rates.prefill > 0.3)
+            others = [floor.submit([request(f"o{i}", 200, [7 + i] * 20)]) for i in range(4)]
+            again = floor.submit([request("again", 3, [*shared, 3])])
+            last = floor.view().decisions[-1]
+            assert last.worker == home and last.terms[home]["num_requests"] > 0
+            assert last.terms[home]["prefill_ms"] < last.terms[home]["cost_ms"]
+            for stream in [*others, again]:
+                await read(stream)
+
+    asyncio.run(main())
+
+
 def test_a_killed_worker_loses_no_token() -> None:
     async def main() -> None:
         spawner = Spawner(SIM)
@@ -227,7 +271,7 @@ def test_a_new_router_knows_what_the_old_one_knew() -> None:
             account = floor._router._account.copy()
             floor.renew_router()
             assert floor._router._account.num_requests == account.num_requests
-            assert floor._router._account.decode_tokens == account.decode_tokens
+            assert floor._router._account.kv_tokens == account.kv_tokens
             await until(lambda: {w.name: w.cached_blocks for w in floor.view().workers}[home] >= 6)
             (again,) = await read(floor.submit([request("again", 3, [*PROMPT, 1])]))
             assert again.num_cached_tokens == len(PROMPT)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenmill.cli import attention_dp, console
 from tokenmill.cli.options import command
 from tokenmill.core.config import RouterConfig
-from tokenmill.settings import REPLAY, ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.settings import LOADS, REPLAY, ROUTER, SETTINGS, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.plan.load_table import Row
 
 PANELS = {
-    "Trace": tuple(SETTINGS[key] for key in ("trace", "trace-speed")),
+    "Trace": (*(SETTINGS[key] for key in ("trace", "trace-speed")), *LOADS),
     "Floor": (
         SETTINGS["workers"],
         *REPLAY,
@@ -53,13 +56,19 @@ def replay(settings: Settings) -> None:
     timestamp (ms), input_length, output_length, hash_ids.
 
     tokenmill plan replay --trace FILE --workers 8 --router kv
+
+    tokenmill plan replay --loads --workers 2
     """
     from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
     from tokenmill.plan.trace import read_trace
 
     path = settings.get("trace")
+    if settings.get("loads"):
+        if path is not None:
+            raise SettingsError(f"--trace {path}: leave it out, or --loads")
+        return _replay_loads(settings)
     if path is None:
-        raise SettingsError("--trace is needed: a JSONL file of requests")
+        raise SettingsError("--trace is needed: a JSONL file of requests; or --loads")
     block_tokens = settings.get("trace-block-tokens")
     trace = read_trace(path, block_tokens, settings.get("trace-speed"))
     formulas = {
@@ -87,6 +96,56 @@ def replay(settings: Settings) -> None:
     if not settings.get("json-only"):
         _print(report)
     console.print_json(report)
+
+
+def _replay_loads(settings: Settings) -> None:
+    """Every policy over every kind of load, at a low and at a high rate."""
+    from tokenmill.plan import load_table
+    from tokenmill.plan.loads import KINDS
+
+    num_workers, quiet = settings.get("workers"), settings.get("json-only")
+    num_requests, num_seeds = settings.get("load-requests"), settings.get("load-seeds")
+    cells = [
+        load_table.Cell(machine, kind, num_workers, utilization)
+        for machine in load_table.MACHINES
+        for kind in KINDS
+        for utilization in (load_table.LOW, load_table.HIGH)
+    ]
+    console.note(
+        f"{len(cells)} loads of {num_seeds} x {num_requests} requests, {num_workers} workers"
+    )
+    rows = []
+    for row in load_table.compare(cells, num_requests, num_seeds):
+        rows.append(row)
+        console.note(f"{row.cell.machine} {row.cell.kind} {row.cell.utilization:.0%}")
+    if not quiet:
+        _print_loads(rows)
+    report = {
+        "plan": "replay-loads",
+        "workers": num_workers,
+        "worst_ratio": round(max(row.worst for row in rows), 3),
+        "loads": [load_table.as_json(row) for row in rows],
+    }
+    console.print_json(report)
+
+
+def _print_loads(rows: list[Row]) -> None:
+    policies = list(rows[0].figures)
+    names = {"ttft_ms": "TTFT ms", "ttft_p99_ms": "p99", "tpot_ms": "TPOT ms", "duration_s": "s"}
+    table = [["load", "rate", "figure", *policies, "kv / best other"]]
+    for row in rows:
+        cell = row.cell
+        for figure, name in names.items():
+            values = [f"{row.figures[policy][figure]:.1f}" for policy in policies]
+            load = f"{cell.machine} {cell.kind}"
+            ratio = f"{row.ratios[figure]:.2f}"
+            table.append([load, f"{cell.utilization:.0%}", name, *values, ratio])
+    console.print_table(table)
+    worst = max(rows, key=lambda row: row.worst)
+    console.out.print(
+        f"worst: kv is {worst.worst:.2f} times the best other policy, on {worst.cell.machine} "
+        f"{worst.cell.kind} at {worst.cell.utilization:.0%}"
+    )
 
 
 def _print(report: dict[str, Any]) -> None:

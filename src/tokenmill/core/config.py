@@ -100,10 +100,9 @@ class RouterConfig:
 
     policy: RouterPolicy = "kv"
     block_size: int = 16
-    prefill_weight: float = 2.0
-    queued_weight: float = 1.0
-    decode_weight: float = 0.05
-    request_weight: float = 10.0
+    prefill_weight: float = 1.5  # of uncached prompt tokens: this request waits, and the next one
+    decode_weight: float = 1.0  # of slower answers against time to first token
+    stall_weight: float = 0.1  # of the time in which requests there get no token
     events: bool = True  # workers publish their blocks; else they are predicted
     predict_s: float = 5.0  # lifetime of a prediction beside events
     approximate_s: float = 120.0  # and without them

@@ -26,6 +26,7 @@ from tokenmill.sched.attention_dp import Load, Outlook
 from tokenmill.sched.kv_events import Dump, EventPublisher
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 from tokenmill.sched.sequence import num_drafts
+from tokenmill.sched.step_cost import StepSums
 
 COMPILE_TIMEOUT_NS = 60 * 10**9
 _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
@@ -89,7 +90,8 @@ class LanguageEngine:
         self._runner = runner
         self._launcher = launcher
         self.kv = kv
-        self._flying: tuple[Batch, Launched] | None = None  # launched, its tokens not known yet
+        # Launched at a time, its tokens not known yet.
+        self._flying: tuple[Batch, Launched, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
         self._grammar = grammar
         self._vocab_size = vocab_size
@@ -100,6 +102,8 @@ class LanguageEngine:
         self._num_finished: dict[str, int] = {}
         self._draining = False
         self._publisher: EventPublisher | None = None
+        self._steps = StepSums()
+        self._step_end_ns = 0  # of the last one
 
     def warm_up(self) -> None:
         """Begin with what the first structured request would wait for, in the background."""
@@ -171,6 +175,7 @@ class LanguageEngine:
         """The scheduler's, with the requests that wait for a grammar or were refused here."""
         stats = self._scheduler.stats()
         stats.num_waiting += len(self._compiling)
+        stats.step_sums = self._steps.values
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
         return stats
@@ -339,9 +344,11 @@ class LanguageEngine:
 
     def _execute(self, batch: Batch) -> list[RequestOutput]:
         """Run the batch; if that fails, its requests end in ERROR and the engine goes on."""
+        began_ns = self._clock()
         try:
             lost = self._constrain(batch)
             result = self._runner.run(batch)
+            self._measure(batch, began_ns)
             self._advance(batch, result, lost)
             outputs = self._scheduler.update(batch, result)
         except Exception as error:
@@ -356,7 +363,7 @@ class LanguageEngine:
 
     def _fly(self, batch: Batch, launcher: Launcher) -> list[RequestOutput]:
         """Launch the batch, then collect the one before it, which ran meanwhile."""
-        launched, problem = None, None
+        launched, problem, began_ns = None, None, self._clock()
         try:
             launched = launcher.launch(batch) if batch.items else None
         except Exception as error:
@@ -370,22 +377,33 @@ class LanguageEngine:
             return outputs + self._failed(batch, problem)
         if launched is not None:
             self._scheduler.advance(batch)
-            self._flying = batch, launched
+            self._flying = batch, launched, began_ns
         return outputs
 
     def _land(self) -> list[RequestOutput]:
         """Wait for the batch under way and account for it."""
         if self._flying is None:
             return []
-        (batch, launched), self._flying = self._flying, None
+        (batch, launched, began_ns), self._flying = self._flying, None
         try:
-            outputs = self._scheduler.update(batch, launched.wait())
+            result = launched.wait()
+            self._measure(batch, began_ns)
+            outputs = self._scheduler.update(batch, result)
         except Exception as error:
             return self._failed(batch, error)
         except BaseException:
             self._interrupted(batch)
             raise
         return self._forget(outputs)
+
+    def _measure(self, batch: Batch, began_ns: int) -> None:
+        """A batch is computed; one that was launched before the last one ended began then."""
+        now_ns, pool = self._clock(), self._scheduler.pool
+        time_ms = (now_ns - max(began_ns, self._step_end_ns)) / 1e6
+        self._step_end_ns = now_ns
+        num_decodes = batch.num_singles()
+        num_kv_tokens = pool.num_used * pool.block_size
+        self._steps.add(batch.num_tokens - num_decodes, num_decodes, num_kv_tokens, time_ms)
 
     def _failed(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """What a failed step means for its requests."""

@@ -15,8 +15,10 @@ from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.kv_events import EventPublisher
 from tokenmill.sched.router import Router
 from tokenmill.sched.scheduler import Batch, Scheduler
+from tokenmill.sched.step_cost import StepSums, fit_rates
 
 OUTPUT_TOKEN = 1 << 62  # plus the request's number: no answer is another's prefix
+REPORT_NS = 10**8  # workers report their steps as often
 START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"
 
 
@@ -29,16 +31,17 @@ class StepTiming:
 
     prefill: tuple[float, float, float] = (4.209989e-7, 1.518344e-2, 16.50142)
     decode: tuple[float, float, float] = (-25.74, 54.01, 5.74)
+    sequence: float = 0.0  # more for each request that decodes
 
-    def step_ms(self, num_prefill_tokens: int, decodes: bool, kv_share: float) -> float:
+    def step_ms(self, num_prefill_tokens: int, num_decodes: int, kv_share: float) -> float:
         """A step that computes so many prompt tokens, and decodes with this share of KV in use."""
         time_ms = 0.0
         if num_prefill_tokens:
             a, b, c = self.prefill
             time_ms += (a * num_prefill_tokens + b) * num_prefill_tokens + c
-        if decodes:
+        if num_decodes:
             a, b, c = self.decode
-            time_ms += (a * kv_share + b) * kv_share + c
+            time_ms += (a * kv_share + b) * kv_share + c + self.sequence * num_decodes
         return time_ms
 
 
@@ -70,6 +73,7 @@ class SimWorker:
             max_model_len=max_model_len,
         )
         self.scheduler = Scheduler(limits, self._pool, frozenset())
+        self.sums = StepSums()
         self._batch: Batch | None = None
 
     @property
@@ -82,14 +86,16 @@ class SimWorker:
         if not batch.items:
             return None
         self._batch = batch
-        num_prefill, decodes = 0, False
+        num_prefill, num_decodes = 0, 0
         for seq, num_new in batch.items:
             if seq.num_computed_tokens < seq.num_prompt_tokens:
                 num_prefill += num_new
             else:
-                decodes = True
-        share = self._pool.num_used / self._pool.num_blocks
-        return now_ns + round(self._timing.step_ms(num_prefill, decodes, share) * NS_PER_MS)
+                num_decodes += 1
+        num_used, num_blocks = self._pool.num_used, self._pool.num_blocks
+        time_ms = self._timing.step_ms(num_prefill, num_decodes, num_used / num_blocks)
+        self.sums.add(num_prefill, num_decodes, num_used * self._pool.block_size, time_ms)
+        return now_ns + round(time_ms * NS_PER_MS)
 
     def finish(self, router: Router) -> list[RequestOutput]:
         """End the step: tell the router what was computed and cached; what is new comes out."""
@@ -126,6 +132,7 @@ class Replay:
         for name in names:
             self._router.add_worker(name)
         self._ends: list[tuple[int, str]] = []  # (when its step ends, worker): a heap
+        self._report_ns = REPORT_NS
         self._times: dict[str, RequestTimes] = {}
         self._itl_ms: list[float] = []
         self._cached: dict[str, int] = {}
@@ -136,9 +143,17 @@ class Replay:
         for number, request in enumerate(self._trace):
             arrival_ns = START_NS + round(request.arrival_ms * NS_PER_MS)
             self._run_steps(arrival_ns)
+            if arrival_ns >= self._report_ns:
+                self._report_ns = arrival_ns + REPORT_NS
+                self._router.learn_rates(fit_rates(self._sums()))
             self._arrive(str(number), request, arrival_ns)
         self._run_steps(None)
         return self._report()
+
+    @property
+    def times(self) -> list[RequestTimes]:
+        """The stamps of all requests that have arrived."""
+        return list(self._times.values())
 
     def _run_steps(self, until_ns: int | None) -> None:
         """End every step that ends by then, and start the next ones."""
@@ -146,7 +161,13 @@ class Replay:
             now_ns, name = heapq.heappop(self._ends)
             for output in self._workers[name].finish(self._router):
                 self._record(output, now_ns)
+            self._router.stepped(name, now_ns / 1e9)
             self._start(name, now_ns)
+
+    def _sums(self) -> list[float]:
+        """Of the steps of all workers."""
+        columns = zip(*(worker.sums.values for worker in self._workers.values()), strict=True)
+        return [sum(column) for column in columns]
 
     def _arrive(self, request_id: str, request: TraceRequest, now_ns: int) -> None:
         prompt = request.prompt(self._config.trace_block_tokens)
@@ -177,7 +198,7 @@ class Replay:
         if output.finish_reason is not None:
             reason = output.finish_reason.value
             self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
-            self._router.free(request_id)
+            self._router.free(request_id, self._times[request_id].num_tokens)
 
     def _report(self) -> dict[str, Any]:
         times = self._times.values()
@@ -190,6 +211,7 @@ class Replay:
             "num_requests": len(self._trace),
             "num_finished": self._num_finished,
             "ttft_ms": _rounded(summarize(t.ttft_ms for t in times)),
+            "tpot_ms": _rounded(summarize(t.tpot_ms for t in times)),
             "itl_ms": _rounded(summarize(self._itl_ms)),
             "prefix_reuse": round(sum(self._cached.values()) / prompt_tokens, 4),
             "duration_s": round(duration_s, 3),

@@ -11,6 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tokenmill.sched.blocks import U64
 from tokenmill.sched.kv_events import Dump, Event, EventBatch, Removed, Stored
 
@@ -18,7 +20,7 @@ MAX_PENDING = 256  # batches kept while a dump is on its way
 MAX_RETIRED = 16  # bits that wait to be cleaned up together
 MAX_MASKS = 1 << 16  # distinct sets of holders that are shared
 MAX_EXPIRED = 4  # predictions of one call
-STRIDE = 8  # of predicted blocks one in so many is kept: a decision must be quick
+STRIDE = 8  # of predicted blocks after the first ones, one in so many is kept: to be quick
 
 
 @dataclass(slots=True)
@@ -172,7 +174,8 @@ class KVIndex:
 
         `until_s` must not decrease from call to call. What is known already needs no prediction.
         """
-        hashes = chain[start + (STRIDE - 1 - start) % STRIDE :: STRIDE].tolist()
+        first = _num_marks(start) if start >= STRIDE else 0
+        hashes = _marks(chain)[first:].tolist()
         bit, predicted = self._workers[name].bit, self._predicted
         for block_hash in hashes:
             predicted[block_hash] = predicted.get(block_hash, 0) | bit
@@ -223,11 +226,11 @@ class KVIndex:
             left ^= mask
             self._note(found, mask, depth)
         if self._predicted:
-            marks = chain[STRIDE - 1 :: STRIDE]
+            marks = _marks(chain)
             for depth, mask in (*drops, (0, left)):  # a prediction begins where knowledge ended
-                first = depth // STRIDE
+                first = _num_marks(depth)
                 for more, further in by_depth(self._predicted, marks[first:], mask):
-                    self._note(found, further, STRIDE * (first + more))
+                    self._note(found, further, _depth(first + more))
         return found
 
     def _note(self, found: dict[str, int], mask: int, depth: int) -> None:
@@ -236,6 +239,21 @@ class KVIndex:
             number = mask.bit_length() - 1
             found[names[number]] = depth
             mask ^= 1 << number
+
+
+def _marks(chain: U64) -> U64:
+    """The blocks of a chain that predictions are kept of: a short system prompt has few."""
+    return np.concatenate((chain[: STRIDE - 1], chain[STRIDE - 1 :: STRIDE]))
+
+
+def _num_marks(depth: int) -> int:
+    """How many of the first `depth` blocks are marks."""
+    return depth if depth < STRIDE else STRIDE - 1 + depth // STRIDE
+
+
+def _depth(num_marks: int) -> int:
+    """How many blocks lead up to the last of so many marks."""
+    return num_marks if num_marks < STRIDE else STRIDE * (num_marks - STRIDE + 1)
 
 
 def by_depth(holders: dict[int, int], chain: U64, among: int) -> Iterator[tuple[int, int]]:

@@ -1,18 +1,21 @@
 """Which worker takes a request: policies over one account of what was routed.
 
-The KV policy predicts what a request costs on each worker, in tokens of prefill:
+The KV policy predicts, in milliseconds, what a request costs on each worker:
 
-    cost = prefill_weight * uncached tokens of its prompt
-         + queued_weight  * uncached tokens routed there that are not computed yet
-         + decode_weight  * tokens of the KV blocks in use there
-         + request_weight * requests there
+    wait    = until the step that runs there ends, which may compute prompts
+    queue   = prefill of the prompts that wait for the next step
+    prefill = the uncached tokens of this prompt; they count half more: whoever comes next waits
+    stall   = the requests there get no token while this prompt is computed
+    decode  = in the steps that this request shares with those there, each slows down the others
 
-The lowest cost wins, ties at random. Uncached work counts more than queued work: a queue delays
-this request alone, but work that another worker need not do delays everyone behind it.
+The lowest sum wins, ties at random. A stall counts a tenth: another prompt would stall those there.
+Rates are fitted to the workers' own steps (step_cost.py); how many steps an answer takes is the
+mean of those that ended. What was routed counts at once.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +26,11 @@ from tokenmill.core.types import TokenmillError
 from tokenmill.sched.blocks import U64, hash_chain
 from tokenmill.sched.kv_events import Dump, EventBatch
 from tokenmill.sched.kv_index import KVIndex
+from tokenmill.sched.step_cost import PRIOR, StepRates
+
+OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
+MEMORY = 256  # answers whose mean length is expected
+LATE = 0.25  # a step that is late is expected to last this share of its time from now on
 
 
 class NoWorkerError(TokenmillError):
@@ -31,20 +39,69 @@ class NoWorkerError(TokenmillError):
 
 @dataclass(slots=True)
 class Account:
-    """What was routed to each worker and has not ended; lists by slot."""
+    """What was routed to each worker and has not ended, and the step that it runs; by slot."""
 
     queued_tokens: list[int] = field(default_factory=list)  # uncached and not computed yet
-    decode_tokens: list[int] = field(default_factory=list)  # of KV blocks; shared ones count twice
+    kv_tokens: list[int] = field(default_factory=list)  # of KV blocks; shared ones count twice
     num_requests: list[int] = field(default_factory=list)
-    costs: list[float] = field(default_factory=list)  # the policy's weighted sum of these
+    num_pending: list[int] = field(default_factory=list)  # of these, without a first token
+    step_end_ms: list[float] = field(default_factory=list)  # when it should end
+    step_ms: list[float] = field(default_factory=list)  # how long it should take
+    step_tokens: list[int] = field(default_factory=list)  # of queued_tokens, those it computes
+    step_pending: list[int] = field(default_factory=list)  # of num_pending, those it computes
+
+    def columns(self) -> tuple[list[Any], ...]:
+        return (
+            self.queued_tokens,
+            self.kv_tokens,
+            self.num_requests,
+            self.num_pending,
+            self.step_end_ms,
+            self.step_ms,
+            self.step_tokens,
+            self.step_pending,
+        )
 
     def copy(self) -> Account:
-        return Account(
-            self.queued_tokens.copy(),
-            self.decode_tokens.copy(),
-            self.num_requests.copy(),
-            self.costs.copy(),
-        )
+        return Account(*[column.copy() for column in self.columns()])
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Milliseconds of what a request brings and finds, weighted."""
+
+    rates: StepRates
+    uncached: float  # a prompt token that is not cached
+    request: float  # by request there: both decode
+    kv: float  # by token of KV that one of both has
+    stall: float  # by millisecond in which those there get no token
+
+    @classmethod
+    def of(cls, rates: StepRates, num_output_tokens: float, config: RouterConfig) -> Prices:
+        """Two requests share half of an answer's steps: one of them came before."""
+        steps = config.decode_weight * num_output_tokens / 2
+        uncached = config.prefill_weight * rates.prefill
+        request, kv = 2 * steps * rates.sequence, steps * rates.kv
+        return cls(rates, uncached, request, kv, config.stall_weight)
+
+    def terms(
+        self, account: Account, slot: int, now_ms: float, num_tokens: int, uncached: int
+    ) -> dict[str, float]:
+        """The cost on one worker and what it consists of."""
+        rates, count = self.rates, account.num_requests[slot]
+        wait = max(account.step_end_ms[slot] - now_ms, LATE * account.step_ms[slot])
+        behind = max(account.queued_tokens[slot] - account.step_tokens[slot], 0)
+        joins = account.num_pending[slot] > account.step_pending[slot]
+        stall = rates.prefill * uncached + (0.0 if joins else rates.mixed)
+        decode = self.request * count + self.kv * (account.kv_tokens[slot] + count * num_tokens)
+        terms = {
+            "wait_ms": wait if count else 0.0,
+            "queue_ms": rates.prefill * behind,
+            "prefill_ms": self.uncached * uncached,
+            "stall_ms": self.stall * count * stall,
+            "decode_ms": decode,
+        }
+        return terms | {"cost_ms": sum(terms.values())}
 
 
 @dataclass(slots=True)
@@ -57,20 +114,21 @@ class Decision:
     workers: list[str]
     account: Account  # before this request
     cached_tokens: dict[str, int]  # by worker; those without any are left out
-    prefill_weight: float
+    prices: Prices
+    now_ms: float
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
         return {name: self._terms(slot, name) for slot, name in enumerate(self.workers)}
 
     def _terms(self, slot: int, name: str) -> dict[str, float]:
-        uncached = self.num_prompt_tokens - self.cached_tokens.get(name, 0)
+        num_tokens, account = self.num_prompt_tokens, self.account
+        uncached = num_tokens - self.cached_tokens.get(name, 0)
+        costs = self.prices.terms(account, slot, self.now_ms, num_tokens, uncached)
         return {
             "uncached_tokens": uncached,
-            "queued_tokens": self.account.queued_tokens[slot],
-            "decode_tokens": self.account.decode_tokens[slot],
-            "num_requests": self.account.num_requests[slot],
-            "cost": self.prefill_weight * uncached + self.account.costs[slot],
+            "num_requests": account.num_requests[slot],
+            **{term: round(cost, 3) for term, cost in costs.items()},
         }
 
 
@@ -80,7 +138,7 @@ class _Routed:
 
     worker: str
     queued_tokens: int
-    decode_tokens: int
+    kv_tokens: int
 
 
 class Router:
@@ -89,7 +147,12 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.index = KVIndex()
-        self._weights = _weights(config)
+        self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
+        self._num_answers = 0
+        self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config)
+        self._priced_tokens = OUTPUT_TOKENS
+        # By slot: the cost of a prompt without tokens, at time 0 and at least, and of each token.
+        self._open: tuple[list[float], list[float], list[float]] = ([], [], [])
         self._rng = random.Random(config.seed)
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
@@ -109,7 +172,7 @@ class Router:
         self.index.add_worker(name)
         self._slots[name] = len(self._names)
         self._names = [*self._names, name]
-        for column in self._columns():
+        for column in (*self._account.columns(), *self._open):
             column.append(0)
 
     def remove_worker(self, name: str) -> list[str]:
@@ -120,16 +183,12 @@ class Router:
         self.index.remove_worker(name)
         self._names = [other for other in self._names if other != name]
         self._slots = {other: i for i, other in enumerate(self._names)}
-        for column in self._columns():
+        for column in (*self._account.columns(), *self._open):
             del column[slot]
         lost = [key for key, routed in self._routed.items() if routed.worker == name]
         for request_id in lost:
             del self._routed[request_id]
         return lost
-
-    def _columns(self) -> tuple[list[Any], ...]:
-        account = self._account
-        return account.queued_tokens, account.decode_tokens, account.num_requests, account.costs
 
     def apply(self, worker: str, batch: EventBatch) -> bool:
         """Take a worker's events; False: pull a dump from it."""
@@ -156,7 +215,7 @@ class Router:
         size = config.block_size
         chain = hash_chain(token_ids, size, salt=salt) if config.policy == "kv" else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
-        name = self._choose(cached, without)
+        name = self._choose(num_tokens, cached, without, now_s)
         num_cached = cached.get(name, 0)
         decision = Decision(
             name,
@@ -165,13 +224,16 @@ class Router:
             self._names,
             self._account.copy(),
             cached,
-            config.prefill_weight,
+            self._prices,
+            1e3 * now_s,
         )
         if chain is not None and config.events:
             self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
         self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
+        if self._account.num_requests[self._slots[name]] == 1:  # it begins at once
+            self.stepped(name, now_s)
         return decision
 
     def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
@@ -180,7 +242,7 @@ class Router:
         size = self.config.block_size
         routed = _Routed(worker, queued_tokens, size * -(-num_tokens // size))
         self._routed[request_id] = routed
-        self._add(worker, routed.queued_tokens, routed.decode_tokens, 1)
+        self._add(worker, routed.queued_tokens, routed.kv_tokens, 1, bool(queued_tokens))
 
     def prefill_progress(self, request_id: str, num_tokens: int) -> None:
         """A worker has computed so many more tokens of a prompt; unknown requests are ignored."""
@@ -188,7 +250,7 @@ class Router:
         if routed is not None and routed.queued_tokens:
             done = min(routed.queued_tokens, num_tokens)
             routed.queued_tokens -= done
-            self._add(routed.worker, -done, 0, 0)
+            self._add(routed.worker, -done, 0, 0, -(not routed.queued_tokens))
 
     def prefill_done(self, request_id: str) -> None:
         """The first token is there; unknown requests are ignored."""
@@ -196,23 +258,68 @@ class Router:
         if routed is not None:
             self.prefill_progress(request_id, routed.queued_tokens)
 
-    def free(self, request_id: str) -> None:
-        """The request has ended, in whatever way; unknown ones are ignored."""
+    def free(self, request_id: str, num_output_tokens: int = 0) -> None:
+        """The request has ended, after so many tokens if that is known; unknown: ignored."""
         routed = self._routed.pop(request_id, None)
         if routed is not None:
-            self._add(routed.worker, -routed.queued_tokens, -routed.decode_tokens, -1)
+            queued = routed.queued_tokens
+            self._add(routed.worker, -queued, -routed.kv_tokens, -1, -bool(queued))
+            if num_output_tokens:
+                self._learn_length(num_output_tokens)
 
-    def _add(self, name: str, queued_tokens: int, decode_tokens: int, num_requests: int) -> None:
+    # What a request costs.
+
+    def stepped(self, worker: str, now_s: float) -> None:
+        """A worker's step has ended and what is there runs in the next one; unknown: ignored."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            return
+        account, rates = self._account, self._prices.rates
+        queued, pending = account.queued_tokens[slot], account.num_pending[slot]
+        step_ms = rates.base + rates.sequence * account.num_requests[slot]
+        step_ms += rates.kv * account.kv_tokens[slot] + rates.prefill * queued
+        step_ms += rates.mixed if pending else 0.0
+        account.step_end_ms[slot], account.step_ms[slot] = 1e3 * now_s + step_ms, step_ms
+        account.step_tokens[slot], account.step_pending[slot] = queued, pending
+        self._open_slot(slot)
+
+    def learn_rates(self, rates: StepRates) -> None:
+        """Workers have shown what their steps cost."""
+        self._set_prices(rates)
+
+    def _learn_length(self, num_output_tokens: int) -> None:
+        self._num_answers += 1
+        share = 1 / min(self._num_answers + 1, MEMORY)
+        self._num_output_tokens += share * (num_output_tokens - self._num_output_tokens)
+        if not 0.9 < self._num_output_tokens / self._priced_tokens < 1.1:
+            self._set_prices(self._prices.rates)
+
+    def _set_prices(self, rates: StepRates) -> None:
+        self._priced_tokens = self._num_output_tokens
+        self._prices = Prices.of(rates, self._num_output_tokens, self.config)
+        for slot in range(len(self._names)):
+            self._open_slot(slot)
+
+    def _add(
+        self, name: str, queued_tokens: int, kv_tokens: int, num_requests: int, num_pending: int
+    ) -> None:
         account, slot = self._account, self._slots[name]
         account.queued_tokens[slot] += queued_tokens
-        account.decode_tokens[slot] += decode_tokens
+        account.kv_tokens[slot] += kv_tokens
         account.num_requests[slot] += num_requests
-        queued, decode, request = self._weights
-        account.costs[slot] = (
-            queued * account.queued_tokens[slot]
-            + decode * account.decode_tokens[slot]
-            + request * account.num_requests[slot]
-        )
+        account.num_pending[slot] += num_pending
+        self._open_slot(slot)
+
+    def _open_slot(self, slot: int) -> None:
+        """Have ready what _costs() needs: terms() of a prompt, but for its tokens and the time."""
+        account, prices = self._account, self._prices
+        count = account.num_requests[slot]
+        none = prices.terms(account, slot, account.step_end_ms[slot], 0, 0)
+        rest = none["cost_ms"] - none["wait_ms"]
+        at_zero, at_least, by_token = self._open
+        at_zero[slot] = rest + (account.step_end_ms[slot] if count else 0.0)
+        at_least[slot] = rest + (LATE * account.step_ms[slot] if count else 0.0)
+        by_token[slot] = count * (prices.stall * prices.rates.prefill + prices.kv)
 
     def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
         """Prompt tokens that each worker has cached, as far as is known; one is always computed."""
@@ -225,32 +332,38 @@ class Router:
         overlaps = self.index.overlaps(chain)
         return {name: min(depth * size, most) for name, depth in overlaps.items()}
 
-    def _choose(self, cached: dict[str, int], without: Collection[str]) -> str:
+    def _choose(
+        self, num_tokens: int, cached: dict[str, int], without: Collection[str], now_s: float
+    ) -> str:
         """The worker with the lowest cost, any of several; round-robin takes them in turn."""
-        names, costs = self._names, self._account.costs
-        if without:
-            names = [name for name in names if name not in without]
-            costs = [costs[self._slots[name]] for name in names]
-            cached = {name: n for name, n in cached.items() if name not in without}
+        names = self._names
         if self.config.policy == "round-robin":
+            names = [name for name in names if name not in without] if without else names
             self._turn += 1
             return names[self._turn % len(names)]
+        costs = self._costs(num_tokens, cached, 1e3 * now_s)
+        if without:
+            pairs = zip(names, costs, strict=True)
+            costs = [math.inf if name in without else cost for name, cost in pairs]
         lowest = min(costs)
-        best: list[str] = []
-        if cached:  # what is cached lowers the cost
-            weight, slots = self.config.prefill_weight, self._slots
-            all_costs = self._account.costs
-            reduced = {name: all_costs[slots[name]] - weight * n for name, n in cached.items()}
-            least = min(reduced.values())
-            if least <= lowest:
-                best = [name for name, cost in reduced.items() if cost == least]
-        if not best or least == lowest:
-            best += [n for n, cost in zip(names, costs, strict=True) if cost == lowest]
-        return best[0] if len(best) == 1 else self._rng.choice(best)
+        if costs.count(lowest) == 1:
+            return names[costs.index(lowest)]
+        best = [name for name, cost in zip(names, costs, strict=True) if cost == lowest]
+        return self._rng.choice(best)
 
-
-def _weights(config: RouterConfig) -> tuple[float, float, float]:
-    """Of queued tokens, decode tokens and requests."""
-    if config.policy == "kv":
-        return config.queued_weight, config.decode_weight, config.request_weight
-    return (0.0, 0.0, 1.0) if config.policy == "least-loaded" else (0.0, 0.0, 0.0)
+    def _costs(self, num_tokens: int, cached: dict[str, int], now_ms: float) -> list[float]:
+        """By slot, up to a constant."""
+        if self.config.policy == "least-loaded":
+            return [float(count) for count in self._account.num_requests]
+        if self.config.policy == "random":
+            return [0.0] * len(self._names)
+        costs = [
+            (zero - now_ms if zero - now_ms > least else least) + num_tokens * each
+            for zero, least, each in zip(*self._open, strict=True)
+        ]
+        prices, slots, num_requests = self._prices, self._slots, self._account.num_requests
+        uncached, stall = prices.uncached, prices.stall * prices.rates.prefill
+        for name, num_cached in cached.items():
+            slot = slots[name]
+            costs[slot] -= num_cached * (uncached + stall * num_requests[slot])
+        return costs

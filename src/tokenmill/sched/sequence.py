@@ -110,6 +110,13 @@ class Batch:
     samples: list[bool] | None = None  # by item, once Scheduler.advance() has counted the step
     num_to_draft: int = 0  # tokens that the runner is to guess for each item that samples
 
+    def num_singles(self) -> int:
+        """Items with one new token: those that decode."""
+        count = len(self.items)
+        while count and self.items[count - 1][1] > 1:
+            count -= 1
+        return count
+
 
 def num_drafts(item: Item) -> int:
     """How many of an item's new tokens are drafts; negative while a prompt is being computed."""

@@ -90,6 +90,7 @@ class Backends:
             attempt.backend.num_pending -= 1
             attempt.backend.queued_tokens -= attempt.num_uncached
             self._router.prefill_done(attempt.call_id)
+            self._router.stepped(attempt.backend.name, time.monotonic())
 
     def end(self, attempt: Attempt) -> None:
         """A backend is done with a call, or will not do it."""

@@ -330,6 +330,7 @@ class Floor:
                 place.tokens.add(sum([len(o.token_ids) for o in outputs]))
                 for output in outputs:
                     self._dispatch(place, output)
+                self._routers.of(place).stepped(place.name, time.monotonic())
             case KVEvents():
                 self._routers.on_events(place, message)
             case KVDump():
@@ -346,6 +347,11 @@ class Floor:
                 sent = [self._sent[i] for i in request_ids if i in self._sent]
                 late = [e for e in sent if self._handovers.source(e.sent_as) is place]
                 self._keep_and_migrate(late, "its lease expired")
+
+    def on_stats(self, place: Place) -> None:
+        """The routers hear what steps cost."""
+        if len(self._places) > 1:
+            self._routers.learn(self._places.values())
 
     def _on_received(self, request_ids: list[str]) -> None:
         for trace in self._traces(request_ids):
@@ -387,9 +393,11 @@ class Floor:
         self._held.append(entry.request.request_id)
         self._sent[entry.sent_as] = entry
 
-    def _forget(self, entry: OpenRequest, failed: bool = False) -> None:
+    def _forget(
+        self, entry: OpenRequest, failed: bool = False, num_output_tokens: int = 0
+    ) -> None:
         """Whatever workers and routers know of a request is over; a handover may have failed."""
-        self._router.free(entry.sent_as)
+        self._router.free(entry.sent_as, num_output_tokens)
         self._handovers.end(entry.sent_as, failed)
         self._sent.pop(entry.sent_as, None)
 
@@ -397,7 +405,7 @@ class Floor:
         """A request has ended, in whatever way."""
         if entry.trace is not None:
             entry.trace.ended()
-        self._forget(entry, failed)
+        self._forget(entry, failed, len(entry.token_ids))
         del self._open[entry.request.request_id]
         if self._suspects.ended(entry):
             self._try_next()

@@ -46,6 +46,9 @@ class Owner(Protocol):
 
     def on_message(self, place: Place, message: FromWorker) -> None: ...
 
+    def on_stats(self, place: Place) -> None:
+        """A worker has told its stats."""
+
 
 class Place:
     """One worker after another: spawned, watched, replaced when it dies or hangs."""
@@ -221,6 +224,7 @@ class Place:
             self.prompt_tokens.add(_computed(message.stats) - _computed(self._stats))
             self._stats = message.stats
             self._busy.append(message.stats.num_running + message.stats.num_waiting > 0)
+            self._owner.on_stats(self)
             waiters, self._stats_waiters = self._stats_waiters, []
             for waiter in waiters:
                 if not waiter.done():

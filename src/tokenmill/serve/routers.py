@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.sched.router import Router
+from tokenmill.sched.step_cost import PRIOR, StepRates, fit_rates
 from tokenmill.serve.handover import Handovers
 from tokenmill.serve.open_request import OpenRequest
 from tokenmill.serve.place import Place
@@ -23,6 +24,7 @@ class Routers:
         self._asked = config
         self._handovers = handovers  # has the router over prefill workers
         self._pulled: set[str] = set()  # places whose dump is on its way
+        self._rates = PRIOR
         self.main = Router(replace(config, policy="round-robin"))
 
     def of(self, place: Place) -> Router:
@@ -45,6 +47,7 @@ class Routers:
         policy = self._policy(len(places))
         config = replace(self._asked, policy=policy, block_size=block_size)
         self.main, self._handovers.router = Router(config), Router(config)
+        self._set_rates(self._rates)
         for place in places:
             if place.ready and place.state == "ready":
                 self.introduce(place)
@@ -70,6 +73,18 @@ class Routers:
         self._pulled.discard(place.name)
         if not self.of(place).load(place.name, message.dump):
             self._pull(place)
+
+    def learn(self, places: Iterable[Place]) -> None:
+        """What the steps of all workers cost, as they have told."""
+        told = [place.stats().step_sums for place in places]
+        sums = [sum(column) for column in zip(*(s for s in told if s), strict=True)]
+        if sums:
+            self._set_rates(fit_rates(sums))
+
+    def _set_rates(self, rates: StepRates) -> None:
+        self._rates = rates
+        for router in (self.main, self._handovers.router):
+            router.learn_rates(rates)
 
     def _policy(self, num_places: int) -> RouterPolicy:
         return self._asked.policy if num_places > 1 else "round-robin"

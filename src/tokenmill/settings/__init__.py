@@ -26,6 +26,7 @@ from tokenmill.settings.bench import (
     ENDPOINT_REPORT,
     ENDPOINT_REQUESTS,
     LADDER,
+    LOADS,
     MLPERF,
     MTP,
     PUBLISHED,
@@ -67,6 +68,7 @@ __all__ = [
     "EXECUTION",
     "FLOOR",
     "LADDER",
+    "LOADS",
     "MLPERF",
     "MODEL",
     "MTP",
@@ -99,7 +101,7 @@ SETTINGS: dict[str, Setting] = {
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, ROUTE, REPLAY, ATTENTION_DP, COMMANDS),
+        *(FLOOR, ROUTER, ROUTE, REPLAY, LOADS, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }

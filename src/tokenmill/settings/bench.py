@@ -314,6 +314,16 @@ REPLAY = (
     ),
     Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
 )
+LOADS = (
+    Setting(
+        "loads",
+        "Instead of a trace: every policy over all kinds of load, on costs of a GPU and of a CPU.",
+        SWITCH,
+        default=False,
+    ),
+    Setting("load-requests", "Requests of a load.", count(24), default=256),
+    Setting("load-seeds", "Draws of each load, whose requests are pooled.", count(1), default=3),
+)
 ATTENTION_DP = (
     Setting("ranks", "Ranks of attention data and expert parallelism.", count(1), default=8),
     Setting(

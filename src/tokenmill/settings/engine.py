@@ -490,21 +490,14 @@ ROUTER = (
         RouterConfig,
         "router-prefill-weight",
         number(0, math.inf),
-        "Cost of an uncached prompt token.",
+        "kv: weight of the time to compute uncached prompt tokens.",
         field="prefill_weight",
-    ),
-    of(
-        RouterConfig,
-        "router-queued-weight",
-        number(0, math.inf),
-        "Cost of a token that waits for prefill at a worker.",
-        field="queued_weight",
     ),
     of(
         RouterConfig,
         "router-decode-weight",
         number(0, math.inf),
-        "Cost of a token of KV in use at a worker.",
+        "kv: weight of slower answers against time to first token.",
         field="decode_weight",
     ),
     of(
