@@ -18,21 +18,21 @@ from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 FIGURES = ("ttft_ms", "ttft_p99_ms", "tpot_ms", "duration_s")
 LOW, HIGH = 0.3, 0.7  # share of the workers' time
-_BLOCKS = {"block_size": BLOCK_TOKENS, "trace_block_tokens": BLOCK_TOKENS}
+_BLOCKS = ReplayConfig(block_size=BLOCK_TOKENS, trace_block_tokens=BLOCK_TOKENS)
 MACHINES = {
-    "gpu": ReplayConfig(
+    "gpu": replace(
+        _BLOCKS,
         num_blocks=32768,
         timing=StepTiming(prefill=(0.0, 0.03, 2.0), decode=(0.0, 40.0, 8.0), sequence=0.03),
-        **_BLOCKS,
     ),
-    "cpu": ReplayConfig(
+    "cpu": replace(
+        _BLOCKS,
         num_blocks=4096,
         max_num_batched_tokens=512,
         max_num_seqs=64,
         timing=StepTiming(prefill=(0.0, 1.0, 3.0), decode=(0.0, 50.0, 10.0), sequence=2.0),
-        **_BLOCKS,
     ),
-    "dynamo": ReplayConfig(num_blocks=65536, **_BLOCKS),
+    "dynamo": replace(_BLOCKS, num_blocks=65536),
 }
 
 

@@ -30,7 +30,7 @@ from tokenmill.sched.step_cost import PRIOR, StepRates
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
 MEMORY = 256  # answers whose mean length is expected
-LATE = 0.25  # a step that is late is expected to last this share of its time from now on
+LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
 
 
 class NoWorkerError(TokenmillError):
@@ -45,8 +45,7 @@ class Account:
     kv_tokens: list[int] = field(default_factory=list)  # of KV blocks; shared ones count twice
     num_requests: list[int] = field(default_factory=list)
     num_pending: list[int] = field(default_factory=list)  # of these, without a first token
-    step_end_ms: list[float] = field(default_factory=list)  # when it should end
-    step_ms: list[float] = field(default_factory=list)  # how long it should take
+    step_began_ms: list[float] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)  # of queued_tokens, those it computes
     step_pending: list[int] = field(default_factory=list)  # of num_pending, those it computes
 
@@ -56,8 +55,7 @@ class Account:
             self.kv_tokens,
             self.num_requests,
             self.num_pending,
-            self.step_end_ms,
-            self.step_ms,
+            self.step_began_ms,
             self.step_tokens,
             self.step_pending,
         )
@@ -84,12 +82,20 @@ class Prices:
         request, kv = 2 * steps * rates.sequence, steps * rates.kv
         return cls(rates, uncached, request, kv, config.stall_weight)
 
+    def step_ms(self, account: Account, slot: int) -> float:
+        """How long the step that runs on a worker should take."""
+        rates, pending = self.rates, account.step_pending[slot]
+        decode = rates.sequence * account.num_requests[slot] + rates.kv * account.kv_tokens[slot]
+        prefill = rates.prefill * account.step_tokens[slot] + (rates.mixed if pending else 0.0)
+        return rates.base + decode + prefill
+
     def terms(
         self, account: Account, slot: int, now_ms: float, num_tokens: int, uncached: int
     ) -> dict[str, float]:
         """The cost on one worker and what it consists of."""
         rates, count = self.rates, account.num_requests[slot]
-        wait = max(account.step_end_ms[slot] - now_ms, LATE * account.step_ms[slot])
+        ran_ms = now_ms - account.step_began_ms[slot]
+        wait = max(self.step_ms(account, slot) - ran_ms, LATE * ran_ms)
         behind = max(account.queued_tokens[slot] - account.step_tokens[slot], 0)
         joins = account.num_pending[slot] > account.step_pending[slot]
         stall = rates.prefill * uncached + (0.0 if joins else rates.mixed)
@@ -151,8 +157,9 @@ class Router:
         self._num_answers = 0
         self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config)
         self._priced_tokens = OUTPUT_TOKENS
-        # By slot: the cost of a prompt without tokens, at time 0 and at least, and of each token.
-        self._open: tuple[list[float], list[float], list[float]] = ([], [], [])
+        # By slot, at time 0: the cost of a prompt without tokens if the step there is in time, and
+        # if it is late; how the latter grows with time; the cost of each token.
+        self._open: tuple[list[float], ...] = ([], [], [], [])
         self._rng = random.Random(config.seed)
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
@@ -274,13 +281,10 @@ class Router:
         slot = self._slots.get(worker)
         if slot is None:
             return
-        account, rates = self._account, self._prices.rates
-        queued, pending = account.queued_tokens[slot], account.num_pending[slot]
-        step_ms = rates.base + rates.sequence * account.num_requests[slot]
-        step_ms += rates.kv * account.kv_tokens[slot] + rates.prefill * queued
-        step_ms += rates.mixed if pending else 0.0
-        account.step_end_ms[slot], account.step_ms[slot] = 1e3 * now_s + step_ms, step_ms
-        account.step_tokens[slot], account.step_pending[slot] = queued, pending
+        account = self._account
+        account.step_began_ms[slot] = 1e3 * now_s
+        account.step_tokens[slot] = account.queued_tokens[slot]
+        account.step_pending[slot] = account.num_pending[slot]
         self._open_slot(slot)
 
     def learn_rates(self, rates: StepRates) -> None:
@@ -314,11 +318,13 @@ class Router:
         """Have ready what _costs() needs: terms() of a prompt, but for its tokens and the time."""
         account, prices = self._account, self._prices
         count = account.num_requests[slot]
-        none = prices.terms(account, slot, account.step_end_ms[slot], 0, 0)
+        began_ms = account.step_began_ms[slot] if count else 0.0
+        none = prices.terms(account, slot, began_ms, 0, 0)
         rest = none["cost_ms"] - none["wait_ms"]
-        at_zero, at_least, by_token = self._open
-        at_zero[slot] = rest + (account.step_end_ms[slot] if count else 0.0)
-        at_least[slot] = rest + (LATE * account.step_ms[slot] if count else 0.0)
+        in_time, late, growth, by_token = self._open
+        in_time[slot] = none["cost_ms"] + began_ms
+        late[slot] = rest - LATE * began_ms
+        growth[slot] = LATE if count else 0.0
         by_token[slot] = count * (prices.stall * prices.rates.prefill + prices.kv)
 
     def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
@@ -358,8 +364,9 @@ class Router:
         if self.config.policy == "random":
             return [0.0] * len(self._names)
         costs = [
-            (zero - now_ms if zero - now_ms > least else least) + num_tokens * each
-            for zero, least, each in zip(*self._open, strict=True)
+            (cost if (cost := begun - now_ms) > (least := late + growth * now_ms) else least)
+            + num_tokens * each
+            for begun, late, growth, each in zip(*self._open, strict=True)
         ]
         prices, slots, num_requests = self._prices, self._slots, self._account.num_requests
         uncached, stall = prices.uncached, prices.stall * prices.rates.prefill
