@@ -4,7 +4,9 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
 
     wait    = until the step that runs there ends, which may compute prompts
     queue   = prefill of the prompts that wait for the next step
-    prefill = the uncached tokens of this prompt; they count half more: whoever comes next waits
+    prefill = the uncached tokens of this prompt; they count half more: whoever comes next waits.
+              Those that another worker has are shared by all who will use the copy, as many as
+              had this prefix of late, by worker
     stall   = the requests there get no token while this prompt is computed
     decode  = in the steps that this request shares with those there, each slows down the others
 
@@ -30,6 +32,8 @@ from tokenmill.sched.step_cost import PRIOR, StepRates
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
 MEMORY = 256  # answers whose mean length is expected
+MAX_PREFIXES = 4096  # whose uses are counted
+USES_MEMORY = 256  # decisions after which a use counts half
 LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
 
 
@@ -90,9 +94,15 @@ class Prices:
         return rates.base + decode + prefill
 
     def terms(
-        self, account: Account, slot: int, now_ms: float, num_tokens: int, uncached: int
+        self,
+        account: Account,
+        slot: int,
+        now_ms: float,
+        num_tokens: int,
+        uncached: int,
+        paid: float,
     ) -> dict[str, float]:
-        """The cost on one worker and what it consists of."""
+        """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
         rates, count = self.rates, account.num_requests[slot]
         ran_ms = now_ms - account.step_began_ms[slot]
         wait = max(self.step_ms(account, slot) - ran_ms, LATE * ran_ms)
@@ -103,7 +113,7 @@ class Prices:
         terms = {
             "wait_ms": wait if count else 0.0,
             "queue_ms": rates.prefill * behind,
-            "prefill_ms": self.uncached * uncached,
+            "prefill_ms": self.uncached * paid,
             "stall_ms": self.stall * count * stall,
             "decode_ms": decode,
         }
@@ -122,6 +132,7 @@ class Decision:
     cached_tokens: dict[str, int]  # by worker; those without any are left out
     prices: Prices
     now_ms: float
+    num_uses: float  # of the longest prefix that a worker has, by worker
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
@@ -130,7 +141,9 @@ class Decision:
     def _terms(self, slot: int, name: str) -> dict[str, float]:
         num_tokens, account = self.num_prompt_tokens, self.account
         uncached = num_tokens - self.cached_tokens.get(name, 0)
-        costs = self.prices.terms(account, slot, self.now_ms, num_tokens, uncached)
+        held = max(self.cached_tokens.values(), default=0)
+        paid = num_tokens - held + (held + uncached - num_tokens) / self.num_uses
+        costs = self.prices.terms(account, slot, self.now_ms, num_tokens, uncached, paid)
         return {
             "uncached_tokens": uncached,
             "num_requests": account.num_requests[slot],
@@ -166,6 +179,8 @@ class Router:
         self._account = Account()
         self._routed: dict[str, _Routed] = {}
         self._turn = 0
+        self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
+        self._num_decisions = 0
 
     # Workers come and go.
 
@@ -222,7 +237,8 @@ class Router:
         size = config.block_size
         chain = hash_chain(token_ids, size, salt=salt) if config.policy == "kv" else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
-        name = self._choose(num_tokens, cached, without, now_s)
+        num_uses = 1.0 if chain is None else self._num_uses(chain, cached)
+        name = self._choose(num_tokens, cached, num_uses, without, now_s)
         num_cached = cached.get(name, 0)
         decision = Decision(
             name,
@@ -233,6 +249,7 @@ class Router:
             cached,
             self._prices,
             1e3 * now_s,
+            num_uses,
         )
         if chain is not None and config.events:
             self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
@@ -319,7 +336,7 @@ class Router:
         account, prices = self._account, self._prices
         count = account.num_requests[slot]
         began_ms = account.step_began_ms[slot] if count else 0.0
-        none = prices.terms(account, slot, began_ms, 0, 0)
+        none = prices.terms(account, slot, began_ms, 0, 0, 0.0)
         rest = none["cost_ms"] - none["wait_ms"]
         in_time, late, growth, by_token = self._open
         in_time[slot] = none["cost_ms"] + began_ms
@@ -338,8 +355,27 @@ class Router:
         overlaps = self.index.overlaps(chain)
         return {name: min(depth * size, most) for name, depth in overlaps.items()}
 
+    def _num_uses(self, chain: U64, cached: dict[str, int]) -> float:
+        """How often, by worker, the longest prefix that one has was asked for of late, and now."""
+        depth = max(cached.values(), default=0) // self.config.block_size
+        if not depth:
+            return 1.0
+        self._num_decisions += 1
+        prefix, uses, now = chain.item(depth - 1), self._uses, self._num_decisions
+        count, last = uses.pop(prefix, (0.0, now))
+        count *= math.exp2((last - now) / USES_MEMORY)
+        uses[prefix] = (count + 1.0, now)
+        if len(uses) > MAX_PREFIXES:
+            del uses[next(iter(uses))]
+        return 1.0 + count * count / (4 * len(self._names))
+
     def _choose(
-        self, num_tokens: int, cached: dict[str, int], without: Collection[str], now_s: float
+        self,
+        num_tokens: int,
+        cached: dict[str, int],
+        num_uses: float,
+        without: Collection[str],
+        now_s: float,
     ) -> str:
         """The worker with the lowest cost, any of several; round-robin takes them in turn."""
         names = self._names
@@ -347,7 +383,7 @@ class Router:
             names = [name for name in names if name not in without] if without else names
             self._turn += 1
             return names[self._turn % len(names)]
-        costs = self._costs(num_tokens, cached, 1e3 * now_s)
+        costs = self._costs(num_tokens, cached, num_uses, 1e3 * now_s)
         if without:
             pairs = zip(names, costs, strict=True)
             costs = [math.inf if name in without else cost for name, cost in pairs]
@@ -357,7 +393,9 @@ class Router:
         best = [name for name, cost in zip(names, costs, strict=True) if cost == lowest]
         return self._rng.choice(best)
 
-    def _costs(self, num_tokens: int, cached: dict[str, int], now_ms: float) -> list[float]:
+    def _costs(
+        self, num_tokens: int, cached: dict[str, int], num_uses: float, now_ms: float
+    ) -> list[float]:
         """By slot, up to a constant."""
         if self.config.policy == "least-loaded":
             return [float(count) for count in self._account.num_requests]
@@ -369,7 +407,7 @@ class Router:
             for begun, late, growth, each in zip(*self._open, strict=True)
         ]
         prices, slots, num_requests = self._prices, self._slots, self._account.num_requests
-        uncached, stall = prices.uncached, prices.stall * prices.rates.prefill
+        uncached, stall = prices.uncached / num_uses, prices.stall * prices.rates.prefill
         for name, num_cached in cached.items():
             slot = slots[name]
             costs[slot] -= num_cached * (uncached + stall * num_requests[slot])
