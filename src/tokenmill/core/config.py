@@ -100,7 +100,7 @@ class RouterConfig:
 
     policy: RouterPolicy = "kv"
     block_size: int = 16
-    prefill_weight: float = 1.5  # of uncached prompt tokens: this request waits, and the next one
+    prefill_weight: float = 2.0  # of uncached prompt tokens: this request waits, and the next one
     decode_weight: float = 1.0  # of slower answers against time to first token
     stall_weight: float = 0.1  # of the time in which requests there get no token
     events: bool = True  # workers publish their blocks; else they are predicted

@@ -4,7 +4,7 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
 
     wait    = until the step that runs there ends, which may compute prompts
     queue   = prefill of the prompts that wait for the next step
-    prefill = the uncached tokens of this prompt; they count half more: whoever comes next waits.
+    prefill = the uncached tokens of this prompt; they count twice: whoever comes next waits too.
               Those that another worker has are shared by all who will use the copy, as many as
               had this prefix of late, by worker
     stall   = the requests there get no token while this prompt is computed

@@ -393,9 +393,7 @@ class Floor:
         self._held.append(entry.request.request_id)
         self._sent[entry.sent_as] = entry
 
-    def _forget(
-        self, entry: OpenRequest, failed: bool = False, num_output_tokens: int = 0
-    ) -> None:
+    def _forget(self, entry: OpenRequest, failed: bool = False, num_output_tokens: int = 0) -> None:
         """Whatever workers and routers know of a request is over; a handover may have failed."""
         self._router.free(entry.sent_as, num_output_tokens)
         self._handovers.end(entry.sent_as, failed)
