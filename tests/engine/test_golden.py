@@ -3,12 +3,16 @@
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from driver import Answer, build, complete
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import Request, SamplingParams
+from tokenmill.kernels import cpu_kernels
+from tokenmill.kernels.stack import run_stack
+from tokenmill.models import llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 WIDE = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 512}
@@ -30,6 +34,27 @@ def prompts() -> list[list[int]]:
 
 def tokens(answers: list[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.skipif(not cpu_kernels(), reason="no compiled kernels here")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3-tied"])
+def test_all_layers_in_one_call_give_what_they_give_one_by_one(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tame(make_model(family, **WIDE), 0.3), tmp_path)
+    modes: dict[str, Any] = {"chunked": True, "prefix_cache": False, "num_blocks": 400}
+    calls = []
+
+    def count(*args: Any) -> bool:
+        calls.append(run_stack(*args))
+        return calls[-1]
+
+    monkeypatch.setattr(llama, "run_stack", count)
+    together = complete(build(tmp_path, "int8", **modes).engine, prompts(), GREEDY)
+    assert calls and all(calls)
+    monkeypatch.setattr(llama, "run_stack", lambda *args: False)
+    apart = complete(build(tmp_path, "int8", **modes).engine, prompts(), GREEDY)
+    assert [a.logprobs for a in together] == [a.logprobs for a in apart]
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])

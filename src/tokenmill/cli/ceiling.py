@@ -16,7 +16,7 @@ from tokenmill.bench.submission import NO_ACCELERATOR
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.versions import package_version
 from tokenmill.kernels import cpu_kernels
-from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
+from tokenmill.kernels.matmul import GROUPED, matmul, pack, quantize_rows
 
 ROWS = 512
 READ_BYTES = 2**29
@@ -146,8 +146,8 @@ def _fp32_products(n: int, k: int) -> list[Callable[[], object]]:
 
 def _int8_products(n: int, k: int) -> list[Callable[[], object]]:
     weight, x = torch.randn(n, k), torch.randn(ROWS, k)
-    packed, limit = pack(weight, "int8"), activation_limit(k)
-    products: list[Callable[[], object]] = [lambda: matmul(quantize_rows(x, limit), packed)]
+    packed = pack(weight, "int8", grouped=True)
+    products: list[Callable[[], object]] = [lambda: matmul(quantize_rows(x, GROUPED), packed)]
     if "fbgemm" in torch.backends.quantized.supported_engines:
         scale = weight.abs().max().item() / 127
         with warnings.catch_warnings():  # torch announces the end of its quantised tensors

@@ -27,7 +27,7 @@ from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
 from tokenmill.engine.setup import Setup
 from tokenmill.kernels import MODE, cpu_kernels
-from tokenmill.kernels.matmul import activation_limit, matmul, pack, quantize_rows
+from tokenmill.kernels.matmul import GROUPED, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.shards import plan_layout
 from tokenmill.models.store import resolve
@@ -196,14 +196,17 @@ def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
     if not cpu_kernels():
         return "fp32"  # without compiled kernels int8 is emulated
     n, k = min(spec.intermediate_size, 4096), spec.hidden_size
-    x, limit = torch.randn(_TRIAL_ROWS, k), activation_limit(k)
+    x = torch.randn(_TRIAL_ROWS, k)
     weights = [torch.randn(n, k) for _ in range(-(-_TRIAL_BYTES // (4 * n * k)))]
-    fp32, int8 = [pack(w, "fp32") for w in weights], [pack(w, "int8") for w in weights]
+    fp32, int8 = (
+        [pack(w, "fp32") for w in weights],
+        [pack(w, "int8", grouped=True) for w in weights],
+    )
     best = {"fp32": math.inf, "int8": math.inf}
     for _ in range(_TRIALS):  # in turns: what disturbs one disturbs the other
         best["fp32"] = min(best["fp32"], _seconds(lambda: [matmul(x, w) for w in fp32]))
         best["int8"] = min(
-            best["int8"], _seconds(lambda: [matmul(quantize_rows(x, limit), w) for w in int8])
+            best["int8"], _seconds(lambda: [matmul(quantize_rows(x, GROUPED), w) for w in int8])
         )
     return "int8" if best["int8"] < best["fp32"] else "fp32"
 

@@ -1,8 +1,9 @@
 """Linear products y = x W^T over weights packed once at load: fp32, int8 x int16, bf16, fp8.
 
-int8: weights are rounded per output channel to [-127, 127], activations per row to as many
-integers as keep the int32 sum exact whatever the values. Integer sums do not depend on the order
-of addition, so a row's result is bitwise the same in any batch.
+int8: weights are rounded per output channel to [-127, 127]. So are activations by groups of GROUP
+channels with a scale each, and the groups' exact sums are added up in their order; for experts
+they are rounded per row, to as many integers as keep the int32 sum exact whatever the values.
+Either way a row's result is bitwise the same in any batch.
 
 fp8 (e4m3): weights are rounded per output channel, activations per row; results are bf16.
 """
@@ -18,6 +19,7 @@ import torch
 from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
 
 INT32_MAX = 2**31 - 1
+GROUP = 32  # channels of a row that share a scale
 TILE_COLUMNS = 16  # outputs whose weights lie side by side; the last tile may be narrower
 SKINNY_ROWS = 4  # up to here a product only reads its weights, and norms and gates ride along
 SMALL_ROWS = 64  # up to here cuBLAS with one scale beats the kernel with row and column scales
@@ -34,16 +36,26 @@ class Rounding:
     dtype: torch.dtype
     limit: int
     channels: torch.Tensor | None = field(default=None, compare=False)  # int32 [c], fp8 alone
+    group: int = 0  # channels that share a scale, if not all of a row
+
+    @property
+    def code(self) -> int:
+        """How the compiled row kernels are told."""
+        return -1 if self.group else self.limit
 
 
 FP8 = Rounding(torch.float8_e4m3fn, 448)
+GROUPED = Rounding(torch.int8, 127, group=GROUP)
 
 
 class QuantizedRows(NamedTuple):
-    """x[m, k] ~ values[m, k] * scales[m, None]."""
+    """x[m, k] ~ values[m, k] * scales[m, None], or with a scale for each group of channels.
 
-    values: torch.Tensor  # int16 or fp8
-    scales: torch.Tensor  # fp32
+    The compiled kernels fill the last group up, and keep sums of the groups behind their scales.
+    """
+
+    values: torch.Tensor  # int16, int8 or fp8
+    scales: torch.Tensor  # fp32 [m], grouped [m, groups or more]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,12 @@ class PackedWeight:
     k: int
     tiled: bool
     channels: torch.Tensor | None = None  # whose columns follow the others twice: rounded, and lost
+    grouped: bool = False  # int8 for activations with a scale per group
+
+    @property
+    def padded(self) -> int:
+        """Columns of the tiles."""
+        return self.n + -self.n % (TILE_COLUMNS if self.grouped else 8)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +86,7 @@ class PackedWeight:
         if self.scales is None:
             return None
         if self.data.dtype != FP8.dtype:
-            return activation_limit(self.k)
+            return GROUPED if self.grouped else activation_limit(self.k)
         return FP8 if self.channels is None else replace(FP8, channels=self.channels)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -95,7 +113,7 @@ def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
     if use_triton(x, "quantize_rows"):
         return QuantizedRows(*triton_kernels("rows").quantize_rows(x, rounding.channels))
     if compiled_rows(x, rounding):
-        return QuantizedRows(*compiled("rows").quantize_rows(x, rounding.limit))
+        return QuantizedRows(*compiled("rows").quantize_rows(x, rounding.code))
     return quantize_rows_reference(x, rounding)
 
 
@@ -107,8 +125,18 @@ def quantize_rows_reference(x: torch.Tensor, rounding: Rounding) -> QuantizedRow
             rounded, lost = _split(scaled, codes, rounding.channels)
             codes = _side_by_side(codes, lost, rounded)
         return QuantizedRows(codes, scales)
+    if rounding.group:
+        return _quantize_groups(x.float(), rounding)
     scales = x.float().abs().amax(1).clamp(min=1e-30) / rounding.limit
     return QuantizedRows((x.float() / scales[:, None]).round().to(rounding.dtype), scales)
+
+
+def _quantize_groups(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
+    k = x.shape[1]
+    groups = torch.nn.functional.pad(x, (0, -k % rounding.group)).unflatten(1, (-1, rounding.group))
+    peaks = groups.abs().amax(2).clamp(min=1e-30)
+    values = (groups * (rounding.limit / peaks)[:, :, None]).round().to(rounding.dtype)
+    return QuantizedRows(values.flatten(1)[:, :k], peaks / rounding.limit)
 
 
 def _scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,8 +163,9 @@ def pack(
     dtype: str,
     device: torch.device | str = "cpu",
     channels: torch.Tensor | None = None,
+    grouped: bool = False,
 ) -> PackedWeight:
-    """Pack W[n, k] for "fp32", "int8", "bf16" or "fp8"; CPU tiles pad n to a multiple of 8.
+    """Pack W[n, k] for "fp32", "int8", "bf16" or "fp8"; CPU tiles pad n to a multiple of 8 or 16.
 
     `channels` of an fp8 weight are rounded twice: x W^T ~ x8 W8^T + (x - x8) W8^T + x8 (W - W8)^T.
     """
@@ -150,17 +179,23 @@ def pack(
             data = _side_by_side(data, *_split(scaled, data, channels))
         _unit_scales(data.device)
         return PackedWeight(data, scales, n, data.shape[1], tiled=False, channels=channels)
-    return _pack_cpu(weight.float(), dtype)
+    return _pack_cpu(weight.float(), dtype, grouped and dtype == "int8")
 
 
-def _pack_cpu(weight: torch.Tensor, dtype: str) -> PackedWeight:
+def _pack_cpu(weight: torch.Tensor, dtype: str, grouped: bool) -> PackedWeight:
     n, k = weight.shape
     scales = None
     if dtype == "int8":
         scales = weight.abs().amax(1).clamp(min=1e-30) / 127
         weight = (weight / scales[:, None]).round().to(torch.int8)
     if not cpu_kernels():
-        return PackedWeight(weight.contiguous(), scales, n, k, tiled=False)
+        return PackedWeight(weight.contiguous(), scales, n, k, tiled=False, grouped=grouped)
+    if grouped:
+        assert scales is not None
+        data = torch.nn.functional.pad(weight, (0, -k % GROUP, 0, -n % TILE_COLUMNS))
+        scales = torch.nn.functional.pad(scales, (0, -n % TILE_COLUMNS))
+        data = compiled("groups").lay_out(data)
+        return PackedWeight(data, scales, n, k, tiled=True, grouped=True)
     if n % 8:
         pad = (0, 0, 0, -n % 8)
         weight = torch.nn.functional.pad(weight, pad)
@@ -271,7 +306,7 @@ def _matmul_tiled(
     add_to: torch.Tensor | None,
 ) -> torch.Tensor:
     kernels = compiled("matmul")
-    padded = weight.n + -weight.n % 8
+    padded = weight.padded
     if add_to is not None and padded != weight.n:
         return add_to.add_(matmul(x, weight, bias))
     out = torch.empty(num_rows(x), padded) if add_to is None else add_to
@@ -280,7 +315,8 @@ def _matmul_tiled(
         assert weight.scales is not None
         if bias is not None and padded != weight.n:
             bias = torch.nn.functional.pad(bias, (0, padded - weight.n))
-        kernels.matmul_int8(x.values, x.scales, weight.data, weight.scales, bias, out, keep)
+        product = compiled("groups").matmul_groups if weight.grouped else kernels.matmul_int8
+        product(x.values, x.scales, weight.data, weight.scales, bias, out, keep)
     else:
         kernels.matmul_f32(x, weight.data, out, keep)
         if bias is not None:
@@ -299,8 +335,12 @@ def matmul_reference(
     if isinstance(x, QuantizedRows):
         assert weight.scales is not None
         wide = torch.float32 if weight.rounding == FP8 else torch.float64
-        product = x.values.to(wide) @ dense.to(wide).T
-        out = (product * x.scales[:, None]).float() * weight.scales[: weight.n]
+        values, scales = x.values[:, : weight.k].to(wide), x.scales[:, None]
+        if weight.grouped:
+            groups = x.scales[:, : -(-weight.k // GROUP)]
+            values = values * groups.repeat_interleave(GROUP, 1)[:, : weight.k]
+            scales = torch.ones(())
+        out = (values @ dense.to(wide).T * scales).float() * weight.scales[: weight.n]
     elif add_to is not None and bias is None:
         return add_to.addmm_(x, dense.T)
     else:
@@ -335,6 +375,9 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
 
 def _gather_tiled(weight: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
     """Rows of W out of its tiles: the offset of (row, k) is linear in both inside a tile."""
+    if weight.grouped:
+        rows: torch.Tensor = compiled("groups").take_rows(weight.data, ids)
+        return rows[:, : weight.k]
     k, padded = weight.k, weight.n + -weight.n % 8
     start = ids // TILE_COLUMNS * TILE_COLUMNS
     width = torch.clamp(padded - start, max=TILE_COLUMNS)

@@ -29,7 +29,7 @@ def rms_norm(
         found = triton_kernels("rows").rms_norm(x, weight, eps, fp8, delta, channels)
         return _rows(found, rounding)
     if delta is None and compiled_rows(x, rounding):
-        limit = rounding.limit if rounding else 0
+        limit = rounding.code if rounding else 0
         return _rows(compiled("rows").rms_norm(x, weight, eps, limit), rounding)
     return rms_norm_reference(x, weight, eps, rounding, delta)
 
@@ -68,7 +68,7 @@ def silu_mul(
         fp8, channels = rounding is not None, rounding and rounding.channels
         return _rows(triton_kernels("rows").silu_mul(gate_up, fp8, channels), rounding)
     if compiled_rows(gate_up, rounding):
-        limit = rounding.limit if rounding else 0
+        limit = rounding.code if rounding else 0
         return _rows(compiled("rows").silu_mul(gate_up, limit), rounding)
     return silu_mul_reference(gate_up, rounding)
 

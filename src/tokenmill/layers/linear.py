@@ -43,7 +43,7 @@ class Linear:
         device: Device = "cpu",
     ) -> None:
         stacked = torch.cat([weight.to(device) for weight in weights])
-        self.weight: PackedWeight = pack(stacked, dtype, device)
+        self.weight: PackedWeight = pack(stacked, dtype, device, grouped=True)
         self.bias = torch.cat(biases).to(device, activation_dtype(dtype)) if biases else None
 
     @classmethod

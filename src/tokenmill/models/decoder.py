@@ -145,7 +145,11 @@ class Decoder:
         self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor:
         """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
-        stream = self.stream(self.embedding(token_ids), self.spec.rms_eps)
+        return self.run_layers(self.embedding(token_ids), kv_cache, batch)
+
+    def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
+        """Embedded tokens through all layers."""
+        stream = self.stream(x, self.spec.rms_eps)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             layer(stream, cache, self.cos_sin, batch)
         return stream.complete()

@@ -15,11 +15,11 @@ from numba import carray
 
 from tokenmill.kernels.cpu.build import compiled
 from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
+from tokenmill.kernels.cpu.spans import add_span, prefetch, score_span
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
     f32_at,
-    f32_rows,
     i32_at,
     i64_at,
     span_exp,
@@ -92,6 +92,8 @@ def _attend(
     scratch = np.empty(rows * 66, np.float32)
     peaks, sums = scratch[rows * 64 : rows * 65], scratch[rows * 65 :]
     scores_at = scratch.ctypes.data
+    addresses = np.empty(8, np.int64)
+    key_slices, value_slices = addresses[:4], addresses[4:]
     peaks[:] = _MASKED
     sums[:] = np.float32(0.0)
     acc[:] = np.float32(0.0)
@@ -100,18 +102,21 @@ def _attend(
         slices = min(4, (last - span) // 16 + 1)
         for j in range(slices):
             block, offset = divmod(span + 16 * j, block_size)
-            at = keys + table[block] * page + offset * 4
-            f32_rows(queries_at, dim * 4, at, block_size * 4, dim, rows, scores_at + 64 * j, 256, 0)
+            key_slices[j] = keys + table[block] * page + offset * 4
+            value_slices[j] = values + table[block] * page + offset * dim * 4
+            if rows <= 6:
+                prefetch(value_slices[j], 64 * dim)
+        score_span(queries_at, dim * 4, key_slices, slices, block_size * 4, dim, rows, scores_at)
         for r in range(rows):
             position = first + r // group
             low = 0 if window == 0 else max(0, position - window + 1 - span)
             high = min(64, position - span + 1)
             _softmax_span(scores_at + 256 * r, acc, peaks, sums, low, high, r)
-        for j in range(slices):
-            block, offset = divmod(span + 16 * j, block_size)
-            at, weights = values + table[block] * page + offset * dim * 4, scores_at + 64 * j
-            for d in range(0, dim * 4, 64):
-                f32_rows(weights, 256, at + d, dim * 4, 16, rows, acc_at + d, dim * 4, 1)
+        if rows <= 6:
+            for j in range(min(4, (last - span - 64) // 16 + 1)):
+                block, offset = divmod(span + 64 + 16 * j, block_size)
+                prefetch(keys + table[block] * page + offset * 4, 64 * dim)
+        add_span(scores_at, value_slices, slices, dim, rows, acc_at)
         span += 64
     for r in range(rows):
         inverse = np.float32(1.0) / sums[r]
@@ -201,8 +206,8 @@ def _rope_body(args: Any, task: int) -> None:
                 values[i] = v[i]
 
 
-_attention_kernel = task_kernel(_attention_body)
-_rope_kernel = task_kernel(_rope_body)
+ATTEND = task_kernel(_attention_body)
+ROPE = task_kernel(_rope_body)
 
 
 def supports(head_dim: int, block_size: int) -> bool:
@@ -228,7 +233,7 @@ def rope_and_cache(
     rows = rows_of_task(tokens, (num_heads + 2 * kv_heads) * dim)
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     launch(
-        _rope_kernel,
+        ROPE,
         -(-tokens // rows),
         qkv.data_ptr(),
         k_cache.data_ptr(),
@@ -268,7 +273,7 @@ def paged_attention(
     tables = batch.block_tables
     assert q.stride(1) == 1 and out.is_contiguous() and tables.is_contiguous()
     launch(
-        _attention_kernel,
+        ATTEND,
         tiles.seqs.shape[0] * kv_heads,
         q.data_ptr(),
         k_cache.data_ptr(),

@@ -17,15 +17,34 @@ from numba import config, njit
 FASTMATH = {"contract", "nsz", "arcp"}
 
 
+ISA = os.environ.get("TOKENMILL_CPU_ISA", "")  # "avx2" holds a wider CPU to it
+_VNNI = ("avx512f", "avx512bw", "avx512vl", "avx512vnni")
+
+
 def supported() -> bool:
     """True on x86-64 with AVX2 and FMA, which the tiles are written for."""
     features = llvm.get_host_cpu_features()
     return bool(features.get("avx2") and features.get("fma"))
 
 
+def _has_vnni() -> bool:
+    """AVX-512 with vpdpbusd is there and not switched off."""
+    if ISA not in ("", "avx2"):
+        raise ValueError(f"TOKENMILL_CPU_ISA is {ISA!r}: use avx2, or leave it unset")
+    features = llvm.get_host_cpu_features()
+    return not ISA and all(features.get(name) for name in _VNNI)
+
+
+VNNI = _has_vnni()
+if ISA and not config.CPU_FEATURES:  # what LLVM makes of plain loops is held to AVX2, too
+    _all = llvm.get_host_cpu_features()
+    _kept = {name: on and not name.startswith("avx512") for name, on in _all.items()}
+    config.CPU_FEATURES = ",".join(f"{'+' if on else '-'}{name}" for name, on in _kept.items())
+
+
 def _cache_folder() -> str:
     """Compiled code is kept per version of these sources: numba alone watches only one file."""
-    digest = hashlib.sha256(llvm.get_host_cpu_name().encode())
+    digest = hashlib.sha256(f"{llvm.get_host_cpu_name()} {ISA}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     root = os.environ.get("TOKENMILL_CACHE", "~/.cache/tokenmill")

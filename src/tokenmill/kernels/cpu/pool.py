@@ -28,6 +28,7 @@ _POLLS_PER_YIELD = 64  # a yield is a system call; in between a helper sees a la
 _TASK_ELEMENTS = 4096  # of a row-wise kernel: a few microseconds
 _SPINS = 200_000  # idle polls before a helper goes to sleep: a few milliseconds
 _I64 = ir.IntType(64)
+MAX_ARGS = 24  # of a kernel
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
@@ -114,6 +115,17 @@ def _run(control: int, kernel: int, args: int, num_tasks: int) -> None:
 
 
 @compiled
+def _run_all(control: int, table: int, count: int, width: int) -> None:
+    """Run launches one after the other; a row of the table is kernel, tasks, args."""
+    for row in range(table, table + count * width, width):
+        kernel, num_tasks = _load(row), _load(row + 8)
+        if num_tasks == 1:
+            _call(kernel, row + 16, 0)
+        else:
+            _run(control, kernel, row + 16, num_tasks)
+
+
+@compiled
 def _help(control: int, spins: int) -> None:
     """A helper's watch: work when there is work, return after `spins` idle polls."""
     idle = 0
@@ -159,10 +171,20 @@ class ThreadPool:
 
     def run(self, kernel: int, args: int, num_tasks: int) -> None:
         with self._lock:
-            for index, asleep in enumerate(self._asleep):
-                if asleep:
-                    self._wake[index].set()
+            self._wake_all()
             _run(self._control, kernel, args, num_tasks)
+
+    def run_all(self, table: np.ndarray) -> None:
+        """Launches [kernel, tasks, args...], each after the one before, in one call."""
+        assert table.flags.c_contiguous and table.dtype == np.int64
+        with self._lock:
+            self._wake_all()
+            _run_all(self._control, table.ctypes.data, len(table), table.strides[0])
+
+    def _wake_all(self) -> None:
+        for index, asleep in enumerate(self._asleep):
+            if asleep:
+                self._wake[index].set()
 
 
 _POOL = ThreadPool()
@@ -191,7 +213,7 @@ def task_kernel(body: Callable[[Any, int], None]) -> Any:
     run = compiled(body)
 
     def entry(args_at: int, task: int) -> None:
-        run(carray(i64_at(args_at), (24,)), task)
+        run(carray(i64_at(args_at), (MAX_ARGS,)), task)
 
     return cached(cfunc(types.void(types.int64, types.int64), nopython=True, cache=True), entry)
 
@@ -200,6 +222,11 @@ def task_kernel(body: Callable[[Any, int], None]) -> Any:
 def float_bits(value: float) -> int:
     """A double as the int64 argument that `tiles.as_float` turns back."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
+
+
+def launch_all(table: np.ndarray) -> None:
+    """Run the launches of a table [launches, 2 + MAX_ARGS], see ThreadPool.run_all."""
+    _POOL.run_all(table)
 
 
 def launch(kernel: Any, num_tasks: int, *args: int) -> None:

@@ -13,13 +13,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.build import VNNI, compiled
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _V16I8 = ir.VectorType(ir.IntType(8), 16)
 _V16I16 = ir.VectorType(ir.IntType(16), 16)
-_V8I32 = ir.VectorType(_I32, 8)
-_V8F32 = ir.VectorType(_F32, 8)
+_V8I32 = ir.VectorType(I32, 8)
+_V8F32 = ir.VectorType(F32, 8)
+LANES = 16 if VNNI else 8  # floats of a register; each is an element's own sum, whatever the width
 
 
 def _pointer_intrinsic(element: types.Type) -> Any:
@@ -62,7 +63,7 @@ def _emit_exp(b: ir.IRBuilder, x: Any) -> Any:
     """exp(x) to about 2 ulp, x clamped to [-87, 88]; straight-line code for scalars and vectors."""
     kind = x.type
     lanes = f".v{kind.count}f32" if isinstance(kind, ir.VectorType) else ".f32"
-    whole = ir.VectorType(_I32, kind.count) if isinstance(kind, ir.VectorType) else _I32
+    whole = ir.VectorType(I32, kind.count) if isinstance(kind, ir.VectorType) else I32
     x = b.select(b.fcmp_ordered("<", x, _constant(kind, -87.0)), _constant(kind, -87.0), x)
     x = b.select(b.fcmp_ordered(">", x, _constant(kind, 88.0)), _constant(kind, 88.0), x)
     floor = b.module.declare_intrinsic("llvm.floor" + lanes, (), ir.FunctionType(kind, [kind]))
@@ -94,10 +95,22 @@ def _fold(b: ir.IRBuilder, vectors: list[Any], combine: Any) -> Any:
     """Combine vectors pairwise, then the lanes of the last one, always in the same order."""
     while len(vectors) > 1:
         vectors = [combine(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-    lanes = [b.extract_element(vectors[0], ir.Constant(_I32, i)) for i in range(8)]
-    while len(lanes) > 1:
-        lanes = [combine(x, y) for x, y in zip(lanes[::2], lanes[1::2], strict=True)]
-    return lanes[0]
+    lanes = vectors[0]
+    for count in (8, 4, 2):
+        even, odd = (
+            b.shuffle_vector(
+                lanes,
+                lanes,
+                ir.Constant(ir.VectorType(I32, count // 2), list(range(start, count, 2))),
+            )
+            for start in (0, 1)
+        )
+        lanes = combine(even, odd)
+    return b.extract_element(lanes, ir.Constant(I32, 0))
+
+
+def _larger(b: ir.IRBuilder) -> Any:
+    return lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 @intrinsic
@@ -105,8 +118,8 @@ def span_max(typing_context: Any, scores: Any) -> Any:
     """The largest of the 64 floats at an address."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        vectors = [_load(b, args[0], 32 * i, _V8F32) for i in range(8)]
-        return _fold(b, vectors, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+        vectors = [load(b, args[0], 32 * i, _V8F32) for i in range(8)]
+        return _fold(b, vectors, _larger(b))
 
     return types.float32(types.int64), generate
 
@@ -116,13 +129,42 @@ def span_exp(typing_context: Any, scores: Any, top: Any) -> Any:
     """Replace the 64 floats at an address by exp(x - top)."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        top = _splat(b, args[1], _V8F32)
-        for i in range(8):
-            x = b.fsub(_load(b, args[0], 32 * i, _V8F32), top)
-            _store(b, _emit_exp(b, x), args[0], 32 * i)
+        kind = ir.VectorType(F32, LANES)
+        top = splat(b, args[1], kind)
+        for i in range(0, 256, 4 * LANES):
+            store(b, _emit_exp(b, b.fsub(load(b, args[0], i, kind), top)), args[0], i)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def round_group(typing_context: Any, source: Any, values: Any, scale: Any, offset: Any) -> Any:
+    """Round the 32 floats at `source` to 127 steps either way of their peak.
+
+    They go to `values` as int8, for AVX2's products as int16, their scale to `scale`, and -128
+    times their sum to `offset`.
+    """
+    kind = ir.IntType(8 if VNNI else 16)
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, values, scale, offset = args
+        lanes = [load(b, source, 32 * i, _V8F32) for i in range(4)]
+        unary = ir.FunctionType(_V8F32, [_V8F32])
+        fabs, rint = (
+            b.module.declare_intrinsic(f"llvm.{name}.v8f32", (), unary) for name in ("fabs", "rint")
+        )
+        peak = _fold(b, [b.call(fabs, [x]) for x in lanes], _larger(b))
+        peak = _larger(b)(peak, _constant(F32, 1e-30))
+        store(b, b.fdiv(peak, _constant(F32, 127.0)), scale, 0)
+        inverse = splat(b, b.fdiv(_constant(F32, 127.0), peak), _V8F32)
+        rounded = [b.fptosi(b.call(rint, [b.fmul(x, inverse)]), _V8I32) for x in lanes]
+        for i, x in enumerate(rounded):
+            store(b, b.trunc(x, ir.VectorType(kind, 8)), values, i * kind.width, 1)
+        store(b, b.mul(_fold(b, rounded, b.add), ir.Constant(I32, -128)), offset, 0)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 @intrinsic
@@ -130,7 +172,7 @@ def span_sum(typing_context: Any, scores: Any) -> Any:
     """The sum of the 64 floats at an address."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return _fold(b, [_load(b, args[0], 32 * i, _V8F32) for i in range(8)], b.fadd)
+        return _fold(b, [load(b, args[0], 32 * i, _V8F32) for i in range(8)], b.fadd)
 
     return types.float32(types.int64), generate
 
@@ -143,19 +185,19 @@ def square_sum(typing_context: Any, row: Any, k: Any) -> Any:
         row, k = args
         wide, one = (
             b.module.declare_intrinsic(f"llvm.fma{lanes}", (), ir.FunctionType(kind, [kind] * 3))
-            for lanes, kind in ((".v8f32", _V8F32), (".f32", _F32))
+            for lanes, kind in ((".v8f32", _V8F32), (".f32", F32))
         )
-        (sums,) = _accumulators(b, 1, 4, ir.Constant(_V8F32, [0.0] * 8))
-        stride = ir.Constant(_I64, 32)
+        (sums,) = accumulators(b, 1, 4, ir.Constant(_V8F32, [0.0] * 8))
+        stride = ir.Constant(I64, 32)
         whole = b.mul(b.udiv(k, stride), stride)
-        with cgutils.for_range_slice(b, ir.Constant(_I64, 0), whole, stride) as (i, _):
-            at = b.add(row, b.shl(i, ir.Constant(_I64, 2)))
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), whole, stride) as (i, _):
+            at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
             for v, slot in enumerate(sums):
-                x = _load(b, at, 32 * v, _V8F32)
+                x = load(b, at, 32 * v, _V8F32)
                 b.store(b.call(wide, [x, x, b.load(slot)]), slot)
         total = cgutils.alloca_once_value(b, _fold(b, [b.load(slot) for slot in sums], b.fadd))
-        with cgutils.for_range_slice(b, whole, k, ir.Constant(_I64, 1)) as (i, _):
-            x = _load(b, b.add(row, b.shl(i, ir.Constant(_I64, 2))), 0, _F32)
+        with cgutils.for_range_slice(b, whole, k, ir.Constant(I64, 1)) as (i, _):
+            x = load(b, b.add(row, b.shl(i, ir.Constant(I64, 2))), 0, F32)
             b.store(b.call(one, [x, x, b.load(total)]), total)
         return b.load(total)
 
@@ -165,30 +207,30 @@ def square_sum(typing_context: Any, row: Any, k: Any) -> Any:
 # ---------------------------------------------------------------------------- register tiles
 
 
-def _load(b: ir.IRBuilder, address: Any, offset: int, kind: ir.Type, align: int = 4) -> Any:
-    where = b.add(address, ir.Constant(_I64, offset)) if offset else address
+def load(b: ir.IRBuilder, address: Any, offset: int, kind: ir.Type, align: int = 4) -> Any:
+    where = b.add(address, ir.Constant(I64, offset)) if offset else address
     value = b.load(b.inttoptr(where, kind.as_pointer()))
     value.align = align
     return value
 
 
-def _store(b: ir.IRBuilder, value: Any, address: Any, offset: int) -> None:
-    where = b.add(address, ir.Constant(_I64, offset)) if offset else address
-    b.store(value, b.inttoptr(where, value.type.as_pointer())).align = 4
+def store(b: ir.IRBuilder, value: Any, address: Any, offset: int, align: int = 4) -> None:
+    where = b.add(address, ir.Constant(I64, offset)) if offset else address
+    b.store(value, b.inttoptr(where, value.type.as_pointer())).align = align
 
 
-def _splat(b: ir.IRBuilder, scalar: Any, kind: ir.VectorType) -> Any:
+def splat(b: ir.IRBuilder, scalar: Any, kind: ir.VectorType) -> Any:
     undefined = ir.Constant(kind, ir.Undefined)
-    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    lanes = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+    first = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    lanes = ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count)
     return b.shuffle_vector(first, undefined, lanes)
 
 
-def _rows(b: ir.IRBuilder, base: Any, stride: Any, count: int) -> list[Any]:
-    return [b.add(base, b.mul(stride, ir.Constant(_I64, r))) for r in range(count)]
+def row_addresses(b: ir.IRBuilder, base: Any, stride: Any, count: int) -> list[Any]:
+    return [b.add(base, b.mul(stride, ir.Constant(I64, r))) for r in range(count)]
 
 
-def _accumulators(b: ir.IRBuilder, rows: int, vectors: int, zero: ir.Constant) -> list[list[Any]]:
+def accumulators(b: ir.IRBuilder, rows: int, vectors: int, zero: ir.Constant) -> list[list[Any]]:
     """Stack slots that LLVM keeps in registers, zeroed here."""
     slots = [[cgutils.alloca_once(b, zero.type) for _ in range(vectors)] for _ in range(rows)]
     for row in slots:
@@ -209,26 +251,26 @@ def make_f32_tile(rows: int, vectors: int) -> Any:
             fma = b.module.declare_intrinsic(
                 "llvm.fma.v8f32", (), ir.FunctionType(_V8F32, [_V8F32] * 3)
             )
-            total = _accumulators(b, rows, vectors, ir.Constant(_V8F32, [0.0] * 8))
-            out = _rows(b, c, ldc, rows)
-            lines = _rows(b, a, lda, rows)
+            total = accumulators(b, rows, vectors, ir.Constant(_V8F32, [0.0] * 8))
+            out = row_addresses(b, c, ldc, rows)
+            lines = row_addresses(b, a, lda, rows)
             with cgutils.for_range(b, k) as loop:
                 line = b.add(base, b.mul(loop.index, ldb))
-                weights = [_load(b, line, 32 * v, _V8F32) for v in range(vectors)]
-                step = b.shl(loop.index, ir.Constant(_I64, 2))
+                weights = [load(b, line, 32 * v, _V8F32) for v in range(vectors)]
+                step = b.shl(loop.index, ir.Constant(I64, 2))
                 for r in range(rows):
-                    x = _splat(b, _load(b, b.add(lines[r], step), 0, _F32), _V8F32)
+                    x = splat(b, load(b, b.add(lines[r], step), 0, F32), _V8F32)
                     for v in range(vectors):
                         slot = total[r][v]
                         b.store(b.call(fma, [x, weights[v], b.load(slot)]), slot)
-            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(_I64, 0))):
+            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(I64, 0))):
                 for r in range(rows):
                     for v in range(vectors):
-                        before = _load(b, out[r], 32 * v, _V8F32)
+                        before = load(b, out[r], 32 * v, _V8F32)
                         b.store(b.fadd(b.load(total[r][v]), before), total[r][v])
             for r in range(rows):
                 for v in range(vectors):
-                    _store(b, b.load(total[r][v]), out[r], 32 * v)
+                    store(b, b.load(total[r][v]), out[r], 32 * v)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), generate
@@ -262,39 +304,39 @@ def make_int_tile(rows: int, vectors: int) -> Any:
             madd = b.module.declare_intrinsic(
                 "llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(_V8I32, [_V16I16, _V16I16])
             )
-            total = _accumulators(b, rows, vectors, ir.Constant(_V8I32, [0] * 8))
-            lines = _rows(b, a, lda, rows)
+            total = accumulators(b, rows, vectors, ir.Constant(_V8I32, [0] * 8))
+            lines = row_addresses(b, a, lda, rows)
             pair_bytes = 16 * vectors
             with cgutils.for_range_slice(
-                b, ir.Constant(_I64, 0), b.ashr(k, ir.Constant(_I64, 1)), ir.Constant(_I64, 2)
+                b, ir.Constant(I64, 0), b.ashr(k, ir.Constant(I64, 1)), ir.Constant(I64, 2)
             ) as (pair, _):
-                weights_at = b.add(w, b.mul(pair, ir.Constant(_I64, pair_bytes)))
-                step = b.shl(pair, ir.Constant(_I64, 2))
+                weights_at = b.add(w, b.mul(pair, ir.Constant(I64, pair_bytes)))
+                step = b.shl(pair, ir.Constant(I64, 2))
                 for unroll in range(2):
                     weights = [
                         b.sext(
-                            _load(b, weights_at, unroll * pair_bytes + 16 * v, _V16I8, 1), _V16I16
+                            load(b, weights_at, unroll * pair_bytes + 16 * v, _V16I8, 1), _V16I16
                         )
                         for v in range(vectors)
                     ]
                     for r in range(rows):
-                        both = _load(b, b.add(lines[r], step), 4 * unroll, _I32)
-                        x = b.bitcast(_splat(b, both, _V8I32), _V16I16)
+                        both = load(b, b.add(lines[r], step), 4 * unroll, I32)
+                        x = b.bitcast(splat(b, both, _V8I32), _V16I16)
                         for v in range(vectors):
                             slot = total[r][v]
                             b.store(b.add(b.load(slot), b.call(madd, [x, weights[v]])), slot)
-            for r, out in enumerate(_rows(b, c, ldc, rows)):
-                row_scale = _splat(b, _load(b, a_scale, 4 * r, _F32), _V8F32)
+            for r, out in enumerate(row_addresses(b, c, ldc, rows)):
+                row_scale = splat(b, load(b, a_scale, 4 * r, F32), _V8F32)
                 for v in range(vectors):
                     value = b.fmul(b.sitofp(b.load(total[r][v]), _V8F32), row_scale)
-                    value = b.fmul(value, _load(b, w_scale, 32 * v, _V8F32))
+                    value = b.fmul(value, load(b, w_scale, 32 * v, _V8F32))
                     slot = cgutils.alloca_once(b, _V8F32)
                     b.store(value, slot)
-                    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
-                        b.store(b.fadd(b.load(slot), _load(b, bias, 32 * v, _V8F32)), slot)
-                    with b.if_then(b.icmp_signed("!=", keep, ir.Constant(_I64, 0))):
-                        b.store(b.fadd(b.load(slot), _load(b, out, 32 * v, _V8F32)), slot)
-                    _store(b, b.load(slot), out, 32 * v)
+                    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
+                        b.store(b.fadd(b.load(slot), load(b, bias, 32 * v, _V8F32)), slot)
+                    with b.if_then(b.icmp_signed("!=", keep, ir.Constant(I64, 0))):
+                        b.store(b.fadd(b.load(slot), load(b, out, 32 * v, _V8F32)), slot)
+                    store(b, b.load(slot), out, 32 * v)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate

@@ -1,0 +1,68 @@
+"""Dense layers as the compiled kernels run them in one call, and when they can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenmill.kernels import compiled, cpu_kernels
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.kernels.matmul import PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A decoder layer's weights: attention, then one gated MLP."""
+
+    norm: torch.Tensor
+    qkv: PackedWeight
+    qkv_bias: torch.Tensor | None
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
+    out: PackedWeight
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+    window: int
+
+    @property
+    def plain(self) -> bool:
+        """Every product is grouped int8 in whole tiles."""
+        weights = self.qkv, self.out, self.gate_up, self.down
+        return all(w.tiled and w.grouped and w.padded == w.n for w in weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape of the attention and its cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    block_size: int
+    scale: float
+
+
+def make_stack(layers: list[DenseLayer], heads: Heads, eps: float) -> Any:
+    """A kernels.cpu.stack.Stack over these layers, or None where they run one by one."""
+    if not cpu_kernels() or not all(layer.plain for layer in layers):
+        return None
+    if not compiled("attention").supports(heads.dim, heads.block_size):
+        return None
+    return compiled("stack").Stack(layers, heads, eps)
+
+
+def run_stack(
+    stack: Any,
+    x: torch.Tensor,
+    kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
+    cos_sin: torch.Tensor,
+    batch: AttentionBatch,
+) -> bool:
+    """Add all layers to x in place; False where the switches say otherwise now."""
+    if stack is None or not cpu_kernels() or len(batch.tiles) != 1:
+        return False
+    stack.run(x, kv_cache, cos_sin, batch)
+    return True
