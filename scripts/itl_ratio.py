@@ -105,7 +105,7 @@ def _served(model: str, flags: tuple[str, ...]) -> Iterator[str]:
 def _alone(url: str, num_tokens: int, seed: int) -> float:
     """TTFT of a long prompt while nothing else runs, in ms."""
     shape = ("--input-len", str(num_tokens), "--output-len", "1", "--num-requests", "3")
-    load = ("--concurrency", "1", "--warmup-requests", "1", "--bench-seed", str(100 + seed))
+    load = ("--concurrency", "1", "--warmup-requests", "1", "--seed", str(100 + seed))
     point = _finish(_bench(url, *shape, *load))
     return float(point["ttft_ms"]["p50"])
 
@@ -117,13 +117,13 @@ def _measure(url: str, args: argparse.Namespace, rate: float, seed: int) -> dict
         url,
         *("--concurrency", str(args.streams), "--input-len", "32", "--output-len", "128"),
         *("--warmup-requests", "0"),
-        *(*duration, "--bench-seed", str(200 + seed)),
+        *(*duration, "--seed", str(200 + seed)),
     )
     long = _bench(
         url,
         *("--rate", f"{rate:.4f}", "--arrival", "constant", "--warmup-requests", "0"),
         *("--input-len", str(args.long_tokens), "--output-len", str(LONG_OUTPUT)),
-        *(*duration, "--bench-seed", str(300 + seed)),
+        *(*duration, "--seed", str(300 + seed)),
     )
     short, prompts = _finish(streams), _finish(long)
     return {
