@@ -149,8 +149,8 @@ def note_differences(points: Sequence[Report]) -> None:
 
 def _differ(one: Report, other: Report) -> bool:
     """By more than what their data explain differs."""
-    apart = other["share"] - one["share"]
-    return apart > APART and apart - (other["explained"] - one["explained"]) > APART
+    apart = float(other["share"] - one["share"])
+    return apart > APART and apart - float(other["explained"] - one["explained"]) > APART
 
 
 def hit_sentences(points: Sequence[Report]) -> list[str]:

@@ -129,15 +129,20 @@ def failed_too_often(report: Report) -> str:
     points, most = report["points"], report["config"]["max_error_rate"]
     if search := report.get("saturation"):
         points = [p for p in points if p[search["by"]] == search["found"]]
-    shares = [(p["num_failed"] / max(p["num_failed"] + p["num_completed"], 1), p) for p in points]
-    share, worst = max(shares, key=lambda pair: pair[0], default=(0.0, {}))
-    if share <= most:
+    if not points:
+        return ""
+    worst = max(points, key=_failed_share)
+    if _failed_share(worst) <= most:
         return ""
     sent = worst["num_failed"] + worst["num_completed"]
     return (
         f"{worst['num_failed']} of {sent} requests failed at {worst['load']}, more than "
         f"--max-error-rate {most:g} allows: {first_error([worst])}"
     )
+
+
+def _failed_share(point: Report) -> float:
+    return float(point["num_failed"] / max(point["num_failed"] + point["num_completed"], 1))
 
 
 @contextmanager
