@@ -111,7 +111,7 @@ def test_fields_that_change_nothing(server: SimServer, name: str) -> None:
 def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = make_tokenizer()
     facts = ModelFacts(4096, tokenizer.vocab_size, 1, 16, "none")
-    preparer = Preparer(tokenizer, facts, ServerConfig())
+    preparer = Preparer(tokenizer, lambda: facts, ServerConfig())
     message = {"role": "user", "content": "hi", "id": "m", "opts": 1}
     body = {"messages": [message], "store": True, "user": None, "reasoning_effort": "low"}
     with caplog.at_level("INFO"):
@@ -133,7 +133,8 @@ def test_reasoning_effort_reaches_the_template() -> None:
         eos_token_ids=known.eos_token_ids,
         chat_templates={"default": ChatTemplate(template, "test")},
     )
-    preparer = Preparer(tokenizer, ModelFacts(4096, 400, 1, 16, "none"), ServerConfig())
+    facts = ModelFacts(4096, 400, 1, 16, "none")
+    preparer = Preparer(tokenizer, lambda: facts, ServerConfig())
 
     def prompt(**fields: Any) -> str:
         body = json.dumps({"messages": SAME, **fields}).encode()
