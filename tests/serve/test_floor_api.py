@@ -141,24 +141,30 @@ def test_pages_in_a_browser_here_may_not_either(
 
 
 def test_a_token_opens_the_floor_to_others_and_overload_is_told() -> None:
-    config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=2, max_pending=3)
+    config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=4, max_pending=2)
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
     with sim_server(config, limits, step_ms=20.0) as server:
         assert server.call("GET", "/floor").status == 401
         token = {"authorization": "Bearer secret", "x-forwarded-for": "192.0.2.1"}
         token |= {"host": "mill.example", "origin": "https://mill.example"}
         assert server.call("GET", "/floor", headers=token).status == 200
-        first = server.open_stream("count: 400", n=4)
-        wait_until(lambda: server.metric("num_requests_running") == 1, "one of four runs")
+        streams = [server.open_stream("count: 400", n=2)]
+        wait_until(lambda: server.metric("num_requests_running") == 1, "one of two runs")
+        streams += [server.open_stream("count: 400")]
+        wait_until(lambda: server.metric("num_requests_waiting") == 2, "one runs, two wait")
         refused = server.chat("hi")
         assert refused.status == 429 and refused.error["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
-        first.close()
-        wait_until(lambda: server.metric("num_requests_waiting") == 0, "all are aborted")
-        streams = [server.open_stream("count: 400") for _ in range(2)]
-        wait_until(lambda: server.metric("num_requests_waiting") == 1, "one runs, one waits")
-        refused = server.chat("hi")
-        assert refused.status == 429 and refused.error["code"] == "max_concurrency_per_key"
         for stream in streams:
             stream.close()
+        wait_until(lambda: server.chat("say: hi").status == 200, "there is room again")
+
+
+def test_a_key_has_a_limit_of_its_own() -> None:
+    with sim_server(ServerConfig(port=0, max_concurrency_per_key=1), step_ms=20.0) as server:
+        stream = server.open_stream("count: 400")
+        wait_until(lambda: server.metric("num_requests_running") == 1, "it runs")
+        refused = server.chat("hi")
+        assert refused.status == 429 and refused.error["code"] == "max_concurrency_per_key"
+        stream.close()
         wait_until(lambda: server.chat("say: hi").status == 200, "there is room again")
