@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
 from tokenmill.bench.manifest import verify
+from tokenmill.bench.submission import SYSTEM_FIELDS
 from tokenmill.cli import mlperf
 from tokenmill.settings import Settings
 
@@ -107,6 +109,33 @@ def test_compliance_runs_beside_the_benchmark(
     assert "Found Audit Config file" in detail
     plain = test.parent / "performance/run_1/mlperf_log_detail.txt"
     assert "Found Audit Config file" not in plain.read_text()
+
+
+def test_a_closed_folder_keeps_the_checker_s_rules(
+    tiny: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the official submission checker asks of files and fields, quick runs' sizes aside."""
+    (folder / "data.json").write_text(json.dumps(DATASET))
+    line = ["--quick", "--dataset", "data.json", "--test-mode", "submission", "--compliance"]
+    line += [*tiny, "--max-model-len", "64", "--division", "closed", "--submitter", "me"]
+    report_of(capfd, *line, "--submission-dir", "sub")
+    results = folder / "sub/closed/me/results/system/llama3.1-8b/Offline"
+    logs = ("mlperf_log_summary.txt", "mlperf_log_detail.txt")
+    required = {f"performance/run_1/{name}" for name in logs}
+    required |= {f"accuracy/{name}" for name in (*logs, "accuracy.txt", "mlperf_log_accuracy.json")}
+    required |= {"TEST06/verify_accuracy.txt", "measurements.json", "user.conf", "README.md"}
+    found = {str(path.relative_to(results)) for path in results.rglob("*") if path.stat().st_size}
+    assert required <= found
+    assert (results / "accuracy/mlperf_log_accuracy.json").stat().st_size <= 10 * 1024
+    score = re.search(r"'rougeLsum': ([\d.]+)", (results / "accuracy/accuracy.txt").read_text())
+    digest = re.search(r"hash=([0-9a-f]{64})", (results / "accuracy/accuracy.txt").read_text())
+    assert score and digest
+    measurements = json.loads((results / "measurements.json").read_text())
+    fields = ("input_data_types", "retraining", "starting_weights_filename")
+    assert all(measurements[f] for f in (*fields, "weight_data_types", "weight_transformations"))
+    system = json.loads((folder / "sub/closed/me/systems/system.json").read_text())
+    assert (system["division"], system["submitter"]) == ("closed", "me")
+    assert all(name in system for name in SYSTEM_FIELDS)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def _normal_scores(array: np.ndarray) -> np.ndarray:
     """Ranks as values of a normal distribution; equal values have equal ones."""
     _, index, counts = np.unique(array, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts + 1) / 2
-    return np.interp((ranks[index] + 0.5) / len(array), _SHARES, _SCORES)
+    return np.asarray(np.interp((ranks[index] + 0.5) / len(array), _SHARES, _SCORES))
 
 
 def _correlation(array: np.ndarray) -> float:
