@@ -28,6 +28,7 @@ LONG = (
     "kernels/test_triton.py",
     "e2e/test_parity.py",
     "engine/test_calibrate.py",
+    "engine/test_golden_ways.py",
     "serve/test_supervisor.py",
     "e2e/",
     "test_ranks.py",

@@ -16,6 +16,9 @@ from tokenmill.core.types import (
     TokenLogprobs,
 )
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.kernels import cpu_kernels
+
+LOGPROB_BOUND = 1e-3  # README: how far log-probabilities may differ without compiled kernels
 
 
 @dataclass
@@ -37,6 +40,24 @@ class Answer:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish_reason is not None:
             self.terminals.append(output)
+
+
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """The same answers: to the last bit by the compiled kernels, by torch within a bound."""
+    assert [_words(a) for a in answers] == [_words(a) for a in expected]
+    if cpu_kernels():
+        assert [a.logprobs for a in answers] == [a.logprobs for a in expected]
+        assert [a.prompt_logprobs for a in answers] == [a.prompt_logprobs for a in expected]
+    for answer, other in zip(answers, expected, strict=True):
+        for mine, theirs in zip(answer.logprobs, other.logprobs, strict=True):
+            pairs = zip(mine.logprobs, theirs.logprobs, strict=True)
+            assert all(abs(a - b) <= LOGPROB_BOUND for a, b in pairs), (mine, theirs)
+
+
+def _words(answer: Answer) -> object:
+    """Its tokens and how it ended."""
+    ends = [(end.finish_reason, end.stop_reason) for end in answer.terminals]
+    return answer.token_ids, ends
 
 
 def build(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from driver import Answer, build, complete
+from driver import assert_same, build, complete
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import SamplingParams
 
@@ -28,11 +28,6 @@ def prompts() -> list[list[int]]:
     shared = [source.randrange(64) for _ in range(40)]
     own = [[source.randrange(64) for _ in range(n)] for n in (1, 17, 33)]
     return own + [shared + tail for tail in own]
-
-
-def facts(answers: list[Answer]) -> list[object]:
-    """Tokens and log-probabilities to the last bit."""
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,7 +52,7 @@ def test_every_mode_gives_transformers_tokens(family: str, tmp_path: Path) -> No
             )  # fmt: skip
             for _ in range(1 + prefix_cache):
                 answers = complete(built.engine, prompts(), GREEDY)
-                assert facts(answers) == facts(golden)
+                assert_same(answers, golden)
             if prefix_cache and num_blocks == 400:
                 cached = [answer.num_cached_tokens for answer in answers]
                 assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draft_heads import forgetful, save_head
-from driver import Answer, build, complete
+from driver import assert_same, build, complete
 from engine import disaggregated
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
@@ -62,12 +62,6 @@ def prompts() -> list[list[int]]:
     return own + [shared + tail for tail in own]
 
 
-def facts(answers: list[Answer]) -> list[object]:
-    """Tokens, log-probabilities to the last bit, and how each ended."""
-    ends = [(a.terminals[0].finish_reason, a.terminals[0].stop_reason) for a in answers]
-    return [(a.token_ids, a.logprobs, end) for a, end in zip(answers, ends, strict=True)]
-
-
 def assert_drafted(stats: EngineStats, count: int) -> None:
     """As many positions as asked for, and each was right sometimes and wrong sometimes."""
     assert len(stats.num_drafted) == len(stats.num_accepted) == count
@@ -103,7 +97,7 @@ def test_every_mode_gives_the_answer_without_drafts(
         engine = built.engine
         for _ in range(1 + prefix_cache):
             answers = complete(engine, prompts(), GREEDY)
-            assert facts(answers) == facts(golden)
+            assert_same(answers, golden)
         stats = engine.stats()
         assert_drafted(stats, mtp)
         if num_blocks == 14:
@@ -134,8 +128,8 @@ def test_seeded_draws_penalties_and_stops_are_those_without_drafts(llama: Model)
             draft=head,
         )  # fmt: skip
         answers = complete(built.engine, asked, params)
-        assert facts(answers) == facts(golden)
-        assert answers[4].prompt_logprobs == golden[4].prompt_logprobs
+        assert_same(answers, golden)
+        assert answers[4].prompt_logprobs is not None
         assert sum(built.engine.stats().num_accepted) > 0
     assert {a.terminals[0].finish_reason for a in golden} == {
         FinishReason.STOP,
@@ -154,7 +148,7 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
     runner = padded.engine._runner
     runner.add_draft_graphs(3, 3)  # more than three sequences are computed as before
     expected, answers = (complete(b.engine, asked, params) for b in (plain, padded))
-    assert facts(answers) == facts(expected)
+    assert_same(answers, expected)
     counts = [
         (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
     ]
@@ -173,7 +167,7 @@ def test_padding_ends_with_the_context(tiny: Model) -> None:
         graphs.sizes = [4]  # the other rows are nobody's
     padded.engine._runner.add_prompt_graphs(3)
     expected, answers = (complete(b.engine, prompts()[:4], endless) for b in (plain, padded))
-    assert facts(answers) == facts(expected)
+    assert_same(answers, expected)
     assert [len(p) + len(a.token_ids) for p, a in zip(prompts(), answers, strict=False)] == [41] * 4
 
 
@@ -199,7 +193,7 @@ def test_a_prompt_padded_to_the_shape_of_a_graph_gives_the_same_answer(
     runner.add_prompt_graphs(depth)
     for prompt, sampling in zip(prompts(), params, strict=True):
         expected, answers = (complete(b.engine, [prompt], sampling) for b in (plain, padded))
-        assert facts(answers) == facts(expected)
+        assert_same(answers, expected)
     drafted = [b.engine.stats().num_accepted for b in (plain, padded)]
     assert drafted[0] == drafted[1]
     assert {16, 41, 24} <= set(used)  # the last is what the cache leaves of 56
@@ -241,7 +235,7 @@ def test_steps_launched_ahead_change_no_answer(
     for first, last in ((0, 1), (1, 3), (0, 4), (3, 4), (0, 2)):
         golden = complete(plain.engine, asked[first:last], params[first:last])
         answers = complete(ahead.engine, asked[first:last], params[first:last])
-        assert facts(answers) == facts(golden)
+        assert_same(answers, golden)
         ahead.engine._scheduler.check_integrity()
     assert used[0] > 10 and launches[0] > used[0]
     if num_blocks == 60:  # blocks come early enough that few steps wait for one
@@ -315,7 +309,7 @@ def test_relaxed_acceptance_takes_likely_drafts_and_says_so(
     golden = complete(exact.engine, asked, greedy)
     assert exact.engine.stats().num_relaxed == 0 and "not exact" not in exact.description
     strict = build(folder, "fp32", relaxed="1:0.0", **options)  # the likeliest token alone
-    assert facts(complete(strict.engine, asked, greedy)) == facts(golden)
+    assert_same(complete(strict.engine, asked, greedy), golden)
     assert strict.engine.stats().num_relaxed == 0
     for padded in (False, True):
         loose = build(folder, "fp32", relaxed="64:1.0", **options)  # whatever is drafted
@@ -352,7 +346,7 @@ def test_structured_output_is_that_without_drafts(tmp_path: Path) -> None:
         folder, "fp32", chunked=True, prefix_cache=True, num_blocks=100, vocab=vocab(), mtp=3,
         draft=head,
     )  # fmt: skip
-    assert facts(complete(built.engine, asked, params)) == facts(golden)
+    assert_same(complete(built.engine, asked, params), golden)
     assert sum(built.engine.stats().num_accepted) > 0
 
 

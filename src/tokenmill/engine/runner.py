@@ -270,13 +270,17 @@ class ModelRunner:
         logits: torch.Tensor,
         newest: torch.Tensor,
     ) -> torch.Tensor:
-        """Sample all rows, int32 [rows]: on a GPU there, unless a grammar has to be asked."""
+        """Sample all rows, int32 [rows]: on a GPU there, unless a grammar has to be asked.
+
+        On CPU all rows of all steps are sampled alike: a neighbour must not change a row's bits.
+        """
         masks = grammar_masks(rows)
         constrained = any(mask is not None for mask in masks)
-        if (self.on_gpu and not constrained) or any(map(_counts_pending, rows)):
+        if self.on_gpu and (not constrained or any(map(_counts_pending, rows))):
             launched.sampled = self.device_sampler.launch(logits, rows, newest)
             return launched.sampled.token_ids
-        tokens, launched.logprobs = self.sampler(logits.float(), rows, masks)
+        fed = None if self.on_gpu else newest.tolist()
+        tokens, launched.logprobs = self.sampler(logits.float(), rows, masks, fed)
         return torch.tensor(tokens, dtype=torch.int32).to(self.device)
 
     def _relax(

@@ -208,17 +208,22 @@ class Sampler:
     """Turns the logits of the rows that sample in a step into tokens and log-probabilities."""
 
     def __call__(
-        self, logits: Tensor, rows: list[SampledRow], masks: list[Bitmask | None]
+        self,
+        logits: Tensor,
+        rows: list[SampledRow],
+        masks: list[Bitmask | None],
+        newest: list[int] | None = None,
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One token per row of fp32 logits [rows, vocab], which are left as they are."""
-        values = _values(logits)
+        """One token per row of fp32 logits [rows, vocab], which are left as they are.
+
+        `newest` are the tokens that the rows were just fed: what a pending token turned out to be.
+        """
+        values, fed = _values(logits), newest or [PENDING] * len(rows)
         if all(map(_is_plain, rows, masks)):
             token_ids: list[int] = values.argmax(-1).tolist()
             check_finite(float(values[np.arange(len(rows)), token_ids].sum()))
         else:
-            token_ids = [
-                _sample(row, seq, mask) for row, seq, mask in zip(values, rows, masks, strict=True)
-            ]
+            token_ids = [_sample(*row) for row in zip(values, rows, masks, fed, strict=True)]
         logprobs = [
             None if (k := seq.request.sampling.logprobs) is None else token_logprobs(row, token, k)
             for row, seq, token in zip(values, rows, token_ids, strict=True)
@@ -276,10 +281,10 @@ def _is_plain(seq: SampledRow, mask: Bitmask | None) -> bool:
     return mask is None and is_greedy(seq.request.sampling) and not is_adjusted(seq)
 
 
-def _sample(row: Row, seq: SampledRow, mask: Bitmask | None) -> int:
+def _sample(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> int:
     params = seq.request.sampling
     if is_adjusted(seq):
-        row = adjusted(row, seq)
+        row = adjusted(row, seq, newest)
     allowed = None if mask is None else allowed_ids(mask, row.size)
     if allowed is not None:
         row = row[allowed]
@@ -292,26 +297,37 @@ def _sample(row: Row, seq: SampledRow, mask: Bitmask | None) -> int:
     return index if allowed is None else int(allowed[index])
 
 
-def adjusted(row: Row, seq: SampledRow) -> Row:
+def adjusted(row: Row, seq: SampledRow, newest: int = PENDING) -> Row:
     """A copy of the logits after penalties, logit_bias and min_tokens."""
     row = row.copy()
     if is_penalised(seq.request.sampling):
-        _penalise(row, seq)
+        _penalise(row, seq, newest)
     bias = biases(seq, row.size)
     if bias:
         row[list(bias)] += np.array(list(bias.values()), np.float32)
     return row
 
 
-def _penalise(row: Row, seq: SampledRow) -> None:
+def _penalise(row: Row, seq: SampledRow, newest: int) -> None:
     """Repetition counts prompt and output; frequency and presence count the output alone."""
     params = seq.request.sampling
     ids, num_outputs = token_counts(seq)
+    if seq.token_ids[-1] == PENDING and newest != PENDING:
+        ids, num_outputs = _with_output(ids, num_outputs, newest)
     logits, penalty = row[ids], params.repetition_penalty
     logits = np.where(logits > 0, logits / penalty, logits * penalty)
     logits -= params.frequency_penalty * num_outputs
     logits -= params.presence_penalty * (num_outputs > 0)
     row[ids] = logits
+
+
+def _with_output(
+    ids: NDArray[np.int32], num_outputs: Row, token: int
+) -> tuple[NDArray[np.int32], Row]:
+    """The same counts and one generated token more."""
+    if token not in ids:
+        return np.append(ids, np.int32(token)), np.append(num_outputs, np.float32(1.0))
+    return ids, num_outputs + (ids == token)
 
 
 def allowed_ids(mask: Bitmask, vocab_size: int) -> Ids:

@@ -1,4 +1,8 @@
-"""Rotary position tables for every scaling that the Llama family uses."""
+"""Rotary position tables for every scaling that the Llama family uses.
+
+Cosines and sines are made of sums and products in float64, which round alike on every CPU; those of
+torch and numpy depend on the instruction set, and on where in a tensor an element lies.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,45 @@ import torch
 
 from tokenmill.core.rope import RopeSpec
 
+# pi / 2 in parts of 33 bits, so that their products with a number below 2**20 are exact
+_HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+_SINE = tuple((-1) ** i / math.factorial(2 * i + 1) for i in range(9, 0, -1))
+_COSINE = tuple((-1) ** i / math.factorial(2 * i) for i in range(9, -1, -1))
+
 
 def rotary_table(rope: RopeSpec, dim: int, num_positions: int) -> torch.Tensor:
     """fp32 [num_positions, dim]: cosines in the first half, sines in the second."""
     angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, dim)
-    return torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
+    cos, sin = _cos_sin(angles.double())
+    return torch.cat([cos, sin], dim=1).float() * rope.attention_factor
+
+
+def _cos_sin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of float64 angles up to 2**20, to about its last bit."""
+    turns = torch.round(x * (2 / math.pi))
+    for part in _HALF_PI:
+        x = x - turns * part
+    square = x * x
+    sin = _polynomial(square, _SINE) * square * x + x
+    cos = _polynomial(square, _COSINE)
+    quarter = turns.long() & 3
+    odd = quarter % 2 == 1
+    cos, sin = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
+    return torch.where((quarter == 1) | (quarter == 2), -cos, cos), torch.where(
+        quarter >= 2, -sin, sin
+    )
+
+
+def _polynomial(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tensor:
+    total = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = total * x + coefficient
+    return total
 
 
 def inverse_frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
     """fp32 [dim / 2], rescaled as `rope.kind` says."""
-    base = 1.0 / rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    base = 1.0 / torch.tensor([rope.theta ** (i / dim) for i in range(0, dim, 2)])
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":
