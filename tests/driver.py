@@ -18,7 +18,8 @@ from tokenmill.core.types import (
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.kernels import cpu_kernels
 
-LOGPROB_BOUND = 1e-2  # README: how far log-probabilities may differ without compiled kernels
+# README: how far log-probabilities may differ without compiled kernels
+LOGPROB_BOUND = {"fp32": 1e-3, "int8": 0.1}
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Answer:
 
 
 def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    """The same answers: to the last bit by the compiled kernels, by torch within a bound."""
+    """The same answers: to the last bit, or without compiled kernels (fp32) within a bound."""
     assert [_words(a) for a in answers] == [_words(a) for a in expected]
     if cpu_kernels():
         assert [a.logprobs for a in answers] == [a.logprobs for a in expected]
@@ -51,7 +52,7 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
     for answer, other in zip(answers, expected, strict=True):
         for mine, theirs in zip(answer.logprobs, other.logprobs, strict=True):
             pairs = zip(mine.logprobs, theirs.logprobs, strict=True)
-            assert all(abs(a - b) <= LOGPROB_BOUND for a, b in pairs), (mine, theirs)
+            assert all(abs(a - b) <= LOGPROB_BOUND["fp32"] for a, b in pairs), (mine, theirs)
 
 
 def _words(answer: Answer) -> object:
