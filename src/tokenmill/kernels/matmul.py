@@ -1,4 +1,4 @@
-"""Linear products y = x W^T over weights packed once at load: fp32, int8 x int16, bf16, fp8.
+"""Linear products y = x W^T over weights packed once at load: fp32, int8, bf16, fp8.
 
 int8: weights are rounded per output channel to [-127, 127]. So are activations by groups of GROUP
 channels with a scale each, and the groups' exact sums are added up in their order; for experts
