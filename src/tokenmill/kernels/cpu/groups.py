@@ -279,8 +279,8 @@ def split(m: int, n: int, k: int) -> tuple[int, int, int]:
 def lay_out(weight: torch.Tensor) -> torch.Tensor:
     """int8 W[n, k], both padded, as the tiles read it: [n/16, k/4, 16, 4] or [n/16, k/2, 16, 2]."""
     step = GROUP // ISA.steps
-    tiles = weight.unflatten(1, (-1, step)).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
-    tiles = tiles.contiguous()
+    rows: torch.Tensor = weight.unflatten(1, (-1, step))
+    tiles: torch.Tensor = rows.unflatten(0, (-1, COLUMNS)).transpose(1, 2).contiguous()
     return tiles if ISA is Avx2 else (tiles.view(torch.uint8) ^ 128)
 
 

@@ -49,8 +49,8 @@ class Stack:
         """What stays: weights, shapes and constants."""
         bits, heads = float_bits(self.eps), self.heads
         hidden, inner = layer.qkv.k, layer.down.k
-        for step, weight in ((_NORM, layer.norm), (_MLP_NORM, layer.mlp_norm)):
-            args[step, [1, 5, 7, 8]] = weight.data_ptr(), hidden, _BY_GROUP, bits
+        for step, norm in ((_NORM, layer.norm), (_MLP_NORM, layer.mlp_norm)):
+            args[step, [1, 5, 7, 8]] = norm.data_ptr(), hidden, _BY_GROUP, bits
         products = (
             (_QKV, layer.qkv, layer.qkv_bias, 0),
             (_OUT, layer.out, layer.out_bias, 1),
