@@ -84,20 +84,29 @@ def _make_values(rows: int, vectors: int) -> Any:
     ) -> Any:
         def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
             p, ldp, bases, offset, ldv, slices, c, ldc = args
-            total = accumulators(b, rows, vectors, ir.Constant(_FLOATS, [0.0] * LANES))
-            lines = row_addresses(b, p, ldp, rows)
+            zero = ir.Constant(_FLOATS, [0.0] * LANES)
+            total, part = (accumulators(b, rows, vectors, zero) for _ in range(2))
+            pairs = [
+                pair for both in zip(total, part, strict=True) for pair in zip(*both, strict=True)
+            ]
+            lines, outs = row_addresses(b, p, ldp, rows), row_addresses(b, c, ldc, rows)
+            places = [(out, 4 * LANES * v) for out in outs for v in range(vectors)]
+            for (slot, _), place in zip(pairs, places, strict=True):
+                b.store(load(b, *place, _FLOATS), slot)
             with cgutils.for_range(b, slices) as outer:
                 base = load(b, b.add(bases, b.shl(outer.index, ir.Constant(I64, 3))), 0, I64)
                 base, first = b.add(base, offset), b.shl(outer.index, ir.Constant(I64, 6))
+                for _, slot in pairs:
+                    b.store(zero, slot)
                 with cgutils.for_range(b, ir.Constant(I64, 16)) as loop:
                     line = b.add(base, b.mul(loop.index, ldv))
                     values = [load(b, line, 4 * LANES * v, _FLOATS) for v in range(vectors)]
                     at = b.add(first, b.shl(loop.index, ir.Constant(I64, 2)))
-                    _advance(b, total, lines, at, values)
-            for out, slots in zip(row_addresses(b, c, ldc, rows), total, strict=True):
-                for v, slot in enumerate(slots):
-                    before = load(b, out, 4 * LANES * v, _FLOATS)
-                    store(b, b.fadd(b.load(slot), before), out, 4 * LANES * v)
+                    _advance(b, part, lines, at, values)
+                for slot, summed in pairs:  # partial sums of 16 keep fp32 rounding down
+                    b.store(b.fadd(b.load(summed), b.load(slot)), slot)
+            for (slot, _), place in zip(pairs, places, strict=True):
+                store(b, b.load(slot), *place)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), generate
