@@ -15,6 +15,8 @@ from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_t
 from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
 from tokenmill.kernels.norm import silu_mul
 
+FEW_ROWS = 4  # up to here fp32 experts on CPU are faster one by one; the bits are the same
+
 
 class Routing(NamedTuple):
     """How a token chooses `top_k` experts by the router's logits."""
@@ -123,7 +125,7 @@ def apply_experts(
     if not ids.numel():
         return x.new_empty(0, down.n)
     apply = triton_kernels("moe").apply_experts if use_triton(x) else apply_experts_reference
-    if gate_up.tiled:
+    if gate_up.tiled and (gate_up.scales is not None or x.shape[0] > FEW_ROWS):
         apply = _apply_experts_tiled
     results: torch.Tensor = apply(x, ids, gate_up, down)
     return results
