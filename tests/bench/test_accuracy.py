@@ -185,11 +185,12 @@ def test_submission_files(tmp_path: Path) -> None:
     (logs / ACCURACY).write_bytes(answers)
     submission.copy_performance(layout, logs)
     submission.copy_accuracy(layout, logs, {"rouge1": 44.5})
-    empty = submission.write_system(layout, {"host_processor_core_count": "2"})
+    empty, _ = submission.write_system(layout, {"host_processor_core_count": "2"})
     assert "cooling" in empty and "host_processor_core_count" not in empty
     written = json.loads(layout.system_file.read_text())
     layout.system_file.write_text(json.dumps(written | {"cooling": "air"}))
-    assert "cooling" not in submission.write_system(layout, {"host_processor_core_count": "2"})
+    empty, _ = submission.write_system(layout, {"host_processor_core_count": "2"})
+    assert "cooling" not in empty
     results = tmp_path / "open/me/results/box/llama2-70b/Interactive"
     assert (results / "performance/run_1" / DETAIL).read_text() == DETAIL
     kept = (results / "accuracy" / ACCURACY).read_bytes()
