@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -87,13 +87,14 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_json(error, body) from None
     dropped: list[str] = []
-    _prune(raw, _info(kind), "", dropped)
+    info = _info(cast(Hashable, kind))
+    _prune(raw, info, "", dropped)
     if ignored is not None:
         ignored.note(dropped)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error), raw, _info(kind)) from None
+        raise explain(str(error), raw, info) from None
 
 
 def _not_json(error: Exception, body: bytes) -> ApiError:
