@@ -1,8 +1,8 @@
 """Router policies side by side over kinds of load, costs of machines and numbers of workers.
 
 A cell is one load at one rate. Its requests of all seeds are pooled for each policy: a p99 over the
-few hundred requests of one seed is the luck of three of them. The first half of the requests fills
-the caches and is not counted, but for the total time.
+few hundred requests of one seed is the luck of three of them. Caches are empty at first, and all
+requests count.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _pooled(
         router = RouterConfig(policy=policy, block_size=config.block_size, seed=seed)
         replay = Replay(load, config, router)
         duration_s += replay.run()["duration_s"]
-        times += replay.times[num_requests // 2 :]
+        times += replay.times
     ttft = summarize(t.ttft_ms for t in times)
     tpot = summarize(t.tpot_ms for t in times)
     return {

@@ -5,8 +5,8 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
     wait    = until the step that runs there ends, which may compute prompts
     queue   = prefill of the prompts that wait for the next step
     prefill = the uncached tokens of this prompt; they count twice: whoever comes next waits too.
-              Those that another worker has are shared by all who will use the copy, as many as
-              had this prefix of late, by worker
+              Those that another worker has are shared by all who will use the copy: as many
+              more are expected as asked for this prefix of late
     stall   = the requests there get no token while this prompt is computed
     decode  = in the steps that this request shares with those there, each slows down the others
 
@@ -132,7 +132,7 @@ class Decision:
     cached_tokens: dict[str, int]  # by worker; those without any are left out
     prices: Prices
     now_ms: float
-    num_uses: float  # of the longest prefix that a worker has, by worker
+    num_uses: float  # that are expected of the longest prefix that a worker has
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
@@ -356,7 +356,7 @@ class Router:
         return {name: min(depth * size, most) for name, depth in overlaps.items()}
 
     def _num_uses(self, chain: U64, cached: dict[str, int]) -> float:
-        """How often, by worker, the longest prefix that one has was asked for of late, and now."""
+        """How many will use a copy of the longest prefix that a worker has: as many more as did."""
         depth = max(cached.values(), default=0) // self.config.block_size
         if not depth:
             return 1.0
@@ -367,7 +367,7 @@ class Router:
         uses[prefix] = (count + 1.0, now)
         if len(uses) > MAX_PREFIXES:
             del uses[next(iter(uses))]
-        return 1.0 + count * count / (4 * len(self._names))
+        return 1.0 + count
 
     def _choose(
         self,
