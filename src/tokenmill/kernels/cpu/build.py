@@ -11,8 +11,6 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import config, njit
 
-from tokenmill.core.types import ModelLoadError
-
 # No 'nnan'/'ninf': masked scores are large negative numbers, never infinities. No 'reassoc': copies
 # of a function in several callers would round differently, and so would code compiled here from
 # code out of the cache.
@@ -32,7 +30,7 @@ def supported() -> bool:
 def _has_vnni() -> bool:
     """AVX-512 with vpdpbusd is there and not switched off."""
     if ISA not in ("", "avx2"):
-        raise ModelLoadError(f"TOKENMILL_CPU_ISA is {ISA!r}: use avx2, or leave it unset")
+        raise ValueError(f"TOKENMILL_CPU_ISA is {ISA!r}: use avx2, or leave it unset")
     features = llvm.get_host_cpu_features()
     return not ISA and all(features.get(name) for name in _VNNI)
 
