@@ -99,7 +99,7 @@ def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
 
 
 def test_errors_name_what_is_wrong(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="600 tokens; the context limit is 512"):
+    with pytest.raises(InvalidRequestError, match="context is 512 tokens; the prompt has 600"):
         llm.generate([[1] * 600], GREEDY)
     with pytest.raises(InvalidRequestError, match="2 entries for 1 prompts"):
         llm.generate(["x"], [GREEDY, GREEDY])

@@ -26,6 +26,7 @@ from tokenmill.core.types import (
     SamplingParams,
     TokenLogprobs,
     TokenmillError,
+    no_room,
 )
 from tokenmill.engine.build import build_engine
 from tokenmill.models.store import resolve
@@ -227,9 +228,7 @@ class LLM:
     def _check_fits(self, token_ids: list[int], sampling: SamplingParams) -> None:
         limit = self.built.max_model_len
         if len(token_ids) >= limit:
-            raise InvalidRequestError(
-                f"a prompt has {len(token_ids)} tokens; the context limit is {limit}", "prompts"
-            )
+            raise InvalidRequestError(no_room(len(token_ids), limit), "prompts")
 
     def _submit(
         self,

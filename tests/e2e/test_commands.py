@@ -19,6 +19,7 @@ from tiny_configs import write_config
 from tiny_tokenizers import HERMES_TEMPLATE, byte_level, save_folder
 from tokenmill import __version__
 from tokenmill.__main__ import run
+from tokenmill.kernels import cpu_kernels
 
 SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
 ENGINE = ["--random-weights", "--num-threads", "1", "--kv-cache-memory", "4MiB"]
@@ -60,8 +61,57 @@ def test_generate_names_a_prompt_that_is_too_long(
 ) -> None:
     assert run(["generate", "x" * 300, "--model", str(model), *ENGINE]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: a prompt has 300 tokens; the context limit is 256"
+        "error: this model's context is 256 tokens; the prompt has 300 "
+        "and leaves no room for an answer"
     )
+
+
+SMALL = ["--random-weights", "--num-threads", "1", "--kv-cache-memory", "64KiB"]  # 128 tokens
+CUT = "the context is 128 tokens instead of 256: the KV cache holds no more"
+
+
+def test_every_way_in_has_the_context_that_the_cache_holds(
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = "this model's context is 128 tokens; the prompt has 200 and leaves no room"
+    assert run(["generate", "x" * 200, "--model", str(model), *SMALL]) == 1
+    assert refused in capsys.readouterr().err and CUT in caplog.text
+    line = ["bench", "throughput", "--model", str(model), "--cell", "single", *SMALL]
+    assert run(line) == 1
+    assert "needs 256 tokens, but the model's context is 128; the KV" in capsys.readouterr().err
+    caplog.clear()
+    told = []
+    monkeypatch.setattr(
+        "tokenmill.serve.worker.run_worker", lambda engine, address, facts, kv: told.append(facts)
+    )
+    assert run(["worker", "--model", str(model), "--address", "none", *SMALL]) == 0
+    (facts,) = told
+    assert facts.max_model_len == 128 and CUT in facts.warnings[0]
+    assert not caplog.records  # the front tells it, and it alone
+
+
+@pytest.mark.skipif(not cpu_kernels(), reason="nothing reads the variable here")
+@pytest.mark.parametrize("way", ["generate", "serve", "LLM"])
+def test_a_wrong_instruction_set_is_one_sentence(model: Path, way: str) -> None:
+    command = [sys.executable, "-m", "tokenmill", way, "--model", str(model), *ENGINE]
+    if way == "generate":
+        command.append("Hello")
+    elif way == "serve":
+        command += ["--port", "0"]
+    else:
+        code = "import sys, tokenmill; tokenmill.LLM(sys.argv[1], random_weights=True)"
+        command = [sys.executable, "-c", code, str(model)]
+    environ = os.environ | {"TOKENMILL_CPU_ISA": "avx9"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=environ)
+    sentence = "TOKENMILL_CPU_ISA is 'avx9': use avx2, or leave it unset"
+    assert done.returncode == 1
+    if way == "LLM":
+        assert done.stderr.endswith(f"\ntokenmill.core.types.ModelLoadError: {sentence}\n")
+    else:
+        assert done.stderr == f"error: {sentence}\n"
 
 
 def test_generate_names_a_draft_that_is_not_there(

@@ -1,6 +1,8 @@
 """Where a model runs, and what is refused before anything is loaded."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from tokenmill.core.config import (
     SchedulerConfig,
 )
 from tokenmill.core.types import ModelLoadError
+from tokenmill.engine import build
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.capture import CaptureReport
 from tokenmill.engine.choices import choose_device
 
 
@@ -89,6 +93,30 @@ def test_blocks_that_a_gpu_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for size, message in ((48, "block_size is 48: cuda takes divisors"), (192, "the weights take")):
         with pytest.raises(ModelLoadError, match=message):
             build_engine(config, CacheConfig(block_size=size), SchedulerConfig())
+
+
+def test_graphs_that_were_not_captured_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = CaptureReport(planned=9, captured=1, cut_by="--graph-memory 2GiB", max_size=64)
+    folder = save(make_model("llama"), tmp_path)
+    told: list[str] = []
+    make = build.make_engine
+
+    def make_engine(*arguments: Any) -> tuple[Any, Any]:
+        engine, runner = make(*arguments)
+        runner.graphs = SimpleNamespace(report=report)
+        return engine, runner
+
+    monkeypatch.setattr(build, "make_engine", make_engine)
+    build_engine(
+        ModelConfig(str(folder)),
+        CacheConfig(num_blocks=4),
+        SchedulerConfig(),
+        on_warning=told.append,
+    )
+    (warning,) = told
+    assert "captured 1 of 9 CUDA graphs" in warning and "--graph-memory 2GiB ended it" in warning
 
 
 def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING
@@ -143,6 +143,10 @@ def run_sim_worker(
     from serve.sim_kv import SimCache
 
     tokenizer = make_tokenizer()
+    warnings = []
+    if limits.max_model_len > num_blocks * BLOCK_SIZE:
+        limits = replace(limits, max_model_len=num_blocks * BLOCK_SIZE)
+        warnings = [f"the context is {limits.max_model_len} tokens"]
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(limits, pool, frozenset(tokenizer.eos_token_ids))
     cache = SimCache(num_blocks, BLOCK_SIZE)
@@ -155,6 +159,7 @@ def run_sim_worker(
         dtype="none",
         kv=kv.address,
         max_waiting=limits.max_waiting,
+        warnings=warnings,
     )
     grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
     grammar.warm_up()

@@ -12,10 +12,11 @@ from typing import IO
 import pytest
 
 from serve.route_server import router_process
-from serve.sim import BLOCK_SIZE, MAX_MODEL_LEN
+from serve.sim import BLOCK_SIZE
 from serve.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
+from tokenmill.__main__ import run
 from tokenmill.core.config import FloorConfig, RouterConfig, SchedulerConfig, ServerConfig
-from tokenmill.serve.staff import agreed, within_cache
+from tokenmill.serve.staff import agreed, of_role
 from tokenmill.serve.wire import ModelFacts
 
 
@@ -98,14 +99,18 @@ def announced(server: SimServer) -> int:
     return length
 
 
-def test_the_context_is_what_the_cache_can_hold() -> None:
+def test_the_context_is_what_the_cache_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
     num_blocks = 4
     room = num_blocks * BLOCK_SIZE
     floor = FloorConfig(workers=2, placement="process")
     with logged() as log, sim_server(floor=floor, num_blocks=num_blocks, log=log.file) as server:
         assert announced(server) == room
-        (line,) = log.lines("the context is")
-        assert f"the context is {room} tokens instead of {MAX_MODEL_LEN}" in line
+        lines = sorted(log.lines("worker w"))
+        assert lines == [f"worker w{i}: the context is {room} tokens" for i in range(2)]
+        workers = server.call("GET", "/floor").json["workers"]
+        assert [w["warnings"] for w in workers] == [[f"the context is {room} tokens"]] * 2
+        assert run(["status", "--url", server.url]) == 0
+        assert f"w1 warns: the context is {room} tokens\n" in capsys.readouterr().err
         token_ids = [5] * room
         refused = server.complete(token_ids, max_tokens=1)
         assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
@@ -118,18 +123,21 @@ def test_the_context_is_what_the_cache_can_hold() -> None:
         assert limit == room
 
 
-def test_of_several_workers_the_smallest_cache_counts() -> None:
+def test_of_several_workers_the_smallest_context_counts() -> None:
     large, small = (
         ModelFacts(
-            max_model_len=8192, vocab_size=400, num_kv_blocks=number, block_size=16, dtype="none"
+            max_model_len=length, vocab_size=400, num_kv_blocks=9, block_size=16, dtype="none"
         )
-        for number in (100, 20)
+        for length in (1600, 320)
     )
     for one, other in ((large, small), (small, large)):
-        assert agreed(within_cache(one), within_cache(other)).max_model_len == 20 * 16
+        assert agreed(one, other).max_model_len == 320
+        binding = [of_role(one, "decode"), of_role(other, "prefill")]
+        for pair in (binding, binding[::-1]):
+            assert agreed(*pair).max_model_len == one.max_model_len
 
 
 def test_a_cache_with_room_does_not_cut_the_context() -> None:
     limits = SchedulerConfig(max_model_len=48)
     with logged() as log, sim_server(limits=limits, num_blocks=4, log=log.file) as server:
-        assert announced(server) == 48 and log.lines("the context is") == []
+        assert announced(server) == 48 and log.lines("worker w") == []

@@ -139,6 +139,8 @@ def _notes(view: dict[str, Any]) -> Iterator[str]:
         f"{view['migrations']} went on at another worker"
     )
     for worker in view["workers"]:
+        for warning in worker["warnings"]:
+            yield f"{worker['name']} warns: {warning}"
         if worker["failures"]:
             restarts = f"restarted {worker['restarts']} times"
             yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"

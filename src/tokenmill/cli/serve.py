@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,15 +122,17 @@ def worker(
     from tokenmill.serve.worker import run_worker, send_failure
 
     set_log_level(settings.get("log-level"))
+    warnings: list[str] = []
     try:
-        built = _build(settings)
+        built = _build(settings, warnings.append)
     except Exception as error:
         send_failure(address, error)
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
         raise typer.Exit(1) from None
     built.engine.warm_up()
-    run_worker(built.engine, address, _facts(built, settings.get("max-queue")), built.engine.kv)
+    facts = _facts(built, settings.get("max-queue"), warnings)
+    run_worker(built.engine, address, facts, built.engine.kv)
 
 
 def _check_ranks(path: Path, roles: list[Settings]) -> None:
@@ -215,7 +218,7 @@ def set_log_level(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(message)s", stream=sys.stderr)
 
 
-def _build(settings: Settings) -> BuiltEngine:
+def _build(settings: Settings, on_warning: Callable[[str], None]) -> BuiltEngine:
     config = settings.build(ModelConfig)
     from tokenmill.engine.build import build_engine
     from tokenmill.serve.tokenizer import load_tokenizer
@@ -228,10 +231,12 @@ def _build(settings: Settings) -> BuiltEngine:
         console.progress("Capturing CUDA graphs") as captured,
     ):
         parallel = settings.build(ParallelConfig)
-        return build_engine(config, cache, limits, execution, vocab, loaded, captured, parallel)
+        return build_engine(
+            config, cache, limits, execution, vocab, loaded, captured, parallel, on_warning
+        )
 
 
-def _facts(built: BuiltEngine, max_waiting: int) -> ModelFacts:
+def _facts(built: BuiltEngine, max_waiting: int, warnings: list[str]) -> ModelFacts:
     from tokenmill.serve.wire import ModelFacts
 
     return ModelFacts(
@@ -243,4 +248,5 @@ def _facts(built: BuiltEngine, max_waiting: int) -> ModelFacts:
         device=built.device,
         kv=built.engine.kv.address if built.engine.kv is not None else None,
         max_waiting=max_waiting,
+        warnings=warnings,
     )

@@ -77,7 +77,6 @@ def throughput(settings: Settings) -> None:
     cells = make_cells(config)
     num_threads = settings.build(ModelConfig).num_threads or os.cpu_count() or 1
     built, setup = build(settings, config, cells)
-    _check_context(cells, built.max_model_len)
     lineup = _start_peers(config, built, num_threads)
     try:
         contestants: list[Any] = [bench.OurEngine(built.engine)]
@@ -153,6 +152,7 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
             capture_progress=captured,
             parallel=parallel,
         )
+    _check_context(cells, built)
     gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
     num_caches = parallel.num_ranks if parallel.attention_dp else 1
     return built, Setup(
@@ -195,12 +195,15 @@ def num_blocks(cells: list[Cell], block_size: int, max_num_seqs: int) -> int:
     return 2 * max(needed(cell) for cell in cells)
 
 
-def _check_context(cells: list[Cell], max_model_len: int) -> None:
+def _check_context(cells: list[Cell], built: BuiltEngine) -> None:
+    limit, advice = built.max_model_len, "choose others with --cell or --lengths"
+    if limit == built.num_blocks * built.block_size:
+        advice = "the KV cache holds no more, raise --kv-cache-memory"
     for cell in cells:
-        if cell.longest > max_model_len:
+        if cell.longest > limit:
             raise BenchError(
                 f"cell {cell.name} needs {cell.longest} tokens, but the model's context is "
-                f"{max_model_len}; choose others with --cell or --lengths"
+                f"{limit}; {advice}"
             )
 
 

@@ -238,6 +238,14 @@ def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
     return EngineStats(**sums, num_finished=finished)
 
 
+def no_room(num_prompt_tokens: int, max_model_len: int) -> str:
+    """The sentence about a prompt that fills the context or more."""
+    return (
+        f"this model's context is {max_model_len} tokens; the prompt has {num_prompt_tokens} "
+        "and leaves no room for an answer"
+    )
+
+
 class Engine(Protocol):
     """What frontends and load generators drive: language, video, remote or simulated alike."""
 

@@ -104,6 +104,7 @@ class Part:
     cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
     kv_cache: KVCache
     num_blocks: int
+    max_model_len: int  # what is asked for, or what the KV cache holds if that is less
     link: KVLink | CrewLink | None
     narrow: bool  # its products are to be rounded to fp8 after calibration
 
@@ -117,8 +118,12 @@ def build_engine(
     progress: Progress | None = None,
     capture_progress: Progress | None = None,
     parallel: ParallelConfig | None = None,
+    on_warning: Callable[[str], None] = _log.warning,
 ) -> BuiltEngine:
-    """Load a model and put a scheduler and a paged KV cache around it."""
+    """Load a model and put a scheduler and a paged KV cache around it.
+
+    `on_warning` is called with each thing that a user has to know.
+    """
     asked = Setup(
         model, cache, scheduler, execution or ExecutionConfig(), parallel or ParallelConfig()
     )
@@ -132,6 +137,8 @@ def build_engine(
         ranks = ONE if crew is None else crew.ranks
         part = load_part(setup, ranks, _same if crew is None else crew.agree, progress)
         engine, runner = _lead(setup, part, crew, grammar_vocab, capture_progress)
+    for warning in (*_context_warning(setup, part), *_capture_warnings(runner)):
+        on_warning(warning)
     assert setup.model.dtype != "auto" and setup.cache.block_size is not None
     return BuiltEngine(
         engine=engine,
@@ -141,7 +148,7 @@ def build_engine(
         dtype=setup.model.dtype,
         kv_dtype=setup.cache.dtype,
         device=setup.model.device,
-        max_model_len=setup.scheduler.max_model_len,
+        max_model_len=part.max_model_len,
         max_num_seqs=setup.scheduler.num_seqs,
         max_num_batched_tokens=setup.scheduler.max_num_batched_tokens or 0,
         num_blocks=part.num_blocks,
@@ -186,7 +193,8 @@ def load_part(
     kv_cache = allocate_kv_cache(
         cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages
     )
-    return Part(checkpoint, network, mtp, cached, kv_cache, num_blocks, link, narrow)
+    max_len = min(max_len, num_blocks * cache.block_size)
+    return Part(checkpoint, network, mtp, cached, kv_cache, num_blocks, max_len, link, narrow)
 
 
 def make_engine(
@@ -197,7 +205,8 @@ def make_engine(
     capture_progress: Progress | None = None,
 ) -> tuple[LanguageEngine, ModelRunner]:
     """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
-    scheduler, cache, execution = setup.scheduler, setup.cache, setup.execution
+    scheduler = replace(setup.scheduler, max_model_len=part.max_model_len)
+    cache, execution = setup.cache, setup.execution
     on_gpu, block_size = setup.model.device == "cuda", cache.block_size
     assert block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
@@ -212,8 +221,6 @@ def make_engine(
         limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
         report = runner.capture(scheduler.num_seqs, limits, capture_progress, execution.mtp)
         _log.info("%s", report.describe())
-        for warning in report.warnings():
-            _log.warning("%s", warning)
         # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
         # blocks it may write.
         runner.runs_ahead = part.link is None and network is part.network
@@ -233,6 +240,21 @@ def make_engine(
         drafting=_drafting(execution),
     )
     return engine, runner
+
+
+def _context_warning(setup: Setup, part: Part) -> list[str]:
+    """Where the memory, and not who asked for a number of blocks, cuts the context."""
+    asked = setup.scheduler.max_model_len
+    if part.max_model_len == asked or setup.cache.num_blocks is not None:
+        return []
+    return [
+        f"the context is {part.max_model_len} tokens instead of {asked}: "
+        "the KV cache holds no more; raise --kv-cache-memory"
+    ]
+
+
+def _capture_warnings(runner: ModelRunner) -> list[str]:
+    return [] if runner.graphs is None else runner.graphs.report.warnings()
 
 
 def _warm_up(runner: ModelRunner, setup: Setup, num_blocks: int, sampling: bool) -> None:

@@ -82,6 +82,10 @@ def set_mode(execution: ExecutionConfig) -> None:
     if execution.batch_invariant and not execution.fused_kernels:
         raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
     MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant
+    try:
+        cpu_kernels()  # their first import reads the environment
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from None
 
 
 def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:

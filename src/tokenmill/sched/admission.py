@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import EngineStats, Request
+from tokenmill.core.types import EngineStats, Request, no_room
 from tokenmill.sched.holdings import Holdings
 from tokenmill.sched.live import Live
 from tokenmill.sched.prefix import cache_blocks, match_prefix
@@ -25,11 +25,7 @@ class Limits(NamedTuple):
         if not request.prompt_token_ids:
             return "empty_prompt", "the prompt has no tokens, at least 1 is needed"
         if num_prompt > max_len - 1:
-            return (
-                "too_long",
-                f"the prompt has {num_prompt} tokens; with a context of {max_len} "
-                f"at most {max_len - 1} fit",
-            )
+            return "too_long", no_room(num_prompt, max_len)
         if num_prompt + 1 > self.capacity:
             return (
                 "no_capacity",

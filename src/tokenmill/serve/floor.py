@@ -31,7 +31,7 @@ from tokenmill.serve.open_request import OpenRequest, end, seeded
 from tokenmill.serve.place import Place, Role
 from tokenmill.serve.request_trace import RequestTrace
 from tokenmill.serve.routers import Routers
-from tokenmill.serve.staff import PREFIXES, Staff, agreed, roles_of, within_cache
+from tokenmill.serve.staff import PREFIXES, Staff, agreed, of_role, roles_of
 from tokenmill.serve.suspects import Suspects
 from tokenmill.serve.wire import (
     Abort,
@@ -295,16 +295,11 @@ class Floor:
         self._assign_held()
 
     def _agree(self, place: Place, facts: ModelFacts) -> None:
-        """Hold to what this worker can do, too; what it cannot prefill is computed elsewhere."""
-        fitting = facts if place.role == "prefill" else within_cache(facts)
-        known = self.facts
-        self.facts = agreed(known or fitting, fitting)
-        is_cut = fitting.max_model_len < facts.max_model_len
-        if is_cut and (known is None or self.facts.max_model_len < known.max_model_len):
-            _log.warning(
-                f"the context is {fitting.max_model_len} tokens instead of {facts.max_model_len}: "
-                f"the KV cache of worker {place.name} holds no more; raise --kv-cache-memory"
-            )
+        """Hold to what this worker can do, too, and tell what it warns of."""
+        binding = of_role(facts, place.role)
+        self.facts = agreed(self.facts or binding, binding)
+        for warning in facts.warnings:
+            _log.warning("worker %s: %s", place.name, warning)
 
     def on_down(self, place: Place) -> None:
         """Whatever the worker had goes on elsewhere."""

@@ -42,6 +42,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     last_failure: str
     busy: float = 0.0  # share of the last minute with something to compute
     prompt_tokens_per_s: float | None = None  # computed there, over ten seconds; None: not known
+    warnings: list[str] = []  # that it started with
 
     @property
     def up(self) -> bool:
@@ -142,4 +143,5 @@ def worker_view(place: Place, router: Router, entries: list[OpenRequest]) -> Wor
         last_failure=place.last_failure,
         busy=round(place.busy(), 3),
         prompt_tokens_per_s=round(place.prompt_tokens.per_s(), 1),
+        warnings=[] if place.facts is None else place.facts.warnings,
     )

@@ -12,7 +12,13 @@ from uuid import uuid4
 import msgspec
 
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.types import InvalidRequestError, Request, SamplingParams, StructuredOutput
+from tokenmill.core.types import (
+    InvalidRequestError,
+    Request,
+    SamplingParams,
+    StructuredOutput,
+    no_room,
+)
 from tokenmill.sched.blocks import U64, token_words
 from tokenmill.serve.decoding import IgnoredFields
 from tokenmill.serve.errors import context_exceeded
@@ -280,11 +286,7 @@ class Preparer:
         if num_prompt == 0:
             raise InvalidRequestError("the prompt has no tokens", param)
         if left < 1:
-            raise context_exceeded(
-                f"this model's context is {limit} tokens; the prompt has {num_prompt} and leaves "
-                "no room for an answer",
-                param,
-            )
+            raise context_exceeded(no_room(num_prompt, limit), param)
         if wanted is not None and wanted > left:
             raise context_exceeded(
                 f"this model's context is {limit} tokens; the prompt has {num_prompt} and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -24,10 +25,9 @@ def roles_of(config: FloorConfig) -> list[Role]:
     return [role for role in counts for _ in range(counts[role])]
 
 
-def within_cache(facts: ModelFacts) -> ModelFacts:
-    """The facts with a context that the KV cache can hold: more could be asked for, never run."""
-    max_model_len = min(facts.max_model_len, facts.num_kv_tokens)
-    return msgspec.structs.replace(facts, max_model_len=max_model_len)
+def of_role(facts: ModelFacts, role: Role) -> ModelFacts:
+    """The facts that bind the floor: a prompt too long to prefill is computed where it decodes."""
+    return msgspec.structs.replace(facts, max_model_len=sys.maxsize) if role == "prefill" else facts
 
 
 def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:

@@ -50,11 +50,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     device: str = "cpu"
     kv: KVAddress | None = None  # how other engines reach its KV
     max_waiting: int | None = None  # requests that may wait; None: any number
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """What the KV cache holds; of each rank, where ranks have requests of their own."""
-        return self.num_kv_blocks * self.block_size
+    warnings: list[str] = []  # sentences about what did not go as asked
 
 
 class Submit(msgspec.Struct, tag=True):

@@ -177,7 +177,8 @@ function drawWorker(card, worker, knowsBlocks) {
     ...(knowsBlocks ? [["found cached", percent(share(worker.overlap_tokens, worker.routed_tokens))]] : []),
     ["failures · restarts", `${worker.failures} · ${worker.restarts}`, worker.failures ? "bad" : ""],
   ]);
-  set(card.querySelector(".wrong"), worker.last_failure ? `Last failure: ${worker.last_failure}` : "");
+  const failure = worker.last_failure ? [`Last failure: ${worker.last_failure}`] : [];
+  set(card.querySelector(".wrong"), [...failure, ...worker.warnings].join("; "));
 }
 
 function drawWorkers({ floor }) {
