@@ -29,15 +29,15 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.issue import loop_factory
-from tokenmill.bench.null_server import (
+from tokenmill.bench.client.client_process import loop_factory
+from tokenmill.bench.client.null_server import (
     NUM_TOKENS,
     STREAM_HEAD,
     NullProtocol,
     answer_of,
     stream_chunks,
 )
-from tokenmill.bench.rounds import read_round
+from tokenmill.bench.results.reading import read_round
 from tokenmill.core.metrics import summarize
 
 OURS, MODEL = "tokenmill", "any"

@@ -2,12 +2,12 @@
 
     python scripts/itl_ratio.py --model smollm2 --duration 60
 
-Three floors with the same cores take turns: `serve --prefill 1 --decode 1`, `--workers 1`, which
+Three pools with the same cores take turns: `serve --prefill 1 --decode 1`, `--workers 1`, which
 has them all, and `--workers 2`, which share them. On each, streams of short prompts run all the
 time (`bench endpoint --concurrency`) while long prompts arrive at a fixed rate (`bench endpoint
 --rate`). The rate keeps one worker busy with prompts for `--utilisation` of the time: a long prompt
-is first timed alone, on the first floor. The last line is one JSON object; a ratio is the
-disaggregated floor's figure by that of another.
+is first timed alone, on the first pool. The last line is one JSON object; a ratio is the
+disaggregated pool's figure by that of another.
 """
 
 from __future__ import annotations

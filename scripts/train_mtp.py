@@ -39,7 +39,7 @@ from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.layers.rotary import rotary_table
 from tokenmill.models.store import resolve
 from tokenmill.models.weights import open_checkpoint
-from tokenmill.serve.tokenizer import load_tokenizer
+from tokenmill.text.tokenizer import load_tokenizer
 
 LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",

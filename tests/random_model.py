@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tokenmill.core.types import GrammarVocab, Request, SamplingParams, StepResult
-from tokenmill.engine.sampling import Sampler, grammar_masks
+from tokenmill.engine.sampling.sampler import Sampler, grammar_masks
 from tokenmill.sched.scheduler import Batch, Sequence
 
 EOS = 0

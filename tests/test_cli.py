@@ -15,11 +15,12 @@ import typer
 
 from tokenmill import __version__
 from tokenmill.__main__ import run
-from tokenmill.cli import local, serve
+from tokenmill.cli import local_chat as local
+from tokenmill.cli import serve
 from tokenmill.cli.app import app
-from tokenmill.cli.helptext import shown_default
-from tokenmill.core.config import FloorConfig
+from tokenmill.core.config import PoolConfig
 from tokenmill.settings import SETTINGS, Settings
+from tokenmill.settings.help_text import shown_default
 
 ROLES = ("--prefill", "1", "--decode", "1")
 
@@ -148,7 +149,7 @@ def test_errors_are_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("asked", "floor", "gpus", "connector"),
+    ("asked", "pool", "gpus", "connector"),
     [
         (None, {}, 0, "shm"),
         ("auto", {}, 0, "shm"),
@@ -159,14 +160,14 @@ def test_errors_are_one_sentence(
 )
 def test_one_machine_without_a_gpu_needs_no_nixl(
     asked: str | None,
-    floor: dict[str, Any],
+    pool: dict[str, Any],
     gpus: int,
     connector: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
     settings = Settings({} if asked is None else {"kv-connector": asked})
-    config = FloorConfig(prefill=1, decode=1, **floor)
+    config = PoolConfig(prefill=1, decode=1, **pool)
     assert serve._roles(settings, config).get("kv-connector") == connector
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from tokenmill.cli.console import fail
+from tokenmill.console import fail
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SettingsError
 
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: Sequence[str] | None) -> int:
     """typer's app; where it or what it needs is missing, the benchmarks by argparse."""
     if missing := [name for name in ("typer", "rich", "pydantic") if not _installed(name)]:
-        from tokenmill.cli.plain import run_plain
+        from tokenmill.cli.argparse_bench import run_plain
 
         return run_plain(sys.argv[1:] if arguments is None else arguments, missing)
     from tokenmill.cli.app import app

@@ -24,7 +24,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from tokenmill.cli.pull import fetch
+from tokenmill.console import fetch
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import TokenmillError
 
@@ -96,9 +96,9 @@ def main() -> int:
         results = asyncio.run(_ask_all(f"http://127.0.0.1:{port}/v1"))
         seconds = time.perf_counter() - begin
         hit_rate = _metric(port, "tokenmill_prefix_cache_hit_rate")
-        before = _floor(port)
+        before = _pool(port)
         results.append(asyncio.run(_ask_about(f"http://127.0.0.1:{port}/v1", results)))
-        after = _floor(port)
+        after = _pool(port)
         status = _stop(process)
     _print_report(results[:-1], seconds, hit_rate)
     _print_handover(results[-1], before, after)
@@ -251,10 +251,10 @@ def _metric(port: int, name: str) -> float:
     raise TokenmillError(f"/metrics has no {name}")
 
 
-def _floor(port: int) -> dict[str, Any]:
-    """The floor as GET /floor has it, with figures of now."""
+def _pool(port: int) -> dict[str, Any]:
+    """The pool as GET /workers has it, with figures of now."""
     _metric(port, "tokenmill_engine_steps")  # asks the workers
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/floor", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/workers", timeout=30) as response:
         view: dict[str, Any] = json.loads(response.read())
     return view
 

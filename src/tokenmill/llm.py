@@ -30,8 +30,8 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.build import build_engine
 from tokenmill.models.store import resolve
-from tokenmill.serve.detokenize import Detokenizer
-from tokenmill.serve.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.text.detokenize import Detokenizer
+from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt_token_ids": [...]}
 Message = Mapping[str, Any]

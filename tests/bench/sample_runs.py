@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tokenmill.bench.events import Price, summarize_point
-from tokenmill.bench.load import Load
-from tokenmill.bench.manifest import Facts
-from tokenmill.bench.wire import Record
+from tokenmill.bench.client.arrivals import Load
+from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.summary import Price, summarize_point
+from tokenmill.bench.results.manifest import Facts
 from tokenmill.core.metrics import RequestTimes, Slo
 
 NUM_TOKENS = 20

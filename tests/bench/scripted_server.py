@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.bench.datasets import Synthetic
+from tokenmill.bench.client.datasets import Synthetic
 
 NUM_TOKENS = 6
 TEMPLATE_TOKENS, BLOCK = 10, 8  # of a server that caches prefixes; a word is a token

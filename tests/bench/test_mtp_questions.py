@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiny_configs import SIZES
-from tokenmill.bench.mtp import chat_prompts
+from tokenmill.bench.acceptance import chat_prompts
 from tokenmill.core.spec import ModelSpec
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import tokenmill.bench
+from tokenmill.bench.offline import CellRun, tokens_per_step
+from tokenmill.bench.report.throughput_report import ranks_report
 from tokenmill.bench.roofline import (
     Machine,
     Setup,
@@ -15,9 +17,7 @@ from tokenmill.bench.roofline import (
     roofline,
     step_weight_bytes,
 )
-from tokenmill.bench.throughput import CellRun, tokens_per_step
 from tokenmill.bench.workload import Cell
-from tokenmill.cli.report import ranks_report
 from tokenmill.core.config import ParallelConfig
 from tokenmill.core.spec import ModelSpec
 

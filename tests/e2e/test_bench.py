@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from scripted_server import scripted_server
-
+from bench.scripted_server import scripted_server
 from tiny_configs import write_config
 from tokenmill.__main__ import run
-from tokenmill.bench import ladder as rungs
+from tokenmill.bench import rungs
+from tokenmill.bench.commands import ladder
+from tokenmill.bench.commands.throughput import num_blocks
 from tokenmill.bench.workload import Cell
-from tokenmill.cli import ladder
-from tokenmill.cli.plain import COMMANDS
-from tokenmill.cli.throughput import num_blocks
+from tokenmill.cli.argparse_bench import COMMANDS
 
 SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
 LENGTHS = [(30, 5), (7, 2), (40, 9)]

@@ -85,7 +85,8 @@ def test_every_way_in_has_the_context_that_the_cache_holds(
     caplog.clear()
     told = []
     monkeypatch.setattr(
-        "tokenmill.serve.worker.run_worker", lambda engine, address, facts, kv: told.append(facts)
+        "tokenmill.workers.worker_process.run_worker",
+        lambda engine, address, facts, kv: told.append(facts),
     )
     assert run(["worker", "--model", str(model), "--address", "none", *SMALL]) == 0
     (facts,) = told

@@ -33,8 +33,8 @@ def test_answers_over_http_are_those_of_one_engine(smollm2_path: Path) -> None:
             text, num_prompt_tokens = complete(client, model, prompt)
             assert text == answer.outputs[0].text
             assert num_prompt_tokens == len(answer.prompt_token_ids)
-        floor = client.get(f"{url}/floor", cast_to=dict[str, object])
-        assert floor["transfers"] == 2 and floor["failed_transfers"] == 0
+        pool = client.get(f"{url}/workers", cast_to=dict[str, object])
+        assert pool["transfers"] == 2 and pool["failed_transfers"] == 0
         process.terminate()
         assert process.wait(60) == 0
     finally:

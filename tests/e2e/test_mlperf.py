@@ -12,9 +12,9 @@ import pytest
 from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
-from tokenmill.bench.manifest import verify
-from tokenmill.bench.submission import SYSTEM_FIELDS
-from tokenmill.cli import mlperf
+from tokenmill.bench.commands import mlperf
+from tokenmill.bench.mlperf.submission import SYSTEM_FIELDS
+from tokenmill.bench.results.manifest import verify
 from tokenmill.settings import Settings
 
 SIZES = {"vocab_size": 422, "num_hidden_layers": 1, "num_attention_heads": 2}

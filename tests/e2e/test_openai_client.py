@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from serve.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL, make_tokenizer
-from serve.sim_server import sim_server
+from api.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL, make_tokenizer
+from api.sim_server import sim_server
 from tokenmill.core.config import SchedulerConfig, ServerConfig
 
 KEY = "secret"

@@ -12,7 +12,7 @@ from gguf_reads import one_read
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.serve.tokenizer import Tokenizer, load_tokenizer
+from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89] * 4 + [15, 16, 17, 100, 127, 128, 129, 200, 300, 400]
 LENGTHS += [700, 1500]

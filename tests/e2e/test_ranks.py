@@ -14,10 +14,10 @@ import pytest
 
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
-from tokenmill.cli.eplb import TINY
+from tokenmill.api import server
+from tokenmill.bench.commands.eplb import TINY
 from tokenmill.core.types import SamplingParams
 from tokenmill.llm import LLM
-from tokenmill.serve import server
 
 PROMPTS = ["Hello world " * 9, "def add", "Hello there " * 9]
 ENGINE = {"dtype": "fp32", "device": "cpu", "random_weights": True, "num_threads": 1}

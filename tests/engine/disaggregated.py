@@ -14,7 +14,7 @@ from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, GrammarVocab, Request, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.kv_transfer import KVTransfer
+from tokenmill.kv.transfer import KVTransfer
 
 DEADLINE_S = 60.0
 
@@ -60,7 +60,7 @@ def kv_of(engine: LanguageEngine) -> KVTransfer:
     return engine.kv
 
 
-class Floor:
+class WorkerPool:
     """One prefill and one decode engine; `complete` is all that a front has to do."""
 
     def __init__(self, prefill: LanguageEngine, decode: LanguageEngine) -> None:
@@ -89,7 +89,7 @@ class Floor:
             self.prefill.submit(replace(request, hold_kv_s=30.0))
         give_up = time.monotonic() + DEADLINE_S
         while any(not answer.terminals for answer in answers.values()):
-            assert time.monotonic() < give_up, "the floor hangs"
+            assert time.monotonic() < give_up, "the pool hangs"
             for output in self.prefill.step():
                 if output.stop_reason == PREFILLED:
                     output.finish_reason = output.stop_reason = None

@@ -17,8 +17,8 @@ from tokenmill.core.config import (
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine import build
 from tokenmill.engine.build import build_engine
-from tokenmill.engine.capture import CaptureReport
 from tokenmill.engine.choices import choose_device
+from tokenmill.engine.graphs.capture import CaptureReport
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tokenmill.models import decoder, llama
 from tokenmill.models.llama import Llama
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
-from tokenmill.serve.tokenizer import load_tokenizer
+from tokenmill.text.tokenizer import load_tokenizer
 
 NUM_TOKENS = 1000
 

@@ -28,7 +28,7 @@ from tokenmill.core.types import (
     StructuredOutput,
 )
 from tokenmill.engine.engine import COMPILE_TIMEOUT_NS, LanguageEngine, Runner, _masks
-from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError
+from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend, GrammarError
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 

@@ -149,7 +149,7 @@ def test_abort_at_any_step_leaves_nothing_behind(folder: Path, overlap: bool) ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_goes_on_where_another_engine_left_it(folder: Path, overlap: bool) -> None:
-    """As a floor continues the streams of a worker that died."""
+    """As a pool continues the streams of a worker that died."""
     samplings = [
         GREEDY,
         SamplingParams(

@@ -25,9 +25,9 @@ from tokenmill.core.types import (
     SamplingParams,
     StructuredOutput,
 )
-from tokenmill.engine.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.graphs.prompt_graphs import Prompted, PromptGraphs
 from tokenmill.engine.launched import Ahead
-from tokenmill.engine.prompt_graphs import Prompted, PromptGraphs
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
@@ -355,11 +355,11 @@ def test_a_prompt_from_another_engine_goes_on_with_drafts(llama: Model) -> None:
     alone = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=100)
     golden = complete(alone.engine, prompts(), GREEDY)
     engines = [disaggregated.build(folder, mtp=2, draft=head, budget=32) for _ in range(2)]
-    floor = disaggregated.Floor(*engines)
+    pool = disaggregated.WorkerPool(*engines)
     try:
         for _ in range(2):
-            answers = floor.complete(prompts(), GREEDY)
+            answers = pool.complete(prompts(), GREEDY)
             assert [a.token_ids for a in answers] == [a.token_ids for a in golden]
         assert_drafted(engines[1].stats(), 2)
     finally:
-        floor.close()
+        pool.close()

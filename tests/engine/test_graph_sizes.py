@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tokenmill.engine.capture import CaptureLimits, CaptureReport, Job, capture_all, jobs_for
-from tokenmill.engine.graph_sizes import (
+from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Job, capture_all, jobs_for
+from tokenmill.engine.graphs.graph_sizes import (
     capture_order,
     graph_for,
     graph_sizes,

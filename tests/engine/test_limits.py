@@ -10,8 +10,8 @@ import torch
 from tokenmill import bench
 from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.spec import ModelSpec
-from tokenmill.engine.choices import settle
-from tokenmill.engine.graph_sizes import graph_sizes
+from tokenmill.engine.choices import resolve
+from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
 from tokenmill.engine.setup import Setup
 
@@ -86,7 +86,7 @@ def chosen(cache: CacheConfig, limits: SchedulerConfig, device: str = "cuda") ->
         device,  # type: ignore[arg-type]
         random_weights=True,
     )
-    return settle(Setup(model, cache, limits)).scheduler
+    return resolve(Setup(model, cache, limits)).scheduler
 
 
 def test_settle_chooses_what_was_left_open(gpu: None) -> None:

@@ -17,7 +17,7 @@ from driver import build, complete
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.launched import Launched
-from tokenmill.engine.sampling import filtered_probs
+from tokenmill.engine.sampling.sampler import filtered_probs
 
 VOCAB, LENGTH, NUM_SAMPLES = 5, 3, 1500
 PROMPT = [1, 3, 0, 4, 2]

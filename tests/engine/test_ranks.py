@@ -17,7 +17,7 @@ import torch
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
 from tiny_models import make_model, save, tame
-from tokenmill.cli.eplb import TINY
+from tokenmill.bench.commands.eplb import TINY
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
@@ -27,6 +27,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
 )
 from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
+from tokenmill.core.kv_events import Cleared, Removed, Stored
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import (
     Engine,
@@ -40,20 +41,20 @@ from tokenmill.core.types import (
     StructuredOutput,
     TokenLogprobs,
 )
-from tokenmill.engine import crew, rank_wire
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.crew import side_by_side
-from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, RankState
-from tokenmill.engine.rank_models import RANK_GONE, all_or_none
-from tokenmill.engine.rebalance import Rebalancer
+from tokenmill.engine.ranks import group as group
+from tokenmill.engine.ranks import rank_messages as rank_wire
+from tokenmill.engine.ranks.group import side_by_side
+from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, RankState
+from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
+from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.parallel import Ranks
-from tokenmill.sched.attention_dp import RankCaches
-from tokenmill.sched.kv_events import Cleared, Removed, Stored
-from tokenmill.sched.router import Router
-from tokenmill.serve.kv_wire import ConnectKV
-from tokenmill.serve.wire import decode_to_worker, encode
-from tokenmill.serve.worker import KVSource
+from tokenmill.routing.attention_dp import RankCaches
+from tokenmill.routing.router import Router
+from tokenmill.workers.kv_messages import ConnectKV
+from tokenmill.workers.link import decode_to_worker, encode
+from tokenmill.workers.worker_process import KVSource
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 MIXED = (
@@ -119,8 +120,8 @@ def test_experts_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
         assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
         with pytest.raises(ModelLoadError, match=r"close\(\)"), engine(folder, **parallel):
             pass
-        assert two.crew is not None
-        (child,) = two.crew._children
+        assert two.group is not None
+        (child,) = two.group._children
         two.engine.submit(Request("last", prompts()[3], GREEDY))
         two.engine.step()
         os.kill(child.pid, signal.SIGKILL)
@@ -251,9 +252,9 @@ def test_ranks_of_a_machine_are_neighbours() -> None:
 
 
 def test_a_rank_whose_rank_0_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(group, "START_TIMEOUT_S", 1.0)
     with pytest.raises(SystemExit):
-        crew.call(str(tmp_path / "calls"))
+        group.call(str(tmp_path / "calls"))
 
 
 def test_a_closed_connection_is_told_from_an_error() -> None:

@@ -13,7 +13,7 @@ from gpu.setups import CONTEXT, SETUPS, SMOLLM2, Checkpoints
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.sched.sequence import Batch, Sequence
-from tokenmill.serve.tokenizer import load_tokenizer
+from tokenmill.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 Build = Callable[[str], BuiltEngine]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
 import triton_sampling_parity
-from test_device_sampling import logits_of, on_host, random_rows
 
-from tokenmill.engine.device_sampling import DeviceSampler
+from sampling_rows import logits_of, on_host, random_rows
+from tokenmill.engine.sampling.device_sampler import DeviceSampler
 
 
 @pytest.mark.parametrize("check", triton_sampling_parity.CHECKS)

@@ -10,7 +10,7 @@ from driver import complete
 from gpu.setups import prompts, random_prompts
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
-from tokenmill.engine.graph_sizes import graph_sizes
+from tokenmill.engine.graphs.graph_sizes import graph_sizes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=8, logprobs=1)

@@ -19,7 +19,7 @@ KERNELS = """
 import hashlib, sys
 import torch
 sys.path.insert(0, sys.argv[1])
-from test_attention import NUM_BLOCKS, make_batch
+from attention_batches import NUM_BLOCKS, make_batch
 from tokenmill.kernels import attention, matmul as mm, norm
 torch.manual_seed(5)
 found = []
@@ -95,7 +95,7 @@ def test_weights_come_back() -> None:
 
 def _digests(isa: str) -> list[str]:
     env = os.environ | {"TOKENMILL_CPU_ISA": isa}
-    command = [sys.executable, "-c", KERNELS, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KERNELS, str(Path(__file__).parents[1])]
     return subprocess.run(
         command, env=env, capture_output=True, check=True, text=True
     ).stdout.split()

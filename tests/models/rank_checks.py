@@ -16,7 +16,7 @@ from harness import BLOCK_SIZE, Harness
 from tokenmill.core.config import ParallelConfig
 from tokenmill.engine.choices import set_num_threads
 from tokenmill.engine.model import allocate_kv_cache
-from tokenmill.engine.rebalance import move_experts
+from tokenmill.engine.ranks.rebalance import move_experts
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import cpu_kernels
 from tokenmill.models import MODELS

@@ -16,9 +16,9 @@ from tokenmill.plan.trace import TraceError, TraceRequest, read_trace
 TIMING = StepTiming(prefill=(0.0, 1.0, 10.0), decode=(0.0, 0.0, 5.0))
 
 
-def play(trace: list[TraceRequest], policy: Any = "kv", **floor: Any) -> dict[str, Any]:
+def play(trace: list[TraceRequest], policy: Any = "kv", **pool: Any) -> dict[str, Any]:
     config = ReplayConfig(
-        **({"num_blocks": 64, "block_size": 4, "timing": TIMING, "trace_block_tokens": 8} | floor)
+        **({"num_blocks": 64, "block_size": 4, "timing": TIMING, "trace_block_tokens": 8} | pool)
     )
     return Replay(trace, config, RouterConfig(policy=policy, block_size=config.block_size)).run()
 

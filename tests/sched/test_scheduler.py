@@ -161,7 +161,7 @@ def test_prefix_hit_leaves_a_token_to_compute() -> None:
     stats = scheduler.stats()
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (25, 12)
     assert stats.num_prompt_tokens == 25
-    a, b, c = (scheduler._live.get(name).block_ids for name in "abc")
+    a, b, c = (scheduler._queues.get(name).block_ids for name in "abc")
     assert b[0] == a[0] and c[:2] == a[:2] and b[1] != a[1]
 
 
@@ -239,7 +239,7 @@ def test_hashes_are_those_of_the_public_function(monkeypatch: pytest.MonkeyPatch
     scheduler.add(request("a", list(range(21)), cache_salt="t"))
     for _ in range(20):
         step(scheduler)
-    seq = scheduler._live.get("a")
+    seq = scheduler._queues.get("a")
     assert calls == [21]
     assert seq.chain[1:] == block_hashes(seq.token_ids, 4, salt="t")[: len(seq.chain) - 1]
     assert len(seq.chain) - 1 == seq.num_computed_tokens // 4
@@ -254,7 +254,7 @@ def test_last_in_order_is_preempted_and_resumes_with_its_tokens() -> None:
     scheduler.add(distinct("b", 7))
     step(scheduler)
     assert step(scheduler) == {"a": 1, "b": 1}
-    b = scheduler._live.get("b")
+    b = scheduler._queues.get("b")
     assert step(scheduler) == {"a": 1}  # a needs a third block
     assert scheduler.stats().num_preemptions == 1
     assert (b.num_computed_tokens, b.block_ids, b.num_output_tokens) == (0, [], 2)
@@ -271,11 +271,11 @@ def test_blocks_computed_again_after_eviction_are_cached_again() -> None:
     scheduler.add(distinct("b", 11))
     while scheduler.stats().num_preemptions == 0:
         step(scheduler)
-    while scheduler._live.get("a").capacity < 24:  # a takes every block
+    while scheduler._queues.get("a").capacity < 24:  # a takes every block
         step(scheduler)
     scheduler.abort("a")
     assert step(scheduler) == {"b": 13}
-    scheduler.add(Request("c", scheduler._live.get("b").token_ids[:12], GO_ON))
+    scheduler.add(Request("c", scheduler._queues.get("b").token_ids[:12], GO_ON))
     assert step(scheduler) == {"b": 1, "c": 4}
 
 
@@ -389,7 +389,7 @@ def test_finished_entries_do_not_pile_up() -> None:
     for i in range(1000):
         scheduler.add(request(f"r{i}", 4, priority=5, deadline_ns=10**9))
         scheduler.abort(f"r{i}")
-    assert len(scheduler._live.waiting._heap) < 100 and len(scheduler._live._deadlines) < 100
+    assert len(scheduler._queues.waiting._heap) < 100 and len(scheduler._queues._deadlines) < 100
     assert len(scheduler.take_finished()) == 1000
 
 
@@ -503,14 +503,14 @@ def test_prompt_logprobs_survive_chunks_and_preemption_once() -> None:
     sampling = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
     scheduler.add(request("a", 9, sampling))
     run(1)
-    seq = scheduler._live.get("a")
+    seq = scheduler._queues.get("a")
     assert seq.num_computed_tokens == 6 and seq.num_cached_tokens == 0
     assert seq.prompt_logprobs is not None and len(seq.prompt_logprobs) == 7
     # Start over, as after a preemption in the middle of the prompt.
-    scheduler._live.running.pop()
-    scheduler._holdings.release(seq)
+    scheduler._queues.running.pop()
+    scheduler._ledger.release(seq)
     seq.num_computed_tokens = 0
-    scheduler._live.waiting.push(seq)
+    scheduler._queues.waiting.push(seq)
     run(4)
     mine = [o for o in outputs if o.request_id == "a"]
     assert [o.prompt_logprobs is not None for o in mine] == [True, False, False]

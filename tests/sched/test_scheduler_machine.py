@@ -93,11 +93,11 @@ class Session:
         overlap = self.overlap and not self.wants_prompt_logprobs()
         if not overlap:
             self.land(outcome)
-        before = {seq.request_id: seq.num_computed_tokens for seq in self.scheduler._live.running}
+        before = {seq.request_id: seq.num_computed_tokens for seq in self.scheduler._queues.running}
         held, self.holds = self.holds, False
         decoding = {
             seq.request_id
-            for seq in self.scheduler._live.running
+            for seq in self.scheduler._queues.running
             if seq.num_tokens - seq.num_computed_tokens <= 1 and not seq.finished
         }
         assert self.scheduler.outlook()[1] == len(decoding)
@@ -132,10 +132,10 @@ class Session:
         if self.config.chunked_prefill:
             assert batch.num_tokens <= self.budget <= self.full_budget
         assert not any(seq.finished for seq, _ in batch.items)
-        assert self.scheduler._holdings.num_slots <= 2 * self.config.max_num_seqs
+        assert self.scheduler._ledger.num_slots <= 2 * self.config.max_num_seqs
 
     def note_events(self) -> None:
-        waiting = self.scheduler._live.waiting.sequences()
+        waiting = self.scheduler._queues.waiting.sequences()
         self.met["preempted in flight"] += sum(s.token_ids[-1] == PENDING for s in waiting)
         size = self.pool.block_size
         for seq, first in self.batch.grown:
@@ -212,7 +212,7 @@ class Session:
         self.collect(outputs)
 
     def waiting(self) -> dict[str, Sequence]:
-        return {seq.request_id: seq for seq in self.scheduler._live.waiting.sequences()}
+        return {seq.request_id: seq for seq in self.scheduler._queues.waiting.sequences()}
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

@@ -104,7 +104,7 @@ def test_phases_out_of_order_are_refused() -> None:
         scheduler.advance(second)
     scheduler.update(first, StepResult([[5]]))
     scheduler.advance(second)
-    assert scheduler._live.get("a").token_ids == [1, 1, 1, 1, 5, PENDING]
+    assert scheduler._queues.get("a").token_ids == [1, 1, 1, 1, 5, PENDING]
 
 
 def test_slots_are_reused() -> None:
@@ -112,7 +112,7 @@ def test_slots_are_reused() -> None:
     for i in range(20):
         scheduler.add(distinct(f"r{i}", 4, SamplingParams(max_tokens=1 + i % 3)))
     assert len(overlapped(scheduler)) > 20
-    assert scheduler._holdings.num_slots <= 4
+    assert scheduler._ledger.num_slots <= 4
 
 
 def test_end_of_a_launched_request_keeps_its_blocks_for_both_batches() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.throughput import CellRun
+from tokenmill.bench.offline import CellRun
 from tokenmill.bench.workload import BenchError, Cell, Prompts
 from tokenmill.core.versions import package_version
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, floor, generate, plan, pull, route, serve
+from tokenmill.cli import bench, chat, generate, plan, pull, route, serve
+from tokenmill.cli import worker_commands as pool
 
 app = typer.Typer(
     name="tokenmill",
@@ -48,5 +49,5 @@ def root(
     """
 
 
-for _module in (serve, route, floor, chat, generate, pull, bench, plan):
+for _module in (serve, route, pool, chat, generate, pull, bench, plan):
     _module.register(app)

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import typer
 
-from tokenmill.cli import (
+from tokenmill.bench.commands import (
     campaign,
     compare,
-    console,
     decode,
     endpoint,
     eplb,
-    kv_moves,
+    frontend,
+    kv_transfer,
     ladder,
     mlperf,
     mtp,
     price,
     published,
-    routing,
-    simulate,
-    steps,
+    router,
+    scheduler,
     throughput,
     verify,
 )
-from tokenmill.cli.options import command
-from tokenmill.settings import SETTINGS, Settings
-
-JSON_ONLY = SETTINGS["json-only"]
+from tokenmill.settings.options import command
 
 
 def register(app: typer.Typer) -> None:
@@ -44,36 +40,10 @@ def register(app: typer.Typer) -> None:
     command(group, "compare", compare.PANELS)(compare.compare)
     command(group, "price", price.PANELS)(price.price)
     command(group, "published", published.PANELS)(published.published)
-    command(group, "scheduler", steps.PANELS)(steps.scheduler)
-    command(group, "router", routing.PANELS, defaults=routing.DEFAULTS)(routing.router)
-    command(group, "kv-transfer", kv_moves.PANELS)(kv_moves.kv_transfer)
+    command(group, "scheduler", scheduler.PANELS)(scheduler.scheduler)
+    command(group, "router", router.PANELS, defaults=router.DEFAULTS)(router.router)
+    command(group, "kv-transfer", kv_transfer.PANELS)(kv_transfer.kv_transfer)
     command(group, "eplb", eplb.PANELS)(eplb.eplb)
-    command(group, "frontend", {"Benchmark": (*simulate.STREAMS, JSON_ONLY)})(frontend)
-    simulate.register(group)
+    command(group, "frontend", frontend.PANELS)(frontend.frontend)
+    frontend.register(group)
     app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")
-
-
-def frontend(settings: Settings) -> None:
-    """Streamed tokens per second of the HTTP server, without a model.
-
-    The engine is simulated: every step takes the same time, and gives each
-    stream one token. The client runs on the same machine.
-
-    tokenmill bench frontend --num-streams 128
-    """
-    from tokenmill.bench.frontend import measure_frontend
-
-    num_streams, num_tokens = settings.get("num-streams"), settings.get("stream-tokens")
-    with simulate.simulated_server(settings) as (url, pid):
-        console.note(f"{num_streams} streams of {num_tokens} tokens from {url}")
-        report = measure_frontend(url, simulate.NAME, num_streams, num_tokens, pid)
-    step_ms = settings.get("step-ms")
-    report["offered_tok_s"] = 1000 * num_streams / step_ms if step_ms else None
-    if not settings.get("json-only"):
-        offered = report["offered_tok_s"]
-        ceiling = "" if offered is None else f" of {offered:.0f} that the engine offers"
-        console.out.print(
-            f"{num_streams} streams: {report['tok_s']:.0f} tok/s{ceiling}; "
-            f"required are {report['required_tok_s']}"
-        )
-    console.print_json(report)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import typer
 
-from tokenmill.cli import console, local, remote
-from tokenmill.cli.options import command
+from tokenmill import console
+from tokenmill.cli import local_chat as local
+from tokenmill.cli import remote_chat as remote
 from tokenmill.core.types import SamplingParams, TokenmillError
 from tokenmill.settings import SAMPLING, SETTINGS, Settings
+from tokenmill.settings.options import command
 
 DEFAULTS = {"max-tokens": 1024, "temperature": 0.7}
 PANELS = {

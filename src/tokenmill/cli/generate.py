@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.cli import console, local
-from tokenmill.cli.options import command
+from tokenmill import console
+from tokenmill.cli import local_chat as local
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import SAMPLING, SETTINGS, Settings, SettingsError
+from tokenmill.settings.options import command
 
 DEFAULTS = {"max-tokens": 256, "temperature": 0.7}
 PANELS = {

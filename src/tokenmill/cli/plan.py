@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tokenmill.cli import attention_dp, console
-from tokenmill.cli.options import command
+from tokenmill import console
+from tokenmill.cli import plan_attention_dp as attention_dp
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import LOADS, REPLAY, ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.plan.load_table import Row
 
 PANELS = {
     "Trace": (*(SETTINGS[key] for key in ("trace", "trace-speed")), *LOADS),
-    "Floor": (
+    "WorkerPool": (
         SETTINGS["workers"],
         *REPLAY,
         *(SETTINGS[key] for key in ("block-size", "max-num-batched-tokens", "max-num-seqs")),
@@ -41,11 +42,11 @@ def register(app: typer.Typer) -> None:
     command(group, "attention-dp", attention_dp.PANELS, defaults=attention_dp.DEFAULTS)(
         attention_dp.attention_dp
     )
-    app.add_typer(group, name="plan", help="Try a floor of workers without one, in virtual time.")
+    app.add_typer(group, name="plan", help="Try a pool of workers without one, in virtual time.")
 
 
 def _group() -> None:
-    """Try a floor of workers without one, in virtual time."""
+    """Try a pool of workers without one, in virtual time."""
 
 
 def replay(settings: Settings) -> None:
@@ -76,7 +77,7 @@ def replay(settings: Settings) -> None:
         for name in ("prefill", "decode")
         if settings.get(f"{name}-ms") is not None
     }
-    floor = ReplayConfig(
+    pool = ReplayConfig(
         num_workers=settings.get("workers"),
         num_blocks=settings.get("num-blocks"),
         block_size=settings.get("block-size"),
@@ -86,13 +87,13 @@ def replay(settings: Settings) -> None:
         timing=StepTiming(**formulas),
     )
     router = settings.build(
-        RouterConfig, block_size=floor.block_size, approximate_blocks=floor.num_blocks
+        RouterConfig, block_size=pool.block_size, approximate_blocks=pool.num_blocks
     )
-    console.note(f"{len(trace)} requests, {floor.num_workers} workers, {router.policy}")
+    console.note(f"{len(trace)} requests, {pool.num_workers} workers, {router.policy}")
     begin = time.process_time()
-    report = Replay(trace, floor, router).run()
+    report = Replay(trace, pool, router).run()
     report["cpu_s"] = round(time.process_time() - begin, 2)
-    report = {"plan": "replay", "workers": floor.num_workers, "router": router.policy, **report}
+    report = {"plan": "replay", "workers": pool.num_workers, "router": router.policy, **report}
     if not settings.get("json-only"):
         _print(report)
     console.print_json(report)

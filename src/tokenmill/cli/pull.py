@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tokenmill.cli import console
-from tokenmill.cli.help_page import HelpCommand
+from tokenmill import console
+from tokenmill.settings.help_page import HelpCommand
 
 
 def register(app: typer.Typer) -> None:
@@ -29,15 +28,7 @@ def pull(
     if name is None:
         _print_catalog()
     else:
-        console.out.print(str(fetch(name)), markup=False)
-
-
-def fetch(name: str) -> Path:
-    """The local path of a model, downloaded first if need be."""
-    from tokenmill.models import store
-
-    with console.progress(f"Downloading {name}", size_in_bytes=True) as update:
-        return store.resolve(name, update)
+        console.out.print(str(console.fetch(name)), markup=False)
 
 
 def _print_catalog() -> None:

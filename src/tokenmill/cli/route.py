@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tokenmill.cli.options import command
-from tokenmill.cli.pull import fetch
 from tokenmill.cli.serve import set_log_level
+from tokenmill.console import fetch
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
 from tokenmill.settings import ROUTE, ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
-    from tokenmill.serve.floor_view import FloorView
+    from tokenmill.workers.pool_view import PoolView
 
 SERVER_KEYS = (
     "host",
@@ -71,9 +71,9 @@ def route(settings: Settings) -> None:
     down, or answers 429 or 5xx, is replaced by another before the first byte;
     a stream that breaks off later ends in an error event.
 
-    /floor, /dashboard, /metrics and tokenmill status show it at work.
+    /workers, /dashboard, /metrics and tokenmill status show it at work.
     """
-    from tokenmill.serve.backend import BackendError, base_urls
+    from tokenmill.proxy.backend import BackendError, base_urls
 
     config = settings.build(ServerConfig)
     set_log_level(config.log_level)
@@ -82,18 +82,18 @@ def route(settings: Settings) -> None:
         base_urls(backends.backends)
     except BackendError as error:
         raise SettingsError(str(error)) from None
-    from tokenmill.serve.server_route import route as run_router
-    from tokenmill.serve.tokenizer import load_tokenizer
+    from tokenmill.proxy.proxy_server import route as run_router
+    from tokenmill.text.tokenizer import load_tokenizer
 
     name = settings.get("tokenizer")
     tokenizer = None if name is None else load_tokenizer(fetch(name), config.chat_template)
     if tokenizer is None and config.chat_template is not None:
         raise SettingsError("--chat-template needs --tokenizer")
 
-    def on_listening(url: str, floor: FloorView) -> None:
+    def on_listening(url: str, pool: PoolView) -> None:
         log = logging.getLogger(__name__)
-        num_up = sum(worker.up for worker in floor.workers)
-        log.info(f"{num_up} of {len(floor.workers)} backends are up; {url}/v1 routes to them")
+        num_up = sum(worker.up for worker in pool.workers)
+        log.info(f"{num_up} of {len(pool.workers)} backends are up; {url}/v1 routes to them")
         log.info(f"dashboard: {url}/dashboard")
 
     run_router(config, backends, settings.build(RouterConfig), tokenizer, on_listening)

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill.cli import console
-from tokenmill.cli.options import command
-from tokenmill.cli.pull import fetch
+from tokenmill import console
+from tokenmill.console import fetch
 from tokenmill.core.config import (
     GPU_MEMORY_SHARE,
     MEMORY_SHARE,
     CacheConfig,
     ExecutionConfig,
-    FloorConfig,
     ModelConfig,
     ParallelConfig,
+    PoolConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -30,9 +29,9 @@ from tokenmill.core.config import (
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
-    FLOOR,
     MODEL,
     PARALLEL,
+    POOL,
     ROUTER,
     SCHEDULER,
     SERVER,
@@ -41,10 +40,11 @@ from tokenmill.settings import (
     SettingsError,
     read_value,
 )
+from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
-    from tokenmill.serve.wire import ModelFacts
+    from tokenmill.workers.link import ModelFacts
 
 ENGINE_PANELS = {
     "Model": MODEL,
@@ -59,7 +59,7 @@ WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    panels = {"Server": SERVER, "Floor": FLOOR, "Router": ROUTER, **ENGINE_PANELS}
+    panels = {"Server": SERVER, "WorkerPool": POOL, "Router": ROUTER, **ENGINE_PANELS}
     command(app, "serve", panels, positional="model")(serve)
     command(app, "worker", {"Engine": WORKER_SETTINGS}, hidden=True)(worker)
 
@@ -87,16 +87,16 @@ def serve(settings: Settings) -> None:
     config = settings.build(ServerConfig)
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
-    floor, router = settings.build(FloorConfig), settings.build(RouterConfig)
-    shared = _share(_roles(settings, floor), floor.num_workers)
+    pool, router = settings.build(PoolConfig), settings.build(RouterConfig)
+    shared = _share(_roles(settings, pool), pool.num_workers)
     roles = [_own(shared, key) for key in ("decode-set", "prefill-set")]
     ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
-    floor = replace(floor, ranks=ranks, prefill_ranks=prefill_ranks)
+    pool = replace(pool, ranks=ranks, prefill_ranks=prefill_ranks)
     path = fetch(model)
     if max(ranks, prefill_ranks) > 1:
         _check_ranks(path, roles)
-    from tokenmill.serve.server import serve as run_server
-    from tokenmill.serve.tokenizer import load_tokenizer
+    from tokenmill.api.server import serve as run_server
+    from tokenmill.text.tokenizer import load_tokenizer
 
     name = config.served_model_name or model_name(model)
 
@@ -111,7 +111,7 @@ def serve(settings: Settings) -> None:
 
     tokenizer = load_tokenizer(path, config.chat_template)
     commands = [worker_command(role, path) for role in roles]
-    run_server(commands[0], tokenizer, config, name, on_listening, floor, router, commands[1])
+    run_server(commands[0], tokenizer, config, name, on_listening, pool, router, commands[1])
 
 
 def worker(
@@ -119,7 +119,7 @@ def worker(
     address: Annotated[str, typer.Option("--address", help="Socket of the API process.")],
 ) -> None:
     """Own an engine and run it for the API process at an address."""
-    from tokenmill.serve.worker import run_worker, send_failure
+    from tokenmill.workers.worker_process import run_worker, send_failure
 
     set_log_level(settings.get("log-level"))
     warnings: list[str] = []
@@ -153,26 +153,26 @@ def worker_command(settings: Settings, path: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "tokenmill", "worker", *given.flags(WORKER_SETTINGS)]
 
 
-def _roles(settings: Settings, floor: FloorConfig) -> Settings:
-    """The settings of workers that hand prompts over, where the floor has such."""
-    if not floor.prefill and not floor.decode:
+def _roles(settings: Settings, pool: PoolConfig) -> Settings:
+    """The settings of workers that hand prompts over, where the pool has such."""
+    if not pool.prefill and not pool.decode:
         for key in ("prefill-set", "decode-set"):
             if key in settings:
                 raise SettingsError(f"--{key} needs --prefill and --decode")
         return settings
-    if not floor.prefill or not floor.decode:
-        missing = "decode" if floor.prefill else "prefill"
+    if not pool.prefill or not pool.decode:
+        missing = "decode" if pool.prefill else "prefill"
         raise SettingsError(f"--{missing} is needed, too: there is nobody else to do it")
     if "workers" in settings:
         raise SettingsError("give --workers or --prefill and --decode, not both")
-    return Settings(settings.values | {"kv-connector": _connector(settings, floor)})
+    return Settings(settings.values | {"kv-connector": _connector(settings, pool)})
 
 
-def _connector(settings: Settings, floor: FloorConfig) -> str:
+def _connector(settings: Settings, pool: PoolConfig) -> str:
     """How KV moves. One machine without a GPU needs no NIXL, whose thread polls all the time."""
     asked = str(settings.values.get("kv-connector", "auto"))
     on_cpu = settings.get("device") == "cpu" or not _num_gpus()
-    return "shm" if asked == "auto" and on_cpu and floor.ray_address is None else asked
+    return "shm" if asked == "auto" and on_cpu and pool.ray_address is None else asked
 
 
 def _num_gpus() -> int:
@@ -221,7 +221,7 @@ def set_log_level(level: str) -> None:
 def _build(settings: Settings, on_warning: Callable[[str], None]) -> BuiltEngine:
     config = settings.build(ModelConfig)
     from tokenmill.engine.build import build_engine
-    from tokenmill.serve.tokenizer import load_tokenizer
+    from tokenmill.text.tokenizer import load_tokenizer
 
     vocab = load_tokenizer(config.model).grammar_vocab()
     cache, limits = settings.build(CacheConfig), settings.build(SchedulerConfig)
@@ -237,7 +237,7 @@ def _build(settings: Settings, on_warning: Callable[[str], None]) -> BuiltEngine
 
 
 def _facts(built: BuiltEngine, max_waiting: int, warnings: list[str]) -> ModelFacts:
-    from tokenmill.serve.wire import ModelFacts
+    from tokenmill.workers.link import ModelFacts
 
     return ModelFacts(
         max_model_len=built.max_model_len,

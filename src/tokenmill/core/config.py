@@ -111,7 +111,7 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class FloorConfig:
+class PoolConfig:
     """The workers behind the front, and what happens when one of them fails."""
 
     workers: int = 1
@@ -152,7 +152,7 @@ class ServerConfig:
     max_concurrency: int = 1024  # open requests over all connections; more answer 429
     max_concurrency_per_key: int | None = None  # the same for each API key
     max_pending: int | None = None  # requests without a first token, per worker; more answer 429
-    control_token: str | None = None  # lets callers from elsewhere see and change the floor
+    control_token: str | None = None  # lets callers from elsewhere see and change the pool
     request_timeout_s: float | None = None  # deadline given to every request
     drain_timeout_s: float = 30.0
     header_timeout_s: float = 20.0  # for the head of a request, from its first byte
@@ -162,7 +162,7 @@ class ServerConfig:
     keep_alive_timeout_s: float = 60.0  # without a request; clients pool connections
     max_connections: int = 8192  # more: those that wait are closed, then new ones get a 503
     cors_origins: tuple[str, ...] = ()  # pages that may call the API from a browser; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names of this server for /floor, beside loopback's
+    allowed_hosts: tuple[str, ...] = ()  # names of this server for /workers, beside loopback's
     log_requests: bool = False
     log_stats: bool = True
     tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"

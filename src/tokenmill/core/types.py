@@ -216,7 +216,7 @@ class EngineStats:
     num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
     num_relaxed: int = 0  # of these, those that were taken though others were drawn
-    step_sums: list[float] = field(default_factory=list)  # of sched/step_cost.py
+    step_sums: list[float] = field(default_factory=list)  # of routing/step_cost.py
 
 
 _BY_POSITION = ("num_drafted", "num_accepted", "step_sums")

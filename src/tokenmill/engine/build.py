@@ -24,25 +24,25 @@ from tokenmill.core.config import (
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
-from tokenmill.engine.capture import CaptureLimits
-from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads, settle
-from tokenmill.engine.crew import Crew
-from tokenmill.engine.draft_graphs import MAX_SIZE
+from tokenmill.engine.choices import KV_BYTES, available_bytes, resolve, set_mode, set_num_threads
 from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.grammar import GrammarBackend
-from tokenmill.engine.kv_link import KVLink
-from tokenmill.engine.kv_ranks import CrewLink
-from tokenmill.engine.leading import DataParallelEngine, LeadingEngine, OwnEngine
+from tokenmill.engine.graphs.capture import CaptureLimits
+from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
 from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
 from tokenmill.engine.mtp import Drafter
-from tokenmill.engine.rank_models import OwnModel, SharedDrafter, SharedModel
-from tokenmill.engine.rank_wire import pack_setup
-from tokenmill.engine.rebalance import Rebalancer
-from tokenmill.engine.relaxed import Relaxed
+from tokenmill.engine.ranks.group import RankGroup
+from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
+from tokenmill.engine.ranks.rank_messages import pack_setup
+from tokenmill.engine.ranks.rank_models import OwnModel, SharedDrafter, SharedModel
+from tokenmill.engine.ranks.rebalance import Rebalancer
+from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
+from tokenmill.engine.sampling.grammar import GrammarBackend
+from tokenmill.engine.sampling.relaxed import Relaxed
 from tokenmill.engine.setup import Setup
 from tokenmill.engine.warm_up import FEW, warm_up_steps
+from tokenmill.kv.connectors import KVLink
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import MODELS
 from tokenmill.models.decoder import Decoder
@@ -59,7 +59,7 @@ from tokenmill.models.weights import (
     read_spec,
 )
 from tokenmill.parallel import ALONE, ONE, Layout, Ranks
-from tokenmill.sched.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
+from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -86,12 +86,12 @@ class BuiltEngine:
     block_size: int
     weight_bytes: int  # of this rank
     description: str
-    crew: Crew | None = None  # the other ranks
+    group: RankGroup | None = None  # the other ranks
 
     def close(self) -> None:
         """End the other ranks; they also end with this process."""
-        if self.crew is not None:
-            self.crew.close()
+        if self.group is not None:
+            self.group.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Part:
     kv_cache: KVCache
     num_blocks: int
     max_model_len: int  # what is asked for, or what the KV cache holds if that is less
-    link: KVLink | CrewLink | None
+    link: KVLink | GroupLink | None
     narrow: bool  # its products are to be rounded to fp8 after calibration
 
 
@@ -127,16 +127,16 @@ def build_engine(
     asked = Setup(
         model, cache, scheduler, execution or ExecutionConfig(), parallel or ParallelConfig()
     )
-    setup, crew = settle(asked), None
+    setup, group = resolve(asked), None
     if setup.parallel.num_ranks > 1:
-        crew = Crew(setup.parallel.num_ranks, setup.model.device)
-    with nullcontext() if crew is None else crew.together():
-        if crew is not None:
+        group = RankGroup(setup.parallel.num_ranks, setup.model.device)
+    with nullcontext() if group is None else group.together():
+        if group is not None:
             vocab = grammar_vocab if setup.parallel.attention_dp else None
-            crew.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
-        ranks = ONE if crew is None else crew.ranks
-        part = load_part(setup, ranks, _same if crew is None else crew.agree, progress)
-        engine, runner = _lead(setup, part, crew, grammar_vocab, capture_progress)
+            group.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
+        ranks = ONE if group is None else group.ranks
+        part = load_part(setup, ranks, _same if group is None else group.agree, progress)
+        engine, runner = _lead(setup, part, group, grammar_vocab, capture_progress)
     for warning in (*_context_warning(setup, part), *_capture_warnings(runner)):
         on_warning(warning)
     assert setup.model.dtype != "auto" and setup.cache.block_size is not None
@@ -155,7 +155,7 @@ def build_engine(
         block_size=setup.cache.block_size,
         weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
         description=part.checkpoint.describe() + _drafts_line(setup.execution),
-        crew=crew,
+        group=group,
     )
 
 
@@ -278,28 +278,28 @@ def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None
 def _lead(
     setup: Setup,
     part: Part,
-    crew: Crew | None,
+    group: RankGroup | None,
     grammar_vocab: GrammarVocab | None,
     capture_progress: Progress | None,
 ) -> tuple[LanguageEngine | LeadingEngine | DataParallelEngine, ModelRunner]:
     """The engine of rank 0."""
-    if crew is None:
+    if group is None:
         return make_engine(setup, part, part.network, grammar_vocab, capture_progress)
-    rebalancer = make_rebalancer(setup, part, crew.ranks)
+    rebalancer = make_rebalancer(setup, part, group.ranks)
     if setup.parallel.attention_dp:
         own = OwnModel(part.network)
         engine, runner = make_engine(setup, part, own, grammar_vocab)
         ours = OwnEngine(engine, own, rebalancer)
-        caches = RankCaches(crew.size, runner.block_size)
+        caches = RankCaches(group.size, runner.block_size)
         places, policy = setup.scheduler.num_seqs, _context_policy(setup)
-        return DataParallelEngine(ours, crew, rebalancer, policy, caches, places), runner
-    shared = SharedModel(part.network, crew, rebalancer)
+        return DataParallelEngine(ours, group, rebalancer, policy, caches, places), runner
+    shared = SharedModel(part.network, group, rebalancer)
     if isinstance(part.link, KVLink):
-        part = replace(part, link=CrewLink(part.link, crew, part.network.layout.split_heads))
+        part = replace(part, link=GroupLink(part.link, group, part.network.layout.split_heads))
     if part.mtp is not None:
-        part = replace(part, mtp=SharedDrafter(part.mtp, part.network, crew))
+        part = replace(part, mtp=SharedDrafter(part.mtp, part.network, group))
     engine, runner = make_engine(setup, part, shared, grammar_vocab)
-    return LeadingEngine(engine, crew, rebalancer), runner
+    return LeadingEngine(engine, group, rebalancer), runner
 
 
 def _context_policy(setup: Setup) -> ContextPolicy:

@@ -29,8 +29,8 @@ from tokenmill.engine.setup import Setup
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import GROUPED, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
+from tokenmill.models import store
 from tokenmill.models.shards import plan_layout
-from tokenmill.models.store import resolve
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.parallel import Ranks
 
@@ -40,12 +40,12 @@ _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute t
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
 
-def settle(asked: Setup) -> Setup:
+def resolve(asked: Setup) -> Setup:
     """Make every choice that was left open, and refuse what does not go together."""
     model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
     set_mode(execution)
     _check_drafts(model, execution)
-    path = resolve(model.model)
+    path = store.resolve(model.model)
     spec = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed).spec
     size = parallel.num_ranks
     plan_layout(spec, parallel, Ranks(0, size))

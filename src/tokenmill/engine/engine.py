@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -19,14 +20,13 @@ from tokenmill.core.types import (
     StepResult,
 )
 from tokenmill.engine.drafting import Drafting
-from tokenmill.engine.grammar import Grammar, GrammarBackend, GrammarError, Matcher
-from tokenmill.engine.kv_transfer import KVTransfer
-from tokenmill.engine.sampling import Bitmask, sampled_rows, state_of
-from tokenmill.sched.attention_dp import Load, Outlook
-from tokenmill.sched.kv_events import Dump, EventPublisher
+from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend, GrammarError, Matcher
+from tokenmill.engine.sampling.sampler import Bitmask, sampled_rows, state_of
+from tokenmill.kv.transfer import KVTransfer
+from tokenmill.routing.attention_dp import Load, Outlook
+from tokenmill.routing.step_cost import StepSums
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 from tokenmill.sched.sequence import num_drafts
-from tokenmill.sched.step_cost import StepSums
 
 COMPILE_TIMEOUT_NS = 60 * 10**9
 _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
@@ -131,7 +131,7 @@ class LanguageEngine:
     def step(self, hold_context: bool = False) -> list[RequestOutput]:
         """Run one batch and return what it produced; [] when there is nothing to do.
 
-        Where context is held, no prompt is computed in it: see sched/attention_dp.py.
+        Where context is held, no prompt is computed in it: see routing/attention_dp.py.
         """
         now_ns = self._clock()
         if self.kv is not None:
@@ -140,12 +140,12 @@ class LanguageEngine:
         to_draft = 0 if self.drafting is None else self.drafting.choose()
         drafts = to_draft or self._scheduler.drafting
         overlap = self._launcher is not None and not self._host_bound and not drafts
-        outputs = [] if overlap else self._land()
+        outputs = [] if overlap else self._collect()
         batch = self._scheduler.schedule(now_ns, hold_context)
         batch.num_to_draft = to_draft
         outputs += self._take_finished()
         if self._launcher is not None and overlap:
-            outputs += self._fly(batch, self._launcher)
+            outputs += self._launch(batch, self._launcher)
         elif batch.items:
             outputs += self._execute(batch)
         if not outputs and not batch.items:
@@ -361,7 +361,7 @@ class LanguageEngine:
                 output.stop_reason, output.error = "grammar", lost[output.request_id]
         return self._forget(outputs)
 
-    def _fly(self, batch: Batch, launcher: Launcher) -> list[RequestOutput]:
+    def _launch(self, batch: Batch, launcher: Launcher) -> list[RequestOutput]:
         """Launch the batch, then collect the one before it, which ran meanwhile."""
         launched, problem, began_ns = None, None, self._clock()
         try:
@@ -369,10 +369,10 @@ class LanguageEngine:
         except Exception as error:
             problem = error
         except BaseException:
-            self._finished += self._land()
+            self._finished += self._collect()
             self._interrupted(batch)
             raise
-        outputs = self._land()
+        outputs = self._collect()
         if problem is not None:
             return outputs + self._failed(batch, problem)
         if launched is not None:
@@ -380,7 +380,7 @@ class LanguageEngine:
             self._flying = batch, launched, began_ns
         return outputs
 
-    def _land(self) -> list[RequestOutput]:
+    def _collect(self) -> list[RequestOutput]:
         """Wait for the batch under way and account for it."""
         if self._flying is None:
             return []

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tokenmill.core.types import StepResult, TokenLogprobs
-from tokenmill.engine.device_sampling import Sampled
-from tokenmill.engine.draft_graphs import DraftGraphs
+from tokenmill.engine.graphs.draft_graphs import DraftGraphs
+from tokenmill.engine.sampling.device_sampler import Sampled
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenmill.core.config import DEFAULT_BUDGET
 from tokenmill.core.spec import ModelSpec
-from tokenmill.engine.graph_sizes import graph_sizes
+from tokenmill.engine.graphs.graph_sizes import graph_sizes
 
 MAX_GPU_NUM_SEQS = 1024  # larger batches gain little and lengthen every step
 MIN_GPU_NUM_SEQS = 64  # requests may be short

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tokenmill.core.spec import ModelSpec
-from tokenmill.engine.kv_shared import SharedPages
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual

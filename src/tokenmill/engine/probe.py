@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tokenmill.core.types import Request
-from tokenmill.engine.capture import CaptureLimits, capture_all
-from tokenmill.engine.graphs import DecodeGraphs
+from tokenmill.engine.graphs.capture import CaptureLimits, capture_all
+from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import MODE
 from tokenmill.sched.sequence import Batch, Sequence

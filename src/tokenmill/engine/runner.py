@@ -6,18 +6,18 @@ import numpy as np
 import torch
 
 from tokenmill.core.types import StepResult, TokenLogprobs
-from tokenmill.engine.capture import CaptureLimits, CaptureReport, Progress, capture_all
-from tokenmill.engine.device_sampling import DeviceSampler
-from tokenmill.engine.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.engine import OutOfMemory
-from tokenmill.engine.graphs import DecodeGraphs
+from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Progress, capture_all
+from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
+from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.launched import Ahead, Launched
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.mtp import Drafter, Proposer
-from tokenmill.engine.prompt_graphs import PromptGraphs
-from tokenmill.engine.relaxed import Relaxed
-from tokenmill.engine.sampling import (
+from tokenmill.engine.sampling.device_sampler import DeviceSampler
+from tokenmill.engine.sampling.relaxed import Relaxed
+from tokenmill.engine.sampling.sampler import (
     SampledRow,
     Sampler,
     grammar_masks,

@@ -1,6 +1,6 @@
 """Sampling on the logits' device: best token, penalties and biases, one draw, log-probabilities.
 
-The meaning is that of engine/sampling.py; nothing here waits for the device. A row whose largest
+The meaning is that of the numpy sampler; nothing here waits for the device. A row whose largest
 logit is not finite gives token -1. Every row is computed by itself, whatever the others are.
 """
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.core.config import RouterConfig, SchedulerConfig
+from tokenmill.core.kv_events import EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.plan.trace import TraceRequest
+from tokenmill.routing.router import Router
+from tokenmill.routing.step_cost import StepSums, fit_rates
 from tokenmill.sched.blocks import BlockPool
-from tokenmill.sched.kv_events import EventPublisher
-from tokenmill.sched.router import Router
 from tokenmill.sched.scheduler import Batch, Scheduler
-from tokenmill.sched.step_cost import StepSums, fit_rates
 
 OUTPUT_TOKEN = 1 << 62  # plus the request's number: no answer is another's prefix
 REPORT_NS = 10**8  # workers report their steps as often
@@ -47,7 +47,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """The floor that a trace is replayed on."""
+    """The pool that a trace is replayed on."""
 
     num_workers: int = 8
     num_blocks: int = 16384  # of each worker

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import EngineStats, Request, no_room
-from tokenmill.sched.holdings import Holdings
-from tokenmill.sched.live import Live
+from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.prefix import cache_blocks, match_prefix
+from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence, Step
 
 
@@ -60,40 +60,44 @@ class Admission:
     """
 
     def __init__(
-        self, config: SchedulerConfig, live: Live, holdings: Holdings, counters: EngineStats
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        ledger: BlockLedger,
+        counters: EngineStats,
     ) -> None:
         self._config = config
-        self._live = live
-        self._holdings = holdings
-        self._pool = holdings.pool
+        self._queues = queues
+        self._ledger = ledger
+        self._pool = ledger.pool
         self._counters = counters
         self._receiving: list[Sequence] = []  # that take_receiving() has not told
 
     def num_startable(self, budget: int) -> int:
         """How many of the waiting admit() would start, once the first finds its blocks."""
-        live, first = self._live, self._live.waiting.first()
-        num_running = sum(not seq.finished for seq in live.running)
-        places = self._config.num_seqs - num_running - len(live.receiving)
+        queues, first = self._queues, self._queues.waiting.first()
+        num_running = sum(not seq.finished for seq in queues.running)
+        places = self._config.num_seqs - num_running - len(queues.receiving)
         places = min(places, budget)
         if first is None or first.remote or places <= 0:
             return 0
         total = -(-first.num_tokens // self._pool.block_size)
-        return min(places, len(live.waiting)) * self._fits(match_prefix(self._pool, first), total)
+        return min(places, len(queues.waiting)) * self._fits(match_prefix(self._pool, first), total)
 
     def admit_alone(self, step: Step) -> bool:
         """Without chunking, give a step to a prompt that does not fit beside the running ones."""
-        seq = None if self._config.chunked_prefill else self._live.waiting.first()
+        seq = None if self._config.chunked_prefill else self._queues.waiting.first()
         if seq is None or seq.remote or self._is_full():
             return False
         num_new = seq.num_tokens - len(match_prefix(self._pool, seq)) * self._pool.block_size
-        if num_new <= step.budget - len(self._live.running):
+        if num_new <= step.budget - len(self._queues.running):
             return False
         return self._start(seq, num_new, step) > 0
 
     def admit(self, step: Step) -> None:
         """Start waiting sequences in order until one has to wait."""
         while step.budget > 0 and not self._is_full():
-            seq = self._live.waiting.first()
+            seq = self._queues.waiting.first()
             if seq is None or (step.hold_context and not seq.remote):
                 return
             if seq.remote:
@@ -111,10 +115,10 @@ class Admission:
         return receiving
 
     def _is_full(self) -> bool:
-        return len(self._live.running) + len(self._live.receiving) >= self._config.num_seqs
+        return len(self._queues.running) + len(self._queues.receiving) >= self._config.num_seqs
 
     def _fits(self, matched: list[int], total: int) -> bool:
-        return self._holdings.fits(matched, total, alone=not self._live.running)
+        return self._ledger.fits(matched, total, alone=not self._queues.running)
 
     def _start(self, seq: Sequence, budget: int, step: Step) -> int:
         """Run the first of the waiting on its cached prefix; 0 new tokens: it has to wait."""
@@ -128,11 +132,11 @@ class Admission:
         if not self._fits(matched, total):
             return 0
         self._occupy(seq, matched, -(-end // size), step.now_ns)
-        self._holdings.take_slot(seq)
-        self._holdings.reserved += total - len(seq.block_ids)
+        self._ledger.take_slot(seq)
+        self._ledger.reserved += total - len(seq.block_ids)
         if pool.prefix_cache:
             cache_blocks(pool, [(seq, end)])
-        self._live.run(seq)
+        self._queues.run(seq)
         (step.singles if num_new == 1 else step.chunks).append((seq, num_new))
         return num_new
 
@@ -145,13 +149,13 @@ class Admission:
         if not self._fits(matched, total):
             return False
         self._occupy(seq, matched, total, now_ns)
-        self._live.receiving[seq.request_id] = seq
+        self._queues.receiving[seq.request_id] = seq
         self._receiving.append(seq)
         return True
 
     def _occupy(self, seq: Sequence, matched: list[int], total: int, now_ns: int) -> None:
-        self._live.waiting.pop()
-        self._holdings.occupy(seq, matched, total)
+        self._queues.waiting.pop()
+        self._ledger.occupy(seq, matched, total)
         if not seq.started:
             self._count_start(seq, now_ns)
 

@@ -13,7 +13,7 @@ from struct import pack
 import numpy as np
 import numpy.typing as npt
 
-from tokenmill.sched.kv_events import EventJournal
+from tokenmill.core.kv_events import EventJournal
 
 U64 = npt.NDArray[np.uint64]
 
@@ -42,7 +42,7 @@ def _powers(count: int) -> U64:
     return np.multiply.accumulate(powers)
 
 
-def token_words(token_ids: Sequence[int], before: U64 | None = None) -> U64:
+def hash_input(token_ids: Sequence[int], before: U64 | None = None) -> U64:
     """Tokens as the words that are hashed, [n], behind others: to be hashed more than once."""
     words = _words(token_ids, len(token_ids))
     return words if before is None else np.concatenate([before, words])
@@ -291,7 +291,7 @@ class BlockPool:
     def check_integrity(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError where ref-counts, free lists and hash map disagree.
 
-        With the block tables of all live sequences, their references are counted as well.
+        With the block tables of all queues sequences, their references are counted as well.
         """
         self._check_free_lists()
         self._check_hash_map()

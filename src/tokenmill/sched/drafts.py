@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from tokenmill.sched.holdings import Holdings
+from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.prefix import cache_computed
 from tokenmill.sched.sequence import Batch, Item, Sequence, Step
 
 
-def add_drafts(step: Step, holdings: Holdings) -> None:
+def add_drafts(step: Step, ledger: BlockLedger) -> None:
     """Let sequences of one new token verify their drafts as well, as far as the budget goes."""
     plain: list[Item] = []
     drafted: list[Item] = []
     for seq, num_new in step.singles:
         del seq.draft_ids[step.budget :]
         if seq.draft_ids:
-            del seq.draft_ids[holdings.draft_room(seq) :]
+            del seq.draft_ids[ledger.draft_room(seq) :]
         num_drafts = len(seq.draft_ids)
         step.budget -= num_drafts
         (drafted if num_drafts else plain).append((seq, num_new + num_drafts))
     step.singles, step.chunks = plain, drafted + step.chunks
 
 
-def make_room(needed: int, running: list[Sequence], holdings: Holdings) -> None:
+def make_room(needed: int, running: list[Sequence], ledger: BlockLedger) -> None:
     """Give up drafts, the last sequence's first, until so many blocks are free."""
     for seq in reversed(running):
-        if holdings.pool.num_free >= needed:
+        if ledger.pool.num_free >= needed:
             return
         if seq.draft_ids:
             seq.draft_ids = []
-            holdings.trim(seq)
+            ledger.trim(seq)
 
 
 def verified(
@@ -51,7 +51,7 @@ def verified(
     return tokens
 
 
-def take_drafts(batch: Batch, draft_ids: list[list[int]], holdings: Holdings) -> None:
+def take_drafts(batch: Batch, draft_ids: list[list[int]], ledger: BlockLedger) -> None:
     """Give running sequences their next drafts, as far as these can be used.
 
     Blocks that accepted drafts have filled are cached, those that none will reach come back.
@@ -59,9 +59,9 @@ def take_drafts(batch: Batch, draft_ids: list[list[int]], holdings: Holdings) ->
     for (seq, _), drafts in zip(batch.items, draft_ids, strict=True):
         if seq.finished or not seq.block_ids or seq.num_computed_tokens < seq.num_tokens - 1:
             continue
-        cache_computed(holdings.pool, seq)
+        cache_computed(ledger.pool, seq)
         seq.draft_ids = usable(seq, drafts)
-        holdings.trim(seq)
+        ledger.trim(seq)
 
 
 def usable(seq: Sequence, drafts: list[int]) -> list[int]:

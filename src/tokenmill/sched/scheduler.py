@@ -15,12 +15,12 @@ from tokenmill.core.types import (
 )
 from tokenmill.sched import stops
 from tokenmill.sched.admission import Admission, Limits
+from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.drafts import add_drafts, make_room, take_drafts, verified
-from tokenmill.sched.holdings import Holdings
 from tokenmill.sched.leases import Leases
-from tokenmill.sched.live import Live
 from tokenmill.sched.prefix import cache_blocks, cache_computed
+from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Step
 
 __all__ = ["Batch", "Scheduler", "Sequence"]
@@ -75,9 +75,9 @@ class Scheduler:
         self._draining = False
         self._counters = EngineStats(num_kv_blocks=pool.num_blocks)
         self.leases = Leases(pool)
-        self._live = Live()
-        self._holdings = Holdings(pool)
-        self._admission = Admission(config, self._live, self._holdings, self._counters)
+        self._queues = RequestQueues()
+        self._ledger = BlockLedger(pool)
+        self._admission = Admission(config, self._queues, self._ledger, self._counters)
 
     # Requests come and go.
 
@@ -102,11 +102,11 @@ class Scheduler:
         seq = limits.sequence(request, self._order, self._eos)
         if request.hold_kv_s is not None:
             self.leases.open(request.request_id, request.hold_kv_s)
-        self._live.add(seq)
+        self._queues.add(seq)
 
     def abort(self, request_id: str) -> None:
         """End a request with ABORT, or its lease; unknown or finished ids are ignored."""
-        seq = self._live.get(request_id)
+        seq = self._queues.get(request_id)
         if seq is not None:
             self._finished.append(self._end(seq, FinishReason.ABORT))
         else:
@@ -117,8 +117,8 @@ class Scheduler:
         self._draining = True
 
     def has_work(self) -> bool:
-        """True while a request is live and here, or a terminal output waits to be taken."""
-        return bool(len(self._live) > len(self._live.receiving) or self._finished)
+        """True while a request is queues and here, or a terminal output waits to be taken."""
+        return bool(len(self._queues) > len(self._queues.receiving) or self._finished)
 
     def take_finished(self) -> list[RequestOutput]:
         """The terminal outputs of rejected, aborted and expired requests, each once."""
@@ -129,12 +129,12 @@ class Scheduler:
         """Counters since start, and gauges now."""
         return replace(
             self._counters,
-            num_steps=self._holdings.num_launched,
-            num_waiting=len(self._live.waiting),
-            num_running=self._live.num_running,
+            num_steps=self._ledger.num_launched,
+            num_waiting=len(self._queues.waiting),
+            num_running=self._queues.num_running,
             num_kv_blocks_used=self.pool.num_used,
             num_finished=dict(self._counters.num_finished),
-            num_receiving=len(self._live.receiving),
+            num_receiving=len(self._queues.receiving),
             num_leases=len(self.leases),
             num_leases_expired=self.leases.num_expired,
             num_drafted=list(self._counters.num_drafted),
@@ -145,16 +145,18 @@ class Scheduler:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
         if self._draining:
             return "draining", "the engine is draining and takes no new requests"
-        if request.request_id in self._live or request.request_id in self.leases:
+        if request.request_id in self._queues or request.request_id in self.leases:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        return limits.refusal(request, len(self._live.waiting))
+        return limits.refusal(request, len(self._queues.waiting))
 
     # A step is chosen.
 
     def load(self) -> tuple[int, int]:
         """(requests that are not finished, tokens whose KV they hold or will get)."""
         tokens = self.pool.num_used * self.pool.block_size
-        return len(self._live), tokens + sum(s.num_tokens for s in self._live.waiting.sequences())
+        return len(self._queues), tokens + sum(
+            s.num_tokens for s in self._queues.waiting.sequences()
+        )
 
     def outlook(self) -> tuple[int, int]:
         """(context requests that schedule() would compute next, requests that decode).
@@ -162,9 +164,9 @@ class Scheduler:
         Context is whoever has more than one known token to compute: begun prompts, and waiting
         requests as far as there are places, once the first of them finds its blocks.
         """
-        live = [seq for seq in self._live.running if not seq.finished]
-        num_begun = sum(_is_context(seq) for seq in live)
-        num_decoding = len(live) - num_begun
+        queues = [seq for seq in self._queues.running if not seq.finished]
+        num_begun = sum(_is_context(seq) for seq in queues)
+        num_decoding = len(queues) - num_begun
         num_starting = self._admission.num_startable(self._budget - num_decoding)
         return num_begun + num_starting, num_decoding
 
@@ -174,32 +176,32 @@ class Scheduler:
         Where context is held the batch decodes only: no prompt is begun or continued, and it may
         be empty though there is work. Waiting requests whose KV comes from elsewhere get blocks.
         """
-        holdings = self._holdings
-        if holdings.num_in_flight > holdings.num_advanced:
+        ledger = self._ledger
+        if ledger.num_in_flight > ledger.num_advanced:
             raise RuntimeError(
                 "schedule() was called before update(), fail() or advance() of the last batch"
             )
         self._now_ns = now_ns
         self._expire()
-        self._live.sweep()
-        holdings.reserved = 0
-        if self._budget < self._full_budget and holdings.num_launched % _RECOVERY_STEPS == 0:
+        self._queues.sweep()
+        ledger.reserved = 0
+        if self._budget < self._full_budget and ledger.num_launched % _RECOVERY_STEPS == 0:
             self._budget = min(2 * self._budget, self._full_budget)
         step = Step(now_ns, self._budget, hold_context)
         if hold_context or not self._admission.admit_alone(step):
             preemptions = self._counters.num_preemptions
             self._schedule_running(step)
             if step.budget and self._drafting:
-                add_drafts(step, holdings)
+                add_drafts(step, ledger)
             if preemptions == self._counters.num_preemptions:
                 self._admission.admit(step)
         if not step.singles and not step.chunks:
             return Batch()
         num_tokens = len(step.singles) + sum(num_new for _, num_new in step.chunks)
-        return Batch(step.singles + step.chunks, num_tokens, holdings.launch())
+        return Batch(step.singles + step.chunks, num_tokens, ledger.launch())
 
     def _expire(self) -> None:
-        for seq in self._live.overdue(self._now_ns):
+        for seq in self._queues.overdue(self._now_ns):
             self._finished.append(self._end(seq, FinishReason.ABORT, "deadline"))
         if self.leases:
             self.leases.expire(self._now_ns)
@@ -209,7 +211,7 @@ class Scheduler:
 
         The list shrinks from its tail while it is walked: whoever is preempted has had no turn.
         """
-        running, size = self._live.running, self.pool.block_size
+        running, size = self._queues.running, self.pool.block_size
         singles, chunks, budget = step.singles, step.chunks, step.budget
         filled: list[Item] = []
         for index, seq in enumerate(running):
@@ -224,12 +226,12 @@ class Scheduler:
                     break
                 continue
             if num_new > 1 and step.hold_context:
-                self._holdings.reserved += -(-num_tokens // size) - len(seq.block_ids)
+                self._ledger.reserved += -(-num_tokens // size) - len(seq.block_ids)
                 continue
             if num_new > 1:  # leave a token to each sequence behind this one
                 num_new = max(1, min(num_new, budget - (len(running) - index - 1)))
                 end = seq.num_computed_tokens + num_new
-                self._holdings.reserved += -(-num_tokens // size) + (-end // size)
+                self._ledger.reserved += -(-num_tokens // size) + (-end // size)
             if end >= seq.capacity:
                 if end > seq.capacity and not self._grow(seq, end):
                     break
@@ -248,21 +250,21 @@ class Scheduler:
         """Give a sequence blocks up to `end`, preempting from the tail; False: it went itself."""
         needed = -(-end // self.pool.block_size) - len(seq.block_ids)
         if self._drafting:
-            make_room(needed, self._live.running, self._holdings)
+            make_room(needed, self._queues.running, self._ledger)
         while self.pool.num_free < needed:
-            victim = self._live.running.pop()
+            victim = self._queues.running.pop()
             self._requeue(victim)
             if victim is seq:
                 return False
-        self._holdings.grow(seq, needed)
+        self._ledger.grow(seq, needed)
         return True
 
     def _requeue(self, seq: Sequence) -> None:
         """A preempted sequence waits again; its tokens are kept, its blocks are not."""
-        self._holdings.drop(seq)
+        self._ledger.drop(seq)
         seq.num_computed_tokens = 0
         seq.draft_ids = []
-        self._live.waiting.push(seq)
+        self._queues.waiting.push(seq)
         self._counters.num_preemptions += 1
 
     # KV comes from another engine.
@@ -277,36 +279,36 @@ class Scheduler:
     def received(self, seq: Sequence, token_id: int) -> None:
         """The KV of the whole prompt is in the blocks, and this is the first token: run it."""
         first = seq.num_inserted_blocks
-        del self._live.receiving[seq.request_id]
+        del self._queues.receiving[seq.request_id]
         seq.remote = False
         seq.num_computed_tokens = seq.num_tokens
         if self.pool.prefix_cache:
             cache_blocks(self.pool, [(seq, seq.num_tokens)])
         self._counters.num_kv_blocks_received += -(-seq.num_tokens // self.pool.block_size) - first
         seq.token_ids.append(token_id)
-        self._holdings.take_slot(seq)
-        self._live.run(seq)
+        self._ledger.take_slot(seq)
+        self._queues.run(seq)
         if seq.num_tokens >= seq.max_len:
             reason = stops.length_reason(seq, self.config.max_model_len)
             self._finished.append(self._end(seq, FinishReason.LENGTH, reason))
 
     def lose(self, request_id: str, stop_reason: str, message: str) -> None:
         """The KV of a request will not come; unknown ids are ignored."""
-        seq = self._live.get(request_id)
+        seq = self._queues.get(request_id)
         if seq is not None:
             self._finished.append(self._end(seq, FinishReason.ERROR, stop_reason, message))
 
     def retire(self, seq: Sequence) -> None:
         """No transfer writes to the blocks of this ended sequence any more."""
-        self._holdings.settle(seq)
+        self._ledger.settle(seq)
 
     # A step is accounted for.
 
     def advance(self, batch: Batch) -> None:
         """Count a launched batch as computed; what it samples is PENDING until its update()."""
-        if self._holdings.num_in_flight > 1:
+        if self._ledger.num_in_flight > 1:
             raise RuntimeError("advance() was called before update() or fail() of the last batch")
-        self._holdings.num_advanced += bool(batch.items)
+        self._ledger.num_advanced += bool(batch.items)
         batch.samples = []
         for seq, num_new in batch.items:
             seq.num_computed_tokens += num_new
@@ -323,7 +325,7 @@ class Scheduler:
                 f"the batch has {len(batch.items)} items, the result {len(result.token_ids)} "
                 f"token_ids and {len(all_logprobs)} logprobs"
             )
-        self._holdings.land(batch)
+        self._ledger.land(batch)
         for index, entries in result.prompt_logprobs.items():
             batch.items[index][0].extend_prompt_logprobs(entries)
         outputs: list[RequestOutput] = []
@@ -363,8 +365,8 @@ class Scheduler:
         self._counters.num_output_tokens += num_kept
         self._counters.num_relaxed += result.num_relaxed
         if self._drafting or result.draft_ids is not None:
-            take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._holdings)
-            self._drafting = any(seq.draft_ids for seq in self._live.running)
+            take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
+            self._drafting = any(seq.draft_ids for seq in self._queues.running)
         self._hash_late()
         if self.leases:
             self._announce(batch)
@@ -417,14 +419,14 @@ class Scheduler:
         lost = [seq for seq in self._readers(batch) if seq.remote]
         for seq in [seq for seq, _ in batch.items] + lost:
             self.pool.forget(seq.block_ids)
-        self._holdings.land(batch)
+        self._ledger.land(batch)
         self._budget = max(1, min(self._budget, batch.num_tokens) // 2)
-        self._live.sweep()
+        self._queues.sweep()
         for seq, _ in batch.items:
             if not seq.finished:
-                self._live.running.remove(seq)
+                self._queues.running.remove(seq)
                 self._requeue(seq)
-        self._holdings.tell_again(batch)
+        self._ledger.tell_again(batch)
         return [self._end(seq, FinishReason.ERROR, error=message) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
@@ -432,18 +434,18 @@ class Scheduler:
         seqs = [seq for seq, _ in batch.items] + self._readers(batch)
         for seq in seqs:
             self.pool.forget(seq.block_ids)
-        self.pool.forget(self._holdings.dropped)
+        self.pool.forget(self._ledger.dropped)
         self._late = []  # these sampled in the batch and end with it
-        self._holdings.land(batch)
+        self._ledger.land(batch)
         error = FinishReason.ERROR
         outputs = [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
-        self._holdings.tell_again(batch)
+        self._ledger.tell_again(batch)
         return outputs
 
     def _readers(self, batch: Batch) -> list[Sequence]:
         """Whoever will read what this batch was to write: it is received, or in the next batch."""
         launched = batch.samples is not None
-        readers = [*self._live.receiving.values(), *(self._live.running if launched else [])]
+        readers = [*self._queues.receiving.values(), *(self._queues.running if launched else [])]
         written: set[int] = set()
         for seq, num_new in batch.items if readers else []:
             first = (seq.num_computed_tokens - launched * num_new) // self.pool.block_size
@@ -484,14 +486,14 @@ class Scheduler:
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """The one place where a live request ends."""
+        """The one place where a queues request ends."""
         seq.finished = True
         self._count_finish(reason)
         self.leases.abandon(seq.request_id)
-        if self._live.leave(seq):
-            self._holdings.abandon(seq)
+        if self._queues.leave(seq):
+            self._ledger.abandon(seq)
         else:
-            self._holdings.retire(seq)
+            self._ledger.retire(seq)
 
     def _count_finish(self, reason: FinishReason) -> None:
         finished = self._counters.num_finished
@@ -499,8 +501,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where queues, sequences and the block pool disagree."""
-        live = self._live
-        live.check_integrity()
-        running = [seq for seq in live.running if not seq.finished]
-        receiving = list(live.receiving.values())
-        self._holdings.check_integrity(running, receiving, self.leases.block_tables)
+        queues = self._queues
+        queues.check_integrity()
+        running = [seq for seq in queues.running if not seq.finished]
+        receiving = list(queues.receiving.values())
+        self._ledger.check_integrity(running, receiving, self.leases.block_tables)

@@ -35,9 +35,9 @@ from tokenmill.settings.bench import (
 from tokenmill.settings.engine import (
     CACHE,
     EXECUTION,
-    FLOOR,
     MODEL,
     PARALLEL,
+    POOL,
     ROUTE,
     ROUTER,
     SAMPLING,
@@ -66,13 +66,13 @@ __all__ = [
     "ENDPOINT_REPORT",
     "ENDPOINT_REQUESTS",
     "EXECUTION",
-    "FLOOR",
     "LADDER",
     "LOADS",
     "MLPERF",
     "MODEL",
     "MTP",
     "PARALLEL",
+    "POOL",
     "PUBLISHED",
     "REPLAY",
     "ROUTE",
@@ -101,7 +101,7 @@ SETTINGS: dict[str, Setting] = {
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(FLOOR, ROUTER, ROUTE, REPLAY, LOADS, ATTENTION_DP, COMMANDS),
+        *(POOL, ROUTER, ROUTE, REPLAY, LOADS, ATTENTION_DP, COMMANDS),
     )
     for s in group
 }

@@ -1,4 +1,4 @@
-"""The settings of engines, servers and floors."""
+"""The settings of engines, servers and pools."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
-    FloorConfig,
     ModelConfig,
     ParallelConfig,
+    PoolConfig,
     RouteConfig,
     RouterConfig,
     SchedulerConfig,
@@ -265,7 +265,7 @@ SERVER = (
         ServerConfig,
         "control-token",
         TEXT,
-        "Token for /floor from other hosts; without it, only this machine may ask.",
+        "Token for /workers from other hosts; without it, only this machine may ask.",
     ),
     of(
         ServerConfig,
@@ -334,7 +334,7 @@ SERVER = (
         ServerConfig,
         "allowed-host",
         TEXT,
-        "Name under which /floor may be called without a token, beside localhost.",
+        "Name under which /workers may be called without a token, beside localhost.",
         field="allowed_hosts",
         repeated=True,
     ),
@@ -391,28 +391,28 @@ SAMPLING = (
     of(SamplingParams, "stop", TEXT, "Text that ends the answer; repeatable.", repeated=True),
     of(SamplingParams, "ignore-eos", SWITCH, "Go on after the end-of-text token."),
 )
-FLOOR = (
-    of(FloorConfig, "workers", count(1, 4096), "Workers that share the requests."),
+POOL = (
+    of(PoolConfig, "workers", count(1, 4096), "Workers that share the requests."),
     of(
-        FloorConfig,
+        PoolConfig,
         "prefill",
         count(1, 4096),
         "Workers that compute long prompts and hand their KV over; with --decode.",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "decode",
         count(1, 4096),
         "Workers that generate, for --prefill workers to compute prompts.",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "remote-prefill-tokens",
         count(1),
         "Prompts with fewer uncached tokens are computed where they decode.",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "kv-lease",
         number(0.1, 3600, "SECONDS"),
         "How long computed blocks wait for the worker that decodes.",
@@ -433,46 +433,46 @@ FLOOR = (
         default=(),
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "placement",
         one_of("auto", "process", "ray"),
         "Who starts workers and ranks; auto: Ray where there are several and it is installed.",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "ray-address",
         TEXT,
         "Ray cluster to place workers on, such as 10.0.0.1:6379; a local Ray is started else.",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "max-migrations",
         count(0),
         "How often a request goes on with others when its worker dies; then alone, or is an error.",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "heartbeat",
         number(0.01, 3600, "SECONDS"),
         "Time between two signs of life that a worker is asked for.",
         field="heartbeat_s",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "hang-timeout",
         number(0.01, math.inf, "SECONDS"),
         "A worker without a sign of life for so long is killed; a step must be shorter.",
         field="hang_timeout_s",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "start-timeout",
         number(0.01, math.inf, "SECONDS"),
         "A worker that is not ready within this time is started again.",
         field="start_timeout_s",
     ),
     of(
-        FloorConfig,
+        PoolConfig,
         "max-restarts",
         count(0),
         "Restarts of one worker in a row before it is given up.",

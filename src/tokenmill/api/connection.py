@@ -1,0 +1,314 @@
+"""One HTTP connection over uvicorn: how long a client may take to send, how much, and how many.
+
+uvicorn waits for ever for the rest of a head or a body, and bounds neither a head nor the number of
+connections. Here a sweep over all connections (`check`) ends those whose client is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from tokenmill.api.call import REQUEST_ID, CallRecord, new_request_id
+from tokenmill.api.errors import ApiError
+from tokenmill.core.config import ServerConfig
+
+MAX_HEAD_BYTES = 65_536  # names and values of a head; also bytes that amount to nothing
+LINGER_S = 10.0  # for the rest of a body whose call has been answered
+ROOM_SHARE = 16  # a full server closes this part of the connections that wait, so that few search
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What a client may take, in seconds, and how many connections there may be."""
+
+    header_timeout_s: float
+    body_timeout_s: float
+    body_idle_timeout_s: float
+    send_timeout_s: float
+    keep_alive_timeout_s: float
+    max_connections: int
+
+    @classmethod
+    def of(cls, config: ServerConfig, max_files: int) -> ConnectionLimits:
+        """Those of the settings; a process that may open few files takes fewer connections."""
+        return cls(
+            config.header_timeout_s,
+            config.body_timeout_s,
+            config.body_idle_timeout_s,
+            config.send_timeout_s,
+            config.keep_alive_timeout_s,
+            max(1, min(config.max_connections, max_files)),
+        )
+
+
+class UntilClose(int):
+    """The length of a body that ends with the connection: anything fits, and nothing is missing.
+
+    uvicorn would send chunks, which HTTP/1.0 does not know.
+    """
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __sub__(self, other: int) -> UntilClose:
+        return self
+
+    __hash__ = int.__hash__
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with deadlines for what the client sends."""
+
+    def __init__(self, limits: ConnectionLimits, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self._limits = limits
+        self._reading: Literal["idle", "head", "body"] = "idle"
+        self._deadline_s = self.loop.time() + limits.keep_alive_timeout_s
+        self._body_end_s = 0.0
+        self._num_head_bytes = 0
+        self._num_useless_bytes = 0  # since something came of what was read
+        self._has_parsed = False
+        self._num_unsent = 0  # bytes that wait for the client to read
+        self._sent_s = 0.0  # when these last became fewer
+        self._fault: ApiError | None = None
+        self._running: RequestResponseCycle | None = None
+
+    # What uvicorn and its parser call.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limit = self._limits.max_connections
+        if len(self.connections) > limit and not self._make_room():
+            self.connections.discard(self)
+            message = f"{limit} connections are open; the limit is {limit} (--max-connections)"
+            self._refuse(ApiError(503, message, code="max_connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._running is not None:  # with calls pipelined, not the one that uvicorn tells
+            self._running.disconnected = not self._running.response_complete
+            self._running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._has_parsed = False
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            is_ours = isinstance(error, httptools.HttpParserCallbackError)
+            why = "its target is not a path" if is_ours else str(error)
+            fault = ApiError(400, f"the request is not valid HTTP: {why}", code="invalid_http")
+            self._refuse(self._fault or fault)
+            return
+        self._num_useless_bytes = 0 if self._has_parsed else self._num_useless_bytes + len(data)
+        if self._num_useless_bytes > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # Clients that would rather talk HTTP/2 send the body all the same; the parser left it.
+            self.cycle.keep_alive = False
+            self.cycle.more_body = True
+            self.cycle.message_event.clear()
+            self.parser = httptools.HttpRequestParser(_BodyOf(self))
+            framing = (b"content-length", b"transfer-encoding")
+            lines = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in framing]
+            self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *lines, b"\r\n"]))
+            self.parser.feed_data(data[upgrade.args[0] :])
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_parsed = True
+        self._num_head_bytes = 0
+        self._expect("head")
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = UntilClose()
+        self._body_end_s = self.loop.time() + self._limits.body_timeout_s
+        self._expect("body")
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._has_parsed = True
+        self._expect("body")
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._has_parsed = True
+        self._expect("idle")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._reading != "body":
+            self._expect(self._reading)
+        elif self.expect_100_continue:  # no body may follow: the next call would be taken for it
+            self.transport.close()
+        else:
+            self._deadline_s = min(self._deadline_s, self.loop.time() + LINGER_S)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    # Deadlines.
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the client has asked for nothing that is not answered."""
+        return self._reading != "body" and not self._is_answering
+
+    @property
+    def deadline_s(self) -> float:
+        """When the client must have sent more, by the clock of the loop."""
+        return self._deadline_s
+
+    def check(self, now_s: float) -> None:
+        """End the connection if its client is late, or takes nothing of its answer."""
+        if self._is_stuck(now_s):
+            _log.debug("%s: the client takes nothing of its answer", self.client)
+            self.transport.abort()
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused or (self._reading != "body" and self._is_answering):
+            self._body_end_s = max(self._body_end_s, now_s + self._limits.body_idle_timeout_s)
+            self._expect(self._reading)  # it waits for us
+        elif now_s >= self._deadline_s:
+            self._end_late()
+
+    def _is_stuck(self, now_s: float) -> bool:
+        before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+        if self._num_unsent < before or not before:
+            self._sent_s = now_s
+        return self._num_unsent > 0 and now_s - self._sent_s > self._limits.send_timeout_s
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect(self, part: Literal["idle", "head", "body"]) -> None:
+        """From now on the client has to send this."""
+        self._reading, now_s = part, self.loop.time()
+        limits = self._limits
+        if part == "body":
+            self._deadline_s = min(self._body_end_s, now_s + limits.body_idle_timeout_s)
+        else:
+            is_head = part == "head"
+            self._deadline_s = now_s + (
+                limits.header_timeout_s if is_head else limits.keep_alive_timeout_s
+            )
+
+    def _end_late(self) -> None:
+        if self._reading == "idle" or (self._reading == "body" and not self._is_answering):
+            self.close()
+            return
+        part = "head" if self._reading == "head" else "body"
+        flags = "--header-timeout" if part == "head" else "--body-timeout, --body-idle-timeout"
+        message = f"the {part} of the request did not come in time ({flags})"
+        self._refuse(ApiError(408, message, code="request_timeout"))
+
+    # Refusals.
+
+    def close(self) -> None:
+        """Close without a word."""
+        self.connections.discard(self)
+        self.transport.close()
+
+    def _make_room(self) -> bool:
+        """Close connections that wait, the most idle first; False: there are none."""
+        waiting = [c for c in _connections(self.connections) if c.is_waiting and c is not self]
+        waiting.sort(key=lambda each: each.deadline_s)
+        leaving = waiting[: -(-len(waiting) // ROOM_SHARE)]
+        for connection in leaving:
+            connection.close()
+        return bool(leaving)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._has_parsed = True
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._fault = _head_too_large()
+            raise self._fault
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer where HTTP allows it, and close."""
+        _log.debug("%s: %s %s", self.client, error.status, error)
+        may_answer = not self.pipeline
+        if self._is_answering:
+            may_answer = may_answer and not self.cycle.response_started
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            record: CallRecord | None = self.cycle.scope.get("call")  # type: ignore[assignment]
+            if may_answer and record is not None:
+                record.fail(error)
+        if may_answer:
+            self.transport.write(self._whole(error))
+        self.transport.close()
+
+    def _whole(self, error: ApiError) -> bytes:
+        record = (self.scope or {}).get("call") if self._is_answering else None
+        request_id = record.request_id if isinstance(record, CallRecord) else new_request_id()
+        body = error.body()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            (REQUEST_ID, request_id.encode()),
+        ]
+        lines = [b"%s: %s\r\n" % pair for pair in headers]
+        return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
+
+
+class _BodyOf:
+    """Gives a connection the body of a request whose head it has."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_message_complete
+
+
+def _head_too_large() -> ApiError:
+    message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"
+    return ApiError(431, message, code="head_too_large")
+
+
+def _connections(all_of_them: Iterable[Any]) -> Iterable[Connection]:
+    return (each for each in all_of_them if isinstance(each, Connection))
+
+
+def check_all(all_of_them: Iterable[Any], now_s: float) -> None:
+    """End every connection whose client is late."""
+    for connection in list(_connections(all_of_them)):
+        connection.check(now_s)

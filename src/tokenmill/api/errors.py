@@ -1,0 +1,88 @@
+"""Errors as OpenAI's clients know them: a status and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from tokenmill.api.protocol.responses import ErrorAnswer, ErrorBody, json_encode
+from tokenmill.core.types import FinishReason, InvalidRequestError, RequestOutput
+
+RETRY_AFTER_S = 1
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    502: "server_error",
+    503: "service_unavailable_error",
+}
+# Why the engine refused a request -> status; any other reason is a 400.
+_REJECT_STATUS = {"queue_full": 429, "draining": 503}
+
+
+class ApiError(Exception):
+    """An answer that is not a completion."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The JSON of the answer."""
+        error = ErrorBody(
+            message=str(self),
+            type=_TYPES.get(self.status, "invalid_request_error"),
+            param=self.param,
+            code=self.code,
+        )
+        encoded: bytes = json_encode(ErrorAnswer(error=error))
+        return encoded
+
+    def answer_headers(self) -> dict[str, str]:
+        """Retry-After where trying again makes sense, the scheme where a key is missing."""
+        if self.status in (429, 503):
+            return {"retry-after": str(RETRY_AFTER_S)}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404 for a model that is not served here."""
+    message = f"the model {name!r} does not exist; this server has {served!r}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def context_exceeded(message: str, param: str) -> ApiError:
+    """400 for a prompt, or a prompt and its max_tokens, over the context limit."""
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+def of_invalid(error: InvalidRequestError) -> ApiError:
+    """400 for a value that the engine's own vocabulary refuses."""
+    return ApiError(400, str(error), error.param, "invalid_value")
+
+
+def of_output(output: RequestOutput) -> ApiError | None:
+    """The error that an engine output stands for; None for one that is no error."""
+    reason = str(output.stop_reason) if output.stop_reason is not None else None
+    match output.finish_reason:
+        case FinishReason.REJECT:
+            status = _REJECT_STATUS.get(reason or "", 400)
+            code = "context_length_exceeded" if reason == "too_long" else reason
+            return ApiError(status, output.error or "the engine refused the request", code=code)
+        case FinishReason.ERROR:
+            return ApiError(500, output.error or "the engine failed", code=reason)
+        case FinishReason.ABORT if reason == "deadline":
+            return ApiError(408, "the request passed its deadline", "timeout", "deadline")
+        case FinishReason.ABORT:
+            return ApiError(500, output.error or "the engine aborted the request", code=reason)
+        case _:
+            return None

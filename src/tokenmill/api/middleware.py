@@ -1,0 +1,78 @@
+"""What every answer passes, of the server and of the router: ids, HEAD, CORS, counts, log lines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokenmill.api.call import GONE, REQUEST_ID, CallRecord
+from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.core.config import ServerConfig
+
+# Of what pages elsewhere may call: never /workers, which changes the server.
+CORS_PATHS = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping", "/version")
+# Asked again and again by machines: logged only when they fail.
+POLLED = frozenset({"/health", "/ping", "/metrics", "/dashboard/data"})
+UNKNOWN = "unknown"  # endpoint of calls that no route took: what clients invent makes no labels
+
+_log = logging.getLogger(__name__)
+
+
+class Front:
+    """An ASGI app around another one."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._shared = _with_cors(app, config.cors_origins) if config.cors_origins else app
+        self._metrics = metrics
+        self._logs_requests = config.log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        record = scope["call"] = CallRecord.begin(scope)
+        if scope["method"] == "HEAD":  # uvicorn leaves out the body, by its own scope
+            scope = {**scope, "method": "GET"}
+        app = self._shared if scope["path"].startswith(CORS_PATHS) else self._app
+        try:
+            await app(scope, receive, _named(record, send))
+        except ClientDisconnect:
+            _log.debug("%s: the client has gone", record.request_id)
+        finally:
+            self._end(record, scope)
+
+    def _end(self, record: CallRecord, scope: Scope) -> None:
+        record.status = record.status or GONE
+        record.endpoint = record.endpoint or getattr(scope.get("route"), "path", UNKNOWN)
+        error = record.error if record.endpoint != UNKNOWN else None
+        self._metrics.count_call(record.endpoint, record.status, error)
+        if self._logs_requests and (record.status >= 400 or record.path not in POLLED):
+            _log.info(record.line())
+
+
+def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=(REQUEST_ID.decode(), "retry-after"),
+    )
+
+
+def _named(record: CallRecord, send: Send) -> Send:
+    """`send` with the call's id in the head of the answer."""
+    request_id = (REQUEST_ID, record.request_id.encode())
+
+    def send_named(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+            others = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID]
+            message = {**message, "headers": [*others, request_id]}
+        return send(message)
+
+    return send_named

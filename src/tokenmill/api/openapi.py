@@ -1,0 +1,294 @@
+"""The OpenAPI document, from the structs that are decoded and encoded, and a page that shows it.
+
+The page is plain HTML: it needs neither scripts nor the network.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import msgspec
+
+from tokenmill.api.protocol import requests as protocol
+from tokenmill.api.protocol import responses
+
+Json = dict[str, Any]
+
+_TITLES = {
+    400: "Malformed, unknown or unsupported field, out of range, or too long",
+    401: "Missing or wrong API key",
+    404: "Unknown model",
+    408: "The request passed its deadline",
+    413: "The body is too large",
+    429: "The queue is full or too many requests are open",
+    500: "The engine failed",
+    503: "Draining, or the engine is restarting",
+}
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
+_TEXT_ERRORS = (400, 401, 404, 413)
+_REQUESTS = (
+    protocol.ChatCompletionRequest,
+    protocol.CompletionRequest,
+    protocol.TokenizeRequest,
+    protocol.DetokenizeRequest,
+)
+_ANSWERS = (
+    responses.ChatCompletion,
+    responses.ChatCompletionChunk,
+    responses.Completion,
+    responses.ModelList,
+    responses.ModelCard,
+    responses.TokenizeAnswer,
+    responses.DetokenizeAnswer,
+    responses.Health,
+    responses.Version,
+    responses.Service,
+    responses.ErrorAnswer,
+)
+
+
+def document(version: str, model: str, needs_key: bool) -> Json:
+    """The whole OpenAPI 3.1 document of a server of `model`."""
+    _, schemas = msgspec.json.schema_components(
+        _REQUESTS + _ANSWERS, ref_template="#/components/schemas/{name}"
+    )
+    for struct in _REQUESTS:
+        name = schemas[struct.__name__]["properties"]["model"]
+        name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
+    for struct in _REQUESTS:
+        _accept_null(schemas, struct.__name__)
+    security: list[Json] = [{"key": []}] if needs_key else []
+    paths = _paths()
+    for path, operations in paths.items():
+        if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+            for operation in operations.values():
+                operation["security"] = security
+    components: Json = {"schemas": schemas}
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "tokenmill", "version": version},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _accept_null(schemas: Json, name: str, in_message: bool = False) -> None:
+    """Say that objects below a request may have unknown fields: null ones, in messages any."""
+    schema = schemas[name]
+    if schema.get("additionalProperties") not in (False, {"type": "null"}):
+        return
+    schema["additionalProperties"] = True if in_message else {"type": "null"}
+    for field, definition in schema["properties"].items():
+        for inner in _references(definition):
+            _accept_null(schemas, inner, in_message or field == "messages")
+
+
+def _references(schema: Any) -> list[str]:
+    if isinstance(schema, list):
+        return [name for each in schema for name in _references(each)]
+    if not isinstance(schema, dict):
+        return []
+    if isinstance(reference := schema.get("$ref"), str):
+        return [reference.rpartition("/")[2]]
+    return _references(list(schema.values()))
+
+
+def _paths() -> dict[str, dict[str, Json]]:
+    model_id = {
+        "name": "model_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    return {
+        "/v1/chat/completions": {
+            "post": _operation(
+                "Answer a conversation, whole or as server-sent events",
+                "ChatCompletion",
+                _GENERATION_ERRORS,
+                body="ChatCompletionRequest",
+                events="ChatCompletionChunk",
+            )
+        },
+        "/v1/completions": {
+            "post": _operation(
+                "Continue a text, whole or as server-sent events",
+                "Completion",
+                _GENERATION_ERRORS,
+                body="CompletionRequest",
+                events="Completion",
+            )
+        },
+        "/v1/models": {"get": _operation("The models served here", "ModelList", (401,))},
+        "/v1/models/{model_id}": {
+            "get": _operation("One model", "ModelCard", (401, 404)) | {"parameters": [model_id]}
+        },
+        "/tokenize": {
+            "post": _operation(
+                "Text or messages to token ids",
+                "TokenizeAnswer",
+                _TEXT_ERRORS,
+                body="TokenizeRequest",
+            )
+        },
+        "/detokenize": {
+            "post": _operation(
+                "Token ids to text", "DetokenizeAnswer", _TEXT_ERRORS, body="DetokenizeRequest"
+            )
+        },
+        "/": {"get": _operation("Who this is, and where the rest is", "Service", ())},
+        "/health": {"get": _operation("Whether requests are taken", "Health", (503,))},
+        "/ping": {"get": _operation("The same", "Health", (503,))},
+        "/version": {"get": _operation("The server's version", "Version", ())},
+        "/metrics": {"get": _plain("Prometheus metrics", "text/plain")},
+        "/dashboard": {"get": _plain("The live page", "text/html")},
+        "/docs": {"get": _plain("This page", "text/html")},
+        "/openapi.json": {"get": _plain("This document", "application/json")},
+    }
+
+
+def _operation(
+    summary: str,
+    answer: str,
+    errors: tuple[int, ...],
+    body: str | None = None,
+    events: str | None = None,
+) -> Json:
+    content: Json = {"application/json": {"schema": _ref(answer)}}
+    if events is not None:
+        content["text/event-stream"] = {"schema": _event(events)}
+    answers: Json = {"200": {"description": "OK", "content": content}}
+    for status in errors:
+        answers[str(status)] = _error(status)
+    operation: Json = {"summary": summary, "responses": answers}
+    if body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(body)}},
+        }
+    return operation
+
+
+def _event(name: str) -> Json:
+    """A server-sent event; the last one's data is [DONE], an error's an ErrorAnswer."""
+    payload = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(name), _ref("ErrorAnswer")]},
+    }
+    data = {"anyOf": [{"type": "string", "const": "[DONE]"}, payload]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _error(status: int) -> Json:
+    answer: Json = {
+        "description": _TITLES[status],
+        "content": {"application/json": {"schema": _ref("ErrorAnswer")}},
+    }
+    if status in (429, 503):
+        answer["headers"] = {
+            "Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}}
+        }
+    return answer
+
+
+def _plain(summary: str, media_type: str) -> Json:
+    content: Json = {media_type: {"schema": {}}}
+    return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>tokenmill API</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
+summary {{ cursor: pointer; padding: .3rem 0 }}
+code {{ font-family: ui-monospace, monospace }}
+table {{ border-collapse: collapse; margin: .5rem 0 1rem 1rem }}
+td {{ border-top: 1px solid #ccc; padding: .2rem .8rem .2rem 0; vertical-align: top }}
+</style></head><body>
+<h1>tokenmill {version}</h1>
+<p>The machine-readable document is <a href="openapi.json">openapi.json</a>.</p>
+<h2>Routes</h2>{routes}
+<h2>Schemas</h2>{schemas}
+</body></html>
+"""
+
+
+def docs_page(api: Json) -> str:
+    """The document as one static HTML page."""
+    routes = "".join(
+        _route(method, path, operation)
+        for path, operations in api["paths"].items()
+        for method, operation in operations.items()
+    )
+    schemas = "".join(_schema(name, s) for name, s in sorted(api["components"]["schemas"].items()))
+    return _PAGE.format(version=escape(api["info"]["version"]), routes=routes, schemas=schemas)
+
+
+def _route(method: str, path: str, operation: Json) -> str:
+    body = ""
+    if "requestBody" in operation:
+        media = operation["requestBody"]["content"]["application/json"]
+        body = f"<p>Body: {_type(media['schema'])}</p>"
+    rows = "".join(
+        f"<tr><td>{status}</td><td>{escape(answer['description'])}</td><td>"
+        + ", ".join(
+            f"<code>{escape(kind)}</code> {_type(media['schema'])}"
+            for kind, media in answer["content"].items()
+        )
+        + "</td></tr>"
+        for status, answer in operation["responses"].items()
+    )
+    head = f"<code>{method.upper()} {escape(path)}</code> {escape(operation['summary'])}"
+    return f"<details><summary>{head}</summary>{body}<table>{rows}</table></details>"
+
+
+def _schema(name: str, schema: Json) -> str:
+    required = schema.get("required", ())
+    rows = "".join(
+        f"<tr><td><code>{escape(field)}</code></td><td>{_type(definition)}</td>"
+        f"<td>{'required' if field in required else escape(definition.get('description', ''))}"
+        "</td></tr>"
+        for field, definition in schema.get("properties", {}).items()
+    )
+    text = escape(schema.get("description", ""))
+    return (
+        f'<details id="{escape(name)}"><summary><code>{escape(name)}</code> {text}</summary>'
+        f"<table>{rows}</table></details>"
+    )
+
+
+def _type(schema: Json) -> str:
+    """A JSON schema in a few words."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(each) for each in schema["anyOf"])
+    if "contentSchema" in schema:
+        return _type(schema["contentSchema"])
+    if "data" in schema.get("properties", {}):
+        return _type(schema["properties"]["data"])
+    if "const" in schema:
+        return escape(str(schema["const"]))
+    if "enum" in schema:
+        return " or ".join(escape(repr(value)) for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"array of {_type(schema.get('items', {}))}"
+    limits = [
+        f"{sign} {schema[key]}"
+        for key, sign in (
+            ("minimum", "&ge;"),
+            ("exclusiveMinimum", "&gt;"),
+            ("maximum", "&le;"),
+            ("pattern", "matches"),
+        )
+        if key in schema
+    ]
+    return " ".join([escape(str(schema.get("type", "any"))), *limits])

@@ -1,0 +1,103 @@
+"""What every front answers alike: errors, /, /health, /ping, /version and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.api.access import Calls
+from tokenmill.api.call import GONE, record_of
+from tokenmill.api.errors import ApiError, of_invalid
+from tokenmill.api.protocol.responses import Health, Service, Version, json_encode
+from tokenmill.api.telemetry.prometheus import CONTENT_TYPE
+from tokenmill.core.types import InvalidRequestError
+
+MAX_SHOWN = 100  # characters of a path in an error
+
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+
+
+def exception_handlers() -> dict[Any, Handler]:
+    """Every error as OpenAI's clients know it."""
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        answer = _as_api_error(error, request)
+        record_of(request.scope).fail(answer)
+        headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"
+        return Response(answer.body(), answer.status, headers, "application/json")
+
+    async def gone(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=GONE)  # nobody reads it
+
+    return {
+        ApiError: api_error,
+        InvalidRequestError: api_error,
+        HTTPException: api_error,
+        ClientDisconnect: gone,
+        Exception: api_error,
+    }
+
+
+def _as_api_error(error: Exception, request: Request) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return of_invalid(error)
+        case HTTPException(status_code=404):
+            path = request.url.path[:MAX_SHOWN]
+            message = f"there is no route {path!r}; GET / says what there is"
+            return ApiError(404, message, code="unknown_route")
+        case HTTPException(status_code=405, headers=headers):
+            allowed = (headers or {}).get("Allow", "")
+            message = f"{request.url.path} does not take {request.method}; use {allowed}"
+            return ApiError(405, message, code="method_not_allowed")
+        case HTTPException(status_code=status, detail=detail):
+            return ApiError(status, str(detail))
+        case _:
+            return ApiError(500, "internal error", code="internal_error")
+
+
+def json_response(answer: object) -> Response:
+    """200 with a struct or plain data as JSON."""
+    return Response(json_encode(answer), media_type="application/json")
+
+
+def add_operations(
+    app: FastAPI,
+    calls: Calls,
+    fault: Callable[[], ApiError | None],
+    metrics: Callable[[], Awaitable[bytes]],
+    service: Service,
+) -> None:
+    """Add GET /, /health, which answers the `fault` if there is one, /version and /metrics."""
+
+    @app.get("/")
+    async def root() -> Response:
+        return json_response(service)
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/health")
+    async def health() -> Response:
+        if calls.draining:
+            raise ApiError(503, "the server is draining", code="draining")
+        error = fault()
+        if error is not None:
+            raise error
+        return json_response(Health())
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        return json_response(Version(version=__version__))
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(await metrics(), media_type=CONTENT_TYPE)

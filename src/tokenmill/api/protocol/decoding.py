@@ -1,0 +1,326 @@
+"""A body to the call it stands for, or to an error that says what to send instead.
+
+Bodies that fit are decoded once. The others are read again as plain JSON: fields that change
+nothing are dropped, and of what is left the first fault is explained by the declared types.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Hashable, Iterable
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import msgspec
+from msgspec import inspect
+
+from tokenmill.api.errors import ApiError
+from tokenmill.api.protocol.requests import INT32_MAX
+
+T = TypeVar("T")
+Info = inspect.Type
+
+_log = logging.getLogger(__name__)
+_UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
+_MISSING_FIELD = re.compile(r"^Object missing required field `(.*?)`", re.DOTALL)
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+MAX_SHOWN = 60  # characters of a value in a message
+MAX_NOTED = 256  # names that the log tells about
+_FREE = "messages["  # where unknown fields have no effect: templates read only the known ones
+
+# What other servers call it -> what it is here.
+_ELSEWHERE = {
+    "enable_thinking": 'send chat_template_kwargs {"enable_thinking": ...}',
+    "thinking": 'send chat_template_kwargs, such as {"enable_thinking": true}',
+    "reasoning": "send reasoning_effort",
+    "extra_body": "send its members at the top level",
+    "input": "send messages to /v1/chat/completions, or a prompt to /v1/completions",
+    "instructions": "send a message with role 'system'",
+    "schema": "send type 'json_schema' with a json_schema that has it",
+    "input_schema": "send 'function' with its name and parameters",
+    "system": "send a message with role 'system'",
+    "max_new_tokens": "send max_tokens",
+    "max_output_tokens": "send max_tokens",
+    "num_predict": "send max_tokens",
+    "repeat_penalty": "send repetition_penalty",
+    "stop_sequences": "send stop",
+    "messages": "send a prompt, or ask /v1/chat/completions",
+    "prompt": "send messages, or ask /v1/completions",
+    "suffix": "this model only continues text; leave the field out",
+}
+_INSTEAD = {
+    ("role", "function"): "send the result of a call as role 'tool' with its tool_call_id",
+    ("tool_choice", "any"): "send 'required'",
+}
+
+
+class IgnoredFields:
+    """Tells once, in the log, about each field that is accepted without effect."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def is_noted(self, name: str) -> bool:
+        return name in self._noted
+
+    def note(self, names: Iterable[str]) -> None:
+        new = sorted(set(names) - self._noted)[: MAX_NOTED - len(self._noted)]
+        if new:
+            self._noted.update(new)
+            _log.info("accepted without effect (told once): %s", ", ".join(new))
+
+
+def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None) -> T:
+    """The body as `kind`; ApiError 400 names the field, its value and what to send instead."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        pass
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_json(error, body) from None
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_json(error, body) from None
+    dropped: list[str] = []
+    info = _info(cast(Hashable, kind))
+    _prune(raw, info, "", dropped)
+    if ignored is not None:
+        ignored.note(dropped)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), raw, info) from None
+
+
+def _not_json(error: Exception, body: bytes) -> ApiError:
+    if not body.strip():
+        message = "the body is empty; send a JSON object with the call's fields"
+        return ApiError(400, message, code="invalid_json")
+    return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+@cache
+def _info(kind: Any) -> Info:
+    return inspect.type_info(kind)
+
+
+def _prune(value: Any, info: Info | None, path: str, dropped: list[str]) -> None:
+    """Drop unknown fields that are null or stand in a message; note those that said something."""
+    info = _branch(info, value)
+    if isinstance(info, inspect.ListType):
+        for item in value:
+            _prune(item, info.item_type, f"{path}[]", dropped)
+    if not isinstance(info, inspect.StructType):
+        return
+    known = {field.encode_name: field.type for field in info.fields}
+    for name in list(value):
+        if name in known:
+            _prune(value[name], known[name], f"{path}.{name}" if path else name, dropped)
+            value[name] = _whole(value[name], known[name])
+        elif name != info.tag_field and (value[name] is None or path.startswith(_FREE)):
+            if value[name] is not None:
+                dropped.append(f"{path}.{name}")
+            del value[name]
+
+
+def _whole(value: Any, info: Info) -> Any:
+    """40.0 where a whole number is wanted is 40, as in JSON schemas."""
+    kinds = {type(member) for member in _members(info)}
+    wanted = inspect.IntType in kinds and inspect.FloatType not in kinds
+    return int(value) if wanted and isinstance(value, float) and value.is_integer() else value
+
+
+def _branch(info: Info | None, value: Any) -> Info | None:
+    """The part of a type that a value of this JSON kind is checked against; None without one."""
+    while isinstance(info, inspect.Metadata):
+        info = info.type
+    if not isinstance(info, inspect.UnionType):
+        return info if info is not None and _same_kind(info, value) else None
+    fitting = [t for each in info.types if (t := _branch(each, value)) is not None]
+    return fitting[0] if fitting else None
+
+
+def _same_kind(info: Info, value: Any) -> bool:
+    match info:
+        case inspect.StructType(tag_field=str(field), tag=tag):
+            return isinstance(value, dict) and value.get(field) == tag
+        case inspect.StructType() | inspect.DictType():
+            return isinstance(value, dict)
+        case inspect.ListType():
+            return isinstance(value, list)
+        case _:
+            return not isinstance(value, dict | list)
+
+
+def explain(text: str, raw: Any, info: Info) -> ApiError:
+    """The error of msgspec's message `text` about the plain JSON `raw`."""
+    found = _PATH.search(text)
+    path = found.group(1) if found else ""
+    if unknown := _UNKNOWN_FIELD.search(text):
+        return _unknown(path, unknown.group(1), raw, info)
+    if missing := _MISSING_FIELD.search(text):
+        return _missing(path, missing.group(1), raw, info)
+    value, declared = _look_up(path, raw, info)
+    if not path:
+        return ApiError(
+            400, "body: send a JSON object with the call's fields", None, "invalid_value"
+        )
+    name = path.rpartition(".")[2].partition("[")[0]
+    shown = _shown(value)
+    way_out = _INSTEAD.get((name, value)) if isinstance(value, str) else None
+    if way_out is None:
+        way_out = _way_out(declared)
+    if way_out is not None:
+        return ApiError(
+            400, f"{path}: {shown} is not supported: {way_out}", path, "unsupported_value"
+        )
+    return ApiError(
+        400, f"{path}: {shown} is not valid; send {expected(declared)}", path, "invalid_value"
+    )
+
+
+def _unknown(path: str, name: str, raw: Any, info: Info) -> ApiError:
+    full = f"{path}.{name}" if path else name
+    owner = _branch(_look_up(path, raw, info)[1], _look_up(path, raw, info)[0])
+    known = [f.encode_name for f in owner.fields] if isinstance(owner, inspect.StructType) else []
+    near = get_close_matches(name, known, 1)
+    inside = _members_with(owner, name)
+    if inside:
+        advice = f"send it inside {inside[0]!r}"
+    elif name in _ELSEWHERE:
+        advice = _ELSEWHERE[name]
+    elif near:
+        advice = f"did you mean {near[0]!r}? Otherwise leave it out"
+    else:
+        advice = "leave it out"
+    return ApiError(400, f"{full}: unknown or unsupported field; {advice}", full, "unknown_field")
+
+
+def _members_with(owner: Info | None, name: str) -> list[str]:
+    """The fields of an object that are objects which know the name."""
+    fields = owner.fields if isinstance(owner, inspect.StructType) else ()
+    return [f.encode_name for f in fields if any(_member(m, name) for m in _members(f.type))]
+
+
+def _missing(path: str, name: str, raw: Any, info: Info) -> ApiError:
+    full = f"{path}.{name}" if path else name
+    declared = _look_up(full, raw, info)[1]
+    if declared is None:  # the field that tells which of several objects it is
+        declared = _look_up(path, raw, info)[1]
+    return ApiError(
+        400, f"{full}: the field is missing; send {expected(declared)}", full, "missing_field"
+    )
+
+
+def _look_up(path: str, raw: Any, info: Info | None) -> tuple[Any, Info | None]:
+    """The value at a path, and its declared type; None where there is none."""
+    value = raw
+    for name, index in _STEP.findall(path):
+        owner = info
+        branch = _branch(info, value)
+        if name:
+            value = value.get(name) if isinstance(value, dict) else None
+            info = _member(branch, name) or (_tags(owner, name) if branch is None else None)
+        elif index == "...":
+            info = branch.value_type if isinstance(branch, inspect.DictType) else None
+            value = next((v for v in value.values() if not _in_range(info, v)), None)
+        else:
+            value = value[int(index)]
+            info = branch.item_type if isinstance(branch, inspect.ListType) else None
+    return value, info
+
+
+def _member(info: Info | None, name: str) -> Info | None:
+    fields = info.fields if isinstance(info, inspect.StructType) else ()
+    return next((field.type for field in fields if field.encode_name == name), None)
+
+
+def _tags(info: Info | None, name: str) -> Info | None:
+    """The values of the field that tells objects apart, as a type."""
+    values = tuple(s.tag for s in _members(info) if isinstance(s, inspect.StructType) and s.tag)
+    return inspect.LiteralType(values) if values else None
+
+
+def _members(info: Info | None) -> list[Info]:
+    while isinstance(info, inspect.Metadata):
+        info = info.type
+    if isinstance(info, inspect.UnionType):
+        return [member for each in info.types for member in _members(each)]
+    return [] if info is None else [info]
+
+
+def _in_range(info: Info | None, value: Any) -> bool:
+    if not isinstance(info, inspect.FloatType | inspect.IntType):
+        return False
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    low, high = info.ge, info.le
+    return number and (low is None or value >= low) and (high is None or value <= high)
+
+
+def _way_out(info: Info | None) -> str | None:
+    """What the declaration says to do instead."""
+    if isinstance(info, inspect.Metadata):
+        return (info.extra_json_schema or {}).get("description") or _way_out(info.type)
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def expected(info: Info | None) -> str:
+    """A declared type in words."""
+    members = [m for m in _members(info) if not isinstance(m, inspect.NoneType)]
+    tagged = [m.tag for m in members if isinstance(m, inspect.StructType) and m.tag is not None]
+    if len(tagged) > 1:
+        field = next(m.tag_field for m in members if isinstance(m, inspect.StructType))
+        objects = f"an object whose {field!r} is {_any_of(tagged)}"
+        members = [m for m in members if not isinstance(m, inspect.StructType)]
+        return " or ".join([*map(_words, members), objects])
+    return " or ".join(map(_words, members)) or "null"
+
+
+def _words(info: Info) -> str:
+    match info:
+        case inspect.LiteralType(values=values):
+            return _any_of(values)
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType():
+            return "a whole number" + _range(info)
+        case inspect.FloatType():
+            return "a number" + _range(info)
+        case inspect.StrType(pattern=pattern):
+            return f"a string that matches {pattern}" if pattern else "a string"
+        case inspect.ListType(item_type=item, min_length=low):
+            size = f" of at least {low}" if low else ""
+            return f"a list{size}, each item {expected(item)}"
+        case inspect.StructType(fields=fields):
+            names = ", ".join(repr(f.encode_name) for f in fields if f.required)
+            return f"an object with {names}" if names else "an object"
+        case inspect.DictType():
+            return "an object"
+        case _:
+            return "any JSON value"
+
+
+def _any_of(values: Iterable[Any]) -> str:
+    texts = [repr(v) if isinstance(v, str) else json.dumps(v) for v in values]
+    return " or ".join(texts) if len(texts) < 3 else "one of " + ", ".join(texts)
+
+
+def _range(info: inspect.IntType | inspect.FloatType) -> str:
+    low, high = info.ge, info.le
+    if high is not None and high >= INT32_MAX:
+        high = None
+    if info.gt is not None:
+        return f" above {info.gt:g}" + (f" and at most {high:g}" if high is not None else "")
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}"
+    return f" of at least {low:g}" if low is not None and low > -INT32_MAX else ""

@@ -1,0 +1,217 @@
+"""Chat completions as bytes: the streamed events, and the whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from tokenmill.api.generation import TextDelta
+from tokenmill.api.protocol.format_stream import EventFrame, UsageIn
+from tokenmill.api.protocol.logprobs import chat_logprobs, prompt_logprobs
+from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatFinish,
+    ChatLogprobs,
+    ChatMessage,
+    FinishText,
+    FunctionCall,
+    FunctionCallDelta,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+    json_encode,
+)
+from tokenmill.core.types import TokenLogprobs
+from tokenmill.text.parsers import (
+    ContentDelta,
+    Event,
+    ReasoningParser,
+    ToolParser,
+)
+from tokenmill.text.tokenizer import Tokenizer
+
+_AFTER = b'},"logprobs":null,"finish_reason":null}'
+
+
+class ChatFormat:
+    """Formats one chat call: `event` and `frame` for a stream, `answer` for a whole answer."""
+
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer, usage_in: UsageIn) -> None:
+        self._job = job
+        self._model = model
+        self._tokenizer = tokenizer
+        self._choices = [_ChatChoice(job) for _ in job.requests]
+        sampling = job.requests[0].sampling
+        self._wants_logprobs = sampling.logprobs is not None
+        parses = job.tool_use is not None or job.reasoning_opened is not None
+        # Plain text needs no struct: only the JSON string between two constant pieces changes.
+        self._plain = not (parses or self._wants_logprobs or job.return_token_ids)
+        self.frame = EventFrame(job, model, "chat.completion.chunk", usage_in)
+        self._before = [
+            self.frame.head + b'{"index":%d,"delta":{"content":' % i
+            for i in range(len(job.requests))
+        ]
+
+    def event(self, delta: TextDelta) -> bytes:
+        """The events of one delta; b"" when nothing is certain yet."""
+        choice = self._choices[delta.index]
+        if self._plain and choice.started and delta.finish_reason is None:
+            if not delta.text:
+                return b""
+            before, text = self._before[delta.index], json_encode(delta.text)
+            return b"%b%b%b%b" % (before, text, _AFTER, self.frame.tail)
+        events = [] if choice.started else [self._role_event(delta.index)]
+        choice.started = True
+        message = choice.split(delta)
+        if self._has_content(message, delta):
+            events.append(self._content_event(message, delta))
+        if delta.finish_reason is not None:
+            events.append(self._finish_event(choice, delta))
+        return b"".join(events)
+
+    def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
+        """The JSON of the whole answer, one whole delta per choice."""
+        answer = ChatCompletion(
+            id=self._job.job_id,
+            created=self._job.created,
+            model=self._model,
+            choices=[self._whole(delta) for delta in wholes],
+            usage=usage,
+        )
+        if self._job.return_token_ids:
+            answer.prompt_token_ids = self._job.prompts[0].token_ids
+        if self._job.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, wholes[0].prompt_logprobs or [], self._job.prompt_logprobs
+            )
+        encoded: bytes = json_encode(answer)
+        return encoded
+
+    def _has_content(self, message: ChatDelta, delta: TextDelta) -> bool:
+        has_tokens = bool(delta.token_ids) and (self._wants_logprobs or self._job.return_token_ids)
+        said = (message.content, message.reasoning_content, message.tool_calls)
+        return has_tokens or any(part is not UNSET for part in said)
+
+    def _role_event(self, index: int) -> bytes:
+        delta = ChatDelta(role="assistant", content="")
+        tail = self.frame.tail
+        if self._job.return_token_ids:
+            prompt = json_encode(self._job.prompts[0].token_ids)
+            tail = b'],"prompt_token_ids":' + prompt + tail.removeprefix(b"]")
+        return self.frame.head + json_encode(ChatChunkChoice(index=index, delta=delta)) + tail
+
+    def _content_event(self, message: ChatDelta, delta: TextDelta) -> bytes:
+        choice = ChatChunkChoice(
+            index=delta.index, delta=message, logprobs=self._logprobs(delta.logprobs)
+        )
+        if self._job.return_token_ids:
+            choice.token_ids = delta.token_ids
+        return self.frame.head + json_encode(choice) + self.frame.tail
+
+    def _finish_event(self, state: _ChatChoice, delta: TextDelta) -> bytes:
+        choice = ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(),
+            finish_reason=_finish_reason(delta.finish_reason, state.called),
+            stop_reason=delta.stop_reason,
+        )
+        return self.frame.head + json_encode(choice) + self.frame.tail
+
+    def _logprobs(self, positions: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
+        return chat_logprobs(self._tokenizer, positions) if positions is not None else None
+
+    def _whole(self, delta: TextDelta) -> ChatChoice:
+        message, called = self._choices[delta.index].message(delta)
+        choice = ChatChoice(
+            index=delta.index,
+            message=message,
+            logprobs=self._logprobs(delta.logprobs),
+            finish_reason=_finish_reason(delta.finish_reason, called),
+            stop_reason=delta.stop_reason,
+        )
+        if self._job.return_token_ids:
+            choice.token_ids = delta.token_ids
+        return choice
+
+
+class _ChatChoice:
+    """The parsers and the collected parts of one choice."""
+
+    def __init__(self, job: Job) -> None:
+        opened = job.reasoning_opened
+        self._reasoning = ReasoningParser(opened) if opened is not None else None
+        self._tools: ToolParser | None = job.tool_use.parser() if job.tool_use else None
+        self.started = False
+        self.called = False
+
+    def split(self, delta: TextDelta) -> ChatDelta:
+        """The delta's text as reasoning, content and tool calls."""
+        content = delta.text
+        message = ChatDelta()
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.push(content)
+            if delta.finish_reason is not None:
+                last_reasoning, last_content = self._reasoning.finish()
+                reasoning, content = reasoning + last_reasoning, content + last_content
+            if reasoning:
+                message.reasoning_content = reasoning
+        if self._tools is not None:
+            events = self._tools.push(content)
+            if delta.finish_reason is not None:
+                events += self._tools.finish(delta.cut_off)
+            content = "".join(e.text for e in events if isinstance(e, ContentDelta))
+            self._add_calls(message, events)
+        if content:
+            message.content = content
+        return message
+
+    def _add_calls(self, message: ChatDelta, events: list[Event]) -> None:
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                continue
+            if event.id is not None and event.name is not None:
+                self.called = True
+                function = FunctionCallDelta(name=event.name, arguments=event.arguments)
+                calls.append(
+                    ToolCallDelta(
+                        index=event.index, id=event.id, type="function", function=function
+                    )
+                )
+            elif calls and calls[-1].index == event.index:
+                calls[-1].function.arguments += event.arguments
+            else:
+                function = FunctionCallDelta(arguments=event.arguments)
+                calls.append(ToolCallDelta(index=event.index, function=function))
+        if calls:
+            message.tool_calls = calls
+
+    def message(self, delta: TextDelta) -> tuple[ChatMessage, bool]:
+        """The whole message of a text, and whether it calls tools."""
+        content = delta.text
+        message = ChatMessage(content=content)
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.parse(content)
+            message.content = content
+            if reasoning:
+                message.reasoning_content = reasoning
+        if self._tools is None:
+            return message, False
+        content, calls = self._tools.parse(content, delta.cut_off)
+        message.content = content
+        if calls:
+            message.content = content or None
+            message.tool_calls = [
+                ToolCall(id=c.id, function=FunctionCall(name=c.name, arguments=c.arguments))
+                for c in calls
+            ]
+        return message, bool(calls)
+
+
+def _finish_reason(reason: FinishText | None, called: bool) -> ChatFinish:
+    return "tool_calls" if called and reason == "stop" else reason or "stop"

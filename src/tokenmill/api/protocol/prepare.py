@@ -1,0 +1,429 @@
+"""From a validated API call to engine requests: prompts, sampling parameters, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from tokenmill.api.errors import context_exceeded
+from tokenmill.api.protocol.decoding import IgnoredFields
+from tokenmill.api.protocol.requests import (
+    INT64_MAX,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_IN_MESSAGES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+)
+from tokenmill.api.protocol.structured import structured_output
+from tokenmill.api.protocol.tools import ToolUse, knows_tools, plan_tool_use, write_tools
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.types import (
+    InvalidRequestError,
+    Request,
+    SamplingParams,
+    StructuredOutput,
+    no_room,
+)
+from tokenmill.sched.blocks import U64, hash_input
+from tokenmill.text.parsers import detect_reasoning, opens_reasoning
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.workers.link import ModelFacts
+
+LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
+MAX_CHOICES = 2048  # of one call
+_RESERVED_KWARGS = {
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a call, as text and as tokens."""
+
+    text: str
+    token_ids: list[int]
+    hash_input: U64  # the same tokens, as the router reads them
+
+    @classmethod
+    def of(cls, text: str, token_ids: list[int]) -> Prompt:
+        return cls(text, token_ids, hash_input(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One API call, ready for the engine: requests[i * n + j] is choice j of prompts[i]."""
+
+    job_id: str
+    created: int
+    prompts: list[Prompt]
+    requests: list[Request]
+    n: int
+    return_token_ids: bool
+    continues: bool = False  # the answer goes on in the middle of the prompt's last text
+    prompt_logprobs: int | None = None  # how many alternatives the answer shows, if any
+    echo_only: bool = False  # the prompt's logprobs are wanted, the sampled token is not
+    tool_use: ToolUse | None = None
+    reasoning_opened: bool | None = None  # None: reasoning is not split off
+
+    @property
+    def hash_inputs(self) -> list[U64]:
+        """The prompts of the requests, as the router reads them."""
+        return [self.prompt_of(index).hash_input for index in range(len(self.requests))]
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of choice `index`."""
+        return self.prompts[index // self.n]
+
+
+class Preparer:
+    """Turns API calls into jobs for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, facts: Callable[[], ModelFacts], config: ServerConfig
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._facts_now = facts
+        self._config = config
+        self.ignored = IgnoredFields()
+
+    @property
+    def _facts(self) -> ModelFacts:
+        """Those of now: a worker that comes later may have less room."""
+        return self._facts_now()
+
+    @property
+    def max_model_len(self) -> int:
+        """The context limit in tokens."""
+        return self._facts.max_model_len
+
+    async def chat(self, call: ChatCompletionRequest) -> Job:
+        """Render the messages, tokenise them and constrain the answer as tools require."""
+        self._check_choices(1, call.n or 1)
+        tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
+        structured = structured_output(call)
+        if tools is not None and tools.structured is not None:
+            structured = tools.structured
+        text = self.render(
+            call.messages,
+            tools.definitions if tools is not None else [],
+            call.add_generation_prompt,
+            call.continue_final_message,
+            self._template_kwargs(call),
+        )
+        token_ids = await self.tokenize(text, bool(call.add_special_tokens))
+        wanted = call.max_completion_tokens or call.max_tokens
+        if call.top_logprobs and not call.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        sampling = self._sampling(
+            call,
+            max_tokens=self._max_tokens(
+                len(token_ids), wanted, self._config.default_max_tokens, "messages"
+            ),
+            logprobs=(call.top_logprobs or 0) if call.logprobs else None,
+            prompt_logprobs=_prompt_logprobs(call),
+            structured=structured,
+        )
+        job = self._job("chatcmpl", call, [Prompt.of(text, token_ids)], [sampling])
+        opened = opens_reasoning(text) if self._splits_reasoning(structured) else None
+        continues = bool(call.continue_final_message)
+        return replace(job, continues=continues, tool_use=tools, reasoning_opened=opened)
+
+    async def completion(self, call: CompletionRequest) -> Job:
+        """Tokenise every prompt of a text completion."""
+        if call.best_of is not None and call.best_of != (call.n or 1):
+            raise InvalidRequestError("best_of is only supported when it equals n", "best_of")
+        if call.max_tokens == 0 and not call.echo:
+            raise InvalidRequestError("max_tokens must be at least 1 without echo", "max_tokens")
+        special = call.add_special_tokens is not False
+        given = _split_prompts(call.prompt)
+        self._check_choices(len(given), call.n or 1)
+        prompts = [await self._prompt(prompt, special) for prompt in given]
+        default = self._config.default_max_tokens or COMPLETION_MAX_TOKENS
+        # An echo without new tokens still runs one step for the prompt's logprobs.
+        wanted = max(call.max_tokens, 1) if call.max_tokens is not None else None
+        structured = structured_output(call)
+        samplings = [
+            self._sampling(
+                call,
+                max_tokens=self._max_tokens(len(prompt.token_ids), wanted, default, "prompt"),
+                logprobs=call.logprobs,
+                prompt_logprobs=_larger(
+                    _prompt_logprobs(call), call.logprobs if call.echo else None
+                ),
+                structured=structured,
+            )
+            for prompt in prompts
+        ]
+        job = self._job("cmpl", call, prompts, samplings)
+        return replace(job, continues=True, echo_only=call.max_tokens == 0)
+
+    def _check_choices(self, num_prompts: int, n: int) -> None:
+        """400 for a call that could not run even alone: waiting would not help."""
+        num_choices = num_prompts * n
+        limit, flag = min(self._choice_limits())
+        if num_choices <= limit:
+            return
+        what = f"{num_prompts} prompts" if num_prompts > 1 else f"n {n}"
+        if num_prompts > 1 and n > 1:
+            what += f" times n {n}, {num_choices} answers,"
+        raise InvalidRequestError(
+            f"{what} can never run at once here: one call may ask for {limit} answers at most "
+            f"({flag}); send several calls",
+            "prompt" if num_prompts > 1 else "n",
+        )
+
+    def _choice_limits(self) -> list[tuple[int, str]]:
+        """How many answers one call may ask for, each with where the number comes from."""
+        config = self._config
+        limits = (
+            (MAX_CHOICES, "a fixed limit"),
+            (config.max_concurrency, "--max-concurrency"),
+            (config.max_concurrency_per_key, "--max-concurrency-per-key"),
+            (config.max_pending, "--max-pending"),
+            (self._facts.max_waiting, "--max-queue"),
+        )
+        return [(limit, name) for limit, name in limits if limit is not None]
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; a long one does not hold up the other streams."""
+        if len(text) < LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+        kwargs: dict[str, Any] | None,
+    ) -> str:
+        """The prompt that the chat template makes of the messages."""
+        reserved = _RESERVED_KWARGS.intersection(kwargs or {})
+        if reserved:
+            names = ", ".join(sorted(reserved))
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {names}", "chat_template_kwargs"
+            )
+        conversation: list[dict[str, Any]] = msgspec.to_builtins(messages)
+        for message in conversation:
+            _drop_without_effect(message)
+        if not knows_tools(self._tokenizer.chat_template):
+            conversation, tools = write_tools(conversation, tools), []
+        return self._tokenizer.apply_chat_template(
+            conversation,
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            **kwargs or {},
+        )
+
+    def _template_kwargs(self, call: ChatCompletionRequest) -> dict[str, Any]:
+        """The template's variables; what the template does not read is told as ignored."""
+        source = self._tokenizer.chat_template or ""
+        given: dict[str, Any] = {}
+        if call.reasoning_effort is not None:
+            given["reasoning_effort"] = call.reasoning_effort
+        if call.reasoning_effort == "none":
+            given["enable_thinking"] = False
+        if call.verbosity is not None:
+            given["verbosity"] = call.verbosity
+        for name in ("reasoning_effort", "verbosity"):
+            if name in given and not any(key in source for key in given):
+                self.ignored.note([name])
+        return given | (call.chat_template_kwargs or {})
+
+    def _note_ignored(self, call: GenerationRequest) -> None:
+        """Tell once about the fields of a call that change nothing."""
+        self.ignored.note(name for name in WITHOUT_EFFECT if getattr(call, name) is not None)
+        if not isinstance(call, ChatCompletionRequest):
+            return
+        for name in WITHOUT_EFFECT_IN_MESSAGES:
+            path = f"messages[].{name}"
+            if not self.ignored.is_noted(path) and any(
+                getattr(message, name, None) is not None for message in call.messages
+            ):
+                self.ignored.note([path])
+
+    def _splits_reasoning(self, structured: StructuredOutput | None) -> bool:
+        """A constrained answer starts at once: it has no reasoning block."""
+        style: str | None = self._config.reasoning_parser
+        if style == "auto":
+            style = detect_reasoning(self._tokenizer.chat_template)
+        return style == "think" and structured is None
+
+    async def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt.of(prompt, await self.tokenize(prompt, add_special_tokens))
+        high = max(prompt, default=0)
+        if high >= self._facts.vocab_size:
+            raise InvalidRequestError(
+                f"prompt: token {high} is not in the vocabulary of {self._facts.vocab_size}",
+                "prompt",
+            )
+        known = [t for t in prompt if t < self._tokenizer.vocab_size]
+        return Prompt.of(self._tokenizer.decode(known, skip_special_tokens=False), prompt)
+
+    def _max_tokens(
+        self, num_prompt: int, wanted: int | None, default: int | None, param: str
+    ) -> int:
+        """What is asked for or what is left of the context; refuses what does not fit."""
+        limit = self._facts.max_model_len
+        left = limit - num_prompt
+        if num_prompt == 0:
+            raise InvalidRequestError("the prompt has no tokens", param)
+        if left < 1:
+            raise context_exceeded(no_room(num_prompt, limit), param)
+        if wanted is not None and wanted > left:
+            raise context_exceeded(
+                f"this model's context is {limit} tokens; the prompt has {num_prompt} and "
+                f"max_tokens asks for {wanted} more",
+                "max_tokens",
+            )
+        return min(wanted or default or left, left)
+
+    def _sampling(
+        self,
+        call: GenerationRequest,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        structured: StructuredOutput | None = None,
+    ) -> SamplingParams:
+        """The engine's sampling parameters; a field the caller left out keeps its default."""
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "min_tokens",
+            "ignore_eos",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+            "stop",
+            "stop_token_ids",
+        )
+        given = {name: v for name in names if (v := getattr(call, name)) is not None}
+        self._check_tokens(call.stop_token_ids or [], "stop_token_ids")
+        return SamplingParams(
+            **given,
+            logit_bias=self._logit_bias(call.logit_bias),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured=structured,
+        )
+
+    def _logit_bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
+        if not bias:
+            return None
+        for key in bias:
+            if not (key.isascii() and key.isdigit()):
+                raise InvalidRequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+        converted = {int(key): value for key, value in bias.items()}
+        self._check_tokens(list(converted), "logit_bias")
+        return converted
+
+    def _check_tokens(self, token_ids: list[int], param: str) -> None:
+        for token_id in token_ids:
+            if token_id >= self._facts.vocab_size:
+                size = self._facts.vocab_size
+                raise InvalidRequestError(
+                    f"{param}: token {token_id} is not in the vocabulary of {size}", param
+                )
+
+    def _job(
+        self,
+        kind: str,
+        call: GenerationRequest,
+        prompts: list[Prompt],
+        samplings: list[SamplingParams],
+    ) -> Job:
+        n = call.n or 1
+        job_id = f"{kind}-{uuid4().hex}"
+        now_ns = time.monotonic_ns()
+        timeouts = [t for t in (call.timeout, self._config.request_timeout_s) if t is not None]
+        requests = [
+            Request(
+                request_id=f"{job_id}-{p * n + j}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=_choice_sampling(sampling, j),
+                priority=call.priority or 0,
+                arrival_ns=now_ns,
+                deadline_ns=now_ns + int(min(timeouts) * 1e9) if timeouts else None,
+                cache_salt=call.cache_salt or "",
+            )
+            for p, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            for j in range(n)
+        ]
+        token_ids = bool(call.return_token_ids)
+        self._note_ignored(call)
+        shown = call.prompt_logprobs
+        return Job(job_id, int(time.time()), prompts, requests, n, token_ids, prompt_logprobs=shown)
+
+
+def _prompt_logprobs(call: GenerationRequest) -> int | None:
+    if call.prompt_logprobs is not None and call.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is not available when stream is true; send stream false, or leave "
+            "prompt_logprobs out",
+            "prompt_logprobs",
+        )
+    return call.prompt_logprobs
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return max((k for k in (a, b) if k is not None), default=None)
+
+
+def _drop_without_effect(message: dict[str, Any]) -> None:
+    """Templates see what OpenAI defines: some write a whole call as JSON."""
+    for name in WITHOUT_EFFECT_IN_MESSAGES:
+        message.pop(name, None)
+    for call in message.get("tool_calls") or ():
+        call.pop("index")
+
+
+def _choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Choices of one prompt draw from different seeds."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    seed = sampling.seed + choice
+    return replace(sampling, seed=seed if seed <= INT64_MAX else seed - 2 * INT64_MAX - 2)
+
+
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """OpenAI's four forms of a prompt: a string, strings, token ids, lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    strings = [p for p in prompt if isinstance(p, str)]
+    token_ids = [p for p in prompt if isinstance(p, int)]
+    lists = [p for p in prompt if isinstance(p, list)]
+    if len(token_ids) == len(prompt):
+        return [token_ids]
+    if len(strings) == len(prompt):
+        return list(strings)
+    if len(lists) == len(prompt):
+        return list(lists)
+    raise InvalidRequestError(
+        "prompt must be a string, strings, token ids or lists of token ids, not a mixture",
+        "prompt",
+    )

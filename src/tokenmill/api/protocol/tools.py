@@ -1,0 +1,220 @@
+"""What a call's `tools` and `tool_choice` mean for its prompt, its constraint and its parser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tokenmill.api.protocol.requests import (
+    AllowedToolChoice,
+    AllowedTools,
+    ChatCompletionRequest,
+    NamedToolChoice,
+    Tool,
+)
+from tokenmill.core.types import InvalidRequestError, StructuredOutput
+from tokenmill.text.parsers import (
+    TOOL_PARSERS,
+    NamedCallParser,
+    RequiredCallsParser,
+    ToolParser,
+    detect_tool_parser,
+)
+from tokenmill.text.tool_schema import tool_choice_schema
+
+Message = dict[str, Any]
+
+_SYSTEM = """You may call functions to help with the user query.
+The functions, one JSON signature per line:
+<tools>
+{signatures}
+</tools>
+For each call write a JSON object with name and arguments inside <tool_call> tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How one call uses its tools."""
+
+    definitions: list[dict[str, Any]]  # as chat templates expect them
+    parser: Callable[[], ToolParser]  # a new one for each choice
+    structured: StructuredOutput | None = None
+    one_call: bool = False  # parallel_tool_calls is false: the answer ends with the first call
+
+
+def plan_tool_use(
+    call: ChatCompletionRequest, chat_template: str | None, style: str
+) -> ToolUse | None:
+    """None when the model may not call tools; `style` is the configured parser or "auto"."""
+    if not call.tools:
+        if call.tool_choice not in (None, "none"):
+            raise InvalidRequestError(
+                "tool_choice needs tools; send some, or leave tool_choice out", "tool_choice"
+            )
+        return None
+    if call.tool_choice == "none":
+        return None
+    if call.response_format is not None and call.response_format.__struct_config__.tag != "text":
+        raise InvalidRequestError(
+            "response_format cannot be combined with tools unless tool_choice is 'none'",
+            "response_format",
+        )
+    definitions = tool_definitions(call.tools)
+    names = [tool.function.name for tool in call.tools]
+    if len(set(names)) != len(names):
+        raise InvalidRequestError(
+            "tools: two functions have the same name; give each a name of its own", "tools"
+        )
+    choice, tools = call.tool_choice, call.tools
+    if isinstance(choice, AllowedToolChoice):
+        tools = _allowed(tools, choice.allowed_tools)
+        choice = choice.allowed_tools.mode
+    one_call = call.parallel_tool_calls is False
+    max_calls = 1 if one_call else None
+    if choice in (None, "auto"):
+        use = _free_use(tools, definitions, chat_template, style, max_calls)
+        return replace(use, one_call=one_call)
+    parser: Callable[[], ToolParser]
+    if isinstance(choice, NamedToolChoice):
+        parser = partial(NamedCallParser, choice.function.name, max_calls=max_calls)
+    else:
+        names = [tool.function.name for tool in tools]
+        parser = partial(RequiredCallsParser, names, max_calls=max_calls)
+    schema = tool_choice_schema(tool_definitions(tools), msgspec.to_builtins(choice), max_calls)
+    structured = StructuredOutput("json_schema", json.dumps(schema))
+    return ToolUse(definitions, parser, structured, one_call)
+
+
+def _allowed(tools: list[Tool], allowed: AllowedTools) -> list[Tool]:
+    """The tools that tool_choice leaves; the model still sees all."""
+    wanted = [tool.function.name for tool in allowed.tools]
+    known = {tool.function.name: tool for tool in tools}
+    for name in wanted:
+        if name not in known:
+            raise InvalidRequestError(
+                f"tool_choice: {name!r} is not among the tools; send one of "
+                f"{', '.join(map(repr, known))}",
+                "tool_choice",
+            )
+    return [known[name] for name in dict.fromkeys(wanted)]
+
+
+def tool_definitions(tools: list[Tool]) -> list[dict[str, Any]]:
+    """The tools as chat templates expect them: without the fields that are not set."""
+    definitions = []
+    for tool in tools:
+        function = msgspec.to_builtins(tool.function)
+        hidden = ("strict", "cache_control")
+        given = {k: v for k, v in function.items() if v is not None and k not in hidden}
+        definitions.append({"type": "function", "function": given})
+    return definitions
+
+
+def _free_use(
+    tools: list[Tool],
+    definitions: list[dict[str, Any]],
+    chat_template: str | None,
+    style: str,
+    max_calls: int | None,
+) -> ToolUse:
+    """tool_choice "auto": the model decides, the parser of its style finds the calls."""
+    if style == "auto":
+        detected = detect_tool_parser(chat_template) if knows_tools(chat_template) else "hermes"
+        style = detected or "none"
+    if style not in TOOL_PARSERS:
+        raise InvalidRequestError(
+            "tool_choice 'auto' needs a tool parser for this model; start the server with "
+            "--tool-parser, or use tool_choice 'required'",
+            "tool_choice",
+        )
+    structured = None
+    if any(tool.function.strict for tool in tools):
+        structured = _strict_calls(tools, style)
+    names = [tool.function.name for tool in tools]
+    return ToolUse(
+        definitions, partial(TOOL_PARSERS[style], names, max_calls=max_calls), structured
+    )
+
+
+def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
+    """Free text in which every call, once begun, must follow the function's schema."""
+    if style != "hermes":
+        raise InvalidRequestError(
+            "tools: strict is supported with tool_choice 'required' or a named function, or with "
+            "the hermes parser",
+            "tools",
+        )
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
+            "content": {
+                "type": "json_schema",
+                "json_schema": (tool.function.parameters or {"type": "object"})
+                if tool.function.strict
+                else {"type": "object"},
+            },
+            "end": "}\n</tool_call>",
+        }
+        for tool in tools
+    ]
+    tag_format = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
+    tag = {"type": "structural_tag", "format": tag_format}
+    return StructuredOutput("structural_tag", json.dumps(tag))
+
+
+def knows_tools(chat_template: str | None) -> bool:
+    """True when the template renders tool definitions itself."""
+    return "tools" in (chat_template or "")
+
+
+def write_tools(messages: list[Message], definitions: list[dict[str, Any]]) -> list[Message]:
+    """For templates without tools: definitions, calls and results as text, in Hermes' way."""
+    written = [_write_message(message) for message in messages]
+    if not definitions:
+        return written
+    signatures = "\n".join(json.dumps(each, ensure_ascii=False) for each in definitions)
+    system = _SYSTEM.format(signatures=signatures)
+    if written[0]["role"] in ("system", "developer"):
+        first = {**written[0], "content": f"{_text(written[0]['content'])}\n\n{system}"}
+        return [first, *written[1:]]
+    return [{"role": "system", "content": system}, *written]
+
+
+def _write_message(message: Message) -> Message:
+    content = _text(message.get("content"))
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [content] if content else []
+    texts += [f"<tool_call>\n{_call_text(call)}\n</tool_call>" for call in calls]
+    return {"role": "assistant", "content": "\n".join(texts)}
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    try:
+        json.loads(arguments)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"tool_calls: the arguments of {name!r} are not JSON ({error})", "messages"
+        ) from None
+    return f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
+    return content or ""

@@ -1,0 +1,282 @@
+"""The server process: a socket, a worker, the app between them, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+
+from tokenmill.api.access import Calls
+from tokenmill.api.connection import Connection, ConnectionLimits, check_all
+from tokenmill.api.middleware import Front
+from tokenmill.api.openai_routes import create_app
+from tokenmill.api.stream import ApiState
+from tokenmill.api.telemetry.log_stats import StatsLog
+from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.api.telemetry.tracing import Tracing, open_tracing
+from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.types import EngineStats, TokenmillError
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.placement import open_placement
+from tokenmill.workers.pool import WorkerPool
+
+BACKLOG = 2048
+CLOSE_S = 5  # answers still being sent when the drain is over get this long
+MAX_FILES = 65_536
+RESERVED_FILES = 256  # that are no clients' connections
+POLL_S = 0.02
+SWEEP_TICKS = 5  # of uvicorn, a tenth of a second each, between two looks at all connections
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OnListening = Callable[[str, ModelFacts], None]
+
+
+class ServerError(TokenmillError):
+    """The server cannot start or go on; the message says why."""
+
+
+def serve(
+    worker_argv: Sequence[str],
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model: str,
+    on_listening: OnListening | None = None,
+    pool: PoolConfig | None = None,
+    router: RouterConfig | None = None,
+    prefill_argv: Sequence[str] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    `worker_argv` followed by "--address ADDRESS" starts a worker, `prefill_argv` one that computes
+    prompts for others; `on_listening` gets the URL.
+    Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
+    """
+    raise_file_limit()
+    pool = pool or PoolConfig()
+    with (
+        tracing_to(config.otlp_endpoint, "tokenmill") as tracing,
+        contextlib.closing(bind(config.host, config.port)) as listener,
+        open_placement(pool) as placement,
+    ):
+        worker, prefill = placement.spawner(worker_argv, pool.ranks), None
+        if prefill_argv is not None:
+            prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
+        client = WorkerPool(worker, pool, router, placement.host, prefill)
+        run_in_loop(_run(listener, client, tokenizer, config, model, tracing, on_listening))
+
+
+async def _run(
+    listener: socket.socket,
+    client: WorkerPool,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model: str,
+    tracing: Tracing | None,
+    on_listening: OnListening | None,
+) -> None:
+    signals = Signals()
+    try:
+        facts = await signals.interrupt(client.start())
+        if facts is None:
+            return
+        app = create_app(client, tokenizer, config, model, tracing)
+        gc.freeze()  # vocabulary and app live as long as the process: do not scan them
+        state: ApiState = app.state.api
+        async with (
+            listening(Front(app, config, state.metrics), listener, config),
+            logging_stats(config, state.metrics, client.known_stats),
+        ):
+            if on_listening is not None:
+                on_listening(url_of(listener), facts)
+            gave_up = await signals.interrupt(client.gave_up.wait())
+            client.drain()
+            await drain(state.calls, config.drain_timeout_s, signals)
+            client.fail_open("the server is shutting down", "shutdown")
+        if gave_up:
+            raise ServerError("the engine keeps stopping; see its messages above")
+    finally:
+        await client.close()
+
+
+@contextlib.contextmanager
+def tracing_to(endpoint: str | None, service: str) -> Iterator[Tracing | None]:
+    """Traces while the block runs, where they are asked for."""
+    tracing = open_tracing(endpoint, service)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run a server's work in uvicorn's event loop."""
+    loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(work)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Any, listener: socket.socket, config: ServerConfig) -> AsyncIterator[None]:
+    """The app over HTTP while the block runs; ServerError where another one listens by now."""
+    with _naming(listener.getsockname()):
+        listener.listen(BACKLOG)
+    server = _Uvicorn(_uvicorn_config(app, config))
+    serving = asyncio.create_task(server.serve([listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(POLL_S)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def drain(calls: Calls, timeout_s: float, signals: Signals) -> None:
+    """Refuse new calls and let the open ones finish; a second signal or the timeout ends that."""
+    calls.draining = True
+    if calls.num_open and signals.count < 2:
+        _log.info(
+            f"stopping: waiting for {_running(calls)}, up to {timeout_s:g} s (--drain-timeout); "
+            "press Ctrl-C again to stop now"
+        )
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while calls.num_open and loop.time() < deadline_s and signals.count < 2:
+        await asyncio.sleep(POLL_S)
+    if calls.num_open:
+        why = "interrupted again" if signals.count > 1 else f"{timeout_s:g} s are over"
+        _log.info(f"stopping now ({why}): an error ends {_running(calls)}")
+
+
+def _running(calls: Calls) -> str:
+    return "1 running request" if calls.num_open == 1 else f"{calls.num_open} running requests"
+
+
+@contextlib.asynccontextmanager
+async def logging_stats(
+    config: ServerConfig, metrics: ServerMetrics, stats: Callable[[], EngineStats]
+) -> AsyncIterator[None]:
+    """Lines of throughput while the block runs, where they are wanted."""
+    task = asyncio.create_task(StatsLog(metrics, stats).run()) if config.log_stats else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+
+
+class Signals:
+    """SIGTERM and SIGINT, counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self.count += 1
+        self._came.set()
+
+    async def wait(self) -> None:
+        """Until the first one."""
+        await self._came.wait()
+
+    async def interrupt(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None when a signal comes first, which cancels it."""
+        task = asyncio.create_task(work)
+        came = asyncio.create_task(self._came.wait())
+        await asyncio.wait((task, came), return_when=asyncio.FIRST_COMPLETED)
+        came.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end streams and exit by the signal.
+
+    It ends connections whose clients are late.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            check_all(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY:
+        max_files = MAX_FILES
+    limits = ConnectionLimits.of(config, max_files - RESERVED_FILES)
+    return uvicorn.Config(
+        app,
+        http=functools.partial(Connection, limits),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+
+
+def raise_file_limit() -> None:
+    """Every connection is a descriptor, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        with _naming((host, port)):
+            listener.bind((host, port))
+    except ServerError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def _naming(address: Sequence[Any]) -> Iterator[None]:
+    """An error that says where the server cannot listen."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}"
+        raise ServerError(f"cannot listen on {where}: {error.strerror or error}") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

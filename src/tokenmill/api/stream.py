@@ -1,0 +1,231 @@
+"""The answer to a generation call as an ASGI response: whole JSON or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tokenmill.api.access import Calls
+from tokenmill.api.call import GONE, record_of
+from tokenmill.api.errors import ApiError
+from tokenmill.api.generation import Generation, TextDelta, join_deltas
+from tokenmill.api.protocol.format_stream import EventFrame
+from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.responses import Usage
+from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.api.telemetry.request_trace import CallTrace
+from tokenmill.api.telemetry.tracing import OPERATIONS, Tracing
+from tokenmill.core.config import ServerConfig
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.workers.link import ModelFacts, OutputStream, StreamClosedError, WorkerDownError
+from tokenmill.workers.pool import WorkerPool
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+SSE_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+@dataclass(slots=True)
+class ApiState:
+    """What the handlers share."""
+
+    client: WorkerPool
+    tokenizer: Tokenizer
+    config: ServerConfig
+    model: str
+    metrics: ServerMetrics
+    calls: Calls  # of generation
+    tracing: Tracing | None = None
+
+    def facts(self) -> ModelFacts:
+        """What all workers have in common, now."""
+        facts = self.client.facts
+        assert facts is not None
+        return facts
+
+    def traced(self, request: Request) -> AbstractContextManager[CallTrace | None]:
+        """The trace of a call, where calls are traced, and a block that may fail."""
+        if self.tracing is None:
+            return nullcontext()
+        start_ns, path = time.monotonic_ns(), request.url.path
+        span = self.tracing.begin(path, request.headers.raw, start_ns)
+        span.set({"gen_ai.request.id": record_of(request.scope).request_id})
+        return CallTrace(span, OPERATIONS[path], start_ns)
+
+    def admit(self, key: int, num_choices: int = 1) -> None:
+        """Raise what a new generation call is to be answered with, if it cannot be taken."""
+        self.calls.check_draining()
+        if not self.client.ready:
+            raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
+        self.calls.check_limits(key, num_choices)
+        pending = self.config.max_pending
+        if pending is None:
+            return
+        limit, waiting = pending * self.client.num_ready, self.client.num_pending
+        if waiting + num_choices > limit:
+            message = f"{waiting} requests wait for their first token; the limit is {limit} "
+            message += f"(--max-pending {pending} for each worker); try again later"
+            raise ApiError(429, message, code="queue_full")
+
+
+class Format(Protocol):
+    """How one kind of call is written."""
+
+    frame: EventFrame
+
+    def event(self, delta: TextDelta) -> bytes: ...
+
+    def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes: ...
+
+
+class GenerationResponse(Response):
+    """Submits a job when it is called, and aborts it when the client goes away."""
+
+    def __init__(
+        self,
+        state: ApiState,
+        job: Job,
+        form: Format,
+        streams: bool,
+        key: int,
+        trace: CallTrace | None = None,
+    ) -> None:
+        super().__init__()
+        self._state = state
+        self._job = job
+        self._form = form
+        self._streams = streams
+        self._key = key
+        self._trace = trace
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace, error, record = self._trace, None, record_of(scope)
+        generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
+        try:
+            self._state.admit(self._key, len(self._job.requests))
+            traces = trace.requests(self._job) if trace is not None else ()
+            stream = self._state.client.submit(self._job.requests, traces, self._job.hash_inputs)
+        except (ApiError, WorkerDownError) as refused:
+            error = _as_api_error(refused)
+            if trace is not None:
+                trace.end(generation.usage(), [], error)
+            record.fail(error)
+            await send_error(send, error)
+            return
+        self._state.calls.begin(self._key, len(self._job.requests))
+        watcher = asyncio.create_task(_watch(receive, stream))
+        try:
+            # A task of its own: each wake-up would otherwise pass through all of the app's layers.
+            await asyncio.create_task(self._answer(generation, stream, send))
+        except StreamClosedError:
+            error = ApiError(GONE, "the client has gone", code="cancelled")
+        except ApiError as failure:
+            error = failure
+            record.error = error.code
+            await self._fail(send, error)
+        finally:
+            watcher.cancel()
+            generation.close()
+            self._state.client.abort(stream.request_ids)
+            self._state.calls.end(self._key, len(self._job.requests))
+            reasons = [choice.reason for choice in generation.choices]
+            generation.describe(record)
+            record.worker = ",".join(sorted(set(stream.workers.values()))) or "-"
+            if trace is not None:
+                trace.end(generation.usage(), reasons, error)
+
+    async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:
+        # The status line waits for the first output, which may be a refusal.
+        deltas = generation.advance(await stream.get())
+        if self._streams:
+            await self._send_events(generation, stream, deltas, send)
+        else:
+            await self._send_whole(generation, stream, deltas, send)
+
+    async def _send_events(
+        self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
+    ) -> None:
+        self._started = True
+        await send(SSE_START)
+        while generation.num_open:
+            self._abort_stopped(generation)
+            if body := self._events(generation, deltas):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            deltas = generation.advance(await stream.get())
+        self._abort_stopped(generation)
+        body = self._events(generation, deltas) + self._form.frame.end(generation.usage())
+        await send({"type": "http.response.body", "body": body})
+
+    def _events(self, generation: Generation, deltas: list[TextDelta]) -> bytes:
+        frame, event = self._form.frame, self._form.event
+        if frame.counts:
+            frame.count(generation.usage())
+        return b"".join([event(delta) for delta in deltas])
+
+    async def _send_whole(
+        self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
+    ) -> None:
+        by_choice: list[list[TextDelta]] = [[] for _ in generation.choices]
+        while True:
+            self._abort_stopped(generation)
+            for delta in deltas:
+                by_choice[delta.index].append(delta)
+            if not generation.num_open:
+                break
+            deltas = generation.advance(await stream.get())
+        wholes = [join_deltas(each) for each in by_choice]
+        await send_json(send, 200, self._form.answer(wholes, generation.usage()))
+
+    def _abort_stopped(self, generation: Generation) -> None:
+        if generation.stopped:
+            self._state.client.abort(generation.stopped)
+            generation.stopped = []
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        if not self._started:
+            await send_error(send, error)
+            return
+        await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n"})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """An error as the whole answer."""
+    extra = [(k.encode(), v.encode()) for k, v in error.answer_headers().items()]
+    await send_json(send, error.status, error.body(), extra)
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    """A JSON body with its length."""
+    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body)), *(extra or [])]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _as_api_error(error: ApiError | WorkerDownError) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(503, str(error), code="restarting")
+
+
+async def _watch(receive: Receive, stream: OutputStream) -> None:
+    """Close the stream when the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.close()

@@ -1,0 +1,115 @@
+"""The live page over HTTP: its files, and the figures that it asks for once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.api.access import authorizer
+from tokenmill.api.errors import ApiError
+from tokenmill.api.protocol.responses import json_encode
+from tokenmill.api.stream import ApiState
+from tokenmill.api.telemetry.dashboard_view import DashboardView
+from tokenmill.api.telemetry.history import History
+from tokenmill.core.config import ServerConfig
+
+View = Callable[[float, bool], DashboardView]  # of the uptime, with or without decisions
+WEB = Path(__file__).with_name("web")
+FILES = {
+    "/dashboard/dashboard.css": ("dashboard.css", "text/css"),
+    "/dashboard/charts.js": ("charts.js", "text/javascript"),
+    "/dashboard/chat.js": ("chat.js", "text/javascript"),
+    "/dashboard/decisions.js": ("decisions.js", "text/javascript"),
+    "/dashboard/format.js": ("format.js", "text/javascript"),
+    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def add_dashboard(app: FastAPI, state: ApiState) -> None:
+    """The page of a server with an engine."""
+    add_page(app, state.config, lambda uptime_s, decisions: _view(state, uptime_s, decisions))
+
+
+def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
+    """Add GET /dashboard, the files of the page, and GET /dashboard/data, which wants a key.
+
+    The history begins where the app is made in a running loop, as servers do.
+    """
+    needs_key = "yes" if config.api_keys else "no"
+    page = (WEB / "dashboard.html").read_text(encoding="utf-8").replace("{needs_key}", needs_key)
+    _add_text(app, "/dashboard", page, "text/html")
+    for path, (name, kind) in FILES.items():
+        _add_text(app, path, (WEB / name).read_text(encoding="utf-8"), kind)
+    started_s = time.monotonic()
+    history = History(lambda: view(time.monotonic() - started_s, False))
+    with contextlib.suppress(RuntimeError):
+        history.start(asyncio.get_running_loop())
+
+    @app.get("/dashboard/data", dependencies=[Depends(authorizer(config))])
+    async def data(request: Request) -> Response:
+        late = history.since(_since(request))
+        now = view(time.monotonic() - started_s, True)
+        body = json_encode(msgspec.structs.replace(now, history=late, events=history.events))
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _since(request: Request) -> float:
+    """The time of the last sample that the page has."""
+    text = request.query_params.get("since", "0")
+    try:
+        return float(text)
+    except ValueError:
+        message = f"since: must be a Unix time in seconds, got {text!r}"
+        raise ApiError(400, message, "since", "invalid_value") from None
+
+
+def _add_text(app: FastAPI, path: str, text: str, kind: str) -> None:
+    @app.get(path)
+    async def get() -> Response:
+        return Response(text, media_type=kind, headers=HEADERS)
+
+
+def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
+    client, metrics = state.client, state.metrics
+    facts = client.facts
+    assert facts is not None
+    return DashboardView(
+        model=state.model,
+        version=__version__,
+        dtype=facts.dtype,
+        device=facts.device,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        time_s=time.time(),
+        uptime_s=uptime_s,
+        draining=state.calls.draining,
+        num_pending=client.num_pending,
+        restarts=client.num_restarts,
+        prompt_tokens=metrics.num_prompt_tokens,
+        output_tokens=metrics.num_output_tokens,
+        finished=dict(metrics.finished),
+        rejected=dict(metrics.rejected),
+        window_s=metrics.recent_ttft_ms.window_s,
+        ttft_ms=metrics.recent_ttft_ms.summary(),
+        tpot_ms=metrics.recent_tpot_ms.summary(),
+        engine=client.known_stats(),
+        pool=client.view(decisions),
+    )

@@ -1,0 +1,304 @@
+"""Prometheus metrics of the frontend and, at scrape time, of the engine behind it."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from tokenmill.core.metrics import RequestTimes, acceptance, summarize
+from tokenmill.core.types import EngineStats
+from tokenmill.workers.pool_view import PoolView
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+Counts = Mapping[tuple[str, ...], int]  # by the values of labels
+RECENT_S = 60.0
+NUM_RECENT = 2048  # values at most: an upper bound of what a summary sorts
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LONG_SECONDS = (*_SECONDS, 60.0, 120.0, 300.0)
+_TOKENS = (*(float(step * 10**power) for power in range(6) for step in (1, 2, 5)), 1e6)
+# (name, help, attribute of WorkerView)
+_WORKER_GAUGES = (
+    ("up", "1 while the worker takes requests.", "up"),
+    ("requests", "Requests routed there that have not ended.", "num_requests"),
+    ("queued_tokens", "Tokens of prompts that wait for prefill there.", "queued_tokens"),
+    ("busy", "Share of the last minute with something to compute.", "busy"),
+    ("tokens_per_second", "Tokens sent by the worker, over ten seconds.", "tokens_per_s"),
+    ("prompt_tokens_per_second", "Of prompts, computed there, ten seconds.", "prompt_tokens_per_s"),
+    ("cached_blocks", "KV blocks that it told it has cached.", "cached_blocks"),
+)
+_WORKER_COUNTERS = (
+    ("routed_requests", "Requests routed there.", "routed"),
+    ("routed_tokens", "Tokens of the prompts routed there.", "routed_tokens"),
+    ("overlap_tokens", "Of these, tokens that the router knew to be cached.", "overlap_tokens"),
+    ("output_tokens", "Tokens sent by the worker.", "output_tokens"),
+    ("failures", "Times that it died, hung or could not be reached.", "failures"),
+)
+
+
+class Histogram:
+    """Counts per bucket. `observe` is a bisect: it runs once per streamed token."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def family(self, name: str, text: str, model: str) -> HistogramMetricFamily:
+        """The cumulative buckets as Prometheus wants them."""
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        cumulative = 0
+        buckets = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            cumulative += count
+            label = "+Inf" if bound == float("inf") else repr(bound)
+            buckets.append((label, float(cumulative)))
+        family.add_metric([model], buckets, self.total)
+        return family
+
+
+class Recent:
+    """The values of the last seconds, the latest of them where there are very many."""
+
+    __slots__ = ("_values", "window_s")
+
+    def __init__(self, window_s: float = RECENT_S) -> None:
+        self.window_s = window_s
+        self._values: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)  # (time, value)
+
+    def add(self, value: float) -> None:
+        """Note a value of now."""
+        self._values.append((time.monotonic(), value))
+
+    def summary(self) -> dict[str, float]:
+        """Mean and percentiles; {} when there is no value."""
+        since_s = time.monotonic() - self.window_s
+        while self._values and self._values[0][0] < since_s:
+            self._values.popleft()
+        return summarize(value for _, value in self._values)
+
+
+class ServerMetrics:
+    """What the frontend sees of each request, with the engine's own counters."""
+
+    SUCCESSES: tuple[str, ...] = ("stop", "length")  # finish reasons of whole answers
+    FAILURES: tuple[str, ...] = ("abort", "error", "reject")
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._stats = EngineStats()
+        self._pool: PoolView | None = None
+        self.num_worker_restarts = 0
+        self.ttft_s = Histogram(_LONG_SECONDS)
+        self.inter_token_s = Histogram(_SECONDS)
+        self.tpot_s = Histogram(_SECONDS)
+        self.e2e_s = Histogram(_LONG_SECONDS)
+        self.queue_s = Histogram(_LONG_SECONDS)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self.recent_ttft_ms = Recent()
+        self.recent_tpot_ms = Recent()
+        self.num_prompt_tokens = 0  # of requests that have a first token
+        self.num_output_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, ...]] = Counter()  # (endpoint, status)
+        self.rejected: Counter[str] = Counter()  # by the code of the error
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def output(self, times: RequestTimes, now_ns: int, num_tokens: int) -> None:
+        """Count one output of a request."""
+        gap_ms = times.record(now_ns, num_tokens)
+        self.num_output_tokens += num_tokens
+        if gap_ms is not None:
+            self.inter_token_s.observe(gap_ms / 1e3)
+        elif times.ttft_ms is not None:
+            self.ttft_s.observe(times.ttft_ms / 1e3)
+            self.recent_ttft_ms.add(times.ttft_ms)
+
+    def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
+        """Count the end of a request."""
+        self.finished[reason] += 1
+        if reason in self.SUCCESSES:
+            self.prompt_tokens.observe(num_prompt_tokens)
+            self.generation_tokens.observe(times.num_tokens)
+        if times.e2e_ms is not None:
+            self.e2e_s.observe(times.e2e_ms / 1e3)
+        if times.tpot_ms is not None:
+            self.tpot_s.observe(times.tpot_ms / 1e3)
+            self.recent_tpot_ms.add(times.tpot_ms)
+
+    def count_call(self, endpoint: str, status: int, error: str | None) -> None:
+        """Count the answer to a call; one that was refused also by its error."""
+        self.calls[endpoint, str(status)] += 1
+        if error is not None and (400 <= status < 500 or status == 503):
+            self.rejected[error] += 1
+
+    def render(self, stats: EngineStats, num_worker_restarts: int, pool: PoolView) -> bytes:
+        """The exposition text with the engines' counters of now."""
+        self._stats = stats
+        self._pool = pool
+        self.num_worker_restarts = num_worker_restarts
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; called by prometheus_client."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self.latencies()
+        yield from self.workers()
+
+    def _gauges(self) -> Iterator[Metric]:
+        s = self._stats
+        rate = s.prefix_hit_tokens / s.prefix_query_tokens if s.prefix_query_tokens else 0.0
+        usage = s.num_kv_blocks_used / s.num_kv_blocks if s.num_kv_blocks else 0.0
+        length = acceptance(s.num_drafted, s.num_accepted)["length"] or 0.0
+        for name, text, value in (
+            ("num_requests_running", "Requests in the running batch.", s.num_running),
+            ("num_requests_waiting", "Requests waiting to run.", s.num_waiting),
+            ("num_requests_receiving", "Requests whose KV is on its way.", s.num_receiving),
+            ("kv_leases", "Prompts whose KV is held for another engine.", s.num_leases),
+            ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
+            ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
+            (
+                "rank_imbalance",
+                "Busiest rank / mean of experts' rows; 0: not counted.",
+                s.rank_imbalance,
+            ),
+            (
+                "rank_imbalance_before",
+                "The same before experts were last moved.",
+                s.rank_imbalance_before,
+            ),
+            ("mtp_acceptance_length", "Tokens of a step that verified drafts; 0: none.", length),
+        ):
+            family = GaugeMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], float(value))
+            yield family
+
+    def _counters(self) -> Iterator[Metric]:
+        s = self._stats
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up.", s.prefix_query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the cache.", s.prefix_hit_tokens),
+            ("num_preemptions", "Preemptions.", s.num_preemptions),
+            ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
+            ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
+            ("engine_steps", "Steps the engine ran.", s.num_steps),
+            ("mtp_runs", "Runs of drafts verified.", s.num_drafted[0] if s.num_drafted else 0),
+            ("expert_rebalances", "Times that experts were moved.", s.num_rebalances),
+            ("expert_bytes_moved", "Of experts, between ranks.", s.num_expert_bytes_moved),
+            ("expert_rebalance_seconds", "Time that steps waited for it.", s.rebalance_s),
+            ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
+            ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
+        ):
+            yield self._counter(name, text, value)
+        for name, text, counts in (
+            ("drafted", "Drafts verified, by position.", s.num_drafted),
+            ("accepted", "Drafts accepted, by position.", s.num_accepted),
+        ):
+            labels = ["model_name", "position"]
+            drafts = CounterMetricFamily(f"tokenmill_mtp_{name}_tokens", text, labels=labels)
+            for position, count in enumerate(counts, 1):
+                drafts.add_metric([self._model, str(position)], float(count))
+            yield drafts
+        yield from self.own_counters()
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
+        family.add_metric([self._model], float(value))
+        return family
+
+    def own_counters(self) -> Iterator[Metric]:
+        """What the front itself has counted."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        yield self._counter("prompt_tokens", "Prompt tokens of begun answers.", prompt)
+        yield self._counter("generation_tokens", "Tokens sent to clients.", output)
+        finished = ["finished_reason"]
+        whole: Counts = {(name,): self.finished[name] for name in self.SUCCESSES}
+        failed: Counts = {(name,): self.finished[name] for name in self.FAILURES}
+        rejected: Counts = {(code,): count for code, count in self.rejected.items()}
+        for name, text, labels, counts in (
+            ("request_success", "Whole answers by finish reason.", finished, whole),
+            ("request_failure", "Requests without a whole answer.", finished, failed),
+            ("requests", "HTTP calls by status.", ["endpoint", "status"], self.calls),
+            ("requests_rejected", "HTTP calls refused, by error code.", ["reason"], rejected),
+        ):
+            yield self._labelled(name, text, labels, counts)
+
+    def _labelled(self, name: str, text: str, labels: list[str], counts: Counts) -> Metric:
+        names = ["model_name", *labels]
+        family = CounterMetricFamily(f"tokenmill_{name}", text, labels=names)
+        for values, count in sorted(counts.items()):
+            family.add_metric([self._model, *values], float(count))
+        return family
+
+    def workers(self) -> Iterator[Metric]:
+        """The pool, with one sample for each worker."""
+        pool = self._pool
+        if pool is None:
+            return
+        migrations = CounterMetricFamily(
+            "tokenmill_request_migrations",
+            "Times a request went on at another worker.",
+            labels=["model_name"],
+        )
+        migrations.add_metric([self._model], float(pool.migrations))
+        yield migrations
+        transfers = CounterMetricFamily(
+            "tokenmill_kv_transfers",
+            "Prompts that a prefill worker computed, by what became of their KV.",
+            labels=["model_name", "result"],
+        )
+        transfers.add_metric([self._model, "received"], float(pool.transfers))
+        transfers.add_metric([self._model, "failed"], float(pool.failed_transfers))
+        yield transfers
+        moved = CounterMetricFamily(
+            "tokenmill_kv_transfer_bytes", "Bytes of KV that moved.", labels=["model_name"]
+        )
+        moved.add_metric([self._model], float(pool.transferred_bytes))
+        yield moved
+        kinds: tuple[tuple[type[Metric], tuple[tuple[str, str, str], ...]], ...] = (
+            (GaugeMetricFamily, _WORKER_GAUGES),
+            (CounterMetricFamily, _WORKER_COUNTERS),
+        )
+        for family_type, rows in kinds:
+            for name, text, attribute in rows:
+                labels = ["model_name", "worker"]
+                family: Any = family_type(f"tokenmill_worker_{name}", text, labels=labels)  # type: ignore[call-arg,arg-type]
+                for worker in pool.workers:
+                    value = getattr(worker, attribute)
+                    if value is not None:
+                        family.add_metric([self._model, worker.name], float(value))
+                yield family
+
+    def latencies(self) -> Iterator[Metric]:
+        """The histograms."""
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token.", self.ttft_s),
+            ("inter_token_latency_seconds", "Gap between successive outputs.", self.inter_token_s),
+            (
+                "request_time_per_output_token_seconds",
+                "Mean per token after the first.",
+                self.tpot_s,
+            ),
+            ("e2e_request_latency_seconds", "Arrival to last token.", self.e2e_s),
+            ("request_queue_time_seconds", "Arrival to first step.", self.queue_s),
+            ("request_prompt_tokens", "Prompt tokens of whole answers.", self.prompt_tokens),
+            ("request_generation_tokens", "Tokens of whole answers.", self.generation_tokens),
+        ):
+            yield histogram.family(f"tokenmill_{name}", text, self._model)

@@ -1,0 +1,366 @@
+"""An OpenAI client for measuring: raw connections, stamped when bytes leave and when they come.
+
+A stamp is taken once per read, before anything is parsed. Connections stay open and are used last
+in, first out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+
+from tokenmill.bench.client.records import (
+    DONE,
+    Chunk,
+    Record,
+    SseError,
+    SseScanner,
+    Target,
+    Usage,
+    decode_chunk,
+    error_text,
+)
+from tokenmill.bench.workload import BenchError
+
+CONNECT, TIMEOUT, DROPPED = "connect", "timeout", "dropped"
+MALFORMED_SSE, MALFORMED_BODY, IN_STREAM = "malformed_sse", "malformed_body", "error_in_stream"
+CANCELLED = "cancelled"
+ROUTES = {"chat": "chat/completions", "completions": "completions"}
+
+
+def route_url(url: str, api: str) -> str:
+    """The route of an API below a base URL such as http://host:8000 or http://host:8000/v1."""
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise BenchError(f"--url must be http://HOST:PORT or https://..., got {url!r}")
+    path = parts.path.rstrip("/")
+    if not path.endswith("/" + ROUTES[api]):
+        path = f"{path or '/v1'}/{ROUTES[api]}"
+    return parts._replace(path=path, query="", fragment="").geturl()
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request on its way: what has come so far, and the future that waits for the end."""
+
+    record: Record
+    stream: bool
+    keep_text: bool
+    done: asyncio.Future[None]
+    on_first: Callable[[], None] | None = None  # called inside the read of the first output
+    scanner: SseScanner = field(default_factory=SseScanner)
+    body: bytearray = field(default_factory=bytearray)
+    texts: list[str] = field(default_factory=list)
+    is_stream: bool = False  # the answer is one, so far
+    is_complete: bool = False  # [DONE] has come
+
+    def receive(self, data: bytes, now_ns: int) -> None:
+        """Part of the body."""
+        if not self.is_stream:
+            self.body += data
+            return
+        if self.record.error is None:
+            self._scan(data, now_ns)
+
+    def _scan(self, data: bytes, now_ns: int) -> None:
+        try:
+            for event in self.scanner.feed(data):
+                if event == DONE:
+                    self.is_complete = True
+                else:
+                    self._take(decode_chunk(event), now_ns)
+        except SseError as error:
+            self.fail(MALFORMED_SSE, str(error))
+
+    def _take(self, chunk: Chunk, now_ns: int) -> None:
+        """This runs for every token: nothing more is called than must be."""
+        record = self.record
+        if chunk.error is not None:
+            self.fail(IN_STREAM, str(chunk.error)[:200])
+        if chunk.usage is not None:
+            self._take_usage(chunk.usage)
+        for choice in chunk.choices:
+            if text := choice.output():
+                if record.first_ns:
+                    record.gaps_ns.append(now_ns - record.last_ns)
+                else:
+                    record.first_ns = now_ns
+                    if self.on_first is not None:
+                        self.on_first()
+                record.last_ns = now_ns
+                record.num_outputs += 1
+                record.num_bytes += len(text) if text.isascii() else len(text.encode())
+                if self.keep_text:
+                    self.texts.append(text)
+            if choice.finish_reason is not None:
+                record.finish_reason = choice.finish_reason
+
+    def _take_usage(self, usage: Usage) -> None:
+        record = self.record
+        record.prompt_tokens = usage.prompt_tokens
+        record.completion_tokens = usage.completion_tokens
+        record.total_tokens = usage.total_tokens
+        if usage.prompt_tokens_details is not None:
+            record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    def fail(self, error: str, detail: str = "") -> None:
+        """The first error counts."""
+        if self.record.error is None:
+            self.record.error, self.record.detail = error, detail
+
+    def finish(self, now_ns: int) -> None:
+        """The answer has ended as HTTP has it; whether it is a whole one is decided here."""
+        record = self.record
+        if record.status != 200:
+            self.fail(f"http_{record.status}", error_text(bytes(self.body)))
+        elif self.is_stream:
+            self._scan(b"\n\n", now_ns)
+            record.saw_done = self.is_complete
+            if not self.is_complete and record.finish_reason is None:
+                self.fail(DROPPED, f"the stream ended after {record.num_outputs} outputs")
+        else:
+            self._take_body(now_ns)
+        self.close(now_ns)
+
+    def _take_body(self, now_ns: int) -> None:
+        try:
+            answer = decode_chunk(bytes(self.body))
+        except SseError as error:
+            return self.fail(MALFORMED_BODY, str(error))
+        if self.stream:
+            self.fail(MALFORMED_SSE, "asked for a stream, answered with one JSON object")
+        elif not answer.choices:
+            self.fail(MALFORMED_BODY, "no choices")
+        self._take(answer, now_ns)
+
+    def close(self, now_ns: int) -> None:
+        """Nothing more will come."""
+        self.record.end_ns = now_ns
+        if self.keep_text:
+            self.record.text = "".join(self.texts)
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """A keep-alive connection with at most one request on it."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.is_open = False
+        self.is_used = False
+        self._transport: Any = None
+        self._parser: Any = None
+        self._now_ns = 0
+        self._has_length = False
+        self._got_bytes = False
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append
+
+    @property
+    def answered(self) -> bool:
+        """True once a byte of the current answer has come."""
+        return self._got_bytes
+
+    @property
+    def peer(self) -> tuple[str, int]:
+        host, port = self._transport.get_extra_info("peername")[:2]
+        return host, port
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._parser = httptools.HttpResponseParser(self)
+        self.is_open = True
+
+    def send(self, payload: bytes, exchange: Exchange) -> None:
+        """Stamp and write."""
+        self.exchange, self._got_bytes, self._has_length = exchange, False, False
+        exchange.record.sent_ns = time.monotonic_ns()
+        self._transport.write(payload)
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._now_ns = time.monotonic_ns()
+        self._got_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(MALFORMED_BODY, f"not HTTP: {error}")
+        self._flush()
+
+    def _flush(self) -> None:
+        """Give on what one read has brought of a body, in one piece."""
+        if self._parts and self.exchange is not None:
+            self.exchange.receive(b"".join(self._parts), self._now_ns)
+        self._parts.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lowered = name.lower()
+        if lowered in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+        elif lowered == b"content-type" and self.exchange is not None:
+            self.exchange.is_stream = value.startswith(b"text/event-stream")
+
+    def on_headers_complete(self) -> None:
+        if self.exchange is not None:
+            status = self._parser.get_status_code()
+            self.exchange.record.status = status
+            self.exchange.is_stream &= status == 200 and self.exchange.stream
+
+    def on_message_complete(self) -> None:
+        exchange = self.exchange
+        if exchange is None or exchange.record.status < 200:
+            return
+        self._flush()
+        self.exchange, self.is_used = None, True
+        if not self._parser.should_keep_alive():
+            self.close()
+        exchange.finish(self._now_ns)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        exchange = self.exchange
+        if exchange is None:
+            return
+        if exchange.record.status == 200 and not self._has_length and error is None:
+            self.exchange = None
+            exchange.finish(time.monotonic_ns())
+        else:
+            after = f"after {exchange.record.num_outputs} outputs"
+            self._end(DROPPED, f"the connection closed {after}" + (f": {error}" if error else ""))
+
+    def _end(self, error: str, detail: str) -> None:
+        exchange, self.exchange = self.exchange, None
+        self.close()
+        if exchange is not None:
+            exchange.fail(error, detail)
+            exchange.close(time.monotonic_ns())
+
+    def time_out(self) -> None:
+        """The deadline of the current request has passed."""
+        self._end(TIMEOUT, "no whole answer in time")
+
+
+class Client:
+    """Requests to one target over a pool of connections."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        parts = urlsplit(target.url)
+        self._host = parts.hostname or ""
+        self._tls = _tls(target) if parts.scheme == "https" else None
+        self._address = (self._host, parts.port or (443 if self._tls else 80))
+        key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        self._head = (
+            f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n"
+            f"Content-Type: application/json\r\nAccept: */*\r\n{key}Content-Length: "
+        ).encode()
+        self._idle: list[Connection] = []
+
+    async def call(
+        self, record: Record, body: bytes, on_first: Callable[[], None] | None = None
+    ) -> Record:
+        """Send one request and wait for its end; what went wrong is in the record."""
+        payload = self._head + b"%d\r\n\r\n" % len(body) + body
+        connection = await self._attempt(record, payload, self._take_idle(), on_first)
+        if connection is not None and self._went_stale(record, connection):
+            record.error, record.detail, record.retried = None, "", True
+            await self._attempt(record, payload, None, on_first)
+        return record
+
+    async def open(self, count: int) -> None:
+        """Connect ahead; a failure shows up again with the request that needs it."""
+        opened = await asyncio.gather(
+            *(self._connect() for _ in range(count)), return_exceptions=True
+        )
+        self._idle += [c for c in opened if isinstance(c, Connection)]
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+
+    @staticmethod
+    def _went_stale(record: Record, connection: Connection) -> bool:
+        """The server closed an idle connection just when it was used again."""
+        return record.error == DROPPED and connection.is_used and not connection.answered
+
+    async def _attempt(
+        self,
+        record: Record,
+        payload: bytes,
+        connection: Connection | None,
+        on_first: Callable[[], None] | None,
+    ) -> Connection | None:
+        if connection is None:
+            try:
+                async with asyncio.timeout(self._target.timeout_s):
+                    connection = await self._connect()
+            except (OSError, TimeoutError) as error:
+                record.error, record.detail = CONNECT, str(error) or "timed out"
+                record.end_ns = time.monotonic_ns()
+                return None
+        await self._exchange(record, payload, connection, on_first)
+        if connection.is_open:
+            self._idle.append(connection)
+        return connection
+
+    async def _exchange(
+        self,
+        record: Record,
+        payload: bytes,
+        connection: Connection,
+        on_first: Callable[[], None] | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        done, target = loop.create_future(), self._target
+        exchange = Exchange(record, target.stream, target.keep_text, done, on_first)
+        connection.send(payload, exchange)
+        timer = loop.call_later(self._target.timeout_s, connection.time_out)
+        try:
+            await done
+        except asyncio.CancelledError:
+            exchange.fail(CANCELLED)
+            connection.exchange = None
+            connection.close()
+            exchange.close(time.monotonic_ns())
+            raise
+        finally:
+            timer.cancel()
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        name = self._host if self._tls else None
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, *self._address, ssl=self._tls, server_hostname=name
+        )
+        self._address = connection.peer  # resolve once
+        return connection
+
+
+def _tls(target: Target) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if target.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

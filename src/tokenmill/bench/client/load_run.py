@@ -1,0 +1,206 @@
+"""Runs a load against an endpoint: client processes, their start and stop, their records."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.client.arrivals import Load
+from tokenmill.bench.client.client_process import Health, Task, run_process
+from tokenmill.bench.client.connections import route_url
+from tokenmill.bench.client.datasets import Dataset, Synthetic
+from tokenmill.bench.client.null_server import NUM_TOKENS, run_null_server
+from tokenmill.bench.client.progress import NUM_COUNTERS, Progress
+from tokenmill.bench.client.records import Record, Target, read_records
+from tokenmill.bench.workload import BenchError
+
+Watch = Callable[[Progress], None]
+
+START_S = 0.05  # between the order to start and the start: all processes have read it
+PULSE_S = 0.25  # between two looks at the counters
+STOP_S = 10.0
+SLOTS_PER_PROCESS, RATE_PER_PROCESS = 512, 2000.0
+AUDIT_SLOTS, AUDIT_ALONE, AUDIT_FULL_S = 256, 200, 0.7
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one point gave; `interrupted`: by Ctrl-C."""
+
+    load: Load
+    records: list[Record]
+    health: list[Health]
+    interrupted: bool = False
+    warmup: Sequence[Record] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The client against a server that answers at once: one user, and many."""
+
+    alone: Run
+    full: Run
+
+
+def choose_processes(load: Load, num_cpus: int | None = None) -> int:
+    """As many as the load asks for; half of the cores at most."""
+    cpus = num_cpus or len(os.sched_getaffinity(0))
+    slots = (load.concurrency or 0) / SLOTS_PER_PROCESS
+    wanted = math.ceil(max(slots, (load.rate or 0.0) / RATE_PER_PROCESS, 1))
+    return max(1, min(wanted, cpus // 2, load.concurrency or wanted))
+
+
+def run_load(
+    target: Target,
+    load: Load,
+    dataset: Dataset,
+    num_processes: int,
+    num_warmup: int = 0,
+    watch: Watch = lambda progress: None,
+    begin: Callable[[], None] = lambda: None,
+) -> Run:
+    """One point; Ctrl-C ends it early and gives what there is.
+
+    `begin` is called after the warm-up, just before the start.
+    """
+    with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
+        tasks = [
+            Task(
+                target,
+                load,
+                dataset,
+                shard,
+                num_processes,
+                num_warmup,
+                Path(folder) / f"{shard}.jsonl",
+                Path(folder) / f"{shard}.warmup.jsonl",
+            )
+            for shard in range(num_processes)
+        ]
+        with _crew(tasks) as crew:
+            interrupted = crew.work(watch, begin)
+            health = crew.health()
+        records = _read_all(task.events for task in tasks)
+        warmup = _read_all(task.warmup_events for task in tasks)
+    return Run(load, records, health, interrupted, warmup)
+
+
+def _read_all(paths: Iterable[Path]) -> list[Record]:
+    """The records of all processes in the order of sending."""
+    records = [record for path in paths if path.exists() for record in read_records(path)]
+    return sorted(records, key=lambda record: record.sent_ns or record.planned_ns)
+
+
+class _Crew:
+    """The client processes of one run."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._counters = [_SPAWN.Array("q", NUM_COUNTERS, lock=False) for _ in tasks]
+        self._tickets = _SPAWN.Array("q", 2) if tasks[0].load.pass_size else None
+        self._pipes: list[Pipe] = []
+        self._processes: list[Any] = []
+        for task, counters in zip(tasks, self._counters, strict=True):
+            ours, theirs = _SPAWN.Pipe()
+            args = (task, counters, self._tickets, theirs)
+            process = _SPAWN.Process(target=run_process, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def work(self, watch: Watch, begin: Callable[[], None]) -> bool:
+        """Start all at the same moment and wait for the last; True after Ctrl-C."""
+        try:
+            for pipe in self._pipes:
+                self._receive(pipe)
+            begin()
+            start_ns = time.monotonic_ns() + round(START_S * 1e9)
+            for pipe in self._pipes:
+                pipe.send(start_ns)
+            self._wait(start_ns, watch)
+        except KeyboardInterrupt:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):
+                    pipe.send(0)
+            return True
+        return False
+
+    def _wait(self, start_ns: int, watch: Watch) -> None:
+        left = list(self._pipes)
+        while left:
+            ready = wait(left, PULSE_S)
+            left = [pipe for pipe in left if pipe not in ready]
+            watch(Progress.read((time.monotonic_ns() - start_ns) / 1e9, self._counters))
+
+    def health(self) -> list[Health]:
+        """What each process says of itself at its end."""
+        found = []
+        for pipe in self._pipes:
+            answer = self._receive(pipe)
+            if answer == "ready":  # stopped before the start
+                answer = self._receive(pipe)
+            found.append(Health(*answer))
+        return found
+
+    def _receive(self, pipe: Pipe) -> Any:
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            raise BenchError("a client process died; its message is above") from None
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _crew(tasks: Sequence[Task]) -> Iterator[_Crew]:
+    crew = _Crew(tasks)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+@contextlib.contextmanager
+def null_server(api: str, stream: bool) -> Iterator[str]:
+    """Its URL while it runs."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=run_null_server, args=(api, stream, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        ours.close()
+        process.join(STOP_S)
+
+
+def measure_floor(target: Target, load: Load, num_processes: int) -> Floor:
+    """The same client with the same number of processes against the null server."""
+    slots = min(load.concurrency or AUDIT_SLOTS, AUDIT_SLOTS)
+    dataset = Synthetic(((128, NUM_TOKENS),))
+    with null_server(target.api, target.stream) as url:
+        null = replace(target, url=route_url(url, target.api), api_key=None, keep_text=False)
+        # By count: a busy machine may give no request to a short time.
+        alone = run_load(null, Load(concurrency=1, num_sessions=AUDIT_ALONE), dataset, 1, 1)
+        many = Load(concurrency=max(slots, num_processes), duration_s=AUDIT_FULL_S)
+        full = run_load(null, many, dataset, num_processes, slots)
+    return Floor(alone, full)

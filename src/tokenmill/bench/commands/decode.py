@@ -1,0 +1,175 @@
+"""tokenmill bench decode."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from tokenmill import console
+from tokenmill.bench import decode_parts as bench
+from tokenmill.bench.commands.throughput import model_path
+from tokenmill.bench.roofline import Machine
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
+
+# Nothing of it shows in single steps without drafts.
+UNUSED = {"draft", "prefix-cache", "kv-connector", "overlap", "mtp", "mtp-adaptive", "mtp-relaxed"}
+PANELS = {
+    "Benchmark": tuple(
+        SETTINGS[key] for key in ("decode-batch", "context", "fusions", "json-only")
+    ),
+    **{
+        title: tuple(setting for setting in settings if setting.key not in UNUSED)
+        for title, settings in (("Model", MODEL), ("KV cache", CACHE), ("Execution", EXECUTION))
+    },
+}
+
+
+def decode(settings: Settings) -> None:
+    """Time of a decode step by batch, its parts, and the least each of them can take.
+
+    Every sequence has the same context; the cache holds zeros. On a GPU the
+    step runs as a CUDA graph, and its kernels are timed one by one for the
+    shares. With --fusions every fused kernel is replaced by torch's operations
+    in turn, at the largest batch.
+
+    The shape [bold]deepseek-r1-rank[/bold] is one rank of 32: all layers'
+    attention, dense and shared parts, and 8 of 256 experts, each of which
+    gets as many rows as there are sequences; no dispatch between ranks.
+
+    tokenmill bench decode --model deepseek-r1-rank --random-weights --dtype fp8
+    tokenmill bench decode --decode-batch 1,8 --context 512
+    """
+    from tokenmill.bench.ceiling import measure_machine
+    from tokenmill.engine.build import build_engine
+    from tokenmill.engine.choices import choose_device
+    from tokenmill.engine.probe import DecodeProbe
+
+    sizes, context = settings.get("decode-batch"), settings.get("context")
+    model = settings.build(ModelConfig)
+    model = replace(model, model=str(model_path(model)))
+    execution = settings.build(ExecutionConfig)
+    largest = max(sizes)
+    device = choose_device(model)
+    if settings.get("fusions") and device != "cuda":
+        raise BenchError("--fusions: single kernels can be left out on a GPU alone")
+    cache = settings.build(CacheConfig)
+    if device == "cpu" and cache.num_blocks is None and cache.memory_bytes is None:
+        cache = replace(cache, num_blocks=largest * (context // (cache.block_size or 16) + 1))
+    with console.progress("Loading weights", size_in_bytes=True) as loaded:
+        built = build_engine(
+            model,
+            cache,
+            SchedulerConfig(max_num_seqs=largest),
+            replace(execution, cuda_graphs=False),
+            progress=loaded,
+        )
+    if context + 1 > built.max_model_len:
+        raise BenchError(f"--context {context}: the model's context is {built.max_model_len}")
+    if largest * (context // built.block_size + 1) > built.num_blocks:
+        room = built.num_blocks // (context // built.block_size + 1)
+        raise BenchError(
+            f"--decode-batch {largest}: the KV cache holds {room} sequences of {context} tokens"
+        )
+    console.note("Measuring the machine")
+    threads = model.num_threads or os.cpu_count() or 1
+    machine = measure_machine(built.spec, threads, built.device)
+    graphs = built.device == "cuda" and execution.cuda_graphs
+    rows = []
+    for size in sizes:
+        probe = DecodeProbe(built.runner, size, context)
+        if graphs:
+            probe.capture()
+        least = bench.least_seconds(built.spec, built.dtype, built.kv_dtype, size, context, machine)
+        parts = bench.by_part(probe.kernels()) if built.device == "cuda" else {}
+        rows.append(_row(size, probe.seconds(), least, parts))
+    report = {
+        "benchmark": "decode",
+        "model": built.description,
+        "dtype": built.dtype,
+        "kv_dtype": built.kv_dtype,
+        "context": context,
+        "cuda_graphs": graphs,
+        "machine": _rates(machine),
+        "steps": rows,
+    }
+    if settings.get("fusions"):
+        report["fusions"] = _fusions(DecodeProbe(built.runner, largest, context), graphs)
+    if not settings.get("json-only"):
+        _print(report)
+    console.print_json(report)
+
+
+def _row(
+    size: int, seconds: float, least: dict[str, float], parts: dict[str, float]
+) -> dict[str, Any]:
+    ms = {part: round(1e3 * value, 4) for part, value in parts.items()}
+    floor = {part: round(1e3 * value, 4) for part, value in least.items()}
+    total = sum(least.values())
+    return {
+        "batch": size,
+        "ms": round(1e3 * seconds, 4),
+        "tok_s": round(size / seconds, 1),
+        "least_ms": round(1e3 * total, 4),
+        "share_of_ceiling": round(total / seconds, 4),
+        "parts_ms": ms,
+        "parts_least_ms": floor,
+        "parts_share": {p: round(floor[p] / ms[p], 4) for p in floor if ms.get(p) and floor[p]},
+    }
+
+
+def _rates(machine: Machine) -> dict[str, Any]:
+    return {
+        "name": machine.name,
+        "gemm_gflops": {name: round(rate / 1e9, 1) for name, rate in machine.gemm_flops.items()},
+        "read_gb_s": round(machine.read_bytes_per_s / 1e9, 1),
+        "software": machine.software,
+    }
+
+
+def _fusions(probe: Any, graphs: bool) -> list[dict[str, Any]]:
+    """The step without one fused kernel after another, and without graphs."""
+    from tokenmill.engine.probe import without
+
+    def seconds() -> float:
+        if graphs:
+            probe.capture()
+        found: float = probe.seconds()
+        return found
+
+    whole = seconds()
+    found: dict[str, float] = {}
+    for kernel in bench.FUSIONS:
+        with without([kernel]):
+            found[kernel] = seconds()
+    if graphs:
+        probe.runner.graphs = None
+        found["cuda_graphs"] = probe.seconds()
+    return [
+        {"left_out": name, "ms": round(1e3 * slow, 4), "slower": round(slow / whole, 4)}
+        for name, slow in found.items()
+    ]
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console.out.print
+    rates = report["machine"]
+    gemm = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates["gemm_gflops"].items())
+    out(f"{report['model']}, computed in {report['dtype']}, KV cache in {report['kv_dtype']}")
+    out(f"{rates['name']}: GEMM {gemm} GFLOP/s, memory {rates['read_gb_s']:,.0f} GB/s")
+    out(f"context of {report['context']} tokens; time of a step and its parts, (share of ceiling)")
+    for row in report["steps"]:
+        parts = "; ".join(
+            f"{part} {ms:.2f} ms"
+            + (f" ({row['parts_share'][part]:.0%})" if part in row["parts_share"] else "")
+            for part, ms in row["parts_ms"].items()
+        )
+        share = f"{row['share_of_ceiling']:.0%} of its ceiling, {row['least_ms']:.2f} ms"
+        out(f"  batch {row['batch']:4d}: {row['ms']:.2f} ms, {row['tok_s']:,.0f} tok/s, {share}")
+        if parts:
+            out(f"              {parts}")
+    for row in report.get("fusions", ()):
+        what = bench.FUSIONS.get(row["left_out"], "one launch a step")
+        out(f"  without {row['left_out']} ({what}): {row['ms']:.2f} ms, x{row['slower']:.2f}")

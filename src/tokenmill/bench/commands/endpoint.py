@@ -1,0 +1,417 @@
+"""tokenmill bench endpoint."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from tokenmill import console
+from tokenmill.bench.client.connections.live_progress import Goal, watching
+from tokenmill.bench.commands.endpoint_load import (
+    INPUT_LEN,
+    OUTPUT_LEN,
+    PromptSource,
+    make_dataset,
+    make_loads,
+    make_target,
+    token_counter,
+)
+from tokenmill.bench.commands.saturate import (
+    check_saturation,
+    note_client,
+    print_saturation,
+    search_saturation,
+)
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.config import EndpointConfig
+from tokenmill.settings import (
+    ENDPOINT_DATA,
+    ENDPOINT_LOAD,
+    ENDPOINT_REPORT,
+    ENDPOINT_REQUESTS,
+    SETTINGS,
+    Setting,
+    Settings,
+    SettingsError,
+)
+from tokenmill.settings.kinds import count
+
+if TYPE_CHECKING:
+    from tokenmill.bench.client.arrivals import Load
+    from tokenmill.bench.client.datasets import Dataset
+    from tokenmill.bench.client.load_run import Run
+
+Report = dict[str, Any]
+
+
+def here(key: str, help: str) -> Setting:
+    """A setting that other commands have too, in the words of this one and without a default."""
+    return replace(SETTINGS[key], help=help, owner=None, default=None)
+
+
+SEED = replace(
+    here("seed", "Seed of arrivals and prompts; drawn for each run and recorded if not given."),
+    kind=count(0),
+)
+PANELS = {
+    "Endpoint": (
+        here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
+        here("model", "Name that the server knows; the first one that it lists."),
+        here("api-key", "Key to send."),
+        *ENDPOINT_REQUESTS,
+        here("ignore-eos", "Ask for answers of full length; on by default, not all servers know."),
+        here("temperature", "Sent where given."),
+    ),
+    "Load": ENDPOINT_LOAD,
+    "Data": (
+        here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
+        here("input-len", "Prompt tokens (128), about: a token is a short word."),
+        here("output-len", "Output tokens (64, or what the data say)."),
+        *ENDPOINT_DATA,
+        SEED,
+    ),
+    "Report": (*ENDPOINT_REPORT, SETTINGS["json-only"]),
+}
+CLASHES = (
+    ("rate", "concurrency"),
+    ("rate", "trace"),
+    ("prompts", "trace"),
+    *((one, other) for one in ("prompts", "trace") for other in ("lengths", "input-len")),
+    *((one, other) for one in ("prompts", "trace") for other in ("turns", "shared-prefix")),
+)
+
+
+def endpoint(settings: Settings) -> None:
+    """Latency, throughput and price of an OpenAI-compatible server.
+
+    Requests are stamped at the socket; token counts come from the server's
+    usage and are checked. Every report says what the client itself could do,
+    and warns where the client was the limit. Every run and every point sends
+    prompts of its own, so that no prefix cache knows them; --seed repeats a
+    run's. Ctrl-C reports what has finished.
+
+    tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --concurrency 1,4,16
+    tokenmill bench endpoint --url URL --rate 4 --duration 60 --goodput ttft:500,tpot:50
+    tokenmill bench endpoint --url URL --saturate --goodput ttft:500,tpot:50
+    tokenmill bench endpoint --url URL --trace mooncake.jsonl --output-dir results
+    tokenmill bench endpoint --url URL --gpus 8 --price-per-gpu-hour 3
+    """
+    config = settings.build(EndpointConfig)
+    check_flags(settings, config)
+    bench = EndpointBench(settings, config)
+    with terminated_as_interrupted():
+        report = bench.run()
+    bench.write(report)
+    conclude(settings, report, print_report)
+
+
+def conclude(settings: Settings, report: Report, print_report: Callable[[Report], None]) -> None:
+    """Print a report, then say if it was interrupted, or too few requests were answered."""
+    if not settings.get("json-only"):
+        print_report(report)
+    console.print_json(report)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
+    if not any(point["num_completed"] for point in report["points"]):
+        raise BenchError(f"no request was answered: {first_error(report['points'])}")
+    if too_many := failed_too_often(report):
+        raise BenchError(too_many)
+
+
+def failed_too_often(report: Report) -> str:
+    """The worst point of those that failed more often than allowed, in a sentence.
+
+    A search goes beyond what a server bears: there only the load that was found counts.
+    """
+    points, most = report["points"], report["config"]["max_error_rate"]
+    if search := report.get("saturation"):
+        points = [p for p in points if p[search["by"]] == search["found"]]
+    if not points:
+        return ""
+    worst = max(points, key=_failed_share)
+    if _failed_share(worst) <= most:
+        return ""
+    sent = worst["num_failed"] + worst["num_completed"]
+    return (
+        f"{worst['num_failed']} of {sent} requests failed at {worst['load']}, more than "
+        f"--max-error-rate {most:g} allows: {first_error([worst])}"
+    )
+
+
+def _failed_share(point: Report) -> float:
+    return float(point["num_failed"] / max(point["num_failed"] + point["num_completed"], 1))
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM too ends the run with a report."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def check_flags(settings: Settings, config: EndpointConfig) -> None:
+    """What cannot go together is refused in one sentence."""
+    if not settings.get("url"):
+        raise SettingsError("--url is missing: the server to measure")
+    for one, other in CLASHES:
+        if one in settings and other in settings:
+            raise SettingsError(f"--{one} and --{other} do not go together")
+    if (config.gpus is None) != (config.price_per_gpu_hour is None):
+        raise SettingsError("a price needs both --gpus and --price-per-gpu-hour")
+    if config.turns > 1 and config.api != "chat":
+        raise SettingsError("--turns are turns of a chat: they need --api chat")
+    if config.burst_size > 1 and config.arrival != "burst":
+        raise SettingsError("--burst-size goes with --arrival burst")
+    if config.saturate:
+        check_saturation(settings, config)
+
+
+class EndpointBench:
+    """One run of the command: its points, its records, its files."""
+
+    def __init__(
+        self, settings: Settings, config: EndpointConfig, dataset: Dataset | None = None
+    ) -> None:
+        from tokenmill.bench.client.scrape import Scraper, metrics_url
+        from tokenmill.bench.client.summary import Price, parse_slo
+        from tokenmill.bench.results.manifest import public, result_folder, utc_now
+
+        self._config = config
+        self._settings = public(other_settings(settings, config))
+        self.started_at = utc_now()
+        self.slo = parse_slo(config.goodput)
+        self._price = None
+        if config.gpus and config.price_per_gpu_hour is not None:
+            self._price = Price(config.gpus, config.price_per_gpu_hour)
+        self.folder = result_folder(config.output_dir) if config.output_dir else None
+        self._count = token_counter(config.tokenizer)
+        dataset = dataset or make_dataset(settings, config)
+        self._prompts = PromptSource.of(settings, config, dataset, self._count)
+        self._loads = make_loads(config, dataset, self._prompts.seed)
+        self._settings["seed"] = self._prompts.seed
+        self.target = make_target(settings, config)
+        self._by_rate = bool(config.rate) or "arrival" in settings
+        self._scraper = None
+        if config.server_metrics:
+            url = config.metrics_url or metrics_url(self.target.url)
+            self._scraper = Scraper(url, self.target)
+        self._runs: list[Run] = []
+        self._points: list[Report] = []
+
+    def run(self) -> Report:
+        """Every point in turn; Ctrl-C leaves out the rest."""
+        saturation = None
+        if self._config.saturate:
+            saturation = search_saturation(self, self._loads[0], self._config, self._by_rate)
+        else:
+            for load in self._loads:
+                self.measure(load)
+                if self.interrupted:
+                    break
+        if self._config.audit and not self.interrupted:
+            self.add_floor(self._points)
+        report = self.report(self._points)
+        if saturation is None:
+            return report
+        note_client(saturation, self._points)
+        saturation["doubts"] = self.doubts_about_hits()
+        return report | {"saturation": saturation}
+
+    def report(self, points: list[Report]) -> Report:
+        """What the JSON line has around the points."""
+        from tokenmill.bench.client.arrivals import as_run
+        from tokenmill.bench.client.prefix_hits import note_differences
+
+        note_differences(points)
+        target, scraper = self.target, self._scraper
+        return {
+            "benchmark": "endpoint",
+            "url": target.url,
+            "model": target.model,
+            "api": target.api,
+            "stream": target.stream,
+            "interrupted": self.interrupted,
+            "server_metrics": scraper and {"url": scraper.url, "fault": scraper.fault},
+            "prompts": self._prompts.report(),
+            "points": points,
+            "config": as_run(asdict(self._config), points),
+            "settings": self._settings,
+        }
+
+    def doubts_about_hits(self) -> list[str]:
+        """Points, of a search too, that a prefix cache may have flattered."""
+        from tokenmill.bench.client.prefix_hits import hit_sentences, note_differences
+
+        note_differences(self._points)
+        return hit_sentences(self._points)
+
+    def write(self, report: Report) -> None:
+        """The files of the result, where a folder is given."""
+        if self.folder is None:
+            console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
+            return
+        from tokenmill.bench.report.endpoint_report import PAGE, write_result
+        from tokenmill.bench.results.manifest import make_facts
+
+        records = [record for run in self._runs for record in run.records]
+        configuration = report["config"] | report["settings"]
+        facts = make_facts("endpoint", configuration, self.started_at)
+        write_result(self.folder, report, records, facts)
+        console.note(f"written: {self.folder / PAGE}, {len(records)} events beside it")
+
+    @property
+    def last_run(self) -> Run:
+        return self._runs[-1]
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, in the last point."""
+        return bool(self._runs) and self._runs[-1].interrupted
+
+    def measure(self, load: Load) -> Report:
+        """The figures of one more point, its audit without the floor, and what the server says."""
+        run = self._run_point(load)
+        readings = self._scraper.end() if self._scraper else []
+        self._finish_records(run)
+        self._runs.append(run)
+        point = self._summarize(run, readings)
+        self._points.append(point)
+        return point
+
+    def _run_point(self, load: Load) -> Run:
+        from tokenmill.bench.client import load_run as bench
+
+        num_processes = self._config.processes or bench.choose_processes(load)
+        console.note(f"{load.name}: {self.target.url}")
+        scraper = self._scraper
+        num_requests = load.num_sessions and load.num_sessions * self._config.turns
+        with watching(Goal(load.name, num_requests, load.duration_s)) as watch:
+            run = bench.run_load(
+                self.target,
+                load,
+                self._prompts.point(len(self._runs)),
+                min(num_processes, load.concurrency or num_processes),
+                self._config.warmup_requests,
+                watch,
+                scraper.begin if scraper else lambda: None,
+            )
+        if scraper and scraper.fault and not self._runs:
+            console.note(f"no server metrics: {scraper.fault}")
+        return run
+
+    def _finish_records(self, run: Run) -> None:
+        """Number them, count their tokens where asked to, and let the texts go."""
+        from tokenmill.bench.client.summary import count_tokens
+
+        if self._count is not None:
+            count_tokens(run.records, self._count)
+        for record in run.records:
+            record.point, record.text = len(self._runs), None
+
+    def add_floor(self, points: Sequence[Report]) -> None:
+        """Join the client alone, as the largest point had it, to the audits."""
+        from tokenmill.bench.client.audit import add_floor
+        from tokenmill.bench.client.load_run import measure_floor
+
+        console.note("Measuring the client against a server that answers at once")
+        largest = max(self._runs, key=lambda run: run.load.concurrency or 0)
+        floor = measure_floor(self.target, largest.load, len(largest.health))
+        if floor.alone.interrupted or floor.full.interrupted:
+            return
+        for point in points:
+            point["audit"] = add_floor(point["audit"], point, floor, self.target.stream)
+
+    def _summarize(self, run: Run, readings: list[dict[str, float]]) -> Report:
+        from tokenmill.bench.client.audit import audit
+        from tokenmill.bench.client.prefix_hits import hit_doubts, prefix_hits
+        from tokenmill.bench.client.scrape import server_doubts, server_report
+        from tokenmill.bench.client.summary import rounded, summarize_point
+
+        stream = self.target.stream
+        point = summarize_point(
+            *(run.load, run.records),
+            stream=stream,
+            slo=self.slo,
+            price=self._price,
+            stall_s=self._config.stall_s,
+        )
+        if readings:
+            num_during = self._scraper.num_during if self._scraper else None
+            point["server"] = rounded(server_report(readings, num_during))
+            point["doubts"] |= server_doubts(point["server"], point, run.records)
+        dataset = self._prompts.point(len(self._runs) - 1)
+        by_server = point.get("server", {}).get("prefix_hit_rate")
+        hits = prefix_hits(dataset, run.records, run.warmup, by_server)
+        point["prefix_hits"] = rounded(hits)
+        point["doubts"] |= hit_doubts(hits)
+        return point | {"audit": audit(run, point, None, stream)}
+
+
+def other_settings(settings: Settings, config: EndpointConfig) -> Report:
+    """What shapes the requests beside `config`: what was given, and defaults that hold."""
+    held: Report = {"ignore-eos": True}
+    if not (config.prompts or config.trace or "lengths" in settings):
+        held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
+    given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
+    return held | {key: value for key, value in given.items() if key != "json-only"}
+
+
+def print_report(report: Report) -> None:
+    """The table of the points, the details of a single one, and the client's part in it."""
+    from tokenmill.bench.report.tables import latency_table, points_table
+
+    points = report["points"]
+    streamed = "streamed" if report["stream"] else "not streamed"
+    if points and all(point["concurrency"] is not None for point in points):
+        streamed += ", closed loop"
+    state = "; interrupted, so of what had finished" if report["interrupted"] else ""
+    console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
+    console.out.print(prompts_line(report["prompts"]), markup=False)
+    console.print_table(points_table(points))
+    if len(points) == 1 and points[0]["num_completed"]:
+        console.out.print()
+        console.print_table(latency_table(points[0]))
+    print_points(points)
+    if "saturation" in report:
+        print_saturation(report["saturation"])
+
+
+def prompts_line(prompts: Report) -> str:
+    """Which prompts were sent, in a sentence."""
+    seed = f"seed {prompts['seed']}" + (" (drawn)" if prompts["seed_drawn"] else "")
+    if prompts["same_at_every_point"]:
+        return f"prompts: the same at every point (--same-prompts), {seed}"
+    salt = f"; salt: {prompts['salt']}" if prompts["salt"] else ""
+    return f"prompts: fresh at every point, {seed}{salt}"
+
+
+def print_points(points: Sequence[Report]) -> None:
+    """Errors and doubts, the server's figures and the client's part."""
+    from tokenmill.bench.client.audit import all_warnings
+    from tokenmill.bench.report.tables import FEW, audit_line, cautions, server_table
+
+    for text in cautions(points):
+        console.out.print(f"{FEW} {text}", markup=False)
+    for point in points:
+        for label in ("errors", "doubts"):
+            for name, entry in point[label].items():
+                hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry["first"] else ""
+                text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}{hint}"
+                console.out.print(text, markup=False)
+    if any("server" in point for point in points):
+        console.out.print()
+        console.print_table(server_table(points))
+    console.out.print(audit_line(points), markup=False)
+    for text in all_warnings(points):
+        console.out.print(f"warning: {text}", markup=False)
+
+
+def first_error(points: Sequence[Report]) -> str:
+    found = [f"{name}: {e['first']}" for p in points for name, e in p["errors"].items()]
+    return found[0] if found else "nothing was sent"

@@ -1,0 +1,198 @@
+"""What the flags of `bench endpoint` ask for: loads, data, and whom to send them to."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.bench.workload import BenchError, make_cells
+from tokenmill.core.config import BenchConfig, EndpointConfig
+from tokenmill.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.bench.client.arrivals import Load
+    from tokenmill.bench.client.datasets import Dataset
+    from tokenmill.bench.client.records import Target
+
+Report = dict[str, Any]
+Count = Callable[[str], int]
+
+DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 16, 100
+INPUT_LEN, OUTPUT_LEN = 128, 64
+SATURATION_S = 15.0  # of a point of --saturate where nothing bounds it
+UNIFORM_ROWS = 1024
+POINT_SEED = 1_000_003  # between the seeds of two points
+SEEDS = 2**31  # that are drawn from
+MODELS_TIMEOUT_S = 10.0
+
+
+def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load]:
+    """One load per point of the sweep."""
+    from tokenmill.bench.client.arrivals import Load
+    from tokenmill.bench.client.datasets import Trace
+
+    num_requests, duration_s = config.num_requests, config.duration_s
+    if num_requests is None and duration_s is None:
+        if config.saturate:
+            duration_s = SATURATION_S
+        else:
+            num_requests = dataset.size or DEFAULT_REQUESTS
+    if num_requests is not None and isinstance(dataset, Trace):
+        num_requests = min(num_requests, len(dataset.rows))
+    common: dict[str, Any] = {
+        "num_sessions": None if num_requests is None else -(-num_requests // config.turns),
+        "duration_s": duration_s,
+        "ramp_s": config.ramp_s,
+        "seed": seed,
+    }
+    if config.concurrency and not config.saturate:
+        return [Load(concurrency=value, **common) for value in config.concurrency]
+    if isinstance(dataset, Trace):
+        offsets = tuple(row.offset_s for row in dataset.rows)
+        return [Load(arrival="trace", offsets_s=offsets, **common)]
+    common |= {"arrival": config.arrival, "burst_size": config.burst_size}
+    if config.saturate:
+        return [Load(concurrency=1, **common)]
+    if config.rate:
+        return [Load(rate=value, **common) for value in config.rate]
+    if config.arrival == "burst":
+        return [Load(**common)]
+    return [Load(concurrency=DEFAULT_CONCURRENCY, **common)]
+
+
+def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
+    """The data that the flags ask for."""
+    from tokenmill.bench.client.datasets import Synthetic, read_prompts, read_trace
+
+    output_len = settings.values.get("output-len")
+    if config.trace is not None:
+        return read_trace(Path(config.trace).expanduser(), config.trace_speed)
+    if config.prompts is not None:
+        return read_prompts(Path(config.prompts).expanduser(), output_len)
+    lengths: tuple[tuple[int, int], ...]
+    lengths = ((settings.values.get("input-len", INPUT_LEN), output_len or OUTPUT_LEN),)
+    if source := settings.values.get("lengths"):
+        rows = UNIFORM_ROWS if source.startswith("uniform:") else None
+        wanted = BenchConfig(lengths=source, num_prompts=rows, output_len=output_len)
+        lengths = make_cells(wanted)[0].lengths
+    return Synthetic(lengths, 0, config.turns, config.shared_prefix, config.num_prefixes)
+
+
+@dataclass(slots=True)
+class PromptSource:
+    """The data of one point after another; a point before has filled the server's cache."""
+
+    dataset: Dataset
+    seed: int
+    is_drawn: bool  # the seed, for this run alone
+    same: bool  # at every point, and given prompts as they are
+    salt: str = ""  # what is changed in given prompts
+
+    @classmethod
+    def of(
+        cls, settings: Settings, config: EndpointConfig, dataset: Dataset, count: Count | None
+    ) -> PromptSource:
+        """With the seed given, or one that is drawn."""
+        given = settings.values.get("seed")
+        seed = secrets.randbelow(SEEDS) if given is None else given
+        source = cls(dataset, seed, given is None, config.same_prompts)
+        if config.prompts is not None and not source.same:
+            source._salt(count)
+        return source
+
+    def _salt(self, count: Count | None) -> None:
+        """Find out where salts go, and say it."""
+        from tokenmill.bench.client.datasets import SALT_WORDS, Prompts, Shuffled, find_cuts
+
+        prompts = self.dataset.dataset if isinstance(self.dataset, Shuffled) else self.dataset
+        assert isinstance(prompts, Prompts)
+        self.salt = f"{SALT_WORDS} words before each prompt, about as many tokens"
+        cuts = find_cuts(prompts.turns, count) if count else ()
+        if not cuts:
+            return
+        longer = sum(not cut.num_chars for cut in cuts)
+        self.salt = "words in the place of a prompt's first ones, no token more or less"
+        if longer:
+            self.salt += f"; {SALT_WORDS} words before {longer} of {len(cuts)} prompts"
+        prompts, outer = replace(prompts, cuts=cuts), self.dataset
+        self.dataset = replace(outer, dataset=prompts) if isinstance(outer, Shuffled) else prompts
+
+    def point(self, number: int) -> Dataset:
+        """The data of the point with this number."""
+        from tokenmill.bench.client.datasets import Prompts, Shuffled, fresh
+
+        if self.same and isinstance(self.dataset, Prompts | Shuffled):
+            return self.dataset
+        return fresh(self.dataset, self.seed + (0 if self.same else POINT_SEED * number))
+
+    def report(self) -> Report:
+        """For the JSON line."""
+        return {
+            "seed": self.seed,
+            "seed_drawn": self.is_drawn,
+            "same_at_every_point": self.same,
+            "salt": self.salt or None,
+        }
+
+
+def make_target(settings: Settings, config: EndpointConfig) -> Target:
+    """Whom to ask, and what every request says."""
+    from tokenmill.bench.client.connections import route_url
+    from tokenmill.bench.client.records import Target
+
+    key = next(iter(settings.values.get("api-key", ())), None)
+    url = route_url(settings.get("url"), config.api)
+    fields: Report = {"ignore_eos": True} if settings.values.get("ignore-eos", True) else {}
+    if "temperature" in settings:
+        fields["temperature"] = settings.get("temperature")
+    return Target(
+        url=url,
+        model=settings.values.get("model") or first_model(url, key),
+        api=config.api,
+        stream=config.stream,
+        api_key=key,
+        timeout_s=config.timeout_s,
+        insecure=config.insecure,
+        keep_text=config.turns > 1 or config.tokenizer is not None,
+        fields=fields | _extra_body(config.extra_body),
+    )
+
+
+def _extra_body(text: str | None) -> Report:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise SettingsError(f"--extra-body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"--extra-body must be a JSON object, got {text}")
+    return found
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The first name of the server's /models."""
+    from urllib.request import Request, urlopen
+
+    base = url.removesuffix("/completions").removesuffix("/chat")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urlopen(Request(base + "/models", headers=headers), timeout=MODELS_TIMEOUT_S) as got:
+            return str(json.load(got)["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise BenchError(
+            f"{base}/models does not name a model ({error}): give --model, or check --url"
+        ) from None
+
+
+def token_counter(name: str | None) -> Count | None:
+    """Counts the tokens of a text as the model's tokenizer does."""
+    if name is None:
+        return None
+    from tokenmill.console import fetch
+    from tokenmill.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(fetch(name))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,352 @@
+"""tokenmill bench mlperf."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tokenmill import console
+from tokenmill.bench.child_process import run_benchmark
+from tokenmill.bench.commands import endpoint, throughput
+from tokenmill.bench.commands.endpoint_load import make_target
+from tokenmill.bench.mlperf import accuracy as scoring
+from tokenmill.bench.mlperf import compliance, loadgen, submission
+from tokenmill.bench.mlperf import runs as bench
+from tokenmill.bench.mlperf import test_process as mlperf_child
+from tokenmill.bench.mlperf.presets import PRESETS
+from tokenmill.bench.report import mlperf_report
+from tokenmill.bench.results import manifest
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.config import EndpointConfig, ModelConfig
+from tokenmill.settings import (
+    CACHE,
+    EXECUTION,
+    MLPERF,
+    MODEL,
+    SCHEDULER,
+    SETTINGS,
+    Setting,
+    Settings,
+    SettingsError,
+)
+
+CHILD = "mlperf-test"
+SERVER = (
+    endpoint.here("url", "An OpenAI-compatible server as the system under test."),
+    endpoint.here("api-key", "Key to send."),
+    endpoint.here("api", "Route to call (completions); chat gets texts, not token ids."),
+    endpoint.here("tokenizer", "Model whose tokenizer the server has: datasets go as token ids."),
+    endpoint.here("ignore-eos", "Ask for answers of full length; on, not all servers know."),
+    SETTINGS["timeout"],
+    SETTINGS["insecure"],
+    SETTINGS["extra-body"],
+    SETTINGS["max-in-flight"],
+)
+PANELS = {
+    "MLPerf": (*(s for s in MLPERF if s.key != "max-in-flight"), SETTINGS["json-only"]),
+    "Server (--url)": SERVER,
+    "Model": MODEL,
+    "KV cache": tuple(s for s in CACHE if s.key != "prefix-cache"),  # the rules forbid it
+    "Scheduler": SCHEDULER,
+    "Execution": EXECUTION,
+}
+OFFERED = tuple(setting for group in PANELS.values() for setting in group)
+SHOWN = tuple(setting for setting in OFFERED if setting.key != "api-key")  # a key is no argument
+REMOTE = ("model", "max-model-len")  # what of an engine's settings a server has too
+MODES = {"submission": ("performance", "accuracy")}  # the others are themselves
+
+Report = dict[str, Any]
+
+
+def mlperf(settings: Settings) -> None:
+    """An MLPerf Inference scenario, by the official LoadGen.
+
+    The system under test is an engine of this package, or with --url any
+    OpenAI-compatible server. Samples are synthesised to the benchmark's
+    published lengths unless --dataset gives its own. Without --quick the
+    rules' minimums hold: ten minutes and the whole dataset. Every test runs in
+    a process of its own.
+
+    tokenmill bench mlperf --quick --length-scale 0.1
+    tokenmill bench mlperf --scenario Server --target-qps 4 --quick
+    tokenmill bench mlperf --scenario Server --target-qps 4 --url http://127.0.0.1:8000/v1
+    tokenmill bench mlperf --scenario Interactive --find-peak --quick
+    tokenmill bench mlperf --dataset cnn_eval.json --test-mode submission --compliance
+    --model meta-llama/Llama-3.1-8B-Instruct --submission-dir results
+    """
+    run, started_at = run_of(settings), manifest.utc_now()
+    loadgen.load_library()
+    values = settings.values | {"model": _model(settings), "json-only": True}
+    with tempfile.TemporaryDirectory(prefix="mlperf-") as scratch:
+        if settings.get("find-peak"):
+            reports = {"performance": _peak(run, values, Path(scratch))}
+        else:
+            reports = _tests(settings, run, values, Path(scratch))
+        if "submission-dir" not in settings:
+            console.note("--submission-dir DIR keeps a run: LoadGen's logs and report.html")
+        elif not _given_up(reports):
+            write_submission(settings, run, reports, started_at)
+    report = _joined(settings, run, reports)
+    if not settings.get("json-only"):
+        _print(report)
+    console.print_json(report)
+    if _given_up(reports):
+        raise BenchError(report["reasons"][0])
+
+
+def _model(settings: Settings) -> str:
+    """The model's path, or the name that the server knows it by."""
+    if not settings.get("url"):
+        return str(throughput.model_path(settings.build(ModelConfig)))
+    config = settings.build(EndpointConfig, api="completions")
+    return make_target(settings, config).model
+
+
+def _tests(settings: Settings, run: bench.Run, values: Report, scratch: Path) -> dict[str, Report]:
+    """The tests of the mode in turn; one that was given up is the last."""
+    mode = settings.get("test-mode")
+    reports: dict[str, Report] = {}
+    names = MODES.get(mode, (mode,))
+    if settings.get("compliance"):
+        names = (*names, *(name for name in run.preset.compliance if name not in names))
+    for name in names:
+        given = values
+        if name == "TEST07":
+            given = values | {"dataset": settings.get("compliance-dataset")}
+        reports[name] = _test(given, name, run.target_qps, scratch / name)
+        if _given_up(reports):
+            break
+    return reports
+
+
+def _given_up(reports: dict[str, Report]) -> bool:
+    return any(report.get("given_up") for report in reports.values())
+
+
+def run_of(settings: Settings) -> bench.Run:
+    """The run that the settings ask for; what does not go together is refused."""
+    quick, scenario = settings.get("quick"), settings.get("scenario")
+    for key in ("quick-samples", "length-scale"):
+        if key in settings and not quick:
+            raise SettingsError(f"--{key} shapes a quick run: add --quick")
+    if "length-scale" in settings and "dataset" in settings:
+        raise SettingsError(
+            "--length-scale is for synthetic samples and does not go with --dataset"
+        )
+    mode = settings.get("test-mode")
+    if mode in ("accuracy", "submission") and "dataset" not in settings:
+        raise SettingsError(f"--test-mode {mode} needs --dataset")
+    _check_compliance(settings)
+    _check_server(settings)
+    if settings.get("find-peak"):
+        if scenario not in bench.LATENCY_BOUND:
+            raise SettingsError(
+                "--find-peak needs --scenario Server or Interactive: the others have no rate to "
+                "search, Offline measures the highest one itself"
+            )
+        if settings.get("test-mode") != "performance":
+            raise SettingsError("--find-peak goes with --test-mode performance only")
+    return bench.Run(
+        PRESETS[settings.get("benchmark")],
+        scenario,
+        settings.get("target-qps"),
+        settings.get("quick-samples") if quick else None,
+        settings.get("length-scale"),
+    )
+
+
+def _check_compliance(settings: Settings) -> None:
+    """A test that the benchmark does not have, or that lacks what it checks, is refused."""
+    preset, mode = PRESETS[settings.get("benchmark")], settings.get("test-mode")
+    asked = set(preset.compliance) if settings.get("compliance") else set()
+    if mode in compliance.NAMES:
+        if mode not in preset.compliance:
+            known = ", ".join(preset.compliance)
+            raise SettingsError(
+                f"--test-mode {mode} is not a test of {preset.name}: it has {known}"
+            )
+        asked.add(mode)
+    if asked and settings.get("url"):
+        raise SettingsError(
+            "compliance tests compare token ids, which a server's answers do not carry: run them "
+            "without --url"
+        )
+    if asked and settings.get("find-peak"):
+        raise SettingsError("--compliance does not go with --find-peak: run it at the rate found")
+    given = "compliance-dataset" in settings
+    if "TEST07" in asked and not given and not (mode == "TEST07" and "dataset" in settings):
+        raise SettingsError(f"TEST07 of {preset.name} needs --compliance-dataset")
+    if given and "TEST07" not in asked:
+        raise SettingsError("--compliance-dataset goes with --compliance or --test-mode TEST07")
+
+
+def _check_server(settings: Settings) -> None:
+    """A server has its engine's settings already; an engine has no use for a server's."""
+    if settings.get("url"):
+        groups: tuple[tuple[Setting, ...], ...] = (MODEL, CACHE, SCHEDULER, EXECUTION)
+        for key in (s.key for group in groups for s in group if s.key not in REMOTE):
+            if key in settings:
+                raise SettingsError(f"--{key} is for an engine of this process, not for --url")
+        return
+    for setting in SERVER:
+        if setting.key in settings and setting.key != "api-key":  # may be in the environment
+            raise SettingsError(f"--{setting.key} goes with --url")
+
+
+def _test(values: dict[str, Any], mode: str, target_qps: float, folder: Path) -> Report:
+    """One test in a process of its own; its logs stay in `folder`."""
+    folder.mkdir(parents=True)
+    changed = {"test-mode": mode, "target-qps": target_qps, "submission-dir": str(folder)}
+    flags = Settings(values | changed).flags(SHOWN)
+    given = values.get("api-key")
+    keys = {SETTINGS["api-key"].variable: ",".join(given)} if given else {}
+    console.note(f"MLPerf {mode} run at {target_qps:g} queries/s")
+    command = [sys.executable, "-P", "-m", "tokenmill", "bench", CHILD, *flags]
+    report, error = run_benchmark(command, keys)
+    if error:
+        raise BenchError(f"the {mode} run failed: {error}")
+    return report | {"logs": str(folder)}
+
+
+def _peak(run: bench.Run, values: dict[str, Any], scratch: Path) -> Report:
+    """The report of the highest valid rate, or of the last one where none is."""
+    tried: list[Report] = []
+
+    def is_valid(target_qps: float) -> bool:
+        folder = scratch / f"run_{len(tried)}"
+        report = _test(values, "performance", target_qps, folder) | {"target_qps": target_qps}
+        tried.append(report)
+        why = "; ".join([report["result"], *report["reasons"]])
+        console.note(f"{target_qps:g} queries/s: {why}")
+        if report.get("given_up"):
+            raise BenchError(report["reasons"][0])
+        return bool(report["result"] == "VALID")
+
+    peak = bench.find_peak(is_valid, run.target_qps)
+    best = next((r for r in tried if r["target_qps"] == peak), tried[-1])
+    runs = [{key: r[key] for key in ("target_qps", "result", "reasons")} for r in tried]
+    return best | {"peak_qps": peak, "runs": runs}
+
+
+def run_child(settings: Settings) -> None:
+    """One test of LoadGen in this process; logs go to --submission-dir."""
+    mlperf_child.watch_parent()
+    try:
+        report = mlperf_child.child_report(settings, run_of(settings))
+    except BaseException as error:
+        # LoadGen's threads wait for answers that never come: the interpreter cannot shut down.
+        if not isinstance(error, KeyboardInterrupt):
+            console.fail(str(error) or type(error).__name__)
+        sys.stderr.flush()
+        os._exit(1)
+    if report.get("given_up"):
+        mlperf_child.leave(report)
+    console.print_json(report)
+
+
+def _joined(settings: Settings, run: bench.Run, reports: dict[str, Report]) -> Report:
+    """One object: what was asked for, the performance run, and the scores beside it."""
+    joined: Report = {
+        "benchmark": "mlperf",
+        "mlperf_benchmark": run.preset.name,
+        "scenario": run.scenario,
+        "test_mode": settings.get("test-mode"),
+        "target_qps": run.target_qps,
+    }
+    reasons: list[str] = []
+    tests = {name: report for name, report in reports.items() if name in compliance.NAMES}
+    if tests:
+        joined["compliance"] = {name: report["passed"] for name, report in tests.items()}
+    for name, report in reports.items():
+        reasons += report.get("reasons", [])
+        if name in tests and len(tests) < len(reports):
+            continue
+        joined |= report
+        if "accuracy" in report:
+            num_unscored = report["accuracy"]["num_unscored"]
+            reasons += scoring.missed_gates(report["accuracy_gates"], num_unscored)
+    joined |= {"reasons": reasons, "result": "INVALID" if reasons else "VALID"}
+    return {k: v for k, v in joined.items() if k not in ("logs", "passed", "verified")}
+
+
+def write_submission(
+    settings: Settings, run: bench.Run, reports: dict[str, Report], started_at: str
+) -> None:
+    """The result folder, as a submission has it; SingleStream's is like the others."""
+    layout = submission.Layout(
+        root=Path(settings.get("submission-dir")),
+        division=settings.get("division"),
+        submitter=settings.get("submitter"),
+        system=settings.get("system-name"),
+        benchmark=run.preset.folder or run.preset.name,
+        scenario=run.scenario,
+    )
+    report = next(iter(reports.values()))
+    known = {} if settings.get("url") else submission.describe_machine() | report["accelerator"]
+    empty, kept = submission.write_system(layout, known)
+    conf = (Path(report["logs"]) / bench.USER_CONF).read_text(encoding="utf-8")
+    weights = report["model"] if settings.get("url") else settings.build(ModelConfig).model
+    plain = report["dtype"] in ("fp32", "bf16")
+    change = f"cast to {report['dtype']}" if plain else f"quantized to {report['dtype']}"
+    if settings.get("url"):
+        change = "as served"
+    notices = report["notices"]
+    submission.write_measurements(layout, conf, weights, report["dtype"], change, notices)
+    command = ["tokenmill", "bench", "mlperf", *settings.flags(SHOWN)]
+    submission.write_texts(layout, notices, shlex.join(command))
+    if "performance" in reports:
+        submission.copy_performance(layout, Path(reports["performance"]["logs"]))
+    if "accuracy" in reports:
+        scores = reports["accuracy"]["accuracy"]
+        submission.copy_accuracy(layout, Path(reports["accuracy"]["logs"]), scores)
+    for name in compliance.NAMES:
+        if name in reports:
+            logs, text = Path(reports[name]["logs"]), reports[name]["verified"]
+            compliance.write_result(layout, name, logs, text)
+    facts = manifest.make_facts("mlperf", _configuration(settings, report), started_at)
+    joined, folder = _joined(settings, run, reports), layout.scenario_folder
+    mlperf_report.write_result(folder, joined, Path(report["logs"]), facts)
+    console.note(f"Written: {folder / mlperf_report.PAGE}, LoadGen's logs beside it")
+    for name, ours in kept.items():
+        console.note(f"{layout.system_file} keeps its {name}; this machine says {ours!r}")
+    if empty:
+        console.note(f"To be filled in {layout.system_file}: {', '.join(empty)}")
+    missing = [name for name in run.preset.compliance if name not in reports]
+    if layout.division == "closed" and missing and not run.quick:
+        console.note(f"A closed submission also needs {', '.join(missing)}: add --compliance")
+
+
+def _configuration(settings: Settings, report: Report) -> Report:
+    """The settings that the run had; those of an engine say nothing of a server, and vice versa."""
+    if not settings.get("url"):
+        return {s.key: settings.get(s.key) for s in OFFERED if s not in SERVER}
+    kept = (*PANELS["MLPerf"], *SERVER, *(SETTINGS[key] for key in REMOTE))
+    given = {setting.key: settings.get(setting.key) for setting in kept}
+    return given | {"model": report["model"], "api": report["api"]}
+
+
+def _print(report: Report) -> None:
+    title = f"MLPerf {report['mlperf_benchmark']}, {report['scenario']}: {report['result']}"
+    console.out.print(f"[bold]{title}[/bold]")
+    for reason in report["reasons"]:
+        console.out.print(f"  {reason}", markup=False)
+    if metric := report.get("metric"):
+        console.out.print(f"{metric['name']}: {metric['value']:,.2f} {metric['unit']}")
+    if "peak_qps" in report:
+        console.out.print(f"highest valid rate: {report['peak_qps'] or 'none'} queries/s")
+    limits = report.get("limits_ms") or {}
+    for name in ("ttft", "tpot"):
+        if figures := report.get(f"{name}_ms"):
+            shown = ", ".join(f"{k} {v:,.1f}" for k, v in figures.items())
+            limit = f"; limit at p{report['percentile']} {limits[name]}" if limits else ""
+            console.out.print(f"{name.upper()} ms: {shown}{limit}")
+    for name, gate in report.get("accuracy_gates", {}).items():
+        console.out.print(f"{name}: {gate['value']:,.4f}, required {gate['min']:,.4f}")
+    for name, passed in report.get("compliance", {}).items():
+        console.out.print(f"{name}: {'passed' if passed else 'failed'}")
+    for notice in report["notices"]:
+        console.out.print(notice, markup=False)

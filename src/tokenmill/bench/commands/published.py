@@ -1,0 +1,173 @@
+"""tokenmill bench published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill import console
+from tokenmill.settings import PUBLISHED, SETTINGS, TEXT, Setting, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.bench.results.published_results import Entry, Ours
+    from tokenmill.bench.results.result import Round
+
+Report = dict[str, Any]
+
+
+def _any(key: str, help: str) -> Setting:
+    """A setting that `bench mlperf` has for what it can run: any name of the table."""
+    return replace(SETTINGS[key], kind=TEXT, help=help, default=None)
+
+
+ROWS = (
+    _any("benchmark", "Benchmark of the table, such as deepseek-r1."),
+    _any("scenario", "Offline, Server, Interactive or SingleStream."),
+    _any("submitter", "Only submitters whose name has this."),
+)
+PANELS = {"Table": (*ROWS, *PUBLISHED, SETTINGS["gpus"], SETTINGS["json-only"])}
+FILTERS = ("round", "accelerator", "submitter")
+NUMBER_COLUMNS, SYSTEM_WIDTH = 4, 48
+
+
+def published(settings: Settings) -> None:
+    """The published MLPerf results per accelerator, and where yours stands.
+
+    The table is that of MLPerf Inference v5.1 and v6.0, datacenter. Without
+    --benchmark it lists what there is; an MLPerf result names its own.
+
+    tokenmill bench published --benchmark deepseek-r1 --scenario Server
+    tokenmill bench published --benchmark llama3.1-8b --accelerator H200
+    tokenmill bench published --benchmark gpt-oss-120b --tok-s 3400 --gpus 1
+    tokenmill bench published --result mlperf.json
+    """
+    from tokenmill.bench.results.published_results import NOTE, choose, overview, place, read_table
+
+    mine = _result(settings)
+    facts = mine.config if mine else {}
+    benchmark = settings.values.get("benchmark") or facts.get("mlperf_benchmark")
+    scenario = settings.values.get("scenario") or facts.get("scenario") or "Offline"
+    table = read_table()
+    if benchmark is None:
+        if mine or "tok-s" in settings:
+            raise SettingsError("--benchmark is missing: among which rows to place the result")
+        _print_overview(settings, overview(table))
+        return
+    filters = {key: settings.values.get(key) for key in FILTERS}
+    entries = choose(table, benchmark, scenario, **filters)
+    report: Report = {
+        "benchmark": "published",
+        "mlperf_benchmark": entries[0].benchmark,
+        "scenario": entries[0].scenario,
+        "unit": entries[0].unit,
+        "filters": {key: text for key, text in filters.items() if text},
+        "rows": [asdict(e) | {"per_accelerator": e.per_accelerator} for e in entries],
+    }
+    if ours := _ours(settings, mine, entries[0]):
+        report["placed"] = place(entries, ours)
+    if not settings.get("json-only"):
+        _print(report, entries, settings.get("limit"))
+        console.out.print(NOTE)
+    console.print_json(report)
+
+
+def _result(settings: Settings) -> Round | None:
+    """The file or folder of --result."""
+    from tokenmill.bench.results.reading import read_round
+
+    if "result" not in settings:
+        return None
+    if "tok-s" in settings:
+        raise SettingsError("give --result or --tok-s, not both")
+    return read_round(Path(settings.get("result")).expanduser())
+
+
+def _ours(settings: Settings, mine: Round | None, entry: Entry) -> Ours | None:
+    """The result to place beside rows such as `entry`."""
+    from tokenmill.bench.results.published_results import Ours, of_round
+
+    gpus = settings.values.get("gpus")
+    if mine is not None:
+        return of_round(mine, entry, gpus)
+    if "tok-s" not in settings:
+        return None
+    if gpus is None:
+        raise SettingsError("--tok-s needs --gpus: results are compared per accelerator")
+    return Ours(settings.get("tok-s"), gpus)
+
+
+def _print_overview(settings: Settings, found: dict[str, dict[str, int]]) -> None:
+    scenarios = sorted({name for counts in found.values() for name in counts})
+    if not settings.get("json-only"):
+        rows = [["benchmark", *scenarios]]
+        rows += [
+            [name, *(str(counts.get(scenario, "-")) for scenario in scenarios)]
+            for name, counts in found.items()
+        ]
+        console.print_table(rows)
+        console.out.print("published rows of each; --benchmark NAME --scenario NAME lists them")
+    console.print_json({"benchmark": "published", "rows": found})
+
+
+def _print(report: Report, entries: Sequence[Entry], limit: int) -> None:
+    title = f"{report['mlperf_benchmark']}, {report['scenario']}, {report['unit']}"
+    shown = "".join(f", {key} {text}" for key, text in report["filters"].items())
+    console.out.print(f"[bold]{title}[/bold]{shown}: {len(entries)} rows")
+    _print_rows(_table(entries[:limit], report.get("placed")))
+    if len(entries) > limit:
+        console.out.print(f"... and {len(entries) - limit} more (--limit)")
+    if placed := report.get("placed"):
+        share = f"{placed['share_of_best']:.1%} of the best"
+        console.out.print(f"yours: rank {placed['rank']} of {placed['of']}, {share}")
+        for notice in placed["notices"]:
+            console.out.print(f"note: {notice}", markup=False)
+
+
+def _table(entries: Sequence[Entry], placed: Report | None) -> list[list[str]]:
+    """The rows with ours between them, or after them where it is worse than all of them."""
+    head = ["", "per accelerator", "result", "x", "round", "division", "submitter", "accelerator"]
+    rows = [_cells(str(index + 1), entry) for index, entry in enumerate(entries)]
+    if placed:
+        rank = placed["rank"]
+        rows = [_cells(str(i + 1 + (i + 1 >= rank)), entry) for i, entry in enumerate(entries)]
+        rows.insert(rank - 1, _our_cells(placed))
+    return [[*head, "system"], *rows]
+
+
+def _cells(rank: str, entry: Entry) -> list[str]:
+    return [
+        rank,
+        _number(entry.per_accelerator),
+        _number(entry.result),
+        str(entry.accelerators or "-"),
+        entry.round,
+        entry.division + ("" if entry.availability == "available" else f", {entry.availability}"),
+        entry.submitter,
+        entry.accelerator or "no accelerator",
+        entry.system[:SYSTEM_WIDTH],
+    ]
+
+
+def _our_cells(placed: Report) -> list[str]:
+    values = (_number(placed["per_accelerator"]), _number(placed["result"]))
+    gpus = str(placed["accelerators"] or "-")
+    return [str(placed["rank"]), *values, gpus, "", "", "<- yours", "", ""]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.5g}" if value < 100 else f"{value:,.1f}"
+
+
+def _print_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Numbers to the right, texts to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index < NUMBER_COLUMNS else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        console.out.print("  ".join(cells).rstrip(), markup=False)

@@ -1,0 +1,220 @@
+"""tokenmill bench throughput."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill import console
+from tokenmill.bench import offline as bench
+from tokenmill.bench.report.throughput_report import (
+    print_throughput,
+    ranks_report,
+    throughput_report,
+)
+from tokenmill.bench.roofline import Setup
+from tokenmill.bench.workload import BenchError, Cell, make_cells
+from tokenmill.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    BenchConfig,
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from tokenmill.core.types import ModelLoadError
+from tokenmill.settings import (
+    BENCH,
+    CACHE,
+    EXECUTION,
+    MODEL,
+    PARALLEL,
+    SCHEDULER,
+    SETTINGS,
+    Settings,
+    SettingsError,
+)
+
+if TYPE_CHECKING:
+    from tokenmill.bench.peers import Lineup
+    from tokenmill.engine.build import BuiltEngine
+
+PANELS = {
+    "Benchmark": (*BENCH, SETTINGS["json-only"]),
+    "Model": MODEL,
+    "KV cache": CACHE,
+    "Scheduler": SCHEDULER,
+    "Execution": EXECUTION,
+    "Ranks": PARALLEL,
+}
+SHAPES = Path(bench.__file__).parent / "shapes"
+NOT_WITH_LENGTHS = ("cell", "input-len", "bench-seed", "peers", "skip-peer")
+
+
+def throughput(settings: Settings) -> None:
+    """Tokens per second of the engine, beside what the machine could do.
+
+    Three cells: [bold]batch[/bold] (32 requests, 128 tokens in and 64 out),
+    [bold]single[/bold] (one stream, 128 in and 128 out) and [bold]prefill[/bold] (one prompt
+    of 2,048 tokens). Each is warmed up; the median of the rounds counts.
+    Prompts are random tokens, all different.
+
+    With --lengths one workload, whose requests have lengths of their own and
+    arrive at once. With --random-weights a model is a config.json, or one of
+    the shapes llama3.1-8b, qwen3-0.6b and qwen3-14b.
+
+    tokenmill bench throughput
+    tokenmill bench throughput --dtype fp32 --cell single --rounds 5
+    tokenmill bench throughput --peers    other engines as well, in turns
+    tokenmill bench throughput --model llama3.1-8b --random-weights --device cuda
+    --lengths llama3.1-8b --output-len 128 --num-prompts 2000 --dtype fp8
+    tokenmill bench throughput --model qwen3-0.6b --random-weights --lengths uniform:100-1024
+    """
+    from tokenmill.bench.ceiling import measure_machine, peak_memory_mib
+
+    config = settings.build(BenchConfig)
+    check_flags(settings)
+    cells = make_cells(config)
+    num_threads = settings.build(ModelConfig).num_threads or os.cpu_count() or 1
+    built, setup = build(settings, config, cells)
+    lineup = _start_peers(config, built, num_threads)
+    try:
+        contestants: list[Any] = [bench.OurEngine(built.engine)]
+        contestants += lineup.running if lineup else []
+        with console.progress("Benchmark runs") as update:
+            measured = bench.measure(contestants, cells, config, built.spec.vocab_size, update)
+    finally:
+        if lineup:
+            lineup.close()
+    # Before the buffers of the next measurement.
+    peaks = {"peak_rss_mib": bench.peak_rss_mib(), "peak_gpu_mib": peak_memory_mib(built.device)}
+    console.note("Measuring the machine")
+    machine = measure_machine(built.spec, num_threads, built.device)
+    parallel = settings.build(ParallelConfig)
+    if built.device == "cuda":
+        machine = machine.times(parallel.num_ranks)
+    report = throughput_report(cells, measured, machine, built, setup, lineup) | peaks
+    report |= ranks_report(parallel)
+    for warning in report.get("cuda_graphs", {}).get("warnings", []):
+        console.note(f"warning: {warning}")
+    if not settings.get("json-only"):
+        print_throughput(cells, report)
+    console.print_json(report)
+
+
+def check_flags(settings: Settings) -> None:
+    """A workload has no cells, so what shapes them is refused beside --lengths."""
+    for key in NOT_WITH_LENGTHS:
+        if "lengths" in settings and settings.values.get(key):
+            raise SettingsError(f"--{key} shapes the cells and does not go with --lengths")
+
+
+def model_path(config: ModelConfig) -> Path:
+    """The model's folder or file; a shape of this package only with random weights."""
+    shapes = {file.stem: file for file in sorted(SHAPES.glob("*.json"))}
+    shape = shapes.get(config.model.lower())
+    if shape and not Path(config.model).exists():
+        if not config.random_weights:
+            raise ModelLoadError(f"{config.model} is a shape without weights: add --random-weights")
+        return shape
+    from tokenmill.models.store import resolve
+
+    try:
+        with console.progress(f"Downloading {config.model}", size_in_bytes=True) as update:
+            return resolve(config.model, update)
+    except ModelLoadError as error:
+        if not config.random_weights:
+            raise
+        raise ModelLoadError(f"{error}; shapes of this package: {', '.join(shapes)}") from error
+
+
+def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[BuiltEngine, Setup]:
+    """An engine with room for these cells, and what bounds its speed."""
+    path = model_path(settings.build(ModelConfig))
+    with (
+        console.progress("Loading weights", size_in_bytes=True) as loaded,
+        console.progress("Capturing CUDA graphs") as captured,
+    ):
+        from tokenmill.engine.build import build_engine
+        from tokenmill.engine.choices import choose_device
+
+        model = replace(settings.build(ModelConfig), model=str(path))
+        device = choose_device(model)
+        limits = _limits(settings, cells)
+        cache = _cache(settings, config, cells, limits, device)
+        execution, parallel = settings.build(ExecutionConfig), settings.build(ParallelConfig)
+        built = build_engine(
+            model,
+            cache,
+            limits,
+            execution,
+            progress=loaded,
+            capture_progress=captured,
+            parallel=parallel,
+        )
+    _check_context(cells, built)
+    gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
+    num_caches = parallel.num_ranks if parallel.attention_dp else 1
+    return built, Setup(
+        dtype=built.dtype,
+        kv_dtype=built.kv_dtype,
+        max_num_seqs=num_caches * built.max_num_seqs,
+        kv_tokens=num_caches * built.num_blocks * built.block_size,
+    )
+
+
+def _limits(settings: Settings, cells: list[Cell]) -> SchedulerConfig:
+    """Room for all requests to wait."""
+    limits = settings.build(SchedulerConfig)
+    num_prompts = max(cell.num_prompts for cell in cells)
+    return replace(limits, max_waiting=max(limits.max_waiting, num_prompts))
+
+
+def _cache(
+    settings: Settings,
+    config: BenchConfig,
+    cells: list[Cell],
+    limits: SchedulerConfig,
+    device: str,
+) -> CacheConfig:
+    """A workload has no use for a prefix cache; on CPU there are as many blocks as it takes."""
+    cache = settings.build(CacheConfig, prefix_cache=config.lengths is None)
+    if device == "cuda" or "kv-cache-memory" in settings or "kv-cache-share" in settings:
+        return cache
+    block_size = cache.block_size or DEFAULT_BLOCK_SIZE
+    return replace(cache, num_blocks=num_blocks(cells, block_size, limits.num_seqs))
+
+
+def num_blocks(cells: list[Cell], block_size: int, max_num_seqs: int) -> int:
+    """Blocks that hold the largest cell and what the prefix cache keeps of the one before."""
+
+    def needed(cell: Cell) -> int:
+        sizes = sorted((sum(both) // block_size + 2 for both in cell.lengths), reverse=True)
+        return sum(sizes[:max_num_seqs])
+
+    return 2 * max(needed(cell) for cell in cells)
+
+
+def _check_context(cells: list[Cell], built: BuiltEngine) -> None:
+    limit, advice = built.max_model_len, "choose others with --cell or --lengths"
+    if limit == built.num_blocks * built.block_size:
+        advice = "the KV cache holds no more, raise --kv-cache-memory"
+    for cell in cells:
+        if cell.longest > limit:
+            raise BenchError(
+                f"cell {cell.name} needs {cell.longest} tokens, but the model's context is "
+                f"{limit}; {advice}"
+            )
+
+
+def _start_peers(config: BenchConfig, built: BuiltEngine, num_threads: int) -> Lineup | None:
+    if not config.peers:
+        return None
+    from tokenmill.bench.peers import start_peers
+
+    console.note("Loading the peers")
+    return start_peers(built.path, num_threads, config.skip_peers)

@@ -1,0 +1,40 @@
+"""tokenmill bench verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmill import console
+from tokenmill.bench.results.manifest import verify as check
+from tokenmill.bench.workload import BenchError
+from tokenmill.settings import SETTINGS, Settings
+
+PANELS = {"Report": (SETTINGS["json-only"],)}
+
+
+def verify(
+    settings: Settings,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a result.")],
+) -> None:
+    """Are the files of a result still those that the run wrote?
+
+    Compares every file with manifest.json. This shows what was edited by
+    accident or without care; it is no signature.
+
+    tokenmill bench verify results
+    """
+    report = check(folder)
+    if not settings.get("json-only"):
+        for label in ("changed", "missing", "extra"):
+            for name in report[label]:
+                console.out.print(f"{label}: {name}", markup=False)
+        if report["ok"]:
+            text = f"{folder}: all {report['num_files']} files are as the run wrote them"
+            console.out.print(text, markup=False)
+    console.print_json(report)
+    if not report["ok"]:
+        counts = ", ".join(f"{len(report[key])} {key}" for key in ("changed", "missing", "extra"))
+        raise BenchError(f"{folder} is not as the run wrote it: {counts}")

@@ -1,0 +1,206 @@
+"""The folder of an MLPerf Endpoints submission, as endpoints-submission-cli 1.5.3 checks it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.client.load_run import Run
+from tokenmill.bench.client.records import Record, write_records
+from tokenmill.bench.client.summary import num_tokens, times_of
+from tokenmill.bench.mlperf.disclosure import Disclosure
+from tokenmill.bench.mlperf.regions import Regions
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import NS_PER_MS, percentile, tok_s_user
+
+PERCENTILES = (99.9, 99, 97, 95, 90, 80, 75, 50, 25, 10, 5, 1)
+NOT_VALID = "not_a_valid_submission"  # the key, and the name of the file, that says so
+WARMUP_LOG = "warmup_events.jsonl"
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPoint:
+    """What the files of one point are made of."""
+
+    concurrency: int
+    result: Report  # result_summary.json
+    warmup: Report  # of point.yaml
+    warmup_records: Sequence[Record]
+
+
+def measured_point(run: Run, point: Mapping[str, Any]) -> MeasuredPoint:
+    """Of the records of a run that has ended."""
+    concurrency = run.load.concurrency or 0
+    slots = min(concurrency, len(run.warmup))
+    return MeasuredPoint(
+        concurrency, result_summary(run.records, point), warmup_of(run.warmup, slots), run.warmup
+    )
+
+
+def result_summary(records: Sequence[Record], point: Mapping[str, Any]) -> Report:
+    """The reference client's report; times in ns."""
+    whole = [record for record in records if record.error is None]
+    times = [times_of(record, stream=True) for record in whole]
+    lengths = [float(num_tokens(record, stream=True)) for record in whole]
+    return {
+        "n_samples_issued": len(records),
+        "n_samples_completed": len(whole),
+        "n_samples_failed": len(records) - len(whole),
+        "duration_ns": round(point["seconds"] * 1e9),
+        "qps": point["request_s"],
+        "tps": point["output_tok_s"],
+        "system_tps": point["output_tok_s"],
+        "tps_per_user": tok_s_user(point.get("tpot_ms", {})),
+        "ttft": _series([t.ttft_ms for t in times], NS_PER_MS),
+        "tpot": _series([t.tpot_ms for t in times], NS_PER_MS),
+        "latency": _series([t.e2e_ms for t in times], NS_PER_MS),
+        "output_sequence_lengths": _series(lengths),
+        "input_sequence_lengths": _series([float(r.prompt_tokens or 0) for r in whole]),
+        "finish_reason_counts": dict(Counter(str(r.finish_reason) for r in whole)),
+    }
+
+
+def _series(values: Sequence[float | None], scale: float = 1.0) -> Report:
+    known = [value * scale for value in values if value is not None]
+    if not known:
+        return {"total": 0.0, "percentiles": {}}
+    mean = sum(known) / len(known)
+    return {
+        "total": sum(known),
+        "min": min(known),
+        "max": max(known),
+        "median": percentile(known, 50),
+        "avg": mean,
+        "std_dev": math.sqrt(sum((value - mean) ** 2 for value in known) / len(known)),
+        "percentiles": {f"{percent:g}": percentile(known, percent) for percent in PERCENTILES},
+    }
+
+
+def warmup_of(records: Sequence[Record], slots: int) -> Report:
+    """The declaration of point.yaml, from the records of the warm-up."""
+    seconds = 0.0
+    if records:
+        seconds = (max(r.end_ns for r in records) - min(r.sent_ns for r in records)) / 1e9
+    return {
+        "duration_s": round(max(seconds, 0.0), 3),
+        "requests_issued": len(records),
+        "requests_completed": sum(record.error is None for record in records),
+        "data_source": "synthetic words, none of the measured samples" if records else "none",
+        "concurrency": slots,
+        "logs_retained": bool(records),
+        **({"link_logs": WARMUP_LOG} if records else {}),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """What the points of one curve have in common."""
+
+    disclosure: Disclosure
+    regions: Regions
+    min_durations_s: Mapping[int, float]
+    config: Report  # as it was run
+    reasons: Sequence[str]  # why this is not a valid submission
+
+    def seconds(self, point: MeasuredPoint) -> float:
+        """How long the point had to be."""
+        return self.min_durations_s[point.concurrency]
+
+    @property
+    def mark(self) -> Report:
+        return {NOT_VALID: list(self.reasons)} if self.reasons else {}
+
+
+def write_submission(
+    folder: Path, campaign: Campaign, points: Sequence[MeasuredPoint]
+) -> tuple[Path, list[str]]:
+    """(the submission's folder, its files below). An older one there is refused."""
+    names = campaign.disclosure.submission
+    root = folder / names["organization"] / names["submission_id"]
+    check_root(root)
+    model = root / "results" / names["system"] / campaign.disclosure.point["model_name"]
+    best = max((point.result["system_tps"] for point in points), default=0.0)
+    for point in points:
+        _write_point(model / f"r{point.concurrency}", campaign, point, best)
+    shutil.copytree(campaign.disclosure.src, root / "src" / _src_name(campaign.disclosure))
+    shutil.copytree(campaign.disclosure.docs, root / "docs")
+    if campaign.disclosure.power is not None:
+        shutil.copyfile(campaign.disclosure.power, model.parent / "system_power.json")
+    if campaign.reasons:
+        text = "This is not a valid submission:\n" + "".join(f"- {r}\n" for r in campaign.reasons)
+        (root / f"{NOT_VALID.upper()}.txt").write_text(text, encoding="utf-8")
+    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return root, files
+
+
+def check_root(root: Path) -> None:
+    """Points of two campaigns must not mix."""
+    if root.exists():
+        raise BenchError(f"--submission-dir: {root} exists already")
+
+
+def _src_name(disclosure: Disclosure) -> str:
+    return disclosure.src.resolve().name
+
+
+def _write_point(folder: Path, campaign: Campaign, point: MeasuredPoint, best_tps: float) -> None:
+    folder.mkdir(parents=True)
+    share = point.result["system_tps"] / best_tps if best_tps else 0.0
+    system = {
+        **campaign.disclosure.system,
+        "max_supported_concurrency": campaign.regions.c_max,
+        "tps_utilization": round(share, 5),
+    }
+    for name, report in (("system_desc", system), ("result_summary", point.result)):
+        text = json.dumps(report | campaign.mark, indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    config = {
+        "concurrency": point.concurrency,
+        "duration_s": campaign.seconds(point),
+        **campaign.config,
+    }
+    for name, report in (("point", point_yaml(campaign, point)), ("config", config)):
+        (folder / f"{name}.yaml").write_text(to_yaml(report | campaign.mark), encoding="utf-8")
+    if point.warmup_records:
+        write_records(folder / WARMUP_LOG, list(point.warmup_records))
+
+
+def point_yaml(campaign: Campaign, point: MeasuredPoint) -> Report:
+    """The disclosure of one point."""
+    disclosure, regions = campaign.disclosure, campaign.regions
+    return {
+        "concurrency": point.concurrency,
+        "region": regions.region_of(point.concurrency),
+        "offline": "elected" if point.concurrency == regions.c_max else "none",
+        "runtime_settings": {
+            "load_pattern": "concurrency",
+            "min_duration_ms": round(1000 * campaign.seconds(point)),
+            "stream_all_chunks": True,
+            "runtime": dict(disclosure.seeds),
+        },
+        "warmup": point.warmup,
+        "division": disclosure.system["division"],
+        "max_supported_concurrency": regions.c_max,
+        "shared_src": f"src/{_src_name(disclosure)}",
+        "shared_docs": "docs",
+        **disclosure.point,
+    }
+
+
+def to_yaml(value: Mapping[str, Any], indent: str = "") -> str:
+    """Mappings as blocks; all else as JSON, which YAML reads."""
+    lines = []
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            lines.append(f"{indent}{key}:\n{to_yaml(item, indent + '  ')}")
+        else:
+            lines.append(f"{indent}{key}: {json.dumps(item)}\n")
+    return "".join(lines)

@@ -1,0 +1,386 @@
+"""An endpoint run as files: summary and records -> summary.json, CSV and one HTML page.
+
+Pure, but for `write_result`: the same records give the same page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenmill.bench.client.audit import all_warnings
+from tokenmill.bench.client.records import Record, write_records
+from tokenmill.bench.client.summary import Report
+from tokenmill.bench.report import page as html
+from tokenmill.bench.report.charts import in_ms, ms_parts, short
+from tokenmill.bench.report.page import Notice, Page, Section, Tile
+from tokenmill.bench.report.point_charts import (
+    Point,
+    against_load,
+    distributions,
+    pareto,
+    sweep_curves,
+    timelines,
+)
+from tokenmill.bench.report.tables import (
+    FEW,
+    LABELS,
+    cautions,
+    curve_table,
+    error_table,
+    events_csv,
+    is_thin,
+    latency_table,
+    points_table,
+    server_table,
+    summary_csv,
+)
+from tokenmill.bench.results.manifest import Facts, write_manifest
+from tokenmill.core.metrics import USER_PERCENTILE
+
+SUMMARY, PAGE = "summary.json", "report.html"
+KINDS = {"endpoint": "Endpoint benchmark", "campaign": "MLPerf Endpoints campaign"}
+MAX_LINES = 4  # of warnings at the top
+USERS = f"1000 / {USER_PERCENTILE} of TPOT in ms"
+THIN = f"Percentiles marked {FEW} stand on too few requests"
+
+
+def write_result(
+    folder: Path, report: Report, records: Sequence[Record] | None, facts: Facts
+) -> None:
+    """All files of a run; the manifest comes last. Without records theirs are left out."""
+    texts = {
+        SUMMARY: json.dumps(report, indent=2) + "\n",
+        "summary.csv": summary_csv(report["points"]),
+        PAGE: html.render(endpoint_page(report, records or (), facts)),
+    }
+    if records is not None:
+        texts["events.csv"] = events_csv(report["points"], records, report["stream"])
+        write_records(folder / "events.jsonl", records)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    write_manifest(folder, facts)
+
+
+def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Page:
+    """The page of a run: one point in full, or a sweep with its points folded."""
+    points = [
+        Point(summary, [r for r in records if r.point == index], report["stream"])
+        for index, summary in enumerate(report["points"])
+    ]
+    points.sort(key=lambda point: _load_order(point.summary))  # a search goes up and down
+    report = report | {"points": [point.summary for point in points]}
+    sections = [*_point_sections(points, report["points"])]
+    if any({"goodput", "price"} & point.keys() for point in report["points"]):
+        sections.append(_value_section(report["points"]))
+    if any("server" in point for point in report["points"]):
+        table = html.table("By the server's own count", server_table(report["points"]))
+        sections.append(Section("Server", [table], "From its /metrics, during each point."))
+    sections += [
+        _error_section(report["points"]),
+        *([_audit_section(report["points"])] if points else []),
+        *html.facts_sections(
+            {"url": report["url"], "model": report["model"]}
+            | {f"prompts-{name}": value for name, value in report.get("prompts", {}).items()}
+            | facts["configuration"],
+            facts,
+            "The machine that sent the requests; the server may run elsewhere.",
+        ),
+    ]
+    return Page(
+        title=str(report["model"]),
+        kind=KINDS[report["benchmark"]],
+        chips=_chips(report, facts),
+        tiles=_saturation_tiles(report) + _headline(report["points"]),
+        sections=sections,
+        notices=_notices(report),
+    )
+
+
+def _load_order(point: Report) -> tuple[float, float]:
+    return point["concurrency"] or 0, point["rate"] or 0
+
+
+def _headline(points: Sequence[Report]) -> list[Tile]:
+    if not points:
+        return []
+    return _tiles(points[0]) if len(points) == 1 else _sweep_tiles(points)
+
+
+def _saturation_tiles(report: Report) -> list[Tile]:
+    """The load that a search found."""
+    search = report.get("saturation") or report.get("search")
+    if not search or search["found"] is None:
+        return []
+    unit = "users" if search["by"] == "concurrency" else "requests/s"
+    return [Tile("Bears", f"{search['found']:g}", unit, search["stopped"])]
+
+
+def _point_sections(points: Sequence[Point], summaries: Sequence[Report]) -> Iterator[Section]:
+    answered = [point for point in points if point.summary["num_completed"]]
+    recorded = [point for point in answered if point.whole]
+    if len(points) > 1 and answered:
+        yield sweep_section(answered, summaries)
+    if len(points) > 1 and recorded:
+        yield _folded_points(recorded)
+    if len(points) == 1 and recorded:
+        yield _latency_section(recorded[0])
+        yield _timeline_section(recorded[0])
+
+
+def _chips(report: Report, facts: Facts) -> list[str]:
+    loads = [point["load"] for point in report["points"]]
+    closed = all(point["concurrency"] is not None for point in report["points"])
+    points = loads[0] if len(loads) == 1 else f"{len(loads)} points"
+    points = f"closed loop, {points}" if closed and loads else points
+    return [
+        report["url"],
+        report["api"],
+        "streamed" if report["stream"] else "not streamed",
+        points,
+        html.started(facts),
+    ]
+
+
+def _notices(report: Report) -> list[Notice]:
+    points, found = report["points"], []
+    if reasons := report.get("not_valid_because"):
+        found.append(Notice("warn", "Not a valid submission", reasons))
+    if report["interrupted"]:
+        found.append(Notice("warn", "Interrupted: these are the figures of what had finished"))
+    if failed := sum(point["num_failed"] for point in points):
+        total = failed + sum(point["num_completed"] for point in points)
+        title = f"{failed:,} of {total:,} requests failed; they are in no average"
+        found.append(Notice("bad", title, _by_class(points, "errors")))
+    if warnings := all_warnings(points):
+        shown = warnings[:MAX_LINES]
+        if len(warnings) > MAX_LINES:
+            shown.append(f"and {len(warnings) - MAX_LINES} more in the client audit")
+        found.append(Notice("warn", "The client may have been the limit, not the server", shown))
+    if doubts := _by_class(points, "doubts"):
+        found.append(Notice("warn", "What puts these figures in doubt", doubts))
+    if report.get("prompts", {}).get("same_at_every_point"):
+        found.append(Notice("warn", "The same prompts were sent at every point (--same-prompts)"))
+    if few := cautions(points):
+        found.append(Notice("note", THIN, few))
+    return found
+
+
+def _by_class(points: Sequence[Report], key: str) -> list[str]:
+    """A line per class over all points, with what the first one said."""
+    counts: dict[str, int] = {}
+    said: dict[str, str] = {}
+    for point in points:
+        for name, entry in point[key].items():
+            counts[name] = counts.get(name, 0) + entry["count"]
+            said.setdefault(name, entry["first"])
+    return [f"{counts[name]:,} × {name}: {said[name]}" for name in counts]
+
+
+def _tiles(point: Report) -> list[Tile]:
+    """The headline of one point."""
+    low, high = point.get("output_tok_s_ci95", (None, None))
+    bounds = f"95 %: {short(low)} to {short(high)}" if low is not None else ""
+    failed = point["num_failed"]
+    tiles = [
+        Tile("Output throughput", short(point["output_tok_s"]), "tok/s", bounds),
+        Tile("Request rate", short(point["request_s"]), "requests/s", _duration_note(point)),
+    ]
+    for name in ("ttft", "tpot", "e2e"):
+        if figures := point.get(f"{name}_ms"):
+            few = {p: FEW if is_thin(point, f"{name}_ms", p) else "" for p in ("p90", "p99")}
+            tail = ", ".join(f"{p} {in_ms(figures[p])}{mark}" for p, mark in few.items())
+            tiles.append(Tile(f"{LABELS[name]}, median", *ms_parts(figures["p50"]), tail))
+    if users := point.get("tok_s_user"):
+        tiles.append(Tile("Interactivity", short(users), "tok/s/user", USERS))
+    share = failed / (failed + point["num_completed"]) if failed else 0.0
+    note = f"{point['num_completed']:,} answered" + (f", {failed:,} failed" if failed else "")
+    tiles.append(Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good"))
+    return tiles + _value_tiles(point)
+
+
+def _duration_note(point: Report) -> str:
+    return f"{point['num_completed']:,} in {point['seconds']:,.1f} s"
+
+
+def _value_tiles(point: Report) -> list[Tile]:
+    tiles = []
+    if goodput := point.get("goodput"):
+        note = f"{short(goodput['request_s'])} good requests/s"
+        share = goodput["good_share"]
+        tone: html.Tone = "good" if share >= 0.99 else "warn"
+        tiles.append(Tile("Within the limits", f"{share:.1%}", "", note, tone))
+    if (price := point.get("price")) and price["usd_per_million_output"] is not None:
+        total = f"${price['usd_per_million_total']:,.3f} per million in total"
+        value = f"${price['usd_per_million_output']:,.3f}"
+        tiles.append(Tile("Per million output tokens", value, "", total))
+    return tiles
+
+
+def _sweep_tiles(points: Sequence[Report]) -> list[Tile]:
+    """The best of each figure, and where it was."""
+    best = max(points, key=lambda p: p["output_tok_s"])
+    tiles = [Tile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
+    streamed = [p for p in points if p.get("tok_s_user")]
+    if streamed:
+        fast = max(streamed, key=lambda p: p["tok_s_user"])
+        users = short(fast["tok_s_user"])
+        tiles.append(Tile("Highest interactivity", users, "tok/s/user", fast["load"]))
+        quick = min(streamed, key=lambda p: p["ttft_ms"]["p50"])
+        tiles.append(Tile("Lowest median TTFT", *ms_parts(quick["ttft_ms"]["p50"]), quick["load"]))
+    rate = max(points, key=lambda p: p["request_s"])
+    tiles.append(Tile("Highest rate", short(rate["request_s"]), "requests/s", rate["load"]))
+    if all("goodput" in p for p in points):
+        good = max(points, key=lambda p: p["goodput"]["request_s"])
+        note = f"{good['load']}, {good['goodput']['good_share']:.1%} within limits"
+        value = short(good["goodput"]["request_s"])
+        tiles.append(Tile("Highest goodput", value, "requests/s", note))
+    priced = [p for p in points if p.get("price", {}).get("usd_per_million_output") is not None]
+    if priced:
+        low = min(priced, key=lambda p: p["price"]["usd_per_million_output"])
+        value = f"${low['price']['usd_per_million_output']:,.3f}"
+        tiles.append(Tile("Lowest price per M output", value, "", low["load"]))
+    failed, done = (sum(p[key] for p in points) for key in ("num_failed", "num_completed"))
+    note = f"{done:,} answered" + (f", {failed:,} failed" if failed else "")
+    share = failed / (failed + done) if failed else 0.0
+    return [*tiles, Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good")]
+
+
+def _latency_section(point: Point) -> Section:
+    blocks = [html.table("Latency in milliseconds", latency_table(point.summary))]
+    blocks.append(html.grid([*distributions(point, curves=True)]))
+    return Section(
+        "Latency", blocks, "Of answered requests. ITL: gaps between outputs of a stream."
+    )
+
+
+def _timeline_section(point: Point) -> Section:
+    return Section(
+        "Timeline", [html.grid(list(timelines(point)))], "Seconds from the first request."
+    )
+
+
+def sweep_section(points: Sequence[Point], summaries: Sequence[Report]) -> Section:
+    """All points side by side: table, Pareto curve, and each figure against the load."""
+    is_campaign = "region" in summaries[0]
+    blocks = [html.table("Points of the sweep", points_table(summaries))]
+    if is_campaign:
+        blocks.insert(0, html.table("Points of the curve", curve_table(summaries), text_columns=2))
+    streamed = [point.summary for point in points if point.summary.get("tok_s_user")]
+    if len(streamed) > 1:
+        blocks.append(html.grid([pareto(streamed)]))
+    charts = [*against_load([point.summary for point in points]), *sweep_curves(points)]
+    return Section("Curve" if is_campaign else "Sweep", [*blocks, html.grid(charts)])
+
+
+def _folded_points(points: Sequence[Point]) -> Section:
+    parts = []
+    for point in points:
+        figures = point.summary
+        head = f"{figures['load']}: {short(figures['output_tok_s'])} tok/s"
+        if figures.get("ttft_ms"):
+            head += f", TTFT {in_ms(figures['ttft_ms']['p50'])}"
+        charts = [*distributions(point, curves=False), *timelines(point)]
+        table = html.table(f"Latency at {figures['load']}", latency_table(figures))
+        parts.append(html.folded(head, [table, html.grid(charts)]))
+    return Section("Points", parts, "Each with its distributions and its timeline.")
+
+
+def _value_section(points: Sequence[Report]) -> Section:
+    blocks = []
+    if "goodput" in points[0]:
+        blocks.append(html.table("Goodput", _goodput_rows(points), text_columns=2))
+    if "price" in points[0]:
+        price = points[0]["price"]
+        gpus = "1 GPU" if price["gpus"] == 1 else f"{price['gpus']} GPUs"
+        text = (
+            f"{gpus} at ${price['usd_per_gpu_hour']:g} per GPU and hour. $/M is the price of a "
+            "million tokens; total counts prompt and output tokens."
+        )
+        blocks += [html.table("Price", _price_rows(points)), html.paragraph(text)]
+    return Section("Goodput and price", blocks)
+
+
+def _goodput_rows(points: Sequence[Report]) -> list[list[str]]:
+    rows = [["load", "limits", "good", "good share", "good requests/s", "good output tok/s"]]
+    for point in points:
+        good = point["goodput"]
+        names = [name for name in ("ttft", "tpot", "e2e") if good[f"{name}_ms"]]
+        limits = ", ".join(f"{LABELS[name]} {good[f'{name}_ms']:g} ms" for name in names)
+        counts = (f"{good['num_good']:,}", f"{good['good_share']:.1%}")
+        rates = (short(good["request_s"]), short(good["output_tok_s"]))
+        rows.append([point["load"], limits, *counts, *rates])
+    return rows
+
+
+def _price_rows(points: Sequence[Report]) -> list[list[str]]:
+    columns = {
+        "usd_per_million_output": "$/M output",
+        "usd_per_million_total": "$/M total",
+        "usd_per_million_good_output": "$/M good output",
+    }
+    keys = [key for key in columns if key in points[0]["price"]]
+    rows = [["load", "output tok/s per GPU", *(columns[key] for key in keys)]]
+    for point in points:
+        price = point["price"]
+        per_gpu = short(price["output_tok_s_gpu"])
+        rows.append([point["load"], per_gpu, *(_usd(price[key]) for key in keys)])
+    return rows
+
+
+def _usd(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}"
+
+
+def _error_section(points: Sequence[Report]) -> Section:
+    blocks = []
+    for key, title, none in (
+        ("errors", "Failed requests", "No request failed."),
+        ("doubts", "Doubts", "Nothing puts these figures in doubt."),
+    ):
+        rows = error_table(points, key)
+        if len(rows) == 1:
+            blocks.append(html.bullets("good", [none]))
+        else:
+            blocks += [html.heading(title), html.table(title, rows, text_columns=3)]
+    ends: dict[str, int] = {}
+    for point in points:
+        for name, count in point["finish_reasons"].items():
+            ends[name] = ends.get(name, 0) + count
+    said = ", ".join(f"{name} {count:,}" for name, count in ends.items())
+    if said:
+        blocks.append(html.paragraph(f"Finish reasons: {said}."))
+    for key, what in (("num_unfinished", "cut off by the end"), ("num_retried", "sent once more")):
+        if count := sum(point[key] for point in points):
+            blocks.append(html.paragraph(f"{count:,} requests were {what}."))
+    return Section("Errors and doubts", blocks)
+
+
+def _audit_section(points: Sequence[Report]) -> Section:
+    warnings = all_warnings(points)
+    said = html.bullets("warn", warnings)
+    if not warnings:
+        said = html.bullets("good", ["No sign that the client was the limit."])
+    rows = [["load", "processes", "CPU of a core", "sent late p50 (ms)"]]
+    rows[0] += ["sent late p99 (ms)", "stalls", "longest stall (ms)"]
+    for point in points:
+        audit = point["audit"]
+        lag = [f"{audit['lag_ms'].get(p, 0.0):.2f}" for p in ("p50", "p99")]
+        stalls = [f"{audit['num_stalls']:,}", f"{audit['max_stall_ms']:.0f}"]
+        share = f"{audit['cpu_share']:.0%}"
+        rows.append([point["load"], str(audit["num_processes"]), share, *lag, *stalls])
+    blocks = [said, html.table("The client", rows)]
+    if floor := points[-1]["audit"]["floor"]:
+        text = (
+            f"Against a server that answers at once this client does {floor['request_s']:,.0f} "
+            f"requests/s and {floor['outputs_s']:,.0f} outputs/s, and adds "
+            f"{floor['latency_ms'].get('p50', 0.0):.2f} ms to a latency."
+        )
+    else:
+        text = "What the client does at best was not measured in this run."
+    return Section(
+        "Client audit",
+        [*blocks, html.paragraph(text)],
+        "Was it the server that was measured, or the client?",
+    )

@@ -1,0 +1,215 @@
+"""An MLPerf run as files: LoadGen's figures and the adapter's stamps -> summary.json and a page."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.report import page as html
+from tokenmill.bench.report.charts import (
+    GREEN,
+    Html,
+    Mark,
+    Series,
+    cumulative,
+    histogram,
+    in_ms,
+    ms_parts,
+    short,
+)
+from tokenmill.bench.report.page import Notice, Page, Section, Tile
+from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
+from tokenmill.bench.results.manifest import Facts, write_manifest
+from tokenmill.core.metrics import RequestTimes
+
+SUMMARY, PAGE, EVENTS = "summary.json", "report.html", "events.csv"
+LABELS = {"ttft": "TTFT", "tpot": "TPOT", "latency": "End to end"}
+STAMPS = ("arrival_ns", "first_ns", "last_ns", "num_first_tokens", "num_tokens")
+LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
+
+Report = Mapping[str, Any]
+
+
+def write_times(path: Path, times: Iterable[RequestTimes]) -> None:
+    """A line per answered query: its stamps, and the latencies that follow from them."""
+    columns = (*STAMPS, *LATENCIES)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([getattr(each, name) for name in columns] for each in times)
+
+
+def read_times(path: Path) -> list[RequestTimes]:
+    """What `write_times` wrote; nothing where there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        return [RequestTimes(*(int(row[name]) for name in STAMPS)) for row in rows]
+
+
+def write_result(folder: Path, report: Report, logs: Path, facts: Facts) -> None:
+    """Summary, page and events beside the logs of a submission; the manifest comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    times = read_times(logs / EVENTS)
+    if times:
+        shutil.copyfile(logs / EVENTS, folder / EVENTS)
+    summary = json.dumps(report, indent=2) + "\n"
+    (folder / SUMMARY).write_text(summary, encoding="utf-8")
+    (folder / PAGE).write_text(html.render(mlperf_page(report, times, facts)), encoding="utf-8")
+    write_manifest(folder, facts)
+
+
+def mlperf_page(report: Report, times: Sequence[RequestTimes], facts: Facts) -> Page:
+    """The page of one run of LoadGen, or of the best of a search."""
+    sections = []
+    if report.get("limits_ms"):
+        sections.append(Section("Limits", [html.table("Limits", _limit_rows(report))]))
+    if "metric" in report:
+        sections.append(_latency_section(report, times))
+    if times:
+        intro = "Tokens are spread evenly between the first and the last of an answer."
+        sections.append(Section("Timeline", [html.grid(list(_timelines(times)))], intro))
+    if runs := report.get("runs"):
+        sections.append(_search_section(report, runs))
+    if "accuracy" in report:
+        sections.append(_accuracy_section(report))
+    machine = "The machine that ran LoadGen."
+    sections += html.facts_sections(facts["configuration"], facts, machine)
+    valid = report["result"] == "VALID"
+    return Page(
+        title=f"{report['mlperf_benchmark']}, {report['scenario']}",
+        kind="MLPerf Inference by LoadGen",
+        chips=_chips(report, facts),
+        tiles=_tiles(report),
+        sections=sections,
+        notices=_notices(report),
+        verdict=("good" if valid else "bad", str(report["result"])),
+    )
+
+
+def _chips(report: Report, facts: Facts) -> list[str]:
+    named = [report.get(key) for key in ("model", "dtype", "device")]
+    rate = [] if report["scenario"] == "Offline" else [f"{report['target_qps']:g} queries/s"]
+    return [*(str(text) for text in named if text), *rate, html.started(facts)]
+
+
+def _notices(report: Report) -> list[Notice]:
+    found = []
+    if report.get("quick"):
+        found.append(Notice("warn", "Not a valid submission", report["notices"]))
+    elif report["notices"]:
+        found.append(Notice("note", "About this run", report["notices"]))
+    if report["reasons"]:
+        found.append(Notice("bad", "INVALID, because", report["reasons"]))
+    return found
+
+
+def _tiles(report: Report) -> list[Tile]:
+    tiles = []
+    if metric := report.get("metric"):
+        tiles.append(Tile("Result", short(metric["value"]), metric["unit"], metric["name"]))
+    if "peak_qps" in report:
+        peak = report["peak_qps"]
+        tiles.append(Tile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
+    if report.get("samples_per_s"):
+        tiles.append(Tile("Samples", short(report["samples_per_s"]), "per second"))
+    percent = f"p{report.get('percentile') or 99}"
+    limits = report.get("limits_ms") or {}
+    for name in ("ttft", "tpot"):
+        found = report.get(f"{name}_ms", {}).get(percent)
+        if found is not None:
+            tiles.append(_latency_tile(name, percent, found, limits.get(name)))
+    if "num_queries" in report:
+        note = f"{report['num_output_tokens']:,} output tokens"
+        tiles.append(Tile("Queries", f"{report['num_queries']:,}", "answered", note))
+    for name, gate in report.get("accuracy_gates", {}).items():
+        tone: html.Tone = "good" if gate["passed"] else "bad"
+        note = f"required {gate['min']:,.4f}"
+        tiles.append(Tile(name, f"{gate['value']:,.4f}", "", note, tone))
+    return tiles
+
+
+def _latency_tile(name: str, percent: str, found: float, limit: float | None) -> Tile:
+    label = f"{LABELS[name]}, {percent}"
+    if limit is None:
+        return Tile(label, *ms_parts(found))
+    tone: html.Tone = "good" if found <= limit else "bad"
+    return Tile(label, *ms_parts(found), f"limit {in_ms(limit)}", tone)
+
+
+def _limit_rows(report: Report) -> list[list[str]]:
+    rows = [["latency", "percentile", "measured", "limit", "share of limit", "met"]]
+    percent = f"p{report['percentile']}"
+    for name, limit in report["limits_ms"].items():
+        found = report[f"{name}_ms"].get(percent)
+        if found is None:
+            continue
+        figures = [in_ms(found), in_ms(limit), f"{found / limit:,.0%}"]
+        rows.append([LABELS[name], percent, *figures, "yes" if found <= limit else "no"])
+    return rows
+
+
+def _latency_section(report: Report, times: Sequence[RequestTimes]) -> Section:
+    blocks = []
+    summaries = {name: report.get(f"{name}_ms") or {} for name in LABELS}
+    columns = list(dict.fromkeys(key for found in summaries.values() for key in found))
+    rows = [["latency (ms)", *columns]]
+    for name, found in summaries.items():
+        if found:
+            cells = [f"{found[key]:,.2f}" if key in found else "-" for key in columns]
+            rows.append([LABELS[name], *cells])
+    if len(rows) > 1:
+        blocks.append(html.table("Latency in milliseconds", rows))
+    if times:
+        blocks.append(html.grid(list(_distributions(times, report.get("limits_ms") or {}))))
+    return Section(
+        "Latency",
+        blocks,
+        "The table is LoadGen's, from the scheduled arrival (in Offline TTFT and TPOT are the "
+        "adapter's). The charts have the adapter's stamps, from the issue of a query.",
+    )
+
+
+def _distributions(times: Sequence[RequestTimes], limits: Mapping[str, float]) -> Iterable[Html]:
+    for name, attribute in zip(LABELS, LATENCIES, strict=True):
+        found = [value for each in times if (value := getattr(each, attribute)) is not None]
+        if not found:
+            continue
+        marks = [Mark("limit", limits[name], limit=True)] if name in limits else []
+        label = LABELS[name]
+        yield histogram(f"{label} distribution", found, what="queries", marks=marks)
+        yield cumulative(f"{label}, cumulative", {"share": found}, marks=marks)
+
+
+def _timelines(times: Sequence[RequestTimes]) -> Iterable[Html]:
+    begin = min(each.arrival_ns for each in times)
+    windows = Windows(begin, max(max(each.last_ns for each in times), begin + 1))
+    tokens = [each.num_tokens for each in times]
+    rates = spread(windows, [(each.first_ns, each.last_ns) for each in times], tokens)
+    yield timeline("Throughput", "output tok/s", windows, [Series("output tok/s", rates, "area")])
+    spans = [(each.arrival_ns, each.last_ns) for each in times]
+    flying = Series("in flight", in_flight(windows, spans), "area", GREEN)
+    yield timeline("Concurrency", "queries", windows, [flying])
+
+
+def _search_section(report: Report, runs: Sequence[Report]) -> Section:
+    rows = [["queries/s", "result", "why"]]
+    rows += [[f"{r['target_qps']:g}", r["result"], "; ".join(r["reasons"]) or "-"] for r in runs]
+    peak = report.get("peak_qps")
+    found = f"Highest valid rate: {peak:g} queries/s." if peak else "No rate was valid."
+    return Section("Peak search", [html.table("Rates tried", rows, text_columns=3)], found)
+
+
+def _accuracy_section(report: Report) -> Section:
+    gates = report.get("accuracy_gates", {})
+    rows = [["score", "value", "required", "passed"]]
+    for name, value in report["accuracy"].items():
+        gate = gates.get(name)
+        required = [f"{gate['min']:,.4f}", "yes" if gate["passed"] else "no"] if gate else ["-"] * 2
+        rows.append([name, html.plain(value), *required])
+    return Section("Accuracy", [html.table("Scores", rows)])

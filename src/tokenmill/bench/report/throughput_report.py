@@ -1,0 +1,136 @@
+"""The throughput benchmark's report: one dict for the JSON line, and what is printed above it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.bench import offline as bench
+from tokenmill.bench.roofline import Machine, Setup, roofline
+from tokenmill.bench.workload import Cell
+from tokenmill.console import out, print_table
+from tokenmill.core.config import ParallelConfig
+from tokenmill.core.metrics import acceptance
+
+if TYPE_CHECKING:
+    from tokenmill.bench.peers import Lineup
+    from tokenmill.engine.build import BuiltEngine
+
+Report = dict[str, Any]
+
+
+def throughput_report(
+    cells: list[Cell],
+    measured: bench.Measured,
+    machine: Machine,
+    built: BuiltEngine,
+    setup: Setup,
+    lineup: Lineup | None,
+) -> Report:
+    """All figures of a run; `ratios` is there when peers were asked for."""
+    reports: dict[str, dict[str, Report]] = {}
+    for cell in cells:
+        runs = measured.runs[cell.name]
+        figures = {who: bench.cell_report(cell, r) for who, r in runs.items()}
+        gained = bench.tokens_per_step(cell, runs[bench.OURS])
+        roof = roofline(cell, built.spec, replace(setup, tokens_per_step=gained), machine)
+        ours = bench.with_ceiling(figures[bench.OURS], cell, roof, machine, setup.dtype)
+        reports[cell.name] = figures | {bench.OURS: ours}
+    report = {
+        "benchmark": "throughput",
+        "model": built.description,
+        "dtype": setup.dtype,
+        "kv_dtype": setup.kv_dtype,
+        "device": built.device,
+        "num_threads": machine.num_threads,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": built.max_num_batched_tokens,
+        "kv_tokens": setup.kv_tokens,
+        "weight_mib": round(built.weight_bytes / 2**20, 1),
+        "machine": {
+            "name": machine.name,
+            "software": machine.software,
+            **{f"{name}_gemm_gflops": round(f / 1e9, 1) for name, f in machine.gemm_flops.items()},
+            "read_gb_s": round(machine.read_bytes_per_s / 1e9, 1),
+        },
+        "cells": reports,
+    }
+    stats = built.engine.stats()
+    if stats.num_drafted:
+        shares = acceptance(stats.num_drafted, stats.num_accepted)
+        report["mtp"] = {"acceptance": shares, "num_relaxed": stats.num_relaxed}
+    if built.runner.graphs is not None:
+        report["cuda_graphs"] = built.runner.graphs.report.as_json()
+    if lineup:
+        rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
+        absent = lineup.absent | measured.failures
+        peers = {"versions": lineup.versions, "peak_rss_mib": rss, "absent": absent}
+        report |= {"peers": peers, "ratios": bench.ratios(reports)}
+    return report
+
+
+def ranks_report(parallel: ParallelConfig) -> Report:
+    """How many ranks a figure is of, where there are several."""
+    if parallel.num_ranks == 1:
+        return {}
+    default = asdict(ParallelConfig())
+    given = {name: value for name, value in asdict(parallel).items() if value != default[name]}
+    return {"ranks": {"count": parallel.num_ranks, **given}}
+
+
+def print_throughput(cells: list[Cell], report: Report) -> None:
+    """Cell by cell: every engine's rate, ours beside its ceiling."""
+    machine = report["machine"]
+    types = f"computed in {report['dtype']}, KV cache in {report['kv_dtype']}"
+    out.print(f"{report['model']}, {types}", markup=False)
+    rates = [
+        f"{key.removesuffix('_gemm_gflops')} GEMM {rate:,.0f} GFLOP/s"
+        for key, rate in machine.items()
+        if key.endswith("_gemm_gflops")
+    ]
+    where = machine["name"]
+    if report["device"] != "cuda":
+        where += f", {report['num_threads']} threads"
+    rates.append(f"memory {machine['read_gb_s']:,.1f} GB/s")
+    out.print(f"{where}: {', '.join(rates)}", markup=False)
+    peaks = [f"{name} {mib:,.0f} MiB of the GPU" for name, mib in report["peak_gpu_mib"].items()]
+    peaks.append(f"{report['peak_rss_mib']:,.0f} MiB of the host")
+    out.print(f"peak memory {', '.join(peaks)}; weights {report['weight_mib']:,.0f} MiB")
+    if ranks := report.get("ranks"):
+        names = ", ".join(f"{name} {value}" for name, value in ranks.items() if name != "count")
+        out.print(f"{ranks['count']} ranks ({names}); memory and weights are the first one's")
+    if shares := report.get("mtp", {}).get("acceptance"):
+        right, length = shares["first"], shares["length"]
+        out.print(f"drafts: {right:.1%} of the first are right, {length:.2f} tokens a step")
+    for cell in cells:
+        _print_cell(cell, report["cells"][cell.name])
+    for name, reason in report.get("peers", {}).get("absent", {}).items():
+        out.print(f"{name}: {reason}", markup=False)
+    for name, ratio in report.get("ratios", {}).items():
+        out.print(f"{name}: " + (f"{ratio:.2f}x the best peer" if ratio else "no peer ran"))
+
+
+def _print_cell(cell: Cell, figures: dict[str, Report]) -> None:
+    unit = "prompt" if cell.counts_prompt else "output"
+    ours = figures[bench.OURS]
+    out.print(
+        f"\n[bold]{cell.name}[/bold] {cell.shape}: {ours['tok_s']:,.1f} {unit} tok/s of a ceiling "
+        f"of ~{ours['ceiling_tok_s']:,.0f} ({ours['share_of_ceiling']:.0%})"
+    )
+    out.print(
+        "  ceiling: prefill, decode's linear layers and decode's attention one after another at "
+        f"the measured rates; all of it overlapped: ~{ours['overlap_ceiling_tok_s']:,.0f}"
+    )
+    out.print(
+        f"  total {ours['total_tok_s']:,.1f} tok/s, MFU {ours['mfu']:.0%} of the "
+        f"GEMM rate, MBU {ours['mbu']:.0%} of the read rate"
+    )
+    for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+        if summary := ours[key]:
+            parts = ", ".join(f"{p} {summary[p]:.1f}" for p in ("p50", "p90", "p99"))
+            out.print(f"  {label} ms: {parts}")
+    rows = [["engine", f"{unit} tok/s", "runs"]]
+    for who, row in sorted(figures.items(), key=lambda item: -item[1]["tok_s"]):
+        rows.append([who, f"{row['tok_s']:.1f}", " ".join(f"{r:.1f}" for r in row["tok_s_runs"])])
+    if len(figures) > 1:
+        print_table(rows)

@@ -1,0 +1,281 @@
+"""Our own results in the neutral form: the JSON of every bench command, and LoadGen's logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.client.audit import all_warnings
+from tokenmill.bench.client.records import Record, read_records
+from tokenmill.bench.client.summary import NUM_WINDOWS, num_tokens, times_of
+from tokenmill.bench.mlperf import loadgen
+from tokenmill.bench.offline import OURS
+from tokenmill.bench.results.result import Json, Point, Round, flat, load_key, per_request, present
+from tokenmill.bench.workload import BenchError
+
+OWN, LOADGEN = "tokenmill", "LoadGen"
+EVENTS = "events.jsonl"
+LATENCIES = ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "itl_ms", "e2e_ms")
+NOT_CONFIG = {"output_dir", "gpus", "price_per_gpu_hour", "audit"}
+MLPERF_CONFIG = (
+    *("mlperf_benchmark", "scenario", "test_mode", "target_qps", "peak_qps", "model", "dtype"),
+    *("kv_dtype", "device", "accelerator", "num_samples", "synthetic", "quick", "length_scale"),
+)
+NS_PER_MS = 1e6
+MIN_DURATION_MS = 600_000  # of a valid run
+
+
+def read_endpoint(data: Json, path: Path) -> Round:
+    """A report with points; with events.jsonl beside it every request counts."""
+    config = dict(data.get("config") or {})
+    points = [_endpoint_point(point) for point in data["points"]]
+    notices = ["interrupted, so of what had finished"] if data.get("interrupted") else []
+    if data.get("quick"):
+        notices.append("a quick run, not a valid submission")
+    notices += [n for raw in data["points"] if (n := _failures(raw))]
+    notices += [n for raw in data["points"] for n in _doubts(raw)]
+    notices += all_warnings([p for p in data["points"] if p.get("audit")])
+    events = path.parent / EVENTS
+    if path.name == "summary.json" and events.is_file():
+        notices += _add_events(events, data, points)
+    facts = {key: data[key] for key in ("url", "model", "api", "stream") if key in data}
+    kept = {key: value for key, value in config.items() if key not in NOT_CONFIG}
+    price: Json = next((p["price"] for p in data["points"] if "price" in p), {})
+    return Round(
+        str(path),
+        OWN,
+        points,
+        flat(facts | kept),
+        config.get("gpus") or price.get("gpus"),
+        config.get("price_per_gpu_hour") or price.get("usd_per_gpu_hour"),
+        notices,
+    )
+
+
+def _endpoint_point(raw: Json) -> Point:
+    load, key = load_key(raw.get("concurrency"), raw.get("rate"), raw["load"])
+    point = Point(load, key)
+    point.values = present({n: raw.get(n) for n in ("output_tok_s", "total_tok_s", "request_s")})
+    for name in LATENCIES:
+        point.add(name, raw.get(name))
+    if bounds := raw.get("output_tok_s_ci95"):
+        point.intervals["output_tok_s"] = (bounds[0], bounds[1])
+    if good := raw.get("goodput"):
+        names = ("request_s", "output_tok_s")
+        point.values |= present({f"good_{name}": good[name] for name in names})
+        limits = (f"{n} {good[n]:g}" for n in LATENCIES if good.get(n))
+        point.slo = ", ".join(limits)
+    count = raw["num_completed"]
+    point.facts = present(
+        {
+            "requests": count,
+            "input_tokens": per_request(raw.get("num_prompt_tokens"), count),
+            "output_tokens": per_request(raw.get("num_output_tokens"), count),
+            "prefix_hits": _prefix_hits(raw),
+        }
+    )
+    return point
+
+
+def _failures(raw: Json) -> str:
+    failed = raw.get("num_failed", 0)
+    sent = failed + raw["num_completed"]
+    return f"{failed} of {sent} requests failed at {raw['load']}" if failed else ""
+
+
+def _doubts(raw: Json) -> list[str]:
+    return [
+        f"{entry['count']} x {name} at {raw['load']}: {entry['first']}"
+        for name, entry in raw.get("doubts", {}).items()
+    ]
+
+
+def _prefix_hits(raw: Json) -> float | None:
+    """The share of prompt tokens, by whoever told it."""
+    share = (raw.get("prefix_hits") or {}).get("share")
+    return (raw.get("server") or {}).get("prefix_hit_rate") if share is None else share
+
+
+def _add_events(path: Path, data: Json, points: Sequence[Point]) -> list[str]:
+    """The requests behind the figures, in the order they were sent."""
+    try:
+        records = read_records(path)
+    except Exception as error:  # msgspec's, whatever is wrong with a line
+        raise BenchError(f"{path}: broken events: {error}") from None
+    stream = bool(data.get("stream", True))
+    notices = []
+    for index, (raw, point) in enumerate(zip(data["points"], points, strict=True)):
+        whole = [r for r in records if r.point == index and r.error is None]
+        if len(whole) != raw["num_completed"]:
+            notices.append(
+                f"{path} has {len(whole)} whole answers at {point.load}, the summary "
+                f"{raw['num_completed']}: it is not used"
+            )
+            continue
+        times = [times_of(record, stream) for record in whole]
+        series = {"e2e_ms": [t.e2e_ms for t in times]}
+        if stream:
+            series |= {"ttft_ms": [t.ttft_ms for t in times], "tpot_ms": [t.tpot_ms for t in times]}
+        point.samples = {n: [v for v in found if v is not None] for n, found in series.items()}
+        point.samples |= _window_rates(whole, stream)
+    return notices
+
+
+def _window_rates(whole: Sequence[Record], stream: bool) -> dict[str, list[float]]:
+    """Requests and tokens of equal parts of the run, by where an answer ends."""
+    if not whole:
+        return {}
+    begin = min(r.sent_ns for r in whole)
+    width = (max(r.last_ns or r.end_ns for r in whole) - begin) / NUM_WINDOWS or 1.0
+    rates = {"request_s": [0.0] * NUM_WINDOWS, "total_tok_s": [0.0] * NUM_WINDOWS}
+    for record in whole:
+        window = min(int(((record.last_ns or record.end_ns) - begin) / width), NUM_WINDOWS - 1)
+        rates["request_s"][window] += 1e9 / width
+        tokens = num_tokens(record, stream) + (record.prompt_tokens or 0)
+        rates["total_tok_s"][window] += tokens * 1e9 / width
+    return rates
+
+
+def read_mlperf(data: Json, path: Path) -> Round:
+    """The JSON line of `bench mlperf`."""
+    name = f"{data['mlperf_benchmark']} {data['scenario']}"
+    point = Point(name, ("scenario", name))
+    metric = data.get("metric") or {}
+    if metric.get("unit") == "tokens/s":
+        point.values["output_tok_s"] = metric["value"]
+    point.values |= present({"request_s": data.get("samples_per_s")})
+    for name, key in (("ttft_ms", "ttft_ms"), ("tpot_ms", "tpot_ms"), ("e2e_ms", "latency_ms")):
+        point.add(name, data.get(key))
+    samples = data.get("num_samples")
+    point.facts = present(
+        {
+            "requests": data.get("num_queries"),
+            "input_tokens": per_request(data.get("num_input_tokens"), samples),
+            "output_tokens": per_request(data.get("num_output_tokens"), data.get("num_queries")),
+        }
+    )
+    config = {key: data.get(key) for key in MLPERF_CONFIG}
+    gpus = int((data.get("accelerator") or {}).get("accelerators_per_node") or 0)
+    notices = list(data.get("notices") or [])[: 1 if data.get("quick") else 0]
+    if data.get("result") == "INVALID":
+        notices.append("INVALID: " + "; ".join(data.get("reasons") or []))
+    return Round(str(path), OWN, [point], flat(config), gpus or None, None, notices)
+
+
+def read_throughput(data: Json, path: Path) -> Round:
+    """The JSON line of `bench throughput`: a point for every cell, several runs behind each."""
+    points = []
+    for name, by_engine in data["cells"].items():
+        raw = by_engine[OURS]
+        point = Point(name, ("cell", name))
+        point.values = present({n: raw.get(n) for n in ("output_tok_s", "total_tok_s")})
+        point.runs = {
+            n: [raw[n] * run / raw["tok_s"] for run in raw["tok_s_runs"]] for n in point.values
+        }
+        for latency in ("ttft_ms", "tpot_ms"):
+            point.add(latency, raw.get(latency))
+        count = raw["num_prompts"]
+        point.facts = present(
+            {
+                "requests": count,
+                "input_tokens": per_request(raw["num_input_tokens"], count),
+                "output_tokens": per_request(raw["num_output_tokens"], count),
+            }
+        )
+        points.append(point)
+    keys = ("model", "dtype", "kv_dtype", "device", "num_threads", "max_num_seqs", "kv_tokens")
+    config = flat({key: data.get(key) for key in (*keys, "machine")})
+    gpus = 1 if data.get("device") == "cuda" else None
+    return Round(str(path), OWN, points, config, gpus)
+
+
+def read_ladder(data: Json, path: Path) -> Round:
+    """The JSON line of `bench ladder`: a point for every rung that ran."""
+    points = [
+        Point(
+            row["name"],
+            ("rung", row["rung"]),
+            {"output_tok_s": row["tok_s"], "usd_per_million_output": row["usd_per_million"]},
+        )
+        for row in data["rungs"]
+        if "tok_s" in row
+    ]
+    config = {key: data.get(key) for key in ("model", "device", "workload")}
+    on_gpu = data.get("device") == "cuda"
+    price = data.get("usd_per_hour") if on_gpu else None
+    return Round(str(path), OWN, points, config, 1 if on_gpu else None, price)
+
+
+def read_frontend(data: Json, path: Path) -> Round:
+    """The JSON line of `bench frontend`."""
+    load, key = load_key(data["num_streams"], None, "")
+    point = Point(load, key, {"output_tok_s": data["tok_s"]})
+    for name in ("ttft_ms", "e2e_ms"):
+        point.add(name, data.get(name))
+    point.facts = {"requests": data["num_streams"], "output_tokens": data["tokens_per_stream"]}
+    names = ("num_streams", "tokens_per_stream", "num_cpus")
+    return Round(str(path), OWN, [point], {name: data.get(name) for name in names})
+
+
+def read_scheduler(data: Json, path: Path) -> Round:
+    """The JSON line of `bench scheduler`."""
+    load = f"{data['num_running']} running"
+    point = Point(load, ("running", data["num_running"]))
+    point.add("step_us", data["total_us"])
+    config = {name: data.get(name) for name in ("num_running", "num_steps")}
+    return Round(str(path), OWN, [point], config)
+
+
+READERS = {
+    "endpoint": read_endpoint,
+    "campaign": read_endpoint,
+    "mlperf": read_mlperf,
+    "throughput": read_throughput,
+    "ladder": read_ladder,
+    "frontend": read_frontend,
+    "scheduler_steps": read_scheduler,
+}
+
+
+def read_loadgen(path: Path) -> Round:
+    """A folder with LoadGen's logs, such as a submission: a point for every scenario."""
+    folders = sorted(log.parent for log in path.rglob(loadgen.DETAIL))
+    folders = [folder for folder in folders if "accuracy" not in folder.parts]
+    points, notices = [], []
+    for folder in folders:
+        values, errors = loadgen.read_detail(folder)
+        name = _scenario(folder) or str(values["effective_scenario"])
+        points.append(_loadgen_point(name, values))
+        if errors or values.get("result_validity") != "VALID":
+            notices.append(f"{name}: INVALID by LoadGen's log")
+        if float(values.get("effective_min_duration_ms", 0)) < MIN_DURATION_MS:
+            notices.append(f"{name}: shorter than the rules' ten minutes, not a valid submission")
+    return Round(str(path), LOADGEN, points, {}, None, None, notices)
+
+
+def _scenario(folder: Path) -> str:
+    """Benchmark and scenario as a submission's path has them: LoadGen knows no Interactive."""
+    benchmark, scenario, performance, _ = ("", "", "", *folder.resolve().parts)[-4:]
+    return f"{benchmark} {scenario}" if performance == "performance" else ""
+
+
+def _loadgen_point(name: str, values: Json) -> Point:
+    point = Point(name, ("scenario", name))
+    found = {
+        "output_tok_s": values.get("result_completed_tokens_per_second")
+        or values.get("result_tokens_per_second"),
+        "request_s": values.get("result_completed_samples_per_sec")
+        or values.get("result_samples_per_second"),
+    }
+    point.values = present(found)
+    for metric, start, end in (
+        ("ttft_ms", "result_first_token_", "_percentile_latency_ns"),
+        ("tpot_ms", "result_time_per_output_token_", "_percentile_ns"),
+        ("e2e_ms", "result_", "_percentile_latency_ns"),
+    ):
+        ranks: dict[str, Any] = {
+            f"p{rank}": values.get(f"{start}{rank}.00{end}") for rank in (50, 90, 99)
+        }
+        point.add(metric, ranks, 1 / NS_PER_MS)
+    return point

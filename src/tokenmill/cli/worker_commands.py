@@ -1,0 +1,150 @@
+"""tokenmill status | scale | drain: the workers of a running server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill import console
+from tokenmill.cli.remote_chat import RemoteError
+from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.settings.options import command
+
+URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
+SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
+OUTPUT = (SETTINGS["json"],)
+COUNTS = ("workers", "prefill", "decode")
+COLUMNS = (
+    ("worker", "name"),
+    ("state", "state"),
+    ("role", "role"),
+    ("running", "num_running"),
+    ("waiting", "num_waiting"),
+    ("tok/s in", "prompt_tokens_per_s"),
+    ("tok/s out", "tokens_per_s"),
+    ("routed", "routed"),
+    ("failures", "failures"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    panels = {"Server": SERVER, "Output": OUTPUT}
+    command(app, "status", panels)(status)
+    command(app, "scale", {"WorkerPool": tuple(SETTINGS[key] for key in COUNTS), **panels})(scale)
+    command(app, "drain", panels)(drain)
+
+
+def status(settings: Settings) -> None:
+    """Show the workers of a running server.
+
+    tokenmill status
+    tokenmill status --json
+    tokenmill status --url http://10.0.0.1:8000 --control-token secret
+    """
+    _show(_call(settings, "/workers"), settings)
+
+
+def scale(settings: Settings) -> None:
+    """Change the number of workers of a running server; no request is lost.
+
+    tokenmill scale --workers 2
+    tokenmill scale --decode 3
+    """
+    counts = {key: settings.get(key) for key in COUNTS if key in settings}
+    if not counts:
+        raise SettingsError("--workers, --prefill or --decode is needed: how many there shall be")
+    _show(_call(settings, "/workers/scale", counts), settings)
+
+
+def drain(
+    settings: Settings,
+    worker: Annotated[str, typer.Argument(help="Its name, as tokenmill status shows it.")],
+) -> None:
+    """Take a worker out of the pool of a running server once its requests are done.
+
+    tokenmill drain w1
+    """
+    _show(_call(settings, "/workers/drain", {"worker": worker}), settings)
+
+
+def _call(settings: Settings, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    url = (settings.get("url") or URL).rstrip("/").removesuffix("/v1") + path
+    headers = {"Content-Type": "application/json"}
+    if token := settings.get("control-token"):
+        headers["Authorization"] = f"Bearer {token}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, headers), timeout=TIMEOUT_S
+        ) as response:
+            view: dict[str, Any] = json.load(response)
+            return view
+    except urllib.error.HTTPError as error:
+        raise RemoteError(f"{url}: {_message(error)}") from None
+    except (OSError, ValueError) as error:
+        raise RemoteError(f"{url}: {getattr(error, 'reason', error)}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"
+
+
+def _handovers(view: dict[str, Any]) -> str:
+    """What became of prompts that prefill workers computed."""
+    return (
+        f"{view['transfers']} prompts went from prefill to decode workers, "
+        f"{view['failed_transfers']} more were lost on the way"
+    )
+
+
+def _balance(rates: dict[str, Any]) -> str:
+    """Do the two sides keep up with each other."""
+    fitting = f"{rates['fitting_prefill']}:{rates['fitting_decode']}"
+    starving = f"{rates['starving']} starves, " if rates["starving"] else ""
+    return (
+        f"prefill {rates['prefill_busy']:.0%} busy, decode {rates['decode_busy']:.0%}: {starving}"
+        f"prefill:decode of {fitting} would fit"
+    )
+
+
+def _show(view: dict[str, Any], settings: Settings) -> None:
+    if settings.get("json"):
+        console.print_json(view)
+        return
+    rows = [[title for title, _ in COLUMNS]]
+    rows += [[_cell(worker[name]) for _, name in COLUMNS] for worker in view["workers"]]
+    console.print_table(rows)
+    for line in _notes(view):
+        console.note(line)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _notes(view: dict[str, Any]) -> Iterator[str]:
+    """What the table does not say."""
+    yield (
+        f"router {view['router']}, {view['num_open']} requests open, "
+        f"{view['migrations']} went on at another worker"
+    )
+    for worker in view["workers"]:
+        for warning in worker["warnings"]:
+            yield f"{worker['name']} warns: {warning}"
+        if worker["failures"]:
+            restarts = f"restarted {worker['restarts']} times"
+            yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"
+    if view["rates"] or view["transfers"] or view["failed_transfers"]:
+        yield _handovers(view)
+    if view["rates"]:
+        yield _balance(view["rates"])

@@ -1,0 +1,160 @@
+"""The capture of CUDA graphs at the start: in the order of use, within a time and a memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tokenmill.engine.graphs.graph_sizes import capture_order, most_padding, without_graph
+
+Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """What the capture of all graphs may take."""
+
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One graph to capture, or two that belong together."""
+
+    place: int  # in the capture order of its kind; the jobs of several kinds take turns
+    capture: Callable[[], None]
+
+
+@dataclass(slots=True)
+class CaptureReport:
+    """What was captured, and what it took; the counts go on while the engine runs."""
+
+    planned: int = 0
+    captured: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    cut_by: str | None = None  # the flag whose limit ended the capture
+    decode_sizes: list[int] = field(default_factory=list)
+    max_size: int = 0
+    steps: int = 0  # decode steps through a graph
+    rows: int = 0  # their sequences
+    padded_rows: int = 0
+    steps_without: int = 0  # decode steps that no graph took
+
+    def count(self, rows: int, size: int | None) -> None:
+        """Note a decode step of so many sequences that took a graph of this size, or none."""
+        if size is None:
+            if not self.steps_without:
+                _log.warning("a decode step of %d requests runs without a CUDA graph", rows)
+            self.steps_without += 1
+            return
+        self.steps += 1
+        self.rows += rows
+        self.padded_rows += size - rows
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"captured {self.captured} of {self.planned} CUDA graphs for decode steps of up to "
+            f"{self.max_size} requests in {self.seconds:.1f} s, "
+            f"{self.memory_bytes / 2**30:.2f} GiB"
+        )
+
+    def warnings(self) -> list[str]:
+        """What a user has to know; empty when all went as planned."""
+        found = []
+        if self.cut_by is not None:
+            line = f"{self.describe()}: {self.cut_by} ended it"
+            padding = most_padding(self.decode_sizes)
+            line += f"; decode steps are padded by up to {padding:.0%}"
+            missing = without_graph(self.decode_sizes, self.max_size)
+            if missing:
+                spans = ", ".join(f"{r.start}-{r.stop - 1}" for r in missing)
+                line += f", and those of {spans} requests run without a graph"
+            found.append(line)
+        if self.steps_without:
+            found.append(
+                f"{self.steps_without} decode steps ran without a CUDA graph, which is slower; "
+                f"{self.steps} ran with one"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report of a benchmark."""
+        return {
+            "captured": self.captured,
+            "planned": self.planned,
+            "capture_s": round(self.seconds, 2),
+            "memory_mib": round(self.memory_bytes / 2**20, 1),
+            "largest": max(self.decode_sizes, default=0),
+            "decode_steps": self.steps,
+            "decode_steps_without_graph": self.steps_without,
+            "padding": round(self.padded_rows / self.rows, 4) if self.rows else 0.0,
+            "warnings": self.warnings(),
+        }
+
+
+def jobs_for(sizes: Sequence[int], capture: Callable[[int], None]) -> list[Job]:
+    """A job for each size, in the order of use."""
+
+    def job(place: int, size: int) -> Job:
+        return Job(place, lambda: capture(size))
+
+    return [job(place, size) for place, size in enumerate(capture_order(sizes))] if sizes else []
+
+
+def capture_all(
+    jobs: Sequence[Job],
+    limits: CaptureLimits,
+    progress: Progress | None = None,
+    now: Callable[[], float] = time.monotonic,
+    free_bytes: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0],
+) -> CaptureReport:
+    """Capture graphs, those of every kind in turns, until all are or a limit is reached."""
+    report, begin, free = CaptureReport(planned=len(jobs)), now(), free_bytes()
+    for job in sorted(jobs, key=lambda job: job.place):
+        job.capture()
+        report.captured += 1
+        report.seconds, report.memory_bytes = now() - begin, free - free_bytes()
+        if progress is not None:
+            progress(report.captured, report.planned)
+        if report.captured == report.planned:
+            break
+        if report.seconds > limits.seconds:
+            report.cut_by = f"--graph-capture-time {limits.seconds:g}"
+            break
+        if report.memory_bytes > limits.memory_bytes:
+            report.cut_by = f"--graph-memory {limits.memory_bytes / 2**30:g}GiB"
+            break
+    return report
+
+
+class Unowned:
+    """An address in a graph's memory, as torch.as_tensor() reads it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<i2",
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, without keeping their memory from the graphs captured later.
+
+    Graphs that share a pool are replayed one after another, and what one writes is read before the
+    next replay. So their largest outputs may lie in the same place: memory that capture frees stays
+    the pool's while a graph lives, and is given to the next capture.
+    """
+    assert tensor.is_contiguous() and tensor.element_size() == 2
+    return torch.as_tensor(Unowned(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,128 @@
+"""CUDA graphs of the decode step: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tokenmill.engine.graphs.capture import CaptureReport, Job, jobs_for, unowned
+from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
+from tokenmill.engine.inputs import InputBuilder, newest_token
+from tokenmill.engine.model import KVCache, Model
+from tokenmill.kernels.attention import AttentionBatch, place_tokens
+from tokenmill.kernels.sampling import argmax
+from tokenmill.sched.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph and the tensors whose addresses it holds."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: AttentionBatch
+    decoded: Decoded
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The tensors of a decode step; a graph writes the same ones every time."""
+
+    token_ids: torch.Tensor  # int32 [size], the input
+    logits: torch.Tensor  # [size, vocab]; of a graph: until the next replay of any
+    best: torch.Tensor  # int32 [size]: the largest logit's token
+    slots: torch.Tensor  # int32 [size]
+
+
+class DecodeGraphs:
+    """Forward passes of one token per sequence, captured once and replayed.
+
+    All graphs read one input buffer: ids, contexts and slots, so that a step is one small copy and
+    one launch. A graph ends by noting the greedy tokens as the newest ones of their sequences. Rows
+    beyond the batch use the block tables' last row, which no sequence owns.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        builder: InputBuilder,
+        max_size: int,
+        sizes: list[int] | None = None,
+    ) -> None:
+        self.model, self.kv_cache, self.builder = model, kv_cache, builder
+        self.sizes, self.max_size = sizes or graph_sizes(max_size), max_size
+        self.report = CaptureReport()
+        self.stride = max_size + -max_size % 4
+        self.inputs = torch.zeros(3, self.stride, dtype=torch.int32, device=builder.device)
+        self.inputs[2] = builder.tables.pad_row
+        self._graphs: dict[int, Captured] = {}
+
+    def jobs(self, pool: Any) -> list[Job]:
+        """What captures the sizes."""
+        return jobs_for(self.sizes, lambda size: self._capture(size, pool))
+
+    def start(self, report: CaptureReport) -> None:
+        """Use what was captured, and count in the report how."""
+        self.sizes = report.decode_sizes = sorted(self._graphs)
+        self.report, report.max_size = report, self.max_size
+
+    def _capture(self, size: int, pool: Any) -> None:
+        batch = self._attention(size)
+        self._decode(size, batch)  # compiles kernels and picks algorithms, which capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            decoded = self._decode(size, batch)
+        decoded = replace(decoded, logits=unowned(decoded.logits))
+        self._graphs[size] = Captured(graph, batch, decoded)
+
+    def _attention(self, size: int) -> AttentionBatch:
+        """Views of the input buffer; the tiles of single queries are the same in every step."""
+        builder = self.builder
+        starts, tiles = builder.even(size, 1)
+        return AttentionBatch(
+            positions=self.inputs[1, :size],
+            slots=self.inputs[1, :size],  # replaced in the step
+            query_starts=starts,
+            context_lens=self.inputs[1, :size],
+            block_tables=builder.tables.tensor,
+            table_rows=self.inputs[2, :size],
+            tiles=tiles,
+        )
+
+    def _decode(self, size: int, batch: AttentionBatch) -> Decoded:
+        staged, contexts, slots = self.inputs[:, :size]
+        last_tokens = self.builder.last_tokens
+        ids, cache_slots = place_tokens(
+            staged, contexts, slots, batch.block_tables, last_tokens, self.builder.block_size
+        )
+        placed = replace(batch, slots=cache_slots)
+        logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
+        best = argmax(logits)
+        last_tokens.index_copy_(0, slots.long(), best)
+        return Decoded(ids, logits, best, slots)
+
+    def run(self, seqs: list[Sequence]) -> Decoded | None:
+        """The step's tensors, valid until the next run; None when no graph suits the batch."""
+        count = len(seqs)
+        size = graph_for(self.sizes, count)
+        self.report.count(count, size)
+        if size is None:
+            return None
+        host = self.builder.staging.buffer(3 * self.stride)
+        image = host.numpy().reshape(3, self.stride)
+        image[0, :count] = [newest_token(seq) for seq in seqs]
+        image[1, :count] = [seq.num_computed_tokens for seq in seqs]
+        image[2, :count] = [seq.slot for seq in seqs]
+        image[:2, count:size] = 0
+        image[2, count:size] = self.builder.tables.pad_row
+        self.inputs.view(-1).copy_(host, non_blocking=True)
+        captured = self._graphs[size]
+        captured.graph.replay()
+        decoded = captured.decoded
+        return Decoded(
+            decoded.token_ids[:count], decoded.logits[:count], decoded.best[:count],
+            decoded.slots[:count],
+        )  # fmt: skip

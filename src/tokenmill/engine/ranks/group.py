@@ -1,0 +1,257 @@
+"""The other ranks of an engine, as rank 0 sees them: started, joined, told what to do, ended.
+
+Rank 0 tells what comes next over a connection to each rank, which waits there as long as it takes;
+tensors go by collectives, which have a timeout. A rank ends when its connection does. Ranks are
+child processes, unless TOKENMILL_RANK_ADDRESS says where they will call: then somebody else starts
+them, with TOKENMILL_RANK_KEY as the key to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill.core.types import ModelLoadError, RanksLostError
+from tokenmill.engine.ranks.rank_messages import Message, receive, send
+from tokenmill.kv.shared_memory import host_identity
+from tokenmill.parallel import Ranks, connect, connected, disconnect, file_store, open_store
+
+ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_RANK_ADDRESS", "TOKENMILL_RANK_KEY"
+START_TIMEOUT_S = 300.0  # for all ranks to call
+END_TIMEOUT_S = 5.0  # for a child to end by itself
+
+
+class RankGroup:
+    """Rank 0's connections to the others, in the order of their ranks from 1 on."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size, self.device = size, device
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._links: list[Connection] = []
+        if connected():
+            raise ModelLoadError("one engine with ranks at a time: close() the one of this process")
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-ranks-")
+        placed = os.environ.get(ADDRESS_VARIABLE)
+        if placed is None and device == "cuda" and torch.cuda.device_count() < size:
+            raise ModelLoadError(
+                f"{size} ranks need a GPU each, but torch sees {torch.cuda.device_count()} here"
+            )
+        try:
+            with _listen(placed, Path(self._folder.name)) as (listener, key):
+                if placed is None:
+                    self._start_children(str(listener.address), key)
+                self._accept(listener)
+            self.ranks = self._join(placed)
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    def tell(self, message: Message) -> None:
+        """Send every rank the same message."""
+        self.tell_each([message] * len(self._links))
+
+    def tell_each(self, messages: list[Message]) -> None:
+        """Send each rank a message of its own."""
+        try:
+            for link, message in zip(self._links, messages, strict=True):
+                send(link, message)
+        except OSError as error:
+            raise RanksLostError(f"a rank is gone: {error}") from error
+
+    def hear(self) -> list[Message]:
+        """The next message of each rank; raises what a rank could not do."""
+        try:
+            messages = [receive(link) for link in self._links]
+        except (EOFError, OSError) as error:
+            raise RanksLostError(f"a rank is gone: {type(error).__name__}") from error
+        for rank, message in enumerate(messages, 1):
+            if "error" in message:
+                raise ModelLoadError(f"rank {rank}: {message['error']}")
+        return messages
+
+    def take(self, wait: bool) -> list[Message]:
+        """What ranks have said without being waited for, or the next that one of them says."""
+        try:
+            ready = connection.wait(self._links, None if wait else 0)
+            return [receive(link) for link in self._links if link in ready]
+        except (EOFError, OSError) as error:
+            raise RanksLostError(f"a rank is gone: {type(error).__name__}") from error
+
+    def agree(self, num_blocks: int) -> int:
+        """The least that any rank has room for; all have loaded their part then."""
+        least: int = min(num_blocks, *(message["num_blocks"] for message in self.hear()))
+        self._folder.cleanup()  # all have met: a sudden death leaves nothing behind
+        self.tell({"num_blocks": least})
+        return least
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do; whatever breaks it off, Ctrl-C too, ends the others."""
+        try:
+            self.check()
+            yield
+        except RanksLostError as error:
+            code = min(self.close(), default=0)  # of a signal, if any; who ended with rank 0 has 0
+            raise (RanksLostError(_ended(code)) if code else error) from error.__cause__
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise RanksLostError if a rank has ended."""
+        if not self._links:
+            raise RanksLostError("the other ranks have been ended")
+        self._check_children()
+
+    def _check_children(self) -> None:
+        for child in self._children:
+            if child.poll() is not None:
+                raise RanksLostError(_ended(child.returncode))
+
+    def close(self) -> list[int]:
+        """End the other ranks; exit codes of those that did by themselves. Safe to call twice."""
+        atexit.unregister(self.close)
+        for link in self._links:
+            link.close()
+        self._links = []
+        disconnect()
+        codes = []
+        for child in self._children:
+            try:
+                codes.append(child.wait(END_TIMEOUT_S))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        self._children = []
+        self._folder.cleanup()
+        return codes
+
+    def _start_children(self, address: str, key: bytes) -> None:
+        # -P: a folder named tokenmill in the working directory is not the package.
+        command = [sys.executable, "-P", "-m", "tokenmill.engine.ranks.rank_process", address]
+        env = os.environ | {KEY_VARIABLE: key.hex()}
+        for _ in range(self.size - 1):
+            child = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for rank 0
+            )
+            self._children.append(child)
+
+    def _accept(self, listener: Listener) -> None:
+        """Wait for every rank's call, as long as all children live."""
+        calls: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        caller = threading.Thread(target=_take_calls, args=(listener, calls), daemon=True)
+        caller.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while len(self._links) < self.size - 1:
+            self._check_children()
+            if time.monotonic() > deadline:
+                raise RanksLostError(
+                    f"{len(self._links) + 1} of {self.size} ranks came within {START_TIMEOUT_S:g} s"
+                )
+            with contextlib.suppress(queue.Empty):
+                self._links.append(calls.get(timeout=0.2))
+        machines = [message["machine"] for message in self.hear()]
+        self._links = [self._links[i] for i in side_by_side(host_identity(), machines)]
+
+    def _join(self, placed: str | None) -> Ranks:
+        """Make the group of all ranks."""
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        place = {"size": self.size, "backend": backend, "device": self.device}
+        if placed is None:
+            place["file"] = str(Path(self._folder.name) / "store")
+            self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
+            return join(place | {"rank": 0})
+        host = placed.rpartition(":")[0]
+        store = open_store(host, self.size)
+        place |= {"host": host, "port": store.port}
+        self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
+        return join(place | {"rank": 0}, store)
+
+
+def _ended(code: int) -> str:
+    return f"a rank ended with exit code {code}"
+
+
+def side_by_side(own: str, machines: list[str]) -> list[int]:
+    """The order in which those of a machine are neighbours, rank 0's own machine first."""
+    return sorted(range(len(machines)), key=lambda i: (machines[i] != own, machines[i]))
+
+
+def join(place: Message, store: Any = None) -> Ranks:
+    """Join the group that rank 0 has described."""
+    rank, size = place["rank"], place["size"]
+    if place["device"] == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if "file" in place or place["host"].startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "file" in place:
+        store = file_store(place["file"], size)
+    elif store is None:
+        store = open_store(place["host"], size, place["port"])
+    return connect(rank, size, store, place["backend"])
+
+
+def call(address: str) -> Connection:
+    """A rank's connection to rank 0, which hears where the rank runs."""
+    key = bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))
+    host, _, port = address.rpartition(":")
+    where, parent = (host, int(port)) if host else address, os.getppid()
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            link = Client(where, authkey=key)
+            break
+        except (ConnectionRefusedError, FileNotFoundError):
+            # A parent that is rank 0 listened before it started this process.
+            if not host or os.getppid() != parent:
+                raise SystemExit(1) from None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)  # rank 0 is not there yet
+    send(link, {"machine": host_identity()})
+    return link
+
+
+@contextlib.contextmanager
+def _listen(placed: str | None, folder: Path) -> Iterator[tuple[Listener, bytes]]:
+    """Where ranks call, and the key they need."""
+    if placed is None:
+        key = secrets.token_bytes(32)
+        with Listener(str(folder / "calls"), authkey=key) as listener:
+            yield listener, key
+        return
+    host, _, port = placed.rpartition(":")
+    key = bytes.fromhex(os.environ[KEY_VARIABLE])
+    with Listener((host, int(port)), authkey=key) as listener:
+        yield listener, key
+
+
+def _take_calls(listener: Listener, calls: queue.SimpleQueue[Connection]) -> None:
+    """Pass on who calls with the right key; ends when the listener is closed."""
+    while True:
+        try:
+            calls.put(listener.accept())
+        except OSError:
+            return
+        except Exception:  # the wrong key
+            continue

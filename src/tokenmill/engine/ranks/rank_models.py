@@ -1,0 +1,183 @@
+"""Models over several ranks, as the runner of one rank sees them.
+
+Where ranks share every token, rank 0 tells the others what to compute and broadcasts its inputs:
+a step, its logits where each rank has a part of the vocabulary, the same of the MTP module.
+Whatever fails inside is the end of all ranks: the others cannot know how far it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tokenmill.core.types import RanksLostError
+from tokenmill.engine.model import KVCache, RankModel
+from tokenmill.engine.mtp import Cache, Drafter
+from tokenmill.engine.ranks.group import RankGroup
+from tokenmill.engine.ranks.rank_messages import Message, pack_step, step_size, unpack_step
+from tokenmill.engine.ranks.rebalance import Rebalancer
+from tokenmill.engine.ranks.shared_kv import RankReader
+from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.parallel import Ranks
+
+RANK_GONE = "a rank is gone: it closed its connection"
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """An error of what several ranks do together: the others wait in vain, so nothing goes on."""
+    try:
+        yield
+    except RanksLostError:
+        raise
+    except Exception as error:
+        if "by peer" in str(error):  # gloo's "Connection closed by peer", or reset
+            raise RanksLostError(RANK_GONE) from error
+        message = f"a step of several ranks failed: {type(error).__name__}: {error}"
+        raise RanksLostError(message) from error
+
+
+class SharedModel:
+    """A model whose ranks all compute the same tokens, as rank 0 runs it."""
+
+    def __init__(self, model: RankModel, group: RankGroup, rebalancer: Rebalancer | None) -> None:
+        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
+        self.linears = model.linears
+        self._model, self._group, self._rebalancer = model, group, rebalancer
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Send the step to all ranks and compute this one's part."""
+        with all_or_none():
+            _send_step(self._group, "step", token_ids, batch)
+            if self._rebalancer is not None:
+                self._rebalancer.turn()
+            return self._model.forward(token_ids, kv_cache, batch)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.normed(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Those of all ranks' parts of the vocabulary, or of this rank, which has it all."""
+        with all_or_none():
+            if self._model.layout.split_heads:
+                _send_rows(self._group, "logits", hidden)
+            return self._model.logits(hidden)
+
+
+class SharedDrafter:
+    """The MTP module of such a model, divided like one of its layers."""
+
+    def __init__(self, module: Drafter, model: RankModel, group: RankGroup) -> None:
+        self.num_bytes = module.num_bytes
+        self._module, self._model, self._group = module, model, group
+
+    def forward(
+        self, token_ids: torch.Tensor, states: torch.Tensor, cache: Cache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Send tokens and states to all ranks and compute this one's part."""
+        with all_or_none():
+            _send_step(self._group, "draft", token_ids, batch)
+            self._group.ranks.broadcast(states)
+            return self._module.forward(token_ids, states, cache, batch)
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        with all_or_none():
+            if self._model.layout.split_heads:
+                _send_rows(self._group, "draft_logits", out)
+            return self._module.logits(out)
+
+    def states(self, out: torch.Tensor) -> torch.Tensor:
+        return self._module.states(out)
+
+
+def _send_step(group: RankGroup, what: str, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
+    sizes, flat = pack_step(token_ids, batch)
+    group.tell(sizes | {"do": what})
+    group.ranks.broadcast(flat)
+
+
+def _send_rows(group: RankGroup, what: str, rows: torch.Tensor) -> None:
+    group.tell({"do": what, "tokens": rows.shape[0]})
+    group.ranks.broadcast(rows)
+
+
+class Follower:
+    """Computes another rank's part of what SharedModel and SharedDrafter send."""
+
+    def __init__(
+        self,
+        model: RankModel,
+        drafter: Drafter | None,
+        kv_cache: KVCache,
+        ranks: Ranks,
+        rebalancer: Rebalancer | None,
+        reader: RankReader | None = None,
+    ) -> None:
+        """With a drafter the cache's last layer is its own; with a reader KV moves."""
+        self._model, self._drafter, self._ranks, self._reader = model, drafter, ranks, reader
+        self._rebalancer, self._kv_cache = rebalancer, kv_cache
+
+    @torch.inference_mode()
+    def follow(self, message: Message) -> None:
+        """Take part in one call; what all ranks have computed together is rank 0's to use."""
+        model, drafter = self._model, self._drafter
+        match message["do"]:
+            case "step":
+                token_ids, batch = self._step(message)
+                if self._rebalancer is not None:
+                    self._rebalancer.turn()
+                model.forward(token_ids, self._kv_cache[: model.spec.num_layers], batch)
+            case "logits":
+                model.logits(self._rows(message))
+            case "draft" if drafter is not None:
+                token_ids, batch = self._step(message)
+                drafter.forward(token_ids, self._rows(message), self._kv_cache[-1], batch)
+            case "draft_logits" if drafter is not None:
+                drafter.logits(self._rows(message))
+            case _ if self._reader is not None:
+                self._reader.do(message)
+            case unknown:
+                raise ValueError(f"rank 0 asks for {unknown!r}")
+
+    def _step(self, sizes: Message) -> tuple[torch.Tensor, AttentionBatch]:
+        device = self._kv_cache[0][0].device
+        flat = torch.empty(step_size(sizes), dtype=torch.int32, device=device)
+        return unpack_step(sizes, self._ranks.broadcast(flat))
+
+    def _rows(self, message: Message) -> torch.Tensor:
+        """Rows of the residual stream."""
+        norm = self._model.norm
+        return self._ranks.broadcast(norm.new_empty(message["tokens"], norm.shape[0]))
+
+
+class OwnModel:
+    """A model whose ranks have tokens of their own, and experts together."""
+
+    def __init__(self, model: RankModel) -> None:
+        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
+        self.linears = model.linears
+        self._model, self.ran = model, False
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Compute a step of this rank's, with the experts of all."""
+        self.ran = True
+        with all_or_none():
+            return self._model.forward(token_ids, kv_cache, batch)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.normed(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """Compute the experts' part of the other ranks' step."""
+        with all_or_none():
+            self._model.assist()

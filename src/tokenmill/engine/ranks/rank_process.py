@@ -1,0 +1,119 @@
+"""A rank that is not the first: the process that tokenmill.engine.ranks.group starts.
+
+python -m tokenmill.engine.ranks.rank_process ADDRESS
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
+from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
+from tokenmill.engine.ranks.group import call, join
+from tokenmill.engine.ranks.leader import OwnEngine
+from tokenmill.engine.ranks.rank_messages import Message, pack_address, receive, send, unpack_setup
+from tokenmill.engine.ranks.rank_models import RANK_GONE, Follower, OwnModel, all_or_none
+from tokenmill.engine.ranks.shared_kv import RankReader
+from tokenmill.engine.setup import Setup
+from tokenmill.kv.connectors import KVLink
+from tokenmill.parallel import Ranks
+
+
+class Inbox:
+    """What rank 0 says, in order; the process ends as soon as rank 0 has."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._messages.put(receive(self._connection))
+            except (EOFError, OSError):
+                os._exit(0)  # be it in the middle of a collective that will never end
+
+    def next(self) -> Message:
+        return self._messages.get()
+
+
+def main(address: str) -> None:
+    """Join rank 0, load a part of the model, and compute until rank 0 is gone."""
+    connection = call(address)
+    inbox = Inbox(connection)
+    ranks = join(inbox.next())
+    order = inbox.next()
+    setup = unpack_setup(order["setup"])
+
+    def agree(num_blocks: int) -> int:
+        send(connection, {"num_blocks": num_blocks})
+        return int(inbox.next()["num_blocks"])
+
+    try:
+        part = load_part(setup, ranks, agree)
+    except TokenmillError as error:
+        send(connection, {"error": str(error)})
+        inbox.next()  # until rank 0 ends
+        return
+    vocab = order["vocab"] and GrammarVocab(**order["vocab"])
+    try:
+        with all_or_none():
+            if setup.parallel.attention_dp:
+                _run_own(setup, part, ranks, vocab, connection, inbox)
+            else:
+                _follow(setup, part, ranks, connection, inbox)
+    except RanksLostError as error:
+        if str(error) != RANK_GONE:
+            raise
+        sys.exit(1)  # what happened is for the one to tell that is gone
+
+
+def _follow(
+    setup: Setup, part: Part, ranks: Ranks, connection: Connection, inbox: Inbox
+) -> NoReturn:
+    """Compute this rank's part of what rank 0 does."""
+    rebalancer = make_rebalancer(setup, part, ranks)
+    reader = open_reader(setup, part, connection)
+    follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader)
+    while True:
+        follower.follow(inbox.next())
+
+
+def _run_own(
+    setup: Setup,
+    part: Part,
+    ranks: Ranks,
+    vocab: GrammarVocab | None,
+    connection: Connection,
+    inbox: Inbox,
+) -> NoReturn:
+    """Run requests of this rank's own, a step whenever rank 0 starts a round."""
+    model = OwnModel(part.network)
+    engine, _ = make_engine(setup, part, model, vocab)
+    own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
+    if engine.kv is not None:
+        send(connection, {"kv": pack_address(engine.kv.address)})
+    while True:
+        send(connection, own.answer(inbox.next()))
+
+
+def open_reader(setup: Setup, part: Part, connection: Connection) -> RankReader | None:
+    """What moves this rank's part of KV blocks, where they move."""
+    if not isinstance(part.link, KVLink):
+        return None
+    block_size = setup.cache.block_size
+    assert block_size is not None
+    connectors, address = part.link.reach(
+        part.kv_cache, part.cached, setup.cache.dtype, block_size, part.num_blocks
+    )
+    return RankReader(connectors, address, connection)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

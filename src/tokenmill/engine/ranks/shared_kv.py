@@ -1,0 +1,177 @@
+"""KV of an engine whose ranks share requests: all move their blocks, rank 0 knows when.
+
+Where ranks have a part of every block each, a rank reads from the rank of its number in the other
+engine; where each has whole blocks, all read those of rank 0, which alone are known to be written.
+Rank 0 tells the others over their connections, which answer each call when it is over; a read
+counts when all ranks have theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+from tokenmill.core.kv import KVAddress, KVWay
+from tokenmill.core.spec import ModelSpec
+from tokenmill.engine.model import KVCache
+from tokenmill.engine.ranks.group import RankGroup
+from tokenmill.engine.ranks.rank_messages import Message, pack_address, send, unpack_address
+from tokenmill.kv.connectors import KVLink
+from tokenmill.kv.transfer import KVTransfer, OwnConnector, Run, TransferError
+from tokenmill.sched.scheduler import Scheduler
+
+
+class GroupLink:
+    """Rank 0's link, whose connectors move the blocks of all ranks, or the parts they have."""
+
+    def __init__(self, link: KVLink, group: RankGroup, in_parts: bool) -> None:
+        self._link, self._group, self._in_parts = link, group, in_parts
+
+    def open(
+        self, scheduler: Scheduler, kv_cache: KVCache, spec: ModelSpec, dtype: str
+    ) -> KVTransfer:
+        """Make the caches of all ranks reachable."""
+        pool = scheduler.pool
+        connectors, own = self._link.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
+        others = tuple(unpack_address(message["kv"]) for message in self._group.hear())
+        calls = _Calls(self._group)
+        moved = [GroupConnector(connector, calls) for connector in connectors]
+        return KVTransfer(scheduler, moved, replace(own, others=others if self._in_parts else ()))
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something that the other ranks do."""
+
+    missing: int  # answers
+    error: str | None = None
+
+
+class _Calls:
+    """Calls to the other ranks and their answers, which come when they come."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group, self._last, self.num_ranks = group, 0, group.size - 1
+        self._open: dict[int, _Call] = {}
+
+    def start(self, messages: list[Message]) -> _Call:
+        """Give each other rank a message of its own."""
+        self._last += 1
+        call = self._open[self._last] = _Call(len(messages))
+        self._group.tell_each([message | {"number": self._last} for message in messages])
+        return call
+
+    def start_all(self, message: Message) -> _Call:
+        """Give the other ranks the same message."""
+        return self.start([message] * self.num_ranks)
+
+    def over(self, call: _Call, wait: bool = False) -> bool:
+        """True once all ranks have answered."""
+        while call.missing:
+            answers = self._group.take(wait)
+            if not answers:
+                return False
+            for answer in answers:
+                open_call = self._open[answer["number"]]
+                open_call.missing -= 1
+                open_call.error = open_call.error or answer["error"]
+                if not open_call.missing:
+                    del self._open[answer["number"]]
+        return True
+
+
+class GroupRead:
+    """A read of all ranks."""
+
+    def __init__(self, own: Future[None], others: _Call, calls: _Calls) -> None:
+        self._own, self._others, self._calls = own, others, calls
+
+    def done(self) -> bool:
+        """All parts are here, or will not come."""
+        return self._calls.over(self._others) and self._own.done()
+
+    def exception(self) -> BaseException | None:
+        """Why a part did not come, once done."""
+        if self._others.error is not None:
+            return TransferError(self._others.error)
+        return self._own.exception()
+
+
+class GroupConnector:
+    """A connector of rank 0, and with it those of the same name of all ranks."""
+
+    def __init__(self, own: OwnConnector, calls: _Calls) -> None:
+        self.name, self.regions, self.endpoint = own.name, own.regions, own.endpoint
+        self._own, self._calls = own, calls
+
+    def connect(self, peer: KVAddress, way: KVWay) -> None:
+        """Let each rank be ready to read from the peer's rank of its number, or its only one."""
+        self._own.connect(peer, way)
+        sources = peer.others or (peer,) * self._calls.num_ranks
+        call = self._calls.start(
+            [self._message("connect", peer.engine_id, peer=pack_address(s)) for s in sources]
+        )
+        self._calls.over(call, wait=True)
+        if call.error is not None:
+            self.disconnect(peer.engine_id)
+            raise TransferError(call.error)
+
+    def disconnect(self, engine_id: str) -> None:
+        self._own.disconnect(engine_id)
+        self._calls.start_all(self._message("disconnect", engine_id))
+
+    def read(self, engine_id: str, runs: list[Run]) -> GroupRead:
+        """Start to read runs of blocks on every rank."""
+        call = self._calls.start_all(self._message("read", engine_id, runs=runs))
+        return GroupRead(self._own.read(engine_id, runs), call, self._calls)
+
+    def close(self) -> None:
+        self._own.close()  # the other ranks' end with their processes
+
+    def _message(self, what: str, engine_id: str, **more: object) -> Message:
+        return {"do": f"kv_{what}", "connector": self.name, "engine_id": engine_id} | more
+
+
+class RankReader:
+    """Another rank's connectors, which do what GroupConnector says."""
+
+    def __init__(
+        self, connectors: list[OwnConnector], address: KVAddress, connection: Connection
+    ) -> None:
+        """Tell rank 0 where this rank's part lies."""
+        self._connectors = {connector.name: connector for connector in connectors}
+        self._peers: dict[str, str] = {}  # the engine's id: that of its rank which is read here
+        self._connection, self._lock = connection, threading.Lock()
+        send(connection, {"kv": pack_address(address)})
+
+    def do(self, message: Message) -> None:
+        """Begin what rank 0 says; its end is told from whichever thread it comes in."""
+        number, engine_id = message["number"], message["engine_id"]
+        connector = self._connectors[message["connector"]]
+        error: str | None = None
+        match message["do"]:
+            case "kv_connect":
+                error = self._connect(connector, engine_id, unpack_address(message["peer"]))
+            case "kv_disconnect":
+                connector.disconnect(self._peers.pop(engine_id, ""))
+            case "kv_read":
+                runs = [(there, here, count) for there, here, count in message["runs"]]
+                read = connector.read(self._peers[engine_id], runs)
+                read.add_done_callback(lambda read: self._answer(number, read.exception()))
+                return
+        self._answer(number, error)
+
+    def _connect(self, connector: OwnConnector, engine_id: str, peer: KVAddress) -> str | None:
+        (way,) = (way for way in peer.ways if way.connector == connector.name)
+        self._peers[engine_id] = peer.engine_id
+        try:
+            connector.connect(peer, way)
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def _answer(self, number: int, error: object) -> None:
+        with self._lock:
+            send(self._connection, {"number": number, "error": error and str(error)})

@@ -1,0 +1,113 @@
+"""How an engine's KV is reached by others: by which connectors, over which memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.util import find_spec
+from uuid import uuid4
+
+import torch
+
+from tokenmill.core.kv import SHM, KVAddress, KVGeometry, KVWay
+from tokenmill.core.spec import ModelSpec
+from tokenmill.core.types import ModelLoadError
+from tokenmill.kv.nixl_connector import NixlConnector
+from tokenmill.kv.shared_memory import SharedMemoryConnector, SharedPages, host_identity
+from tokenmill.kv.transfer import KVTransfer, OwnConnector
+from tokenmill.sched.scheduler import Scheduler
+
+_LAYOUTS = {"cpu": "keys [head, channel, token]", "cuda": "keys [head, token, channel]"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLink:
+    """What is decided before the cache is allocated."""
+
+    engine_id: str
+    connectors: tuple[str, ...]  # the quickest first
+    pages: SharedPages | None  # where the cache has to lie
+
+    @classmethod
+    def plan(cls, connector: str, device: str) -> KVLink | None:
+        """Choose the connectors; None: this engine's KV stays here.
+
+        "auto" has shm for peers on the same host, and nixl, where installed, for all others.
+        """
+        if connector == "none":
+            return None
+        if connector == "auto":
+            names = ((SHM,) if device == "cpu" else ()) + (("nixl",) if find_spec("nixl") else ())
+        else:
+            names = (connector,)
+        if device != "cpu" and "nixl" not in names:
+            raise ModelLoadError(
+                f"kv_connector {connector}: shm moves host memory alone; on cuda install nixl"
+            )
+        engine_id = uuid4().hex[:12]
+        return cls(engine_id, names, SharedPages(engine_id) if SHM in names else None)
+
+    def connect(self, tensors: list[torch.Tensor]) -> list[OwnConnector]:
+        """The connectors over the tensors of a cache."""
+        connectors: list[OwnConnector] = []
+        if self.pages is not None:
+            connectors.append(SharedMemoryConnector(self.pages, [t.numpy() for t in tensors]))
+        if "nixl" in self.connectors:
+            connectors.append(NixlConnector(self.engine_id, tensors))
+        return connectors
+
+    def open(
+        self,
+        scheduler: Scheduler,
+        kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
+        spec: ModelSpec,
+        dtype: str,
+    ) -> KVTransfer:
+        """Make the cache reachable."""
+        pool = scheduler.pool
+        reached = self.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
+        return KVTransfer(scheduler, *reached)
+
+    def reach(
+        self,
+        kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
+        spec: ModelSpec,
+        dtype: str,
+        block_size: int,
+        num_blocks: int,
+    ) -> tuple[list[OwnConnector], KVAddress]:
+        """Connectors over a cache, and how a peer reaches it."""
+        tensors = [tensor for layer in kv_cache for tensor in layer]
+        connectors = self.connect(tensors)
+        shape = geometry(spec, tensors, dtype, block_size)
+        return connectors, self.address(connectors, shape, num_blocks)
+
+    def address(
+        self, connectors: list[OwnConnector], shape: KVGeometry, num_blocks: int
+    ) -> KVAddress:
+        """What a peer has to know."""
+        return KVAddress(
+            engine_id=self.engine_id,
+            host=host_identity(),
+            geometry=shape,
+            num_blocks=num_blocks,
+            ways=tuple(KVWay(c.name, c.regions, c.endpoint) for c in connectors),
+        )
+
+
+def geometry(
+    spec: ModelSpec, tensors: list[torch.Tensor], dtype: str, block_size: int
+) -> KVGeometry:
+    """What the blocks of another engine must look like, too."""
+    shape = (spec.family, spec.vocab_size, spec.hidden_size, spec.num_heads, spec.rope)
+    rest = (spec.qk_norm, spec.layer_windows)
+    return KVGeometry(
+        model=blake2b(repr((shape, rest)).encode(), digest_size=8).hexdigest(),
+        dtype=dtype,
+        layout=_LAYOUTS[tensors[0].device.type],
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        block_bytes=tuple(t.nbytes // t.shape[0] for t in tensors),
+    )

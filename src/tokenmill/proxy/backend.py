@@ -1,0 +1,187 @@
+"""One server behind a router: is it up, which models has it, and what was sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tokenmill.core.config import RouteConfig
+from tokenmill.core.types import TokenmillError
+from tokenmill.proxy.upstream import Answer, ConnectError, Headers, Upstream, UpstreamError
+from tokenmill.workers.slot import Rate
+
+_log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 30.0
+MAX_REST_S = 5.0  # a busy backend is left alone for so long at most
+PROBE_TIMEOUT_S = 10.0
+State = Literal["starting", "ready", "failed"]
+
+
+class BackendError(TokenmillError):
+    """A backend's URL cannot be used; the message names the flag."""
+
+
+def base_url(url: str) -> str:
+    """A backend's URL without /v1 and what may follow it; raises BackendError."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username is not None:
+        raise BackendError(f"--backend must be http://HOST:PORT or https://..., got {url!r}")
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return f"{parts.scheme}://{parts.netloc.lower()}{path}"
+
+
+def base_urls(urls: tuple[str, ...]) -> list[str]:
+    """The backends' URLs; raises BackendError when there is none or one stands there twice."""
+    if not urls:
+        raise BackendError("--backend is needed: the URL of a server, once for each")
+    found: dict[str, str] = {}
+    for url in urls:
+        base = base_url(url)
+        if name_of(base) in found:
+            raise BackendError(f"--backend {url} is given twice")
+        found[name_of(base)] = base
+    return list(found.values())
+
+
+def name_of(url: str) -> str:
+    """A backend's name: its URL without the scheme."""
+    return url.partition("://")[2]
+
+
+class Backend:
+    """A server that is asked for its models now and then; `on_change` hears when it goes or comes.
+
+    One that is down is asked after a pause that doubles each time.
+    """
+
+    def __init__(self, url: str, config: RouteConfig, on_change: Callable[[Backend], None]) -> None:
+        self.name = name_of(url)
+        self.upstream = Upstream(url, config.connect_timeout_s)
+        self.state: State = "starting"
+        self.models: dict[str, Any] = {}  # cards by id, as the backend has them
+        self.num_open = 0
+        self.num_pending = 0  # of these, without a first byte
+        self.queued_tokens = 0  # of their prompts, what is not taken for cached
+        self.num_routed = 0
+        self.num_prompt_tokens = 0
+        self.num_overlap_tokens = 0
+        self.num_failures = 0
+        self.num_returns = 0
+        self.last_failure = ""
+        self.tokens = Rate()
+        self.rests_until_s = 0.0  # it said that it is busy
+        self._config = config
+        self._on_change = on_change
+        self._backoff_s = FIRST_BACKOFF_S
+        self._doubted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    def key(self) -> Headers:
+        """The Authorization that stands for the client's, if there is one."""
+        key = self._config.backend_key
+        return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+
+    async def start(self) -> None:
+        """Look once, then go on looking."""
+        await self._probe()
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self.upstream.close()
+
+    def fail(self, error: UpstreamError) -> None:
+        """It takes no connections, or one was lost: then it is looked at at once."""
+        self.num_failures += 1
+        self.last_failure = str(error)
+        if isinstance(error, ConnectError):
+            self._go_down(str(error))
+        self._doubted.set()
+
+    def rest(self, retry_after: bytes) -> None:
+        """It is busy: others are asked first for as long as it says."""
+        wanted_s = float(retry_after) if retry_after.isdigit() else 0.0
+        self.rests_until_s = time.monotonic() + min(wanted_s, MAX_REST_S)
+
+    def _go_down(self, reason: str) -> None:
+        if self.state != "failed":
+            _log.warning("backend %s is down: %s", self.name, reason)
+            self.state = "failed"
+            self._backoff_s = FIRST_BACKOFF_S
+            self._on_change(self)
+
+    async def _watch(self) -> None:
+        while True:
+            if self.ready:
+                self._doubted.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.health_interval_s):
+                        await self._doubted.wait()
+            if not self.ready:
+                await asyncio.sleep(self._backoff_s)
+                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            await self._probe()
+
+    async def _probe(self) -> None:
+        """Any answer that is no 5xx is a sign of life; a server may want a key for its models."""
+        try:
+            status, cards = await ask_models(self, self.key())
+        except UpstreamError as error:
+            if self.state != "failed":
+                self.num_failures += 1
+            self.last_failure = str(error)
+            self._go_down(str(error))
+            return
+        if status == 200:
+            self.models = cards
+        if not self.ready:
+            if self.state == "failed":
+                _log.warning("backend %s is back", self.name)
+                self.num_returns += 1
+            self.state = "ready"
+            self._on_change(self)
+
+
+async def ask_models(backend: Backend, headers: Headers) -> tuple[int, dict[str, Any]]:
+    """GET /v1/models: the status, and the cards by id; raises UpstreamError."""
+    answer = Answer()
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await backend.upstream.send(answer, "GET", b"/v1/models", headers)
+            body = b""
+            while data := await answer.read():
+                body += data
+    except TimeoutError:
+        raise UpstreamError(f"no answer within {PROBE_TIMEOUT_S:g} s") from None
+    finally:
+        answer.close()
+    if answer.status >= 500:
+        raise UpstreamError(f"/v1/models answers {answer.status}")
+    return answer.status, _cards(body) if answer.status == 200 else {}
+
+
+def _cards(body: bytes) -> dict[str, Any]:
+    try:
+        cards = msgspec.json.decode(body)["data"]
+        return {card["id"]: card for card in cards if isinstance(card["id"], str)}
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return {}

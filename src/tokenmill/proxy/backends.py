@@ -1,0 +1,174 @@
+"""The servers behind a router: who gets a call, who may be tried next, and all of it as data."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from tokenmill.core.config import RouteConfig, RouterConfig
+from tokenmill.proxy.backend import Backend, ask_models, base_urls
+from tokenmill.proxy.call_prompt import RoutedPrompt
+from tokenmill.proxy.upstream import Headers, UpstreamError
+from tokenmill.routing.router import Decision, NoWorkerError, Router
+from tokenmill.workers.pool_view import Choices, PoolView, WorkerView
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A call at one backend."""
+
+    call_id: str
+    backend: Backend
+    decision: Decision
+    is_pending: bool = True
+
+    @property
+    def num_uncached(self) -> int:
+        return self.decision.num_prompt_tokens - self.decision.num_cached_tokens
+
+
+class Backends:
+    """Routes calls over servers that tell nothing of their caches: what was sent is predicted."""
+
+    def __init__(self, config: RouteConfig, router: RouterConfig) -> None:
+        self._router = Router(replace(router, events=False))
+        made = [Backend(url, config, self._on_change) for url in base_urls(config.backends)]
+        self._all = {backend.name: backend for backend in made}
+        self._choices = Choices()
+        self._numbers = count(1)
+        self.num_moved = 0  # calls that a second backend was tried for
+
+    @property
+    def ready(self) -> bool:
+        return any(backend.ready for backend in self._all.values())
+
+    async def start(self) -> None:
+        """Look at every backend once; those that are down are looked at again and again."""
+        await asyncio.gather(*(backend.start() for backend in self._all.values()))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(backend.close() for backend in self._all.values()))
+
+    def new_call(self) -> str:
+        """An id that no other call has."""
+        return f"call-{next(self._numbers)}"
+
+    def choose(self, call_id: str, prompt: RoutedPrompt, tried: Collection[str]) -> Attempt | None:
+        """The next backend for a call, which is on its account from now on; None: there is none."""
+        try:
+            now_s = time.monotonic()
+            without = self._left_out(prompt.model, tried, now_s)
+            decision = self._router.route(call_id, prompt.token_ids, now_s, prompt.salt, without)
+        except NoWorkerError:
+            return None
+        attempt = Attempt(call_id, self._all[decision.worker], decision)
+        self._count(attempt)
+        self.num_moved += bool(tried)
+        self._choices.add(call_id, decision)
+        return attempt
+
+    def _count(self, attempt: Attempt) -> None:
+        backend, decision = attempt.backend, attempt.decision
+        backend.num_open += 1
+        backend.num_pending += 1
+        backend.queued_tokens += attempt.num_uncached
+        backend.num_routed += 1
+        backend.num_prompt_tokens += decision.num_prompt_tokens
+        backend.num_overlap_tokens += decision.num_cached_tokens
+
+    def first_byte(self, attempt: Attempt) -> None:
+        """The prompt of a call is computed."""
+        if attempt.is_pending:
+            attempt.is_pending = False
+            attempt.backend.num_pending -= 1
+            attempt.backend.queued_tokens -= attempt.num_uncached
+            self._router.prefill_done(attempt.call_id)
+            self._router.stepped(attempt.backend.name, time.monotonic())
+
+    def end(self, attempt: Attempt) -> None:
+        """A backend is done with a call, or will not do it."""
+        self.first_byte(attempt)
+        attempt.backend.num_open -= 1
+        self._router.free(attempt.call_id)
+
+    async def models(self, headers: Headers) -> list[Any]:
+        """The cards of all models, asked for with the client's headers where there is no key."""
+        ready = [backend for backend in self._all.values() if backend.ready]
+        found = await asyncio.gather(
+            *(ask_models(b, b.key() or headers) for b in ready), return_exceptions=True
+        )
+        cards: dict[str, Any] = {}
+        for backend, answer in zip(ready, found, strict=True):
+            if isinstance(answer, UpstreamError):
+                backend.fail(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                cards |= {name: card for name, card in answer[1].items() if name not in cards}
+        return list(cards.values())
+
+    def failures(self) -> str:
+        """Why those that are down are down, in a line."""
+        down = [backend for backend in self._all.values() if not backend.ready]
+        return "; ".join(f"{backend.name}: {backend.last_failure}" for backend in down)
+
+    def known_models(self) -> list[str]:
+        """The names that backends told of when they were last looked at."""
+        return list(dict.fromkeys(name for b in self._all.values() for name in b.models))
+
+    def view(self, decisions: bool = True) -> PoolView:
+        """The backends now."""
+        return PoolView(
+            router=self._router.config.policy,
+            num_open=sum(backend.num_open for backend in self._all.values()),
+            num_held=0,
+            migrations=self.num_moved,
+            workers=[self._worker_view(backend) for backend in self._all.values()],
+            decisions=self._choices.views() if decisions else [],
+        )
+
+    def _left_out(self, model: str, tried: Collection[str], now_s: float) -> Collection[str]:
+        """Who does not get a call: those without its model, then, if others are left, busy ones."""
+        backends = self._all.values()
+        out = set(tried)
+        if any(model in b.models for b in backends):  # else anybody may say that it has none
+            out |= {b.name for b in backends if b.models and model not in b.models}
+        resting = out.union(b.name for b in backends if b.rests_until_s > now_s)
+        return resting if set(self._router.workers).difference(resting) else out
+
+    def _on_change(self, backend: Backend) -> None:
+        if backend.ready:
+            self._router.add_worker(backend.name)
+        else:
+            self._router.remove_worker(backend.name)
+
+    def _worker_view(self, backend: Backend) -> WorkerView:
+        known = backend.name in self._router.workers
+        return WorkerView(
+            name=backend.name,
+            role="backend",
+            state=backend.state,
+            num_requests=backend.num_open,
+            num_running=backend.num_open - backend.num_pending,
+            num_waiting=backend.num_pending,
+            queued_tokens=backend.queued_tokens,
+            kv_blocks=0,
+            kv_blocks_used=0,
+            cached_blocks=self._router.index.num_blocks(backend.name) if known else 0,
+            routed=backend.num_routed,
+            routed_tokens=backend.num_prompt_tokens,
+            overlap_tokens=backend.num_overlap_tokens,
+            tokens_per_s=round(backend.tokens.per_s(), 1),
+            output_tokens=backend.tokens.total,
+            restarts=backend.num_returns,
+            failures=backend.num_failures,
+            hangs=0,
+            last_failure=backend.last_failure,
+        )

@@ -1,0 +1,96 @@
+"""What a router sees of a call that it does not judge: its model, and its prompt as numbers.
+
+With a tokenizer these are the token ids that the backend will see. Without one, or where the
+template does not take the messages, four bytes of the text stand for a token: prompts that begin
+alike still begin alike, only their lengths are guesses.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tokenmill.sched.blocks import byte_tokens
+from tokenmill.text.tokenizer import Tokenizer
+
+MAX_BYTES = 1 << 18  # of a prompt that are looked at
+NOTHING: Any = msgspec.Raw()
+
+
+class Call(msgspec.Struct):
+    """The fields that matter, as they were sent; the backend judges them and all others."""
+
+    model: msgspec.Raw = NOTHING
+    messages: msgspec.Raw = NOTHING
+    tools: msgspec.Raw = NOTHING
+    prompt: msgspec.Raw = NOTHING
+    input: msgspec.Raw = NOTHING
+    instructions: msgspec.Raw = NOTHING
+    cache_salt: msgspec.Raw = NOTHING
+    chat_template_kwargs: msgspec.Raw = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """A prompt as the router wants it; an empty one is routed by load alone."""
+
+    token_ids: Sequence[int] = field(default_factory=list)
+    model: str = ""
+    salt: str = ""  # prompts of different models or salts share nothing
+
+
+_decoder = msgspec.json.Decoder(Call)
+
+
+def read_prompt(body: bytes, tokenizer: Tokenizer | None) -> RoutedPrompt:
+    """The prompt of a body, whatever it is."""
+    try:
+        call = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return RoutedPrompt()
+    model = _text(call.model)
+    token_ids = None if tokenizer is None else _token_ids(call, tokenizer)
+    if token_ids is None:
+        token_ids = _pieces(call)
+    return RoutedPrompt(token_ids, model, f"{model}\0{_text(call.cache_salt)}")
+
+
+def _text(raw: msgspec.Raw) -> str:
+    value = msgspec.json.decode(raw) if raw else ""
+    return value if isinstance(value, str) else ""
+
+
+def _token_ids(call: Call, tokenizer: Tokenizer) -> Sequence[int] | None:
+    """The ids of a chat or a text prompt; None where they cannot be told."""
+    try:
+        if call.messages:
+            kwargs = _decoded(call.chat_template_kwargs, {})
+            tools = _decoded(call.tools, None)
+            messages = msgspec.json.decode(call.messages)
+            return tokenizer.encode_chat(messages, tools=tools, **kwargs)
+        prompt = _decoded(call.prompt, None)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            prompt = prompt[0]  # of several the first decides
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        return array("q", prompt) if prompt else None
+    except Exception:  # templates raise what they like; the backend says what is wrong
+        return None
+
+
+def _decoded(raw: msgspec.Raw, default: Any) -> Any:
+    return msgspec.json.decode(raw) if raw else default
+
+
+def _pieces(call: Call) -> Sequence[int]:
+    """The bytes of all that a prompt is made of, in the order of a prompt, four at a time.
+
+    A list is taken without its closing bracket: a longer conversation begins with the shorter.
+    """
+    parts = (call.tools, call.instructions, call.messages, call.prompt, call.input)
+    data = b"".join([bytes(raw).rstrip(b" \t\r\n]") for raw in parts if raw])[:MAX_BYTES]
+    return byte_tokens(data)

@@ -1,0 +1,211 @@
+"""The HTTP front of `tokenmill route`: calls go through, the rest is answered here.
+
+Every POST below /v1/ is passed on, whatever it is; the app around it answers for the router
+itself: models, health, metrics, pool and dashboard.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Depends, FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenmill import __version__
+from tokenmill.api.access import (
+    Calls,
+    authorizer,
+    key_matcher,
+    note_key,
+    read_bytes,
+    wrong_key,
+)
+from tokenmill.api.call import record_of
+from tokenmill.api.errors import ApiError
+from tokenmill.api.operations import add_operations, exception_handlers, json_response
+from tokenmill.api.protocol.responses import Service
+from tokenmill.api.stream import send_error
+from tokenmill.api.telemetry.dashboard import add_page
+from tokenmill.api.telemetry.dashboard_view import DashboardView
+from tokenmill.api.telemetry.tracing import Tracing
+from tokenmill.api.worker_routes import add_pool_view
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.types import EngineStats
+from tokenmill.proxy.backends import Backends
+from tokenmill.proxy.proxy_metrics import RouteMetrics
+from tokenmill.proxy.relay import Relay
+from tokenmill.proxy.upstream import header
+from tokenmill.text.tokenizer import Tokenizer
+
+PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
+# Calls with a label of their own in the metrics; what else clients ask for shares one.
+ENDPOINTS = frozenset(
+    {
+        *PASSED_ON,
+        *(f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings")),
+        *(f"/v1/{name}" for name in ("responses", "rerank", "score", "messages")),
+    }
+)
+
+
+@dataclass(slots=True)
+class RouteState:
+    """What the calls share."""
+
+    backends: Backends
+    tokenizer: Tokenizer | None
+    config: ServerConfig
+    calls: Calls
+    tracing: Tracing | None = None
+    metrics: RouteMetrics = field(default_factory=RouteMetrics)
+
+
+class RouteApp:
+    """An ASGI app; calls on their way pass none of FastAPI's layers."""
+
+    def __init__(self, state: RouteState) -> None:
+        self._state = state
+        self._rest = _create_rest(state)
+        self._key_number = key_matcher(state.config.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_call(scope["path"]):
+            return await self._rest(scope, receive, send)
+        record = record_of(scope)
+        record.endpoint = scope["path"] if scope["path"] in ENDPOINTS else "/v1/*"
+        try:
+            key = self._admit(scope)
+        except ApiError as error:
+            record.fail(error)
+            return await send_error(send, error)
+        self._state.calls.begin(key)
+        try:
+            await self._relay(scope, receive, send)
+        finally:
+            self._state.calls.end(key)
+
+    def _admit(self, scope: Scope) -> int:
+        """The number of the caller's key; raises ApiError where there is no room or no key."""
+        key = self._key_number(Request(scope)) if self._state.config.api_keys else 0
+        if key is None:
+            raise wrong_key()
+        note_key(scope, self._state.config, key)
+        self._state.calls.check_draining()
+        self._state.calls.check_limits(key)
+        return key
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        tracing = state.tracing
+        span = None if tracing is None else tracing.begin(scope["path"], scope["headers"])
+        record = record_of(scope)
+        if span is not None:
+            span.set({"gen_ai.request.id": record.request_id})
+        relay = Relay(state.backends, state.metrics, state.tokenizer, span, record)
+        try:
+            declared = header(scope["headers"], b"content-length").decode("latin-1")
+            body = await read_bytes(receive, declared, state.config.max_body_bytes)
+        except (ApiError, ClientDisconnect) as error:
+            code = error.code if isinstance(error, ApiError) else "cancelled"
+            if span is not None:
+                span.end(f"{code}: {error}")
+            if isinstance(error, ApiError):
+                record.fail(error)
+                await send_error(send, error)
+            return None
+        await relay.run(scope, body, receive, send, state.config.request_timeout_s)
+
+
+def _is_call(path: str) -> bool:
+    return path.startswith("/v1/") or path in PASSED_ON
+
+
+def _create_rest(state: RouteState) -> FastAPI:
+    app = FastAPI(
+        title="tokenmill route",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers=exception_handlers(),
+    )
+    _add_models(app, state)
+    _add_operations(app, state)
+    add_pool_view(app, state.config, state.backends.view)
+    add_page(app, state.config, lambda uptime_s, decisions: _dashboard(state, uptime_s, decisions))
+    return app
+
+
+def _add_models(app: FastAPI, state: RouteState) -> None:
+    guard = [Depends(authorizer(state.config))]
+
+    @app.get("/v1/models", dependencies=guard)
+    async def models(request: Request) -> Response:
+        cards = await state.backends.models(_authorization(request))
+        return json_response({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    async def model(request: Request, model_id: str) -> Response:
+        cards = await state.backends.models(_authorization(request))
+        for card in cards:
+            if card["id"] == model_id:
+                return json_response(card)
+        known = ", ".join(repr(card["id"]) for card in cards) or "none"
+        message = f"the model {model_id!r} does not exist; the backends have {known}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
+def _authorization(request: Request) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in request.headers.raw if name == b"authorization"]
+
+
+def _add_operations(app: FastAPI, state: RouteState) -> None:
+    def fault() -> ApiError | None:
+        if state.backends.ready:
+            return None
+        return ApiError(503, "no backend is up", code="no_backend")
+
+    async def metrics() -> bytes:
+        return state.metrics.render(EngineStats(), 0, state.backends.view())
+
+    service = Service(service="tokenmill route", version=__version__, docs=None)
+    add_operations(app, state.calls, fault, metrics, service)
+
+
+def routed_stats(state: RouteState) -> EngineStats:
+    """What a router knows of the engines behind its backends."""
+    workers = state.backends.view(False).workers
+    return EngineStats(
+        num_running=state.calls.num_open,
+        prefix_query_tokens=sum(worker.routed_tokens for worker in workers),
+        prefix_hit_tokens=sum(worker.overlap_tokens for worker in workers),
+    )
+
+
+def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> DashboardView:
+    metrics, pool = state.metrics, state.backends.view(decisions)
+    return DashboardView(
+        model=next(iter(state.backends.known_models()), ""),
+        version=__version__,
+        dtype="",
+        device="",
+        max_model_len=0,
+        block_size=0,
+        time_s=time.time(),
+        uptime_s=uptime_s,
+        draining=state.calls.draining,
+        num_pending=sum(worker.num_waiting for worker in pool.workers),
+        restarts=sum(worker.restarts for worker in pool.workers),
+        prompt_tokens=metrics.num_prompt_tokens,
+        output_tokens=metrics.num_output_tokens,
+        finished=dict(metrics.finished),
+        rejected=dict(metrics.rejected),
+        window_s=metrics.recent_ttft_ms.window_s,
+        ttft_ms=metrics.recent_ttft_ms.summary(),
+        tpot_ms=metrics.recent_tpot_ms.summary(),
+        engine=routed_stats(state),
+        pool=pool,
+    )

@@ -1,0 +1,78 @@
+"""The process of `tokenmill route`: a socket, the backends, the app between them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+from collections.abc import Callable
+
+from tokenmill.api.access import Calls
+from tokenmill.api.middleware import Front
+from tokenmill.api.server import (
+    Signals,
+    bind,
+    drain,
+    listening,
+    logging_stats,
+    raise_file_limit,
+    run_in_loop,
+    tracing_to,
+    url_of,
+)
+from tokenmill.api.telemetry.tracing import Tracing
+from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.proxy.backends import Backends
+from tokenmill.proxy.proxy_routes import RouteApp, RouteState, routed_stats
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.workers.pool_view import PoolView
+
+OnListening = Callable[[str, PoolView], None]
+
+
+def route(
+    config: ServerConfig,
+    backends: RouteConfig,
+    router: RouterConfig,
+    tokenizer: Tokenizer | None = None,
+    on_listening: OnListening | None = None,
+) -> None:
+    """Route until SIGTERM or SIGINT, then let open calls finish and return.
+
+    `on_listening` gets the URL and the backends as they were found.
+    Raises TokenmillError when a setting is wrong or the address is taken.
+    """
+    raise_file_limit()
+    with (
+        tracing_to(config.otlp_endpoint, "tokenmill-route") as tracing,
+        contextlib.closing(bind(config.host, config.port)) as listener,
+    ):
+        run_in_loop(_run(listener, config, backends, router, tokenizer, tracing, on_listening))
+
+
+async def _run(
+    listener: socket.socket,
+    config: ServerConfig,
+    route_config: RouteConfig,
+    router: RouterConfig,
+    tokenizer: Tokenizer | None,
+    tracing: Tracing | None,
+    on_listening: OnListening | None,
+) -> None:
+    signals = Signals()
+    backends = Backends(route_config, router)
+    state = RouteState(backends, tokenizer, config, Calls(config), tracing)
+    try:
+        await signals.interrupt(backends.start())
+        app = RouteApp(state)
+        gc.freeze()  # the app lives as long as the process: do not scan it
+        async with (
+            listening(Front(app, config, state.metrics), listener, config),
+            logging_stats(config, state.metrics, lambda: routed_stats(state)),
+        ):
+            if on_listening is not None:
+                on_listening(url_of(listener), backends.view())
+            await signals.wait()
+            await drain(state.calls, config.drain_timeout_s, signals)
+    finally:
+        await backends.close()

@@ -1,0 +1,344 @@
+"""One call through the router: to a backend, to the next one if need be, and its answer back.
+
+Bodies pass as they are, in both directions. A backend that cannot be reached, or that answers 429
+or 5xx, or is lost before the first byte of its answer was passed on, is replaced by another; each
+is tried once. A stream that is cut later ends in an error event: nobody can go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from tokenmill.api.call import REQUEST_ID, CallRecord
+from tokenmill.api.errors import RETRY_AFTER_S, ApiError
+from tokenmill.api.stream import send_error, send_json
+from tokenmill.api.telemetry.tracing import Span, terms_of
+from tokenmill.core.metrics import RequestTimes
+from tokenmill.proxy.backends import Attempt, Backends
+from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt
+from tokenmill.proxy.proxy_metrics import RouteMetrics
+from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError, header
+from tokenmill.text.tokenizer import Tokenizer
+
+LONG_BODY = 20_000  # bytes; longer ones are tokenised on another thread
+MAX_HELD = 1 << 20  # bytes of an answer that is no stream, kept until it is whole
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+@dataclass(slots=True)
+class Refusal:
+    """What a backend said instead of taking a call."""
+
+    backend: str
+    reason: str
+    status: int = 0  # 0: it could not be reached, or was lost
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""
+
+
+class Relay:
+    """One call; `run` answers it."""
+
+    def __init__(
+        self,
+        backends: Backends,
+        metrics: RouteMetrics,
+        tokenizer: Tokenizer | None,
+        span: Span | None,
+        record: CallRecord,
+    ) -> None:
+        self._record = record
+        self._backends = backends
+        self._metrics = metrics
+        self._tokenizer = tokenizer
+        self._span = span
+        self._call_id = backends.new_call()
+        self._times = RequestTimes(time.monotonic_ns())
+        self._answer: Answer | None = None
+        self._gone: str | None = None  # why there is nobody to answer any more
+        self._started = False
+        self._refusals: list[Refusal] = []
+        self._num_prompt_tokens = 0
+        self._status = 0  # of the answer that was passed on
+        self._is_stream = False
+        self._tail = b""  # of what was passed on last
+
+    async def run(
+        self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
+    ) -> None:
+        """Answer a call whose body has come."""
+        prompt = await self._read(body)
+        watcher = asyncio.create_task(self._watch(receive))
+        loop = asyncio.get_running_loop()
+        late = f"deadline: no whole answer within {timeout_s} s"
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._give_up, late)
+        try:
+            error = await self._relay(scope, body, prompt, send)
+        finally:
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+        self._finish(error)
+
+    async def _read(self, body: bytes) -> RoutedPrompt:
+        began_ns = time.monotonic_ns()
+        if self._tokenizer is not None and len(body) > LONG_BODY:
+            prompt = await asyncio.to_thread(read_prompt, body, self._tokenizer)
+        else:
+            prompt = read_prompt(body, self._tokenizer)
+        if self._span is not None:
+            facts = {"tokenmill.prompt.num_tokens": len(prompt.token_ids)}
+            self._span.child("tokenize", facts, began_ns, time.monotonic_ns())
+            self._span.set({"gen_ai.request.model": prompt.model})
+        self._num_prompt_tokens = len(prompt.token_ids)
+        return prompt
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._give_up("cancelled: the client has gone")
+
+    def _give_up(self, reason: str) -> None:
+        self._gone = self._gone or reason
+        if self._answer is not None:
+            self._answer.close()
+
+    async def _relay(
+        self, scope: Scope, body: bytes, prompt: RoutedPrompt, send: Send
+    ) -> ApiError | None:
+        """Try backends until one has answered; returns the error that the client was told."""
+        tried: set[str] = set()
+        while self._gone is None:
+            began_ns = time.monotonic_ns()
+            attempt = self._backends.choose(self._call_id, prompt, tried)
+            if attempt is None:
+                return await self._refuse(prompt.model, send)
+            tried.add(attempt.backend.name)
+            self._record.worker = attempt.backend.name
+            self._trace_choice(attempt, began_ns)
+            span = self._attempt_span(attempt)
+            try:
+                refusal = await self._attempt(attempt, scope, body, send, span)
+            finally:
+                self._backends.end(attempt)
+            if span is not None:
+                span.end(refusal.reason if refusal is not None else None)
+            if refusal is None:
+                return None
+            self._refusals.append(refusal)
+            if self._started and self._gone is None:
+                return await self._cut(refusal, send)
+        return await self._end_early(send)
+
+    async def _attempt(
+        self, attempt: Attempt, scope: Scope, body: bytes, send: Send, span: Span | None
+    ) -> Refusal | None:
+        """Pass the call on and its answer back; a refusal where that did not come to an end."""
+        backend = attempt.backend
+        answer = self._answer = Answer()
+        path = scope["raw_path"]
+        if scope["query_string"]:
+            path += b"?" + scope["query_string"]
+        own = [(REQUEST_ID, self._record.request_id.encode()), *backend.key()]
+        headers = _forwarded(scope["headers"], own, span)
+        try:
+            await backend.upstream.send(answer, "POST", path, headers, body)
+            if answer.status == 429 or answer.status >= 500:
+                return await self._note_refusal(attempt, answer)
+            await self._pass_on(attempt, answer, send)
+        except UpstreamError as error:
+            return self._note_loss(attempt, answer, error)
+        finally:
+            answer.close()
+        self._count(backend.name, str(answer.status))
+        if span is not None:
+            span.set({"http.response.status_code": answer.status})
+        return None
+
+    async def _pass_on(self, attempt: Attempt, answer: Answer, send: Send) -> None:
+        """Send a stream as it comes, anything else when it is whole or large."""
+        kind = answer.header(b"content-type")
+        is_stream = self._is_stream = kind.startswith(b"text/event-stream")
+        data = await answer.read()
+        self._backends.first_byte(attempt)
+        while not is_stream and not answer.is_whole and len(data) < MAX_HELD:
+            data += await answer.read()
+        self._started, self._status = True, answer.status
+        if answer.status < 400:
+            self._metrics.num_prompt_tokens += self._num_prompt_tokens
+        await send(_start(answer, len(data) if answer.is_whole else None))
+        while True:
+            self._count_tokens(attempt, data, is_stream)
+            if answer.is_whole:
+                return await send({"type": "http.response.body", "body": data})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._tail = data[-4:]
+            data = await answer.read()
+
+    def _count_tokens(self, attempt: Attempt, data: bytes, is_stream: bool) -> None:
+        num_tokens = _num_events(data) if is_stream else _num_completion_tokens(data)
+        if num_tokens:
+            self._metrics.output(self._times, time.monotonic_ns(), num_tokens)
+            attempt.backend.tokens.add(num_tokens)
+
+    async def _note_refusal(self, attempt: Attempt, answer: Answer) -> Refusal:
+        """Take down what a backend says that does not want the call."""
+        status, name = answer.status, attempt.backend.name
+        self._count(name, str(status))
+        if status in (429, 503):
+            attempt.backend.rest(answer.header(b"retry-after"))
+        body = b""
+        while len(body) < MAX_HELD and (data := await answer.read()):
+            body += data
+        return Refusal(name, f"{status}: {name} answered {status}", status, answer.headers, body)
+
+    def _note_loss(self, attempt: Attempt, answer: Answer, error: UpstreamError) -> Refusal:
+        backend = attempt.backend
+        if self._gone is not None:
+            self._count(backend.name, "given_up")
+            return Refusal(backend.name, self._gone)
+        self._count(backend.name, "cut" if answer.status else "unreachable")
+        backend.fail(error)
+        return Refusal(backend.name, f"connection_error: {backend.name}: {error}")
+
+    def _count(self, backend: str, result: str) -> None:
+        self._metrics.attempts[backend, result] += 1
+
+    # When it does not end well.
+
+    async def _refuse(self, model: str, send: Send) -> ApiError | None:
+        """No backend is left to try: say what all of them said."""
+        refusals = self._refusals
+        reasons = "; ".join(refusal.reason.partition(": ")[2] for refusal in refusals)
+        if refusals and all(refusal.status == 429 for refusal in refusals):
+            error = ApiError(429, f"all backends are busy: {reasons}", code="backends_busy")
+            waits = [header(refusal.headers, b"retry-after") for refusal in refusals]
+            wait = min([int(w) for w in waits if w.isdigit()], default=RETRY_AFTER_S)
+            await send_json(send, 429, error.body(), [(b"retry-after", b"%d" % wait)])
+            return error
+        said = [refusal for refusal in refusals if refusal.status >= 500]
+        if said:
+            return await _send_refusal(said[-1], send)
+        message = f"no backend could be reached: {reasons}"
+        if not refusals:
+            name = f" that has the model {model!r}" if self._backends.ready else ""
+            message = f"no backend{name} is up: {self._backends.failures()}"
+        error = ApiError(503, message, code="no_backend")
+        await send_error(send, error)
+        return error
+
+    async def _cut(self, refusal: Refusal, send: Send) -> ApiError:
+        """The answer broke off: a stream says so, a whole answer stays visibly incomplete."""
+        message = f"the backend was lost in the middle of its answer: {refusal.reason}"
+        error = ApiError(502, message, code="backend_lost")
+        await self._send_error_event(error, send)
+        return error
+
+    async def _end_early(self, send: Send) -> ApiError:
+        assert self._gone is not None
+        error = ApiError(408, self._gone, code=self._gone.partition(":")[0])
+        if error.code == "deadline" and not self._started:
+            await send_error(send, error)
+        elif error.code == "deadline":
+            await self._send_error_event(error, send)
+        return error
+
+    async def _send_error_event(self, error: ApiError, send: Send) -> None:
+        if self._is_stream:
+            gap = b"" if self._tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+            event = b"%sdata: %s\n\n" % (gap, error.body())
+            await send({"type": "http.response.body", "body": event})
+
+    # What is told of it.
+
+    def _finish(self, error: ApiError | None) -> None:
+        if error is None:
+            reason = "refused" if 400 <= self._status < 500 else "answered"
+        else:
+            reason = {408: "abort", 429: "reject", 503: "reject"}.get(error.status, "error")
+        self._metrics.finish(self._times, self._num_prompt_tokens, reason)
+        self._describe(reason, error)
+        if self._span is not None:
+            status = self._status if error is None else error.status
+            self._span.set({"http.response.status_code": status})
+            self._span.end(None if error is None else f"{error.code}: {error}")
+
+    def _describe(self, reason: str, error: ApiError | None) -> None:
+        record = self._record
+        record.num_prompt_tokens = self._num_prompt_tokens
+        record.num_output_tokens = self._times.num_tokens
+        record.ttft_ms, record.finish_reason = self._times.ttft_ms, reason
+        if error is not None:
+            record.error = error.code
+        elif self._status >= 400:
+            record.error = f"backend_{self._status}"
+
+    def _trace_choice(self, attempt: Attempt, began_ns: int) -> None:
+        if self._span is None:
+            return
+        decision = attempt.decision
+        facts = {
+            "tokenmill.router.worker": decision.worker,
+            "tokenmill.router.num_cached_tokens": decision.num_cached_tokens,
+            "tokenmill.router.attempt": len(self._refusals) + 1,
+        }
+        facts |= terms_of(decision.terms())
+        self._span.child("route", facts, began_ns, time.monotonic_ns())
+        if self._refusals:
+            what = {"tokenmill.reason": self._refusals[-1].reason}
+            self._span.event("retried on another backend", what)
+
+    def _attempt_span(self, attempt: Attempt) -> Span | None:
+        if self._span is None:
+            return None
+        facts = {"server.address": attempt.backend.name, "http.request.method": "POST"}
+        return self._span.child(f"POST {attempt.backend.name}", facts, kind="CLIENT")
+
+
+def _forwarded(headers: Headers, own: Headers, span: Span | None) -> Headers:
+    """The client's headers but for `own`: the call's id and our key; and our place in the trace."""
+    own = own + ([] if span is None else span.headers())
+    names = {name for name, _ in own}
+    return [pair for pair in headers if pair[0] not in names] + own
+
+
+def _start(answer: Answer, length: int | None) -> Message:
+    """The head of an answer; with a length where all of the body is here."""
+    headers = [pair for pair in answer.headers if pair[0] not in HOP_BY_HOP]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    return {"type": "http.response.start", "status": answer.status, "headers": headers}
+
+
+async def _send_refusal(refusal: Refusal, send: Send) -> ApiError:
+    headers = [pair for pair in refusal.headers if pair[0] not in HOP_BY_HOP]
+    headers.append((b"content-length", b"%d" % len(refusal.body)))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": refusal.body})
+    return ApiError(refusal.status, refusal.reason, code="backend_error")
+
+
+def _num_events(data: bytes) -> int:
+    """Events that end in a piece of a stream, but for the [DONE] at its end."""
+    count = data.count(b"\n\n") or data.count(b"\r\n\r\n")
+    return count - (count > 0 and data.rstrip().endswith(b"[DONE]"))
+
+
+def _num_completion_tokens(data: bytes) -> int:
+    try:
+        usage = msgspec.json.decode(data, type=_Counted).usage
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+    return 0 if usage is None else usage.completion_tokens

@@ -1,0 +1,414 @@
+"""Which worker takes a request: policies over one account of what was routed.
+
+The KV policy predicts, in milliseconds, what a request costs on each worker:
+
+    wait    = until the step that runs there ends, which may compute prompts
+    queue   = prefill of the prompts that wait for the next step
+    prefill = the uncached tokens of this prompt; they count twice: whoever comes next waits too.
+              Those that another worker has are shared by all who will use the copy: as many
+              more are expected as asked for this prefix of late
+    stall   = the requests there get no token while this prompt is computed
+    decode  = in the steps that this request shares with those there, each slows down the others
+
+The lowest sum wins, ties at random. A stall counts a tenth: another prompt would stall those there.
+Rates are fitted to the workers' own steps (step_cost.py); how many steps an answer takes is the
+mean of those that ended. What was routed counts at once.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.core.config import RouterConfig
+from tokenmill.core.kv_events import Dump, EventBatch
+from tokenmill.core.types import TokenmillError
+from tokenmill.routing.kv_index import KVIndex
+from tokenmill.routing.step_cost import PRIOR, StepRates
+from tokenmill.sched.blocks import U64, hash_chain
+
+OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
+MEMORY = 256  # answers whose mean length is expected
+MAX_PREFIXES = 4096  # whose uses are counted
+USES_MEMORY = 256  # decisions after which a use counts half
+LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
+
+
+class NoWorkerError(TokenmillError):
+    """There is no worker to route to."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What was routed to each worker and has not ended, and the step that it runs; by slot."""
+
+    queued_tokens: list[int] = field(default_factory=list)  # uncached and not computed yet
+    kv_tokens: list[int] = field(default_factory=list)  # of KV blocks; shared ones count twice
+    num_requests: list[int] = field(default_factory=list)
+    num_pending: list[int] = field(default_factory=list)  # of these, without a first token
+    step_began_ms: list[float] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list)  # of queued_tokens, those it computes
+    step_pending: list[int] = field(default_factory=list)  # of num_pending, those it computes
+
+    def columns(self) -> tuple[list[Any], ...]:
+        return (
+            self.queued_tokens,
+            self.kv_tokens,
+            self.num_requests,
+            self.num_pending,
+            self.step_began_ms,
+            self.step_tokens,
+            self.step_pending,
+        )
+
+    def copy(self) -> Account:
+        return Account(*[column.copy() for column in self.columns()])
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Milliseconds of what a request brings and finds, weighted."""
+
+    rates: StepRates
+    uncached: float  # a prompt token that is not cached
+    request: float  # by request there: both decode
+    kv: float  # by token of KV that one of both has
+    stall: float  # by millisecond in which those there get no token
+
+    @classmethod
+    def of(cls, rates: StepRates, num_output_tokens: float, config: RouterConfig) -> Prices:
+        """Two requests share half of an answer's steps: one of them came before."""
+        steps = config.decode_weight * num_output_tokens / 2
+        uncached = config.prefill_weight * rates.prefill
+        request, kv = 2 * steps * rates.sequence, steps * rates.kv
+        return cls(rates, uncached, request, kv, config.stall_weight)
+
+    def step_ms(self, account: Account, slot: int) -> float:
+        """How long the step that runs on a worker should take."""
+        rates, pending = self.rates, account.step_pending[slot]
+        decode = rates.sequence * account.num_requests[slot] + rates.kv * account.kv_tokens[slot]
+        prefill = rates.prefill * account.step_tokens[slot] + (rates.mixed if pending else 0.0)
+        return rates.base + decode + prefill
+
+    def terms(
+        self,
+        account: Account,
+        slot: int,
+        now_ms: float,
+        num_tokens: int,
+        uncached: int,
+        paid: float,
+    ) -> dict[str, float]:
+        """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
+        rates, count = self.rates, account.num_requests[slot]
+        ran_ms = now_ms - account.step_began_ms[slot]
+        wait = max(self.step_ms(account, slot) - ran_ms, LATE * ran_ms)
+        behind = max(account.queued_tokens[slot] - account.step_tokens[slot], 0)
+        joins = account.num_pending[slot] > account.step_pending[slot]
+        stall = rates.prefill * uncached + (0.0 if joins else rates.mixed)
+        decode = self.request * count + self.kv * (account.kv_tokens[slot] + count * num_tokens)
+        terms = {
+            "wait_ms": wait if count else 0.0,
+            "queue_ms": rates.prefill * behind,
+            "prefill_ms": self.uncached * paid,
+            "stall_ms": self.stall * count * stall,
+            "decode_ms": decode,
+        }
+        return terms | {"cost_ms": sum(terms.values())}
+
+
+@dataclass(slots=True)
+class Decision:
+    """The worker that was chosen, and what the policy saw of all of them."""
+
+    worker: str
+    num_prompt_tokens: int
+    num_cached_tokens: int  # on the worker chosen, as far as is known
+    workers: list[str]
+    account: Account  # before this request
+    cached_tokens: dict[str, int]  # by worker; those without any are left out
+    prices: Prices
+    now_ms: float
+    num_uses: float  # that are expected of the longest prefix that a worker has
+
+    def terms(self) -> dict[str, dict[str, float]]:
+        """The terms of the score by worker, for logs and metrics."""
+        return {name: self._terms(slot, name) for slot, name in enumerate(self.workers)}
+
+    def _terms(self, slot: int, name: str) -> dict[str, float]:
+        num_tokens, account = self.num_prompt_tokens, self.account
+        uncached = num_tokens - self.cached_tokens.get(name, 0)
+        held = max(self.cached_tokens.values(), default=0)
+        paid = num_tokens - held + (held + uncached - num_tokens) / self.num_uses
+        costs = self.prices.terms(account, slot, self.now_ms, num_tokens, uncached, paid)
+        return {
+            "uncached_tokens": uncached,
+            "num_requests": account.num_requests[slot],
+            **{term: round(cost, 3) for term, cost in costs.items()},
+        }
+
+
+@dataclass(slots=True)
+class _Routed:
+    """What a request adds to its worker's account."""
+
+    worker: str
+    queued_tokens: int
+    kv_tokens: int
+
+
+class Router:
+    """Chooses workers and keeps account of what each has to do; the caller moves the requests."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.index = KVIndex()
+        self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
+        self._num_answers = 0
+        self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config)
+        self._priced_tokens = OUTPUT_TOKENS
+        # By slot, at time 0: the cost of a prompt without tokens if the step there is in time, and
+        # if it is late; how the latter grows with time; the cost of each token.
+        self._open: tuple[list[float], ...] = ([], [], [], [])
+        self._rng = random.Random(config.seed)
+        self._slots: dict[str, int] = {}
+        self._names: list[str] = []
+        self._account = Account()
+        self._routed: dict[str, _Routed] = {}
+        self._turn = 0
+        self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
+        self._num_decisions = 0
+
+    # Workers come and go.
+
+    @property
+    def workers(self) -> list[str]:
+        return list(self._names)
+
+    def add_worker(self, name: str) -> None:
+        """A worker that may be chosen from now on; one of the same name is replaced."""
+        self.remove_worker(name)
+        self.index.add_worker(name)
+        self._slots[name] = len(self._names)
+        self._names = [*self._names, name]
+        for column in (*self._account.columns(), *self._open):
+            column.append(0)
+
+    def remove_worker(self, name: str) -> list[str]:
+        """Forget a worker; returns the requests that were routed there."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return []
+        self.index.remove_worker(name)
+        self._names = [other for other in self._names if other != name]
+        self._slots = {other: i for i, other in enumerate(self._names)}
+        for column in (*self._account.columns(), *self._open):
+            del column[slot]
+        lost = [key for key, routed in self._routed.items() if routed.worker == name]
+        for request_id in lost:
+            del self._routed[request_id]
+        return lost
+
+    def apply(self, worker: str, batch: EventBatch) -> bool:
+        """Take a worker's events; False: pull a dump from it."""
+        return self.index.apply(worker, batch)
+
+    def load(self, worker: str, dump: Dump) -> bool:
+        """Take a worker's dump; False: pull another."""
+        return self.index.load(worker, dump)
+
+    # Requests come and go.
+
+    def route(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | U64,
+        now_s: float,
+        salt: str = "",
+        without: Collection[str] = (),
+    ) -> Decision:
+        """Choose a worker for a prompt, but none of `without`, and put it on its account."""
+        if not self._names or (without and not set(self._names).difference(without)):
+            raise NoWorkerError("no worker is ready")
+        config, num_tokens = self.config, len(token_ids)
+        size = config.block_size
+        chain = hash_chain(token_ids, size, salt=salt) if config.policy == "kv" else None
+        cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
+        num_uses = 1.0 if chain is None else self._num_uses(chain, cached)
+        name = self._choose(num_tokens, cached, num_uses, without, now_s)
+        num_cached = cached.get(name, 0)
+        decision = Decision(
+            name,
+            num_tokens,
+            num_cached,
+            self._names,
+            self._account.copy(),
+            cached,
+            self._prices,
+            1e3 * now_s,
+            num_uses,
+        )
+        if chain is not None and config.events:
+            self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
+        elif chain is not None:
+            self.index.assume(name, chain, now_s, config.approximate_blocks)
+        self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
+        if self._account.num_requests[self._slots[name]] == 1:  # it begins at once
+            self.stepped(name, now_s)
+        return decision
+
+    def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
+        """Put a request on the account of the worker that has it."""
+        self.free(request_id)  # it may have been at another one
+        size = self.config.block_size
+        routed = _Routed(worker, queued_tokens, size * -(-num_tokens // size))
+        self._routed[request_id] = routed
+        self._add(worker, routed.queued_tokens, routed.kv_tokens, 1, bool(queued_tokens))
+
+    def prefill_progress(self, request_id: str, num_tokens: int) -> None:
+        """A worker has computed so many more tokens of a prompt; unknown requests are ignored."""
+        routed = self._routed.get(request_id)
+        if routed is not None and routed.queued_tokens:
+            done = min(routed.queued_tokens, num_tokens)
+            routed.queued_tokens -= done
+            self._add(routed.worker, -done, 0, 0, -(not routed.queued_tokens))
+
+    def prefill_done(self, request_id: str) -> None:
+        """The first token is there; unknown requests are ignored."""
+        routed = self._routed.get(request_id)
+        if routed is not None:
+            self.prefill_progress(request_id, routed.queued_tokens)
+
+    def free(self, request_id: str, num_output_tokens: int = 0) -> None:
+        """The request has ended, after so many tokens if that is known; unknown: ignored."""
+        routed = self._routed.pop(request_id, None)
+        if routed is not None:
+            queued = routed.queued_tokens
+            self._add(routed.worker, -queued, -routed.kv_tokens, -1, -bool(queued))
+            if num_output_tokens:
+                self._learn_length(num_output_tokens)
+
+    # What a request costs.
+
+    def stepped(self, worker: str, now_s: float) -> None:
+        """A worker's step has ended and what is there runs in the next one; unknown: ignored."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            return
+        account = self._account
+        account.step_began_ms[slot] = 1e3 * now_s
+        account.step_tokens[slot] = account.queued_tokens[slot]
+        account.step_pending[slot] = account.num_pending[slot]
+        self._open_slot(slot)
+
+    def learn_rates(self, rates: StepRates) -> None:
+        """Workers have shown what their steps cost."""
+        self._set_prices(rates)
+
+    def _learn_length(self, num_output_tokens: int) -> None:
+        self._num_answers += 1
+        share = 1 / min(self._num_answers + 1, MEMORY)
+        self._num_output_tokens += share * (num_output_tokens - self._num_output_tokens)
+        if not 0.9 < self._num_output_tokens / self._priced_tokens < 1.1:
+            self._set_prices(self._prices.rates)
+
+    def _set_prices(self, rates: StepRates) -> None:
+        self._priced_tokens = self._num_output_tokens
+        self._prices = Prices.of(rates, self._num_output_tokens, self.config)
+        for slot in range(len(self._names)):
+            self._open_slot(slot)
+
+    def _add(
+        self, name: str, queued_tokens: int, kv_tokens: int, num_requests: int, num_pending: int
+    ) -> None:
+        account, slot = self._account, self._slots[name]
+        account.queued_tokens[slot] += queued_tokens
+        account.kv_tokens[slot] += kv_tokens
+        account.num_requests[slot] += num_requests
+        account.num_pending[slot] += num_pending
+        self._open_slot(slot)
+
+    def _open_slot(self, slot: int) -> None:
+        """Have ready what _costs() needs: terms() of a prompt, but for its tokens and the time."""
+        account, prices = self._account, self._prices
+        count = account.num_requests[slot]
+        began_ms = account.step_began_ms[slot] if count else 0.0
+        none = prices.terms(account, slot, began_ms, 0, 0, 0.0)
+        rest = none["cost_ms"] - none["wait_ms"]
+        in_time, late, growth, by_token = self._open
+        in_time[slot] = none["cost_ms"] + began_ms
+        late[slot] = rest - LATE * began_ms
+        growth[slot] = LATE if count else 0.0
+        by_token[slot] = count * (prices.stall * prices.rates.prefill + prices.kv)
+
+    def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
+        """Prompt tokens that each worker has cached, as far as is known; one is always computed."""
+        if self.config.events:
+            self.index.expire(now_s)
+        else:
+            self.index.forget(now_s - self.config.approximate_s)
+        size = self.config.block_size
+        most = (num_tokens - 1) // size * size
+        overlaps = self.index.overlaps(chain)
+        return {name: min(depth * size, most) for name, depth in overlaps.items()}
+
+    def _num_uses(self, chain: U64, cached: dict[str, int]) -> float:
+        """How many will use a copy of the longest prefix that a worker has: as many more as did."""
+        depth = max(cached.values(), default=0) // self.config.block_size
+        if not depth:
+            return 1.0
+        self._num_decisions += 1
+        prefix, uses, now = chain.item(depth - 1), self._uses, self._num_decisions
+        count, last = uses.pop(prefix, (0.0, now))
+        count *= math.exp2((last - now) / USES_MEMORY)
+        uses[prefix] = (count + 1.0, now)
+        if len(uses) > MAX_PREFIXES:
+            del uses[next(iter(uses))]
+        return 1.0 + count
+
+    def _choose(
+        self,
+        num_tokens: int,
+        cached: dict[str, int],
+        num_uses: float,
+        without: Collection[str],
+        now_s: float,
+    ) -> str:
+        """The worker with the lowest cost, any of several; round-robin takes them in turn."""
+        names = self._names
+        if self.config.policy == "round-robin":
+            names = [name for name in names if name not in without] if without else names
+            self._turn += 1
+            return names[self._turn % len(names)]
+        costs = self._costs(num_tokens, cached, num_uses, 1e3 * now_s)
+        if without:
+            pairs = zip(names, costs, strict=True)
+            costs = [math.inf if name in without else cost for name, cost in pairs]
+        lowest = min(costs)
+        if costs.count(lowest) == 1:
+            return names[costs.index(lowest)]
+        best = [name for name, cost in zip(names, costs, strict=True) if cost == lowest]
+        return self._rng.choice(best)
+
+    def _costs(
+        self, num_tokens: int, cached: dict[str, int], num_uses: float, now_ms: float
+    ) -> list[float]:
+        """By slot, up to a constant."""
+        if self.config.policy == "least-loaded":
+            return [float(count) for count in self._account.num_requests]
+        if self.config.policy == "random":
+            return [0.0] * len(self._names)
+        costs = [
+            (cost if (cost := begun - now_ms) > (least := late + growth * now_ms) else least)
+            + num_tokens * each
+            for begun, late, growth, each in zip(*self._open, strict=True)
+        ]
+        prices, slots, num_requests = self._prices, self._slots, self._account.num_requests
+        uncached, stall = prices.uncached / num_uses, prices.stall * prices.rates.prefill
+        for name, num_cached in cached.items():
+            slot = slots[name]
+            costs[slot] -= num_cached * (uncached + stall * num_requests[slot])
+        return costs

@@ -1,0 +1,166 @@
+"""What sequences hold: blocks of the pool, and a row in the tables that a runner keeps."""
+
+from __future__ import annotations
+
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.sequence import Batch, Item, Sequence
+
+
+def lookahead(seq: Sequence) -> int:
+    """The most tokens that a step with these drafts and one like it may add."""
+    return min(2 * len(seq.draft_ids) + 1, seq.max_len - seq.num_tokens) if seq.draft_ids else 0
+
+
+class BlockLedger:
+    """Gives and takes blocks and rows; what a batch in flight may use comes back when it lands."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.num_slots = 0
+        self.reserved = 0  # blocks that admitted sequences lack for tokens they already know
+        self.num_in_flight = 0  # batches between launch() and land()
+        self.num_advanced = 0  # of these, batches that are counted as computed
+        self.num_launched = 0
+        self.dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
+        self._watermark = pool.num_blocks // 100  # left free by admission for the running to grow
+        self._free_slots: list[int] = []
+        self._grown: list[Item] = []  # of the batch being chosen
+        # (num_launched at its end, sequence): ended in flight; its blocks come back with that one.
+        self._deferred: list[tuple[int, Sequence]] = []
+        self._abandoned: list[Sequence] = []  # ended, but a transfer may still write to its blocks
+
+    def fits(self, matched: list[int], total: int, alone: bool) -> bool:
+        """Whether `total` blocks, the matched ones among them, fit beside the running ones."""
+        needed = total - len(matched) + self.pool.num_revived(matched)
+        if not alone:
+            needed += self.reserved + self._watermark
+        return needed <= self.pool.num_free
+
+    def occupy(self, seq: Sequence, matched: list[int], total: int) -> None:
+        """Give a sequence its first blocks: the matched ones and others up to `total`."""
+        pool = self.pool
+        pool.acquire(matched)
+        seq.block_ids = matched + pool.allocate(total - len(matched))
+        seq.capacity = total * pool.block_size
+        seq.num_computed_tokens = len(matched) * pool.block_size
+        seq.num_inserted_blocks = len(matched)
+        seq.parent = pool.identity(matched[-1]) if matched else seq.request.cache_salt
+
+    def take_slot(self, seq: Sequence) -> None:
+        """Give a sequence a row, and tell the runner of all its blocks."""
+        if not self._free_slots:
+            self._free_slots.append(self.num_slots)
+            self.num_slots += 1
+        seq.slot = self._free_slots.pop()
+        self._grown.append((seq, 0))
+
+    def grow(self, seq: Sequence, num_blocks: int) -> None:
+        """Give a running sequence more blocks; there must be as many."""
+        self._grown.append((seq, len(seq.block_ids)))
+        seq.block_ids += self.pool.allocate(num_blocks)
+        seq.capacity = len(seq.block_ids) * self.pool.block_size
+
+    def draft_room(self, seq: Sequence) -> int:
+        """How many drafts the blocks hold; with blocks more, if nobody else will want them.
+
+        The step after this one may already be under way when this one's tokens are known, so its
+        drafts get their room now.
+        """
+        num_tokens, num_spare = len(seq.token_ids), self.pool.num_free - self.reserved
+        for room in (lookahead(seq), len(seq.draft_ids)):
+            needed = -(-(num_tokens + room) // self.pool.block_size) - len(seq.block_ids)
+            if 0 < needed <= num_spare - self._watermark:
+                self.grow(seq, needed)
+                break
+        return seq.capacity - num_tokens
+
+    def trim(self, seq: Sequence) -> None:
+        """Take back the blocks that neither known tokens nor drafts have a use for."""
+        num_blocks = -(-(seq.num_tokens + lookahead(seq)) // self.pool.block_size)
+        if num_blocks < len(seq.block_ids):
+            self.pool.release(seq.block_ids[num_blocks:])
+            del seq.block_ids[num_blocks:]
+            seq.capacity = num_blocks * self.pool.block_size
+
+    def release(self, seq: Sequence) -> None:
+        """Take all back at once."""
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.capacity = 0
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot = -1
+
+    def drop(self, seq: Sequence) -> None:
+        """Take all back from a preempted sequence; a batch in flight may still use it."""
+        if self.num_in_flight:
+            self.dropped += seq.block_ids
+        self.release(seq)
+
+    def retire(self, seq: Sequence) -> None:
+        """Take all back from a sequence that has ended, once no batch in flight uses it."""
+        if seq.block_ids and self.num_in_flight:
+            self._deferred.append((self.num_launched, seq))
+        else:
+            self._retire(seq)
+
+    def abandon(self, seq: Sequence) -> None:
+        """A sequence has ended, but a transfer may write to its blocks until settle()."""
+        self._abandoned.append(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        """No transfer writes to the blocks of this ended sequence any more."""
+        self._abandoned.remove(seq)
+        self._retire(seq)
+
+    def _retire(self, seq: Sequence) -> None:
+        self.release(seq)
+        seq.state = None
+
+    def launch(self) -> list[Item]:
+        """The chosen batch is in flight; returns the blocks that the runner is to hear of."""
+        self.num_in_flight += 1
+        self.num_launched += 1
+        grown, self._grown = self._grown, []
+        return grown
+
+    def land(self, batch: Batch) -> None:
+        """A batch is no longer in flight: blocks of requests that ended meanwhile come back."""
+        self.num_in_flight -= bool(batch.items)
+        self.num_advanced -= bool(batch.samples)
+        self.dropped = []
+        if self._deferred:
+            num_landed = self.num_launched - self.num_in_flight
+            for number, seq in self._deferred:
+                if number <= num_landed:
+                    self._retire(seq)
+            self._deferred = [entry for entry in self._deferred if entry[0] > num_landed]
+
+    def tell_again(self, batch: Batch) -> None:
+        """The runner may not have heard of the blocks of sequences that run, but not in this batch.
+
+        Only received ones can be among them: the others get blocks for the batch they are in.
+        """
+        self._grown += [(seq, 0) for seq, _ in batch.grown if seq.slot >= 0 and not seq.finished]
+
+    def check_integrity(
+        self, running: list[Sequence], receiving: list[Sequence], leased: list[list[int]]
+    ) -> None:
+        """Raise AssertionError where sequences, rows and the block pool disagree."""
+        size = self.pool.block_size
+        assert self.num_in_flight or not self._deferred
+        for seq in running:
+            assert seq.block_ids, f"running {seq.request_id!r} holds no blocks"
+            assert seq.capacity == len(seq.block_ids) * size
+            assert seq.num_computed_tokens <= seq.capacity
+            assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_len
+            if self.pool.prefix_cache:
+                inserted = seq.num_inserted_blocks
+                assert seq.num_computed_tokens // size <= inserted <= len(seq.block_ids)
+        holders = running + [seq for _, seq in self._deferred]
+        assert all(seq.block_ids for seq in holders), "an ended sequence gave its blocks back early"
+        slots = [seq.slot for seq in holders] + self._free_slots
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or held twice"
+        assert all(seq.remote and seq.slot == -1 for seq in receiving + self._abandoned)
+        holders += receiving + self._abandoned
+        self.pool.check_integrity([seq.block_ids for seq in holders] + leased)

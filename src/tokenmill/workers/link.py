@@ -1,0 +1,409 @@
+"""The link between the API process and a worker: messages, and the API side of the socket.
+
+One PAIR socket per worker process; every message is msgpack of the structs below. The API side
+binds and the worker connects, so a restarted worker gets a new address: a private ipc:// path, or
+tcp:// with CURVE, where the key that only this worker is given lets it in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tokenmill.core.kv import KVAddress
+from tokenmill.core.kv_events import Cleared, Dump, Event, EventBatch, Removed, Stored
+from tokenmill.core.types import EngineStats, Request, RequestOutput, TokenmillError
+from tokenmill.workers.kv_messages import (
+    ConnectKV,
+    DisconnectKV,
+    KVConnected,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
+    ReleaseKV,
+)
+
+LOOPBACK = "127.0.0.1"
+MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
+EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What the worker tells the frontend about the engine it owns."""
+
+    max_model_len: int
+    vocab_size: int
+    num_kv_blocks: int
+    block_size: int
+    dtype: str
+    device: str = "cpu"
+    kv: KVAddress | None = None  # how other engines reach its KV
+    max_waiting: int | None = None  # requests that may wait; None: any number
+    warnings: list[str] = []  # sentences about what did not go as asked
+
+
+class Submit(msgspec.Struct, tag=True):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class GetStats(msgspec.Struct, tag=True):
+    """Answered by one Stats: the heartbeat."""
+
+
+class GetKV(msgspec.Struct, tag=True):
+    """Answered by a KVDump and, from then on, by KVEvents; by an engine that knows of these."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Leave the loop and exit."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    facts: ModelFacts
+    clock_ns: int = 0  # the worker's time.monotonic_ns(): another host's clock is another one
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The worker is about to exit; the message is one sentence for the user."""
+
+    message: str
+
+
+class Outputs(msgspec.Struct, tag=True):
+    outputs: list[RequestOutput]
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+class KVEvent(msgspec.Struct, array_like=True):
+    """A Stored, Removed or Cleared of core/kv_events.py."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    hashes: list[int] = []
+    parent: int | None = None
+
+
+class KVEvents(msgspec.Struct, tag=True):
+    """What the prefix cache took in and dropped since the last batch."""
+
+    sequence: int
+    events: list[KVEvent]
+
+    @classmethod
+    def of(cls, batch: EventBatch) -> KVEvents:
+        return cls(batch.sequence, [_to_wire(event) for event in batch.events])
+
+    def batch(self) -> EventBatch:
+        return EventBatch(self.sequence, [_from_wire(event) for event in self.events])
+
+
+class KVDump(msgspec.Struct, tag=True):
+    dump: Dump
+
+
+def _to_wire(event: Event) -> KVEvent:
+    match event:
+        case Stored(parent=parent, hashes=hashes):
+            return KVEvent("stored", hashes, parent)
+        case Removed(hashes=hashes):
+            return KVEvent("removed", hashes)
+        case Cleared():
+            return KVEvent("cleared")
+
+
+def _from_wire(event: KVEvent) -> Event:
+    if event.kind == "stored":
+        return Stored(event.parent, event.hashes)
+    return Removed(event.hashes) if event.kind == "removed" else Cleared()
+
+
+KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
+KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
+ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker
+FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+
+
+class WorkerStartError(TokenmillError):
+    """The worker did not come up; the message says why."""
+
+
+class WorkerDownError(TokenmillError):
+    """There is no worker to take a request at the moment."""
+
+
+class StreamClosedError(Exception):
+    """The reader of an OutputStream was told to stop."""
+
+
+class WorkerProcess(Protocol):
+    """The part of asyncio.subprocess.Process that the link uses."""
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[str], Awaitable[WorkerProcess]]
+
+
+class OutputStream:
+    """Outputs of one API call's requests. Unread outputs of a request are merged into one."""
+
+    __slots__ = ("_closed", "_pending", "_waiter", "request_ids", "workers")
+
+    def __init__(self, request_ids: list[str]) -> None:
+        self.request_ids = request_ids
+        self.workers: dict[int, str] = {}  # who has each of them, or had it last
+        self._pending: dict[int, RequestOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        """Add what request `index` produced and wake the reader."""
+        earlier = self._pending.get(index)
+        if earlier is None:
+            self._pending[index] = output
+        else:
+            _merge(earlier, output)
+        self._wake()
+
+    def close(self) -> None:
+        """Make the reader's current or next get() raise StreamClosedError."""
+        self._closed = True
+        self._wake()
+
+    async def get(self) -> dict[int, RequestOutput]:
+        """Wait for outputs; returns all there are, by request index."""
+        while not self._pending and not self._closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._closed:
+            raise StreamClosedError
+        pending, self._pending = self._pending, {}
+        return pending
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(into: RequestOutput, output: RequestOutput) -> None:
+    """Append a later output of the same request."""
+    into.token_ids.extend(output.token_ids)
+    if into.logprobs is None:
+        into.logprobs = output.logprobs
+    else:
+        into.logprobs.extend(output.logprobs or [])
+    into.prompt_logprobs = into.prompt_logprobs or output.prompt_logprobs
+    into.finish_reason = output.finish_reason
+    into.stop_reason = output.stop_reason
+    into.error = output.error
+    into.num_cached_tokens = max(into.num_cached_tokens, output.num_cached_tokens)
+    into.scheduled_ns = into.scheduled_ns or output.scheduled_ns
+
+
+def _shifted(request: Request, offset_ns: int) -> Request:
+    """The request with its times in a worker's clock."""
+    deadline_ns = request.deadline_ns
+    return replace(
+        request,
+        arrival_ns=request.arrival_ns + offset_ns,
+        deadline_ns=None if deadline_ns is None else deadline_ns + offset_ns,
+    )
+
+
+def beat(socket: zmq.Socket[bytes]) -> None:
+    """Have ZeroMQ notice when the other host is gone."""
+    socket.heartbeat_ivl = 5_000
+    socket.heartbeat_timeout = 30_000
+
+
+class WorkerLink:
+    """One worker process and the socket to it, from spawn to death.
+
+    With a `host`, an address of this machine, the socket is TCP; "#" and its key end the address.
+    """
+
+    def __init__(self, on_message: Callable[[FromWorker], None], host: str | None = None) -> None:
+        self._on_message = on_message
+        self._directory = Path(tempfile.mkdtemp(prefix="tokenmill-"))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        # Over TCP anyone may connect and leave; there the process and its heartbeats tell.
+        events = zmq.EVENT_DISCONNECTED if host is None else 0
+        self._monitor = self._socket.get_monitor_socket(events)
+        self.address = self._bind(host)
+        self._process: WorkerProcess | None = None
+        self._num_at_once = 1
+        self._receive_due = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._elsewhere = host not in (None, LOOPBACK)
+        self._offset_ns = 0  # of the clock of a worker on another host
+        self.num_unanswered = 0  # heartbeats since it was last heard of
+        self.reason = ""  # why it died, once `dead` is set
+        self.dead = asyncio.Event()
+        self.ready: asyncio.Future[ModelFacts] = asyncio.get_running_loop().create_future()
+
+    def _bind(self, host: str | None) -> str:
+        if host is None:
+            address = f"ipc://{self._directory / 'worker.sock'}"
+            self._socket.bind(address)
+            return address
+        beat(self._socket)
+        public, secret = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = secret
+        self._socket.ipv6 = ":" in host
+        port = self._socket.bind_to_random_port(
+            f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        )
+        return f"tcp://{host}:{port}#{public.hex()}"
+
+    async def start(self, spawn: Spawn) -> ModelFacts:
+        """Spawn the worker and wait until it is ready; raises WorkerStartError."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._schedule_receive)
+        loop.add_reader(self._monitor.fileno(), self._receive_event)
+        try:
+            self._process = await spawn(self.address)
+        except OSError as error:
+            raise WorkerStartError(f"the worker process cannot be started: {error}") from error
+        self._watcher = asyncio.create_task(self._watch(self._process))
+        return await self.ready
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message; never blocks. It is lost when the worker is gone, which `dead` tells."""
+        if not self.dead.is_set():
+            if isinstance(message, Submit) and self._offset_ns:
+                message = Submit([_shifted(r, self._offset_ns) for r in message.requests])
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(encode(message), zmq.NOBLOCK)
+            # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
+            self._schedule_receive()
+
+    def kill(self, reason: str) -> None:
+        """Give up a worker that no longer answers; nothing it may still send is read."""
+        self._receive_rest()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        self._die(reason)
+
+    async def close(self, grace_s: float) -> None:
+        """Ask the worker to exit, kill it after `grace_s`, and free the socket."""
+        if self._process is not None:
+            self.send(Shutdown())
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+        self._free()
+
+    async def _watch(self, process: WorkerProcess) -> None:
+        code = await process.wait()
+        self._receive_rest()
+        self._die(f"the worker process exited with code {code}")
+
+    def _schedule_receive(self) -> None:
+        """Read once the callbacks that are due have run; one read is enough, whoever asks."""
+        if not self._receive_due:
+            self._receive_due = True
+            asyncio.get_running_loop().call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Take one message and let the streams it woke run; more at once while lagging behind."""
+        self._receive_due = False
+        if self._socket.closed:
+            return
+        try:
+            for _ in range(self._num_at_once):
+                self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            self._num_at_once = 1
+        else:
+            self._num_at_once = min(2 * self._num_at_once, MAX_AT_ONCE)
+            self._schedule_receive()
+
+    def _receive_rest(self) -> None:
+        """Take all there is."""
+        with contextlib.suppress(zmq.Again):
+            while not self._socket.closed:
+                self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
+
+    def _handle(self, message: FromWorker) -> None:
+        if self.dead.is_set():
+            return
+        self.num_unanswered = 0
+        match message:
+            case Ready(facts=facts, clock_ns=clock_ns) if not self.ready.done():
+                self._offset_ns = clock_ns - time.monotonic_ns() if self._elsewhere else 0
+                self.ready.set_result(facts)
+            case Failed(message=reason):
+                self.reason = self.reason or reason
+            case Outputs(outputs=outputs) if self._offset_ns:
+                for output in outputs:
+                    output.scheduled_ns -= self._offset_ns if output.scheduled_ns else 0
+                self._on_message(message)
+            case _:
+                self._on_message(message)
+
+    def _receive_event(self) -> None:
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            while True:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._receive_rest()  # what it said before it went
+                # The exit code, which says more, follows unless the process hangs.
+                loop = asyncio.get_running_loop()
+                loop.call_later(EXIT_AFTER_S, self._die, "the worker closed its connection")
+
+    def _die(self, reason: str) -> None:
+        if self.dead.is_set():
+            return
+        self.reason = self.reason or reason
+        self.dead.set()
+        if not self.ready.done():
+            self.ready.set_exception(WorkerStartError(self.reason))
+
+    def _free(self) -> None:
+        if self._socket.closed:
+            return
+        self.dead.set()
+        self.ready.cancel()
+        loop = asyncio.get_running_loop()
+        for socket in (self._socket, self._monitor):
+            loop.remove_reader(socket.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,57 @@
+"""Which request may be what its worker died of: suspects are tried one at a time.
+
+Whoever was at a dying worker goes on elsewhere with all the others. One that was there at
+`max_deaths` deaths, and got no further between them, is a suspect: only one of these is at work at
+any time. If that worker dies, too, it was the one, and ends; if the suspect gets further than
+where it stood, it is cleared. So a request ends for what it did itself, and what bystanders have to
+fear is a short wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenmill.workers.open_request import OpenRequest
+
+PROOF_TOKENS = 4  # beyond where it stood: a step or two may have been lost with the worker
+
+
+class Suspects:
+    """The deaths that each request was at, and the one suspect that is at work."""
+
+    def __init__(self, max_deaths: int) -> None:
+        self._max_deaths = max_deaths
+        self._on_trial: OpenRequest | None = None
+
+    def died(self, entries: Iterable[OpenRequest]) -> list[OpenRequest]:
+        """A worker died with these requests; returns those that it died of."""
+        guilty = []
+        for entry in entries:
+            if entry.num_deaths >= self._max_deaths:
+                guilty.append(entry)
+            entry.num_deaths += 1
+            entry.num_tokens_at_death = len(entry.token_ids)
+            self.ended(entry)
+        return guilty
+
+    def may_go(self, entry: OpenRequest) -> bool:
+        """False while the request has to wait for the trial of another one."""
+        if entry.num_deaths < max(self._max_deaths, 1):
+            return True
+        if self._on_trial is None:
+            self._on_trial = entry
+        return self._on_trial is entry
+
+    def got_on(self, entry: OpenRequest) -> bool:
+        """A request has new tokens; True: another suspect may be tried now."""
+        if len(entry.token_ids) <= entry.num_tokens_at_death + PROOF_TOKENS:
+            return False
+        entry.num_deaths = 0
+        return self.ended(entry)
+
+    def ended(self, entry: OpenRequest) -> bool:
+        """A request has ended; True: another suspect may be tried now."""
+        if self._on_trial is not entry:
+            return False
+        self._on_trial = None
+        return True

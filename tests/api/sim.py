@@ -1,0 +1,221 @@
+"""A server without a model: the real scheduler, a runner that follows a script in the prompt.
+
+`say: TEXT` in the last message is answered with TEXT, `count: N` with N tokens, anything else with
+a fixed text; then comes the end-of-sequence token. A grammar wins over the script. `crash:` makes
+the step raise, `exit:` ends the worker process. Run as a script it is the worker, or the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.types import Request, StepResult
+from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.sampling.sampler import state_of
+from tokenmill.plan.simulator import SimRunner
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.text.chat_template import ChatTemplate
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.worker_process import run_worker
+
+if TYPE_CHECKING:
+    from workers.sim_kv import SimCache
+
+MODEL = "sim-model"
+MAX_MODEL_LEN = 512
+NUM_BLOCKS = 8192
+BLOCK_SIZE = 16
+DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog."
+CORPUS = [
+    DEFAULT_TEXT,
+    "Hello world! Hello there, how are you today?",
+    'JSON {"name": "f", "arguments": {"x": [1, 2, 3]}}',
+    "naïve café 数字 😀 👍",
+]
+SCRIPT = re.compile(r".*\b(say|count|crash|exit): (.*?)(?:<\|im_end\|>.*)?$", re.DOTALL)
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call> <|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if think %}<think>
+{% endif %}{% endif %}"""
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer of 400 tokens with a ChatML template; the same in every process."""
+    backend = Backend(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    return Tokenizer(
+        backend,
+        named_tokens={"eos_token": "<|im_end|>"},
+        eos_token_ids=(backend.token_to_id("<|im_end|>"),),
+        chat_templates={"default": ChatTemplate(TEMPLATE, "sim")},
+    )
+
+
+class ScriptRunner(SimRunner):
+    """A SimRunner whose answer stands in the prompt."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, step_ms: float, prefill_ms: float, cache: SimCache
+    ) -> None:
+        super().__init__(tokenizer.encode(DEFAULT_TEXT), lambda batch: step_ms / 1e3)
+        self._prefill_s = prefill_ms / 1e3
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._scripts: dict[str, list[int]] = {}
+
+    def run(self, batch: Batch) -> StepResult:
+        self._cache.compute(batch.items)
+        sleep(self._prefill_s * (batch.num_tokens - batch.num_singles()))
+        return super().run(batch)
+
+    def sample(self, sequence: Sequence, num_new: int) -> list[int]:
+        if sequence.num_computed_tokens + num_new < sequence.num_tokens:
+            return []
+        script = self._scripts.get(sequence.request_id)
+        if script is None:
+            script = self._scripts[sequence.request_id] = self._script(sequence.request)
+        position = sequence.num_output_tokens
+        eos = self._tokenizer.eos_token_ids[0]
+        token = script[position] if position < len(script) else eos
+        mask = state_of(sequence).mask
+        candidates = [token, eos, *range(self._tokenizer.vocab_size)]
+        return [next(t for t in candidates if mask is None or mask[t // 32] >> t % 32 & 1)]
+
+    def _script(self, request: Request) -> list[int]:
+        prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        match = SCRIPT.search(prompt)
+        verb, argument = match.groups() if match else ("", "")
+        if verb == "say":
+            return self._tokenizer.encode(argument, add_special_tokens=False)
+        if verb == "count":
+            return (self._token_ids * int(argument))[: int(argument)]
+        if verb == "crash":
+            raise RuntimeError("the script says so")
+        if verb == "exit":
+            os._exit(9)
+        return self._token_ids
+
+
+def run_sim_worker(
+    address: str,
+    limits: SchedulerConfig,
+    step_ms: float,
+    prefill_ms: float,
+    num_blocks: int,
+    fault_rate: float,
+) -> None:
+    from api.light_xgrammar import LightGrammar
+    from workers.sim_kv import SimCache
+
+    tokenizer = make_tokenizer()
+    warnings = []
+    if limits.max_model_len > num_blocks * BLOCK_SIZE:
+        limits = replace(limits, max_model_len=num_blocks * BLOCK_SIZE)
+        warnings = [f"the context is {limits.max_model_len} tokens"]
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(limits, pool, frozenset(tokenizer.eos_token_ids))
+    cache = SimCache(num_blocks, BLOCK_SIZE)
+    kv = cache.transfer(scheduler, fault_rate)
+    facts = ModelFacts(
+        max_model_len=limits.max_model_len,
+        vocab_size=tokenizer.vocab_size,
+        num_kv_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        dtype="none",
+        kv=kv.address,
+        max_waiting=limits.max_waiting,
+        warnings=warnings,
+    )
+    grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
+    grammar.warm_up()
+    runner = ScriptRunner(tokenizer, step_ms, prefill_ms, cache)
+    run_worker(LanguageEngine(scheduler, runner, grammar, kv=kv), address, facts, kv)
+
+
+def worker_argv(
+    limits: SchedulerConfig,
+    step_ms: float,
+    num_blocks: int = NUM_BLOCKS,
+    fault_rate: float = 0.0,
+    prefill_ms: float = 0.0,
+) -> list[str]:
+    """The command that starts a worker, but for its address; `prefill_ms` is by prompt token."""
+    times = {"step_ms": step_ms, "prefill_ms": prefill_ms}
+    sizes = {"num_blocks": num_blocks, "fault_rate": fault_rate}
+    options = json.dumps({"limits": asdict(limits), **times, **sizes})
+    return [sys.executable, str(Path(__file__)), "worker", "--options", options]
+
+
+def server_argv(
+    config: ServerConfig, pool: PoolConfig, router: RouterConfig, worker: list[str]
+) -> list[str]:
+    """The command that starts a server with such workers; it prints its URL."""
+    parts = {"config": config, "pool": pool, "router": router}
+    options = json.dumps({"worker": worker} | {k: asdict(v) for k, v in parts.items()})
+    return [sys.executable, str(Path(__file__)), "server", "--options", options]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=["worker", "server"])
+    parser.add_argument("--options", type=json.loads, required=True)
+    parser.add_argument("--address")
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules beside this one
+    if args.role == "worker":
+        args.options["limits"] = SchedulerConfig(**args.options["limits"])
+        run_sim_worker(args.address, **args.options)
+        return
+    from tokenmill.api.server import serve
+    from tokenmill.cli.serve import set_log_level
+
+    config = ServerConfig(**args.options["config"])
+    set_log_level(config.log_level)
+    serve(
+        args.options["worker"],
+        make_tokenizer(),
+        config,
+        MODEL,
+        on_listening=lambda url, facts: print(url, flush=True),
+        pool=PoolConfig(**args.options["pool"]),
+        router=RouterConfig(**args.options["router"]),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Batches for attention kernels: sequences over shuffled blocks."""
+
+import numpy as np
+import torch
+
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
+
+NUM_BLOCKS = 200
+
+
+def make_batch(
+    query_lens: list[int], contexts: list[int], block_size: int, group: int
+) -> AttentionBatch:
+    """Sequences with these new and cached tokens, over shuffled blocks."""
+    lens, starts = np.array(query_lens), np.concatenate([[0], np.cumsum(query_lens)])
+    width = max(-(-(c + q) // block_size) for c, q in zip(contexts, query_lens, strict=True))
+    tables = torch.randperm(NUM_BLOCKS)[: len(lens) * width].view(-1, width).int().contiguous()
+    owners = torch.from_numpy(np.repeat(np.arange(len(lens)), lens))
+    pieces = [torch.arange(c, c + q) for c, q in zip(contexts, query_lens, strict=True)]
+    positions = torch.cat(pieces)
+    slots = tables[owners, positions // block_size].long() * block_size + positions % block_size
+    return AttentionBatch(
+        positions=positions,
+        slots=slots,
+        query_starts=torch.from_numpy(starts.astype(np.int32)),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        table_rows=torch.arange(len(lens), dtype=torch.int32),
+        tiles=tuple(QueryTiles.of(plan) for plan in plan_tiles(lens, group, 1, on_gpu=False)),
+    )

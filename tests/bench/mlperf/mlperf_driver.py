@@ -1,0 +1,120 @@
+"""One LoadGen test against an engine of known latencies, in a process of its own.
+
+`python mlperf_driver.py FOLDER JSON`: the JSON names scenario, rate, latencies in seconds and how
+requests end, or the URL and the model of a server; the last line of stdout is the report.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.client.connections import route_url
+from tokenmill.bench.client.records import Target
+from tokenmill.bench.mlperf import loadgen, loadgen_url
+from tokenmill.bench.mlperf import runs as mlperf
+from tokenmill.bench.mlperf.presets import PRESETS
+from tokenmill.core.metrics import summarize
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenmillError,
+)
+
+NUM_TOKENS, TOKEN = 5, 7
+LONGEST_NAP_S = 0.001
+
+
+class PacedEngine:
+    """Every request gets its first token `ttft_s` after its submission, then one per `tpot_s`."""
+
+    def __init__(self, ttft_s: float, tpot_s: float, end: FinishReason, nap_s: float) -> None:
+        self.nap_s = nap_s
+        self.ttft_s, self.tpot_s, self.end = ttft_s, tpot_s, end
+        self.due: list[tuple[float, str, int]] = []  # when, who, tokens still to come
+        self.prompts: list[list[int]] = []
+        self.late_ms: list[float] = []
+        self.submitted_s: list[float] = []
+
+    def submit(self, request: Request) -> None:
+        assert request.sampling.max_tokens is not None
+        self.prompts.append(request.prompt_token_ids)
+        self.submitted_s.append(time.monotonic())
+        due_s = self.submitted_s[-1] + self.ttft_s
+        heapq.heappush(self.due, (due_s, request.request_id, request.sampling.max_tokens))
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), self.nap_s))
+        outputs = []
+        while self.due and self.due[0][0] <= time.monotonic():
+            due_s, name, left = heapq.heappop(self.due)
+            self.late_ms.append(1e3 * (time.monotonic() - due_s))
+            reason = self.end if left == 1 else None
+            outputs.append(RequestOutput(name, [TOKEN], finish_reason=reason, error="as told"))
+            if left > 1:
+                heapq.heappush(self.due, (due_s + self.tpot_s, name, left - 1))
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        raise AssertionError("LoadGen gives up no query")
+
+    def has_work(self) -> bool:
+        return bool(self.due)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def system_of(options: dict[str, Any], samples: list[loadgen.Sample]) -> Any:
+    if "url" in options:
+        url = route_url(options["url"], "chat")
+        target = Target(url, options["model"], keep_text=options.get("accuracy", False))
+        return loadgen_url.UrlUnderTest(target, samples, False, options.get("max_in_flight", 64))
+    nap_s = options.get("nap_s", LONGEST_NAP_S)
+    end = FinishReason(options["end"])
+    engine = PacedEngine(options["ttft_s"], options["tpot_s"], end, nap_s)
+    return loadgen.EngineUnderTest(engine, samples)
+
+
+def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    mlperf.QUICK_DURATION_MS = options.get("duration_ms", 1000)
+    preset = PRESETS[options.get("benchmark", "llama3.1-8b")]
+    count = options.get("num_samples", 64)
+    num_tokens = options.get("num_tokens", NUM_TOKENS)
+    this = mlperf.Run(preset, options["scenario"], options["qps"], count)
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    samples = [loadgen.Sample(array("i", [i]), sampling, f"{i}") for i in range(count)]
+    sut = system_of(options, samples)
+    is_accuracy = options.get("accuracy", False)
+    mlperf.execute(sut, count, this, folder, is_accuracy)
+    if is_accuracy:
+        answers = loadgen.read_answers(folder)
+        return {"answers": {i: (d.hex(), n) for i, (d, n) in answers.items()}}
+    values, errors = loadgen.read_detail(folder)
+    report = mlperf.performance_report(this, values, errors, sut.times) | {"log": values}
+    if "url" in options:
+        tally = sut.tally
+        return report | {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
+    engine = sut.engine
+    return report | {
+        "issued": sorted({prompt[0] for prompt in engine.prompts}),
+        "engine_late_ms": summarize(engine.late_ms),
+        "span_s": engine.submitted_s[-1] - engine.submitted_s[0],
+    }
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(run(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+    except TokenmillError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)

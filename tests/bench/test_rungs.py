@@ -1,0 +1,168 @@
+"""The ladder: which rungs run with which settings, the figures of a row, and the plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tokenmill.bench.commands import ladder as cli
+from tokenmill.bench.report.ladder_chart import check_plot, ladder_svg, write_plot
+from tokenmill.bench.rungs import (
+    CHANGED,
+    NEEDS,
+    RUNGS,
+    Attempt,
+    Rung,
+    choose,
+    ladder_rows,
+    missing,
+    run_rung,
+    settings_of,
+)
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig
+from tokenmill.core.metrics import usd_per_million_tokens
+from tokenmill.settings import SETTINGS, read_value
+
+GPU, CPU = {"cuda", "compiled", "fp8"}, {"cpu", "compiled"}
+BY_KEY = {rung.key: rung for rung in RUNGS}
+
+
+def names(features: set[str]) -> list[str]:
+    return [rung.name for rung in RUNGS if not missing(rung, features)]
+
+
+def figures(tok_s: float) -> dict[str, float]:
+    return {"tok_s": tok_s, "ceiling_tok_s": 400.0, "share_of_ceiling": tok_s / 400} | {
+        "mfu": 0.5,
+        "mbu": 0.25,
+    }
+
+
+def test_rungs_of_each_device() -> None:
+    on_gpu = ["eager torch", "fused kernels", "CUDA graphs", "overlap", "fp8", "fp8 KV"]
+    assert names(GPU) == on_gpu
+    assert names(CPU) == ["eager torch", "fused kernels", "overlap", "int8"]
+    assert missing(BY_KEY["fp8"], {"cuda"}) == NEEDS["fp8"]
+
+
+def test_a_draft_is_given_to_the_rung_that_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    def noted(rung: Rung, line: list[str]) -> Attempt:
+        lines.append(line)
+        return Attempt(rung)
+
+    monkeypatch.setattr(cli.bench, "run_rung", noted)
+    values = {"draft": "head.safetensors", "mtp-relaxed": "2:0.1"}
+    for key in ("overlap", "mtp"):
+        cli._attempt(BY_KEY[key], values, "cpu", frozenset(CPU | {"mtp"}))
+    flags = {"--draft=head.safetensors", "--mtp-relaxed=2:0.1"}
+    assert [flags & set(line) for line in lines] == [set(), flags]
+
+
+def test_every_rung_sets_settings_that_exist() -> None:
+    for rung in RUNGS:
+        assert not rung.needs or rung.needs in NEEDS
+        for key, value in rung.settings.items():
+            assert read_value(SETTINGS[key], value, key) == value
+            assert SETTINGS[key].owner in (ModelConfig, CacheConfig, ExecutionConfig)
+            assert key in CHANGED
+
+
+def test_a_rung_keeps_what_the_ones_before_it_changed() -> None:
+    eager = settings_of(BY_KEY["eager"], "cuda", GPU)
+    assert eager == {
+        "dtype": "bf16",
+        "fused-kernels": False,
+        "cuda-graphs": False,
+        "overlap": False,
+        "kv-cache-dtype": "auto",
+    }
+    last = settings_of(BY_KEY["fp8-kv"], "cuda", GPU)
+    assert last == {
+        "dtype": "fp8",
+        "kv-cache-dtype": "fp8",
+        "fused-kernels": True,
+        "cuda-graphs": True,
+        "overlap": True,
+    }
+    on_cpu = settings_of(BY_KEY["int8"], "cpu", CPU)
+    assert on_cpu["dtype"] == "int8" and not on_cpu["cuda-graphs"]
+    assert settings_of(BY_KEY["overlap"], "cpu", CPU)["dtype"] == "fp32"
+
+
+def test_chosen_rungs_come_in_order() -> None:
+    assert choose([]) == list(RUNGS)
+    assert [rung.key for rung in choose(["fp8", "eager torch"])] == ["eager", "fp8"]
+    with pytest.raises(BenchError, match="--rungs fp4: no such rung; there are eager, fused"):
+        choose(["fp8", "fp4"])
+
+
+def test_price_of_a_million_tokens_by_hand() -> None:
+    # 1,000 tokens a second are 3.6 million an hour.
+    assert usd_per_million_tokens(3.6, 1000) == pytest.approx(1.0)
+    assert usd_per_million_tokens(1.8, 2000) == pytest.approx(0.25)
+
+
+def test_rows_compare_with_the_last_and_the_first_that_ran() -> None:
+    attempts = [
+        Attempt(BY_KEY["eager"], figures(100)),
+        Attempt(BY_KEY["fused"], error="boom"),
+        Attempt(BY_KEY["graphs"], skipped="needs a GPU"),
+        Attempt(BY_KEY["overlap"], figures(150)),
+        Attempt(BY_KEY["fp8"], figures(300)),
+    ]
+    rows = ladder_rows(attempts, usd_per_hour=3.6)
+    assert [row.get("speedup") for row in rows] == [1.0, None, None, 1.5, 2.0]
+    assert [row.get("cumulative") for row in rows] == [1.0, None, None, 1.5, 3.0]
+    assert rows[0]["usd_per_million"] == 10.0 and rows[4]["share_of_ceiling"] == 0.75
+    assert rows[1]["error"] == "boom" and rows[2]["skipped"] == "needs a GPU"
+
+
+def script(folder: Path, code: str) -> list[str]:
+    path = folder / "child.py"
+    path.write_text(code)
+    return [sys.executable, str(path)]
+
+
+def test_a_rung_is_a_process_with_one_json_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"cells": {"batch": {"tokenmill": figures(7)}}}
+    code = f"import sys; print('half', file=sys.stderr); print({json.dumps(json.dumps(report))})"
+    attempt = run_rung(RUNGS[0], script(tmp_path, code))
+    assert attempt == Attempt(RUNGS[0], figures(7))
+    assert capsys.readouterr().err == "half\n"
+
+
+def test_a_rung_that_fails_keeps_its_error_line(tmp_path: Path) -> None:
+    failing = script(tmp_path, "import sys; sys.exit('error: no memory left\\n')")
+    assert run_rung(RUNGS[0], failing) == Attempt(RUNGS[0], error="no memory left")
+    silent = script(tmp_path, "import sys; sys.exit(3)")
+    assert run_rung(RUNGS[0], silent).error == "exit status 3"
+
+
+def test_plot_has_a_bar_for_each_rung_that_ran(tmp_path: Path) -> None:
+    odd = Rung("odd", "a < b", {})
+    attempts = [Attempt(BY_KEY["eager"], figures(100)), Attempt(odd, figures(400))]
+    rows = ladder_rows([*attempts, Attempt(BY_KEY["fp8"], skipped="needs a GPU")], 3.0)
+    tree = ElementTree.fromstring(ladder_svg("x & y", rows))
+    name = "{http://www.w3.org/2000/svg}"
+    widths = [float(bar.attrib["width"]) for bar in tree.findall(f"{name}rect")[1:]]
+    assert len(widths) == 2 and widths[1] == pytest.approx(4 * widths[0])
+    texts = [text.text for text in tree.findall(f"{name}text")]
+    assert "a < b" in texts and "x & y" in texts and "skipped: needs a GPU" in texts
+    for suffix, start in ((".svg", "<svg"), (".html", "<!doctype html>")):
+        path = tmp_path / f"ladder{suffix}"
+        check_plot(path)
+        write_plot(path, "x", rows)
+        assert path.read_text().startswith(start)
+    with pytest.raises(BenchError, match=r"expected a file that ends in \.svg or \.html"):
+        check_plot(tmp_path / "ladder.png")
+    with pytest.raises(BenchError, match="there is no folder"):
+        check_plot(tmp_path / "gone/ladder.svg")

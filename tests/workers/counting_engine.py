@@ -1,0 +1,89 @@
+"""An Engine without model or scheduler: request i answers 0, 1, 2, ... one token a step.
+
+A prompt token steers it: CRASH makes step() raise, EXIT kills the process, REFUSE is a REJECT.
+Run as a script it is a worker process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
+from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.worker_process import run_worker, send_failure
+
+CRASH, EXIT, REFUSE = 1001, 1002, 1003
+FACTS = ModelFacts(
+    max_model_len=512, vocab_size=2048, num_kv_blocks=64, block_size=16, dtype="none"
+)
+
+
+class CountingEngine:
+    def __init__(self) -> None:
+        self.live: dict[str, tuple[Request, int]] = {}
+        self.finished: list[RequestOutput] = []
+        self.num_steps = 0
+
+    def submit(self, request: Request) -> None:
+        if request.prompt_token_ids[:1] == [REFUSE]:
+            self._finish(request.request_id, FinishReason.REJECT, "queue_full")
+        else:
+            self.live[request.request_id] = (request, 0)
+
+    def abort(self, request_id: str) -> None:
+        if self.live.pop(request_id, None) is not None:
+            self._finish(request_id, FinishReason.ABORT, None)
+
+    def has_work(self) -> bool:
+        return bool(self.live or self.finished)
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        outputs, self.finished = self.finished, []
+        for request_id, (request, count) in list(self.live.items()):
+            if request.prompt_token_ids[:1] == [CRASH]:
+                raise RuntimeError("the counter jammed")
+            if request.prompt_token_ids[:1] == [EXIT] and count:
+                time.sleep(0.05)  # what was said before is on its way
+                os._exit(7)
+            outputs.append(self._next(request_id, request, count))
+        return outputs
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.live), num_steps=self.num_steps)
+
+    def _next(self, request_id: str, request: Request, count: int) -> RequestOutput:
+        last = count + 1 == request.sampling.max_tokens
+        if last:
+            del self.live[request_id]
+        else:
+            self.live[request_id] = (request, count + 1)
+        reason = FinishReason.LENGTH if last else None
+        return RequestOutput(request_id, [count], finish_reason=reason)
+
+    def _finish(self, request_id: str, reason: FinishReason, why: str | None) -> None:
+        self.finished.append(
+            RequestOutput(request_id, [], finish_reason=reason, stop_reason=why, error=why)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--fail", default="")
+    parser.add_argument("--exit-code", type=int, default=0)
+    parser.add_argument("--start-s", type=float, default=0.0)
+    args = parser.parse_args()
+    if args.exit_code:
+        os._exit(args.exit_code)
+    time.sleep(args.start_s)
+    if args.fail:
+        send_failure(args.address, ValueError(args.fail))
+        raise SystemExit(1)
+    run_worker(CountingEngine(), args.address, FACTS)
+
+
+if __name__ == "__main__":
+    main()

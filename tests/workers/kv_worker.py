@@ -1,0 +1,41 @@
+"""A worker process with a tiny model whose KV moves; run as a script."""
+
+from __future__ import annotations
+
+import argparse
+
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.engine.build import build_engine
+from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.worker_process import run_worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--connector", required=True)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=16)
+    args = parser.parse_args()
+    built = build_engine(
+        ModelConfig(args.model, "fp32", "cpu", random_weights=True, num_threads=1),
+        CacheConfig(args.block_size, num_blocks=256, connector=args.connector),
+        SchedulerConfig(max_num_batched_tokens=args.budget, max_num_seqs=16),
+        ExecutionConfig(fused_kernels=False),  # nothing to compile
+    )
+    kv = built.engine.kv
+    assert kv is not None
+    facts = ModelFacts(
+        max_model_len=built.max_model_len,
+        vocab_size=built.spec.vocab_size,
+        num_kv_blocks=built.num_blocks,
+        block_size=built.block_size,
+        dtype=built.dtype,
+        kv=kv.address,
+    )
+    run_worker(built.engine, args.address, facts, kv)
+
+
+if __name__ == "__main__":
+    main()

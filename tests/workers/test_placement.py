@@ -1,0 +1,148 @@
+"""Workers placed by Ray: started, killed, restarted, and gone with the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from api.sim import MAX_MODEL_LEN, worker_argv
+from api.sim_server import wait_until
+from api.streams import read, until
+from tokenmill.core.config import PoolConfig, SchedulerConfig
+from tokenmill.core.types import FinishReason
+from tokenmill.workers.placement import (
+    PlacementError,
+    ProcessPlacement,
+    RayPlacement,
+    _wants_ray,
+    open_placement,
+)
+from tokenmill.workers.pool import WorkerPool
+from workers.test_pool import request, states
+
+LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=32)
+ARGV = worker_argv(LIMITS, step_ms=10.0)
+RANK = "tokenmill.engine.ranks.rank_process"
+
+
+def workers() -> list[int]:
+    """Processes of workers that talk by TCP, as Ray's do."""
+    return processes(str(Path(ARGV[1])), "tcp://")
+
+
+def engine_process(pool: WorkerPool, name: str) -> int:
+    """The process of a worker: its shared memory is reached by it."""
+    facts = pool._slots[name].facts
+    assert facts is not None and facts.kv is not None
+    return int(facts.kv.ways[0].endpoint.partition(b":")[0])
+
+
+def processes(word: str, start: str = "") -> list[int]:
+    """Those with a word on the command line, and one that starts so."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if word.encode() in words and any(w.startswith(start.encode()) for w in words):
+            found.append(int(folder.name))
+    return found
+
+
+def test_one_worker_and_plain_processes_need_no_ray() -> None:
+    for several in (PoolConfig(workers=2), PoolConfig(ranks=2)):
+        assert _wants_ray(several)
+    for config in (PoolConfig(), PoolConfig(workers=3, placement="process")):
+        with open_placement(config) as placement:
+            assert isinstance(placement, ProcessPlacement) and placement.host is None
+    with (
+        pytest.raises(PlacementError, match="ray-address"),
+        open_placement(PoolConfig(placement="process", ray_address="127.0.0.1:1")),
+    ):
+        pass
+
+
+def test_ray_places_workers_and_their_streams_go_on() -> None:
+    """Killed, hung, and lost while KV moves."""
+    config = PoolConfig(
+        prefill=1,
+        decode=1,
+        remote_prefill_tokens=40,
+        placement="ray",
+        backoff_s=0.05,
+        heartbeat_s=0.2,
+        hang_timeout_s=1.5,
+    )
+
+    async def disturbed(pool: WorkerPool, tag: str, role: str, number: int) -> None:
+        """Streams go on while a worker of a role gets a signal."""
+        await until(lambda: states(pool) == ["ready"] * 2 and not pool._handovers._asked)
+        prompts = [[ord(tag) + i] * 300 for i in range(3)]
+        before = pool.num_restarts
+        streams = [pool.submit([request(f"{tag}{i}", 90, p)]) for i, p in enumerate(prompts)]
+        reading = [asyncio.create_task(read(stream)) for stream in streams]
+        if role == "prefill":
+            await until(lambda: any(h.told for h in pool._handovers._open.values()))
+        else:
+            await asyncio.sleep(0.3)
+        name = next(w.name for w in pool.view().workers if w.role == role)
+        os.kill(engine_process(pool, name), number)
+        for task in reading:
+            (output,) = await task
+            assert len(output.token_ids) == 90 and output.finish_reason is FinishReason.LENGTH
+        await until(lambda: pool.num_restarts == before + 1)
+
+    async def main(pool: WorkerPool) -> None:
+        try:
+            await pool.start()
+            await disturbed(pool, "k", "decode", signal.SIGKILL)
+            await disturbed(pool, "t", "prefill", signal.SIGKILL)
+            await disturbed(pool, "h", "decode", signal.SIGSTOP)
+            assert pool.num_migrations > 0 and pool.view().transfers > 0
+        finally:
+            await pool.close()
+
+    with open_placement(config) as placement:
+        assert placement.host == "127.0.0.1"
+        spawn = placement.spawner(ARGV)
+        asyncio.run(main(WorkerPool(spawn, config, host=placement.host, prefill_spawn=spawn)))
+        assert workers() == []
+        assert placement.host is not None
+        spawn = RayPlacement(placement.host, num_processes=2).spawner(ARGV, num_ranks=2)
+        one = PoolConfig(placement="ray", backoff_s=0.05)
+        asyncio.run(end_with_a_rank(WorkerPool(spawn, one, host=placement.host)))
+        wait_until(lambda: processes(RANK, "127.0.0.1:") == workers() == [], "all are gone")
+
+
+async def end_with_a_rank(pool: WorkerPool) -> None:
+    """A worker is restarted, with ranks of its own, when one of them dies."""
+    try:
+        await pool.start()
+        (rank,) = processes(RANK, "127.0.0.1:")
+        (worker,) = workers()
+        os.kill(rank, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while pool.num_restarts == 0:
+                await asyncio.sleep(0.05)
+        assert states(pool) == ["ready"] and workers() != [worker]
+        assert processes(RANK, "127.0.0.1:") not in ([], [rank])
+    finally:
+        await pool.close()
+
+
+def test_roles_on_two_nodes_of_a_cluster() -> None:
+    """Workers of another node reach the front by its address, with the key that they were given."""
+    script = str(Path(__file__).with_name("two_nodes.py"))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["tokens"] == 20 and answer["transfers"] == 1
+    assert answer["host"] != "127.0.0.1"
