@@ -24,12 +24,12 @@ def pytest_configure() -> None:
 
 # Files that take long, the longest first: begun late they would leave one process alone at the end.
 LONG = (
-    "serve/test_chaos.py",
+    "workers/test_chaos.py",
     "kernels/test_triton.py",
     "e2e/test_parity.py",
     "engine/test_calibrate.py",
     "engine/test_golden_ways.py",
-    "serve/test_supervisor.py",
+    "workers/test_placement.py",
     "e2e/",
     "test_ranks.py",
     "sched/test_scheduler_machine.py",
@@ -51,7 +51,7 @@ def smollm2_path() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--chaos-s", type=float, default=120.0, help="Seconds that workers are killed under load."
+        "--chaos-s", type=float, default=30.0, help="Seconds that workers are killed under load."
     )
 
 
