@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenmill.bench.client.connections.live_progress import Goal, plain_line, view_lines, watching
 
 from tokenmill import console
 from tokenmill.bench.client import live_progress as progress
+from tokenmill.bench.client.live_progress import Goal, plain_line, view_lines, watching
 from tokenmill.bench.client.progress import (
     NUM_COUNTERS,
     OPEN,

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.bench.client.connections.live_progress import Goal, watching
+from tokenmill.bench.client.live_progress import Goal, watching
 from tokenmill.bench.commands.endpoint_load import (
     INPUT_LEN,
     OUTPUT_LEN,
