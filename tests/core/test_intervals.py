@@ -58,27 +58,34 @@ def shares(
     return len(given) / len(found), missed / len(found)
 
 
+def error(num_runs: float) -> float:
+    """Of a simulated share of 5 %, at most."""
+    return 2 * math.sqrt(0.05 * 0.95 / num_runs)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("correlation", CORRELATIONS)
 def test_intervals_hold_in_92_to_98_of_100_runs(size: int, correlation: float) -> None:
     """And where most runs are too short for one, hardly any has a wrong one."""
     rng = np.random.default_rng([size, round(100 * correlation)])
-    error = 2 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # of the simulation itself
     for spread in SPREADS:
         runs = runs_of(rng, size, correlation, spread)
         for percent in PERCENTS:
             given, missed = shares(runs, percent, truth(percent, spread))
-            assert missed <= 0.08 + error, (spread, percent, given, missed)
+            figures = (spread, percent, given, missed)
+            assert missed <= 0.08 + error(NUM_RUNS), figures
+            if given > 0.1:
+                assert missed / given <= 0.08 + error(given * NUM_RUNS), figures
             if given > 0.9:
-                assert 1 - missed / given <= 0.98 + error / 2, (spread, percent, given, missed)
+                assert 1 - missed / given <= 0.98 + error(NUM_RUNS) / 2, figures
 
 
 @pytest.mark.parametrize("size", [100, 400])
 def test_intervals_hold_for_requests_that_come_in_waves(size: int) -> None:
     runs = waves_of(np.random.default_rng(size), size, 16)
-    for percent in (None, 50.0):
+    for percent, least in ((None, 0.9), (50.0, 0.4 if size == 100 else 0.9)):  # of six waves
         given, missed = shares(runs, percent, truth(percent, 0.5), min_batch=16)
-        assert given > 0.9 and missed < 0.11
+        assert given > least and missed / given < 0.08 + error(given * NUM_RUNS)
 
 
 def test_enough_independent_requests_have_an_interval_of_about_its_ideal_width() -> None:

@@ -23,6 +23,9 @@ CONFIDENCE = 0.95
 MIN_VALUES = 40
 NUM_BATCHES, MIN_BATCHES = 10, 5
 MIN_EFFECTIVE = 2.0  # independent values that a mean must rest on at least
+# A short run of slow waves looks less correlated than it is: with so many independent values or
+# fewer, the interval of a percentile is twice as wide or wider, and soon does not fit the values.
+FEW_EFFECTIVE = 12.5
 LAGS = (2, 4, 8, 16)
 MOST_CORRELATION = 0.995
 CAUTION = 0.7  # standard errors that are added to a measured correlation
@@ -111,6 +114,7 @@ def _of_percentile(array: np.ndarray, share: float, num_batches: int) -> Interva
     half, degrees = _half_width(
         variance, _degrees(size, correlation, inflation), _batch_variance(below, num_batches)
     )
+    half *= 1 + (FEW_EFFECTIVE * inflation / size) ** 3
     low, high = size * (share - half) - 0.5, size * (share + half) - 0.5
     if low < 0 or high > size - 1:
         return None
