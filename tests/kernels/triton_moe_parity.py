@@ -75,7 +75,8 @@ def check_experts(device: str) -> None:
         results = moe.apply_experts_reference(x, ids, gate_up, down)
         moe.add_choices_reference(results, weights, expected)
         if dtype == "fp8":
-            assert (own - expected).norm() / (expected - start).norm() < 0.02
+            rounded = expected.norm() * 2**-8  # both sums are rounded to bf16 once
+            assert (own - expected).norm() < 0.02 * (expected - start).norm() + rounded
         else:
             limit = TOLERANCE[device]
             torch.testing.assert_close(own, expected, atol=limit, rtol=limit)
