@@ -1,12 +1,11 @@
-"""A router's process with the simulated servers' tokenizer; a script that prints its URL."""
+"""A router's process with the simulated servers' tokenizer: `-m proxy.route_process` in tests/."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from sim import make_tokenizer
-
+from api.sim import make_tokenizer
 from tokenmill.cli.serve import set_log_level
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
 from tokenmill.proxy.proxy_server import route

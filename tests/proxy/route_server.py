@@ -135,8 +135,9 @@ def router_process(
         "route": replace(route or RouteConfig(health_interval_s=0.2), backends=backends),
     }
     options = json.dumps({name: asdict(part) for name, part in parts.items()})
-    argv = [sys.executable, str(Path(__file__).with_name("route_process.py")), options]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
+    argv = [sys.executable, "-m", "proxy.route_process", options]
+    tests = Path(__file__).parents[1]
+    process = subprocess.Popen(argv, cwd=tests, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         yield SimServer(process, process.stdout.readline().strip())
