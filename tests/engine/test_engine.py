@@ -27,8 +27,9 @@ from tokenmill.core.types import (
     StepResult,
     StructuredOutput,
 )
-from tokenmill.engine.engine import COMPILE_TIMEOUT_NS, LanguageEngine, Runner, _masks
+from tokenmill.engine.engine import LanguageEngine, Runner
 from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend, GrammarError
+from tokenmill.engine.sampling.structured import COMPILE_TIMEOUT_NS, next_masks
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
@@ -346,7 +347,7 @@ def test_masks_end_at_a_draft_that_may_not_come(
     matcher = grammar.compile_async(DIGITS).result().matcher()
     digit = PIECES.index(b"7")
     for drafts, count in (([digit, digit], 3), ([digit, 1], 2), ([PAD_TO * 2], 1), ([1], 1)):
-        assert len(_masks(matcher, drafts)) == count
+        assert len(next_masks(matcher, drafts)) == count
     assert capfd.readouterr().err == ""
 
 
@@ -360,7 +361,7 @@ def test_a_grammar_is_forgotten_with_its_request(grammar: GrammarBackend) -> Non
     engine.abort("is aborted in the queue")
     found = run(engine)
     assert finish(found["is aborted in the queue"]) == (FinishReason.ABORT, None)
-    assert engine._compiled == {}
+    assert engine._structured._compiled == {}
 
 
 # Structured output through the whole engine.
@@ -487,4 +488,4 @@ def test_every_request_ends_once_under_random_trouble(grammar: GrammarBackend) -
     assert sorted(ended) == sorted(submitted)
     assert sum(engine.stats().num_finished.values()) == len(submitted)
     assert set(engine.stats().num_finished) == {r.value for r in FinishReason}
-    assert engine.stats().num_kv_blocks_used == 0 and engine._compiled == {}
+    assert engine.stats().num_kv_blocks_used == 0 and engine._structured._compiled == {}

@@ -5,32 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
-    InvalidRequestError,
     RanksLostError,
     Request,
     RequestOutput,
     StepResult,
 )
 from tokenmill.engine.drafting import Drafting
-from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend, GrammarError, Matcher
-from tokenmill.engine.sampling.sampler import Bitmask, sampled_rows, state_of
+from tokenmill.engine.sampling.grammar import GrammarBackend
+from tokenmill.engine.sampling.structured import StructuredOutputs, follow
 from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.routing.step_cost import StepSums
-from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
-from tokenmill.sched.sequence import num_drafts
+from tokenmill.sched.scheduler import Batch, Scheduler
 
-COMPILE_TIMEOUT_NS = 60 * 10**9
-_IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
-_BLOCKED_WAIT_S = 0.001  # and how long for blocks that are not the scheduler's to free
+_BLOCKED_WAIT_S = 0.001  # how long a step without a batch waits for blocks that others free
 
 _log = logging.getLogger(__name__)
 
@@ -55,15 +50,6 @@ class Launcher(Runner, Protocol):
     """A runner that can start a batch and be asked for its result later."""
 
     def launch(self, batch: Batch) -> Launched: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiling:
-    """A request that waits for its grammar, outside the scheduler."""
-
-    request: Request
-    grammar: Future[Grammar]
-    give_up_ns: int
 
 
 class LanguageEngine:
@@ -93,11 +79,9 @@ class LanguageEngine:
         # Launched at a time, its tokens not known yet.
         self._flying: tuple[Batch, Launched, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
-        self._grammar = grammar
+        self._structured = StructuredOutputs(grammar)
         self._vocab_size = vocab_size
         self._clock = clock
-        self._compiling: dict[str, _Compiling] = {}
-        self._compiled: dict[str, Grammar] = {}  # of requests that have sampled no token yet
         self._finished: list[RequestOutput] = []  # ended outside the scheduler
         self._num_finished: dict[str, int] = {}
         self._draining = False
@@ -107,12 +91,10 @@ class LanguageEngine:
 
     def warm_up(self) -> None:
         """Begin with what the first structured request would wait for, in the background."""
-        if self._grammar is not None:
-            self._grammar.warm_up()
+        self._structured.warm_up()
 
     def submit(self, request: Request) -> None:
         """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
-        structured = request.sampling.structured
         refusal = self._refusal(request)
         if refusal is not None:
             self._tell(request.request_id, FinishReason.REJECT, *refusal)
@@ -121,12 +103,10 @@ class LanguageEngine:
             self.kv.expect(request, self._clock())
             # Whoever computes the prompt has told its log-probabilities.
             request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
-        if structured is None or self._grammar is None:
+        if request.sampling.structured is None:
             self._add(request)
         else:
-            grammar = self._grammar.compile_async(structured)
-            give_up_ns = self._clock() + COMPILE_TIMEOUT_NS
-            self._compiling[request.request_id] = _Compiling(request, grammar, give_up_ns)
+            self._structured.compile(request, self._clock())
 
     def step(self, hold_context: bool = False) -> list[RequestOutput]:
         """Run one batch and return what it produced; [] when there is nothing to do.
@@ -157,14 +137,14 @@ class LanguageEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
-        if self._compiling.pop(request_id, None):
+        if self._structured.cancel(request_id):
             self._end(request_id, FinishReason.ABORT)
         else:
             self._scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         """True while a step() would do something."""
-        waiting = bool(self._finished or self._compiling or self._flying)
+        waiting = bool(self._finished or self._structured.num_waiting or self._flying)
         return waiting or self._scheduler.has_work()
 
     def drain(self) -> None:
@@ -174,7 +154,7 @@ class LanguageEngine:
     def stats(self) -> EngineStats:
         """The scheduler's, with the requests that wait for a grammar or were refused here."""
         stats = self._scheduler.stats()
-        stats.num_waiting += len(self._compiling)
+        stats.num_waiting += self._structured.num_waiting
         stats.step_sums = self._steps.values
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
@@ -204,7 +184,7 @@ class LanguageEngine:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
         if self._draining:
             return "draining", "the engine is draining and takes no new requests"
-        if request.request_id in self._compiling or request.request_id in self._compiled:
+        if request.request_id in self._structured:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
         problem = self._out_of_vocabulary(request)
         if problem:
@@ -236,17 +216,11 @@ class LanguageEngine:
         return None
 
     def _structured_refusal(self, request: Request) -> tuple[str, str] | None:
-        sampling, resumed = request.sampling, bool(request.output_token_ids)
-        if self._grammar is None:
-            return "invalid_request", "this engine has no structured output"
-        if sampling.ignore_eos or sampling.min_tokens:
-            name = "ignore_eos" if sampling.ignore_eos else "min_tokens"
-            return (
-                "invalid_request",
-                f"{name} does not go with structured output, which ends itself",
-            )
+        problem = self._structured.refusal(request.sampling)
+        if problem is not None:
+            return "invalid_request", problem
         num_waiting = self.stats().num_waiting
-        if num_waiting >= self._scheduler.config.max_waiting and not resumed:
+        if num_waiting >= self._scheduler.config.max_waiting and not request.output_token_ids:
             return "queue_full", f"{num_waiting} requests are waiting, the queue is full"
         return None
 
@@ -285,7 +259,7 @@ class LanguageEngine:
         """Drop what is kept here for requests that have ended: a grammar, KV on its way."""
         for output in outputs if self._host_bound or self.kv is not None else ():
             if output.finish_reason is not None:
-                self._compiled.pop(output.request_id, None)
+                self._structured.forget(output.request_id)
                 self._host_bound.discard(output.request_id)
                 if self.kv is not None:
                     self.kv.forget(output.request_id)
@@ -293,7 +267,7 @@ class LanguageEngine:
 
     def _lose(self, request_id: str, stop_reason: str, message: str) -> None:
         """End a request whose KV will not come."""
-        if self._compiling.pop(request_id, None):
+        if self._structured.cancel(request_id):
             self._end(request_id, FinishReason.ERROR, stop_reason, message)
         else:
             self._scheduler.lose(request_id, stop_reason, message)
@@ -309,36 +283,16 @@ class LanguageEngine:
 
     def _admit(self, now_ns: int) -> None:
         """Hand requests whose grammar is ready to the scheduler; end those that waited too long."""
-        for request_id, entry in list(self._compiling.items()):
-            deadline_ns = entry.request.deadline_ns
-            if deadline_ns is not None and deadline_ns <= now_ns:
-                self._end(request_id, FinishReason.ABORT, "deadline")
-            elif entry.grammar.done():
-                self._admit_compiled(entry.request, entry.grammar)
-            elif entry.give_up_ns <= now_ns:
-                seconds = COMPILE_TIMEOUT_NS // 10**9
-                message = f"the grammar was not compiled within {seconds} s"
-                self._end(request_id, FinishReason.REJECT, "invalid_grammar", message)
+        for request, end in self._structured.take_ready(now_ns):
+            if end is None:
+                self._add(request)
             else:
-                continue
-            del self._compiling[request_id]
-
-    def _admit_compiled(self, request: Request, grammar: Future[Grammar]) -> None:
-        error = grammar.exception()
-        if error is None:
-            self._compiled[request.request_id] = grammar.result()
-            self._add(request)
-        elif isinstance(error, InvalidRequestError):
-            self._end(request.request_id, FinishReason.REJECT, "invalid_grammar", str(error))
-        else:
-            _log.error("the grammar compiler failed", exc_info=error)
-            self._end(request.request_id, FinishReason.ERROR, error=_sentence(error))
+                self._end(request.request_id, *end)
 
     def _idle(self) -> None:
         """Give others a moment instead of spinning: compile threads, engines that read blocks."""
-        if self._compiling:
-            grammars = [entry.grammar for entry in self._compiling.values()]
-            wait(grammars, _IDLE_WAIT_S, FIRST_COMPLETED)
+        if self._structured.num_waiting:
+            self._structured.wait()
         elif self.kv is not None and self.has_work():
             time.sleep(_BLOCKED_WAIT_S)
 
@@ -346,10 +300,10 @@ class LanguageEngine:
         """Run the batch; if that fails, its requests end in ERROR and the engine goes on."""
         began_ns = self._clock()
         try:
-            lost = self._constrain(batch)
+            lost = self._structured.constrain(batch)
             result = self._runner.run(batch)
             self._measure(batch, began_ns)
-            self._advance(batch, result, lost)
+            follow(batch, result, lost)
             outputs = self._scheduler.update(batch, result)
         except Exception as error:
             return self._failed(batch, error)
@@ -420,75 +374,6 @@ class LanguageEngine:
         """Ctrl-C inside a step: its requests end, and the next step() says so."""
         if batch.items:
             self._finished += self._forget(self._scheduler.fail(batch, "the step was interrupted"))
-
-    def _constrain(self, batch: Batch) -> dict[str, str]:
-        """Set the masks of the structured items that sample; returns those whose grammar is lost.
-
-        They run like the others, since their blocks may already be shared, and end after it.
-        """
-        lost: dict[str, str] = {}
-        for item in batch.items:
-            seq, count = item[0], num_drafts(item)
-            if seq.request.sampling.structured is not None and count >= 0:
-                state = state_of(seq)
-                try:
-                    state.matcher = state.matcher or self._matcher(seq)
-                    masks = _masks(state.matcher, seq.draft_ids[:count])
-                except GrammarError as error:
-                    masks = []
-                    lost[seq.request_id] = str(error)
-                rows = sampled_rows(seq, count)
-                for row, mask in zip(rows, masks + [None] * len(rows), strict=False):
-                    state_of(row).mask = mask
-        return lost
-
-    def _matcher(self, seq: Sequence) -> Matcher:
-        """A new sequence's matcher, to be ended by what ends the sequence: EOS.
-
-        A sequence that began in another engine has tokens already.
-        """
-        stop_ids = seq.stop_ids.difference(seq.request.sampling.stop_token_ids) or seq.stop_ids
-        matcher = self._compiled.pop(seq.request_id).matcher(stop_ids)
-        for token in seq.token_ids[seq.num_prompt_tokens :]:
-            matcher.accept(token)
-        return matcher
-
-    def _advance(self, batch: Batch, result: StepResult, lost: dict[str, str]) -> None:
-        """Move the matchers on by what was sampled; a lost request gets no token."""
-        for index, (seq, _) in enumerate(batch.items):
-            tokens = result.token_ids[index]
-            if seq.request.sampling.structured is None or not tokens:
-                continue
-            matcher = state_of(seq).matcher
-            if matcher is not None and seq.request_id not in lost:
-                try:
-                    for token in tokens:
-                        matcher.accept(token)
-                except GrammarError as error:
-                    lost[seq.request_id] = str(error)
-            if seq.request_id in lost:
-                result.token_ids[index] = []
-
-
-def _masks(matcher: Matcher, drafts: list[int]) -> list[Bitmask | None]:
-    """What may come next, and after each draft; it ends where the grammar forbids one."""
-    masks: list[Bitmask | None] = [matcher.allowed()]
-    try:
-        for draft in drafts:
-            if not _allows(masks[-1], draft):
-                break
-            matcher.accept(draft)
-            masks.append(None)
-            masks[-1] = matcher.allowed()
-    except GrammarError:
-        pass
-    matcher.rollback(len(masks) - 1)
-    return masks
-
-
-def _allows(mask: Bitmask | None, token: int) -> bool:
-    """Whether a token may come next; the matcher itself writes a warning when it may not."""
-    return mask is None or (token < 32 * mask.size and bool(mask[token // 32] >> token % 32 & 1))
 
 
 def _sentence(error: BaseException) -> str:
