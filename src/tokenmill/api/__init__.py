@@ -1,0 +1,1 @@
+"""HTTP: the routes of the server, and all that an answer passes."""

@@ -1,0 +1,1 @@
+"""Measuring: workloads, ceilings, and what each benchmark runs."""

@@ -1,0 +1,1 @@
+"""The vocabulary that all packages share: types, configs, specs and metrics."""

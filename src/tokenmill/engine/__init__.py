@@ -1,0 +1,1 @@
+"""The language engine: the step loop, the runner and what it is built from."""

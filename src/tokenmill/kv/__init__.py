@@ -1,0 +1,1 @@
+"""KV that moves between engines: the transfer and its connectors."""

@@ -1,0 +1,1 @@
+"""Predicting: simulations in virtual time over the real scheduler and router."""

@@ -1,0 +1,1 @@
+"""`tokenmill route`: the router in front of other servers."""

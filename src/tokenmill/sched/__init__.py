@@ -1,0 +1,1 @@
+"""Who runs in this step: the scheduler, its queues and the paged KV blocks."""

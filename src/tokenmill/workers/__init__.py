@@ -1,0 +1,1 @@
+"""The worker pool behind a server: slots, placement, restart, migration and handover."""

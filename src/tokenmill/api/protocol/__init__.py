@@ -1,0 +1,1 @@
+"""OpenAI's requests and answers: decoding, preparing and formatting them."""

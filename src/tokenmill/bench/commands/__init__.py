@@ -1,0 +1,1 @@
+"""One module per `bench` command: its flags, its measurement and what it prints."""

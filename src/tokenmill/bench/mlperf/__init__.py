@@ -1,0 +1,1 @@
+"""MLPerf: LoadGen, presets, accuracy, compliance and submissions."""

@@ -1,0 +1,1 @@
+"""Results as pages, charts and tables."""

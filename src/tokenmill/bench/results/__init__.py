@@ -1,0 +1,1 @@
+"""One form of a result: read, compared, verified and set beside published ones."""

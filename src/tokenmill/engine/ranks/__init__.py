@@ -1,0 +1,1 @@
+"""One engine over several processes: the group, its messages, its models and its KV."""
