@@ -1,6 +1,7 @@
 """How many requests and tokens a step has by default: pure functions of memory and model."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import torch
 from tokenmill import bench
 from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.spec import ModelSpec
+from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.engine.choices import resolve
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
 from tokenmill.engine.setup import Setup
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.scheduler import Scheduler
 
 H200, L4 = 139 * GIB, 22 * GIB
 
@@ -70,6 +74,42 @@ def test_a_short_context_makes_room_for_more() -> None:
 )
 def test_tokens_of_a_step(name: str, memory: int | None, expected: int) -> None:
     assert choose_budget(spec_of(name), memory) == expected
+
+
+SCALE = 32  # tokens that one of the simulation stands for, and steps
+NUM_PROMPTS = 1536
+LOADS = [(1024, 1024), (560, 560), (224, 288), (128, 2048)]  # means
+BYTES_PER_S, FLOPS = 3.9e12, 5.5e14
+
+
+def simulated_tok_s(spec: ModelSpec, own: Room, num_seqs: int, load: tuple[int, int]) -> float:
+    """Of the real scheduler, whose steps take the time that the GPU's rates allow."""
+    block_size = 64 // SCALE
+    limits = SchedulerConfig(choose_budget(spec, H200), num_seqs, NUM_PROMPTS)
+    pool = BlockPool(own.num_kv_tokens // 64, block_size, prefix_cache=False)
+    scheduler, seconds = Scheduler(limits, pool, frozenset()), 0.0
+    source, num_outputs = random.Random(0), 0
+    for number in range(NUM_PROMPTS):
+        num_in, num_out = (round(source.uniform(0.5, 1.5) * mean / SCALE) for mean in load)
+        sampling = SamplingParams(max_tokens=num_out, ignore_eos=True)
+        scheduler.add(Request(str(number), [1] * num_in, sampling, arrival_ns=number))
+        num_outputs += num_out
+    while scheduler.has_work():
+        items = (batch := scheduler.schedule(0)).items
+        num_bytes = own.weight_bytes + own.kv_bytes_per_token * SCALE * pool.num_used * block_size
+        seconds += num_bytes / BYTES_PER_S + batch.num_tokens * spec.flops_per_token(0) / FLOPS
+        done = [seq.num_computed_tokens + new == seq.num_tokens for seq, new in items]
+        scheduler.update(batch, StepResult([[7] if ends else [] for ends in done]))
+    return num_outputs / seconds
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3.1-8b"])
+def test_no_load_is_far_from_its_best_limit(name: str) -> None:
+    spec, own = spec_of(name), room(name, H200)
+    chosen = choose_num_seqs(own, 40_960)
+    for load in LOADS:
+        speeds = {n: simulated_tok_s(spec, own, n, load) for n in (448, 1024, chosen)}
+        assert speeds[chosen] > 0.85 * max(speeds.values()), (load, speeds)
 
 
 @pytest.fixture

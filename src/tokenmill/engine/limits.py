@@ -10,7 +10,7 @@ from tokenmill.engine.graphs.graph_sizes import graph_sizes
 
 MAX_GPU_NUM_SEQS = 1024  # larger batches gain little and lengthen every step
 MIN_GPU_NUM_SEQS = 64  # requests may be short
-EXPECTED_TOKENS = 1200  # of a request in the cache, between its start and its end
+EXPECTED_TOKENS = 1200  # of a request in the cache; choose_num_seqs says what hangs on it
 STEP_S = 0.2  # of a step full of prompt tokens: so long the requests that decode may wait
 MIN_GPU_BUDGET, MAX_GPU_BUDGET = 2048, 8192
 LARGE_GPU_BYTES = 70 * 2**30  # H100, H200, B200 and their like
@@ -31,7 +31,12 @@ class Room:
 
 
 def choose_num_seqs(room: Room, max_model_len: int) -> int:
-    """As many requests as the KV cache holds at their expected length, the size of a graph."""
+    """As many requests as the KV cache holds at their expected length, the size of a graph.
+
+    The expected length is a short one: longer requests are bounded by the KV cache itself, since
+    the scheduler admits what fits, and a limit that is too high for them costs a few preemptions;
+    shorter ones are bounded by this limit, and a low one would cost them much of the throughput.
+    """
     fitting = room.num_kv_tokens // min(EXPECTED_TOKENS, max_model_len)
     sizes = [size for size in graph_sizes(MAX_GPU_NUM_SEQS) if size <= fitting]
     return max(MIN_GPU_NUM_SEQS, *sizes, 0)
