@@ -16,7 +16,7 @@ from tokenmill.bench.roofline import Machine
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.versions import package_version
 from tokenmill.kernels import cpu_kernels
-from tokenmill.kernels.matmul import GROUPED, matmul, pack, quantize_rows
+from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 
 ROWS = 512
 READ_BYTES = 2**29
@@ -147,7 +147,7 @@ def _fp32_products(n: int, k: int) -> list[Callable[[], object]]:
 def _int8_products(n: int, k: int) -> list[Callable[[], object]]:
     weight, x = torch.randn(n, k), torch.randn(ROWS, k)
     packed = pack(weight, "int8", grouped=True)
-    products: list[Callable[[], object]] = [lambda: matmul(quantize_rows(x, GROUPED), packed)]
+    products: list[Callable[[], object]] = [lambda: matmul(quantize_rows(x, by_groups(k)), packed)]
     if "fbgemm" in torch.backends.quantized.supported_engines:
         scale = weight.abs().max().item() / 127
         with warnings.catch_warnings():  # torch announces the end of its quantised tensors

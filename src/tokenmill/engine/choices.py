@@ -27,7 +27,7 @@ from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
 from tokenmill.engine.setup import Setup
 from tokenmill.kernels import MODE, cpu_kernels
-from tokenmill.kernels.matmul import GROUPED, matmul, pack, quantize_rows
+from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import store
 from tokenmill.models.shards import plan_layout
@@ -210,7 +210,8 @@ def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
     for _ in range(_TRIALS):  # in turns: what disturbs one disturbs the other
         best["fp32"] = min(best["fp32"], _seconds(lambda: [matmul(x, w) for w in fp32]))
         best["int8"] = min(
-            best["int8"], _seconds(lambda: [matmul(quantize_rows(x, GROUPED), w) for w in int8])
+            best["int8"],
+            _seconds(lambda: [matmul(quantize_rows(x, by_groups(k)), w) for w in int8]),
         )
     return "int8" if best["int8"] < best["fp32"] else "fp32"
 

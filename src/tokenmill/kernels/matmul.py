@@ -1,9 +1,8 @@
 """Linear products y = x W^T over weights packed once at load: fp32, int8, bf16, fp8.
 
-int8: weights are rounded per output channel to [-127, 127]. So are activations by groups of GROUP
-channels with a scale each, and the groups' exact sums are added up in their order; for experts
-they are rounded per row, to as many integers as keep the int32 sum exact whatever the values.
-Either way a row's result is bitwise the same in any batch.
+int8: weights are rounded per output channel to [-127, 127], activations per row to as many integers
+as keep the int32 sum exact whatever the values; except for experts, only the 8 highest bits of each
+group of GROUP channels are kept. A row's result is bitwise the same in any batch.
 
 fp8 (e4m3): weights are rounded per output channel, activations per row; results are bf16.
 """
@@ -19,7 +18,8 @@ import torch
 from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
 
 INT32_MAX = 2**31 - 1
-GROUP = 32  # channels of a row that share a scale
+GROUP = 16  # channels of a row that are shifted alike: every fourth of BLOCK
+BLOCK = 64
 TILE_COLUMNS = 16  # outputs whose weights lie side by side; the last tile may be narrower
 SKINNY_ROWS = 4  # up to here a product only reads its weights, and norms and gates ride along
 SMALL_ROWS = 64  # up to here cuBLAS with one scale beats the kernel with row and column scales
@@ -36,26 +36,25 @@ class Rounding:
     dtype: torch.dtype
     limit: int
     channels: torch.Tensor | None = field(default=None, compare=False)  # int32 [c], fp8 alone
-    group: int = 0  # channels that share a scale, if not all of a row
+    group: int = 0  # channels whose highest 8 bits count, if not all bits do
 
     @property
     def code(self) -> int:
         """How the compiled row kernels are told."""
-        return -1 if self.group else self.limit
+        return -self.limit if self.group else self.limit
 
 
 FP8 = Rounding(torch.float8_e4m3fn, 448)
-GROUPED = Rounding(torch.int8, 127, group=GROUP)
 
 
 class QuantizedRows(NamedTuple):
-    """x[m, k] ~ values[m, k] * scales[m, None], or with a scale for each group of channels.
+    """x[m, k] ~ values[m, k] * scales[m, None].
 
-    The compiled kernels fill the last group up, and keep sums of the groups behind their scales.
+    Rows that the compiled kernels round by groups have a form of their own, see cpu/groups.py.
     """
 
-    values: torch.Tensor  # int16, int8 or fp8
-    scales: torch.Tensor  # fp32 [m], grouped [m, groups or more]
+    values: torch.Tensor  # int16 or fp8
+    scales: torch.Tensor  # fp32 [m]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class PackedWeight:
     k: int
     tiled: bool
     channels: torch.Tensor | None = None  # whose columns follow the others twice: rounded, and lost
-    grouped: bool = False  # int8 for activations with a scale per group
+    grouped: bool = False  # int8 for activations rounded by groups
 
     @property
     def padded(self) -> int:
@@ -86,7 +85,7 @@ class PackedWeight:
         if self.scales is None:
             return None
         if self.data.dtype != FP8.dtype:
-            return GROUPED if self.grouped else activation_limit(self.k)
+            return by_groups(self.k) if self.grouped else activation_limit(self.k)
         return FP8 if self.channels is None else replace(FP8, channels=self.channels)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -101,6 +100,12 @@ class PackedWeight:
 def activation_limit(k: int) -> Rounding:
     """The widest int16 rounding whose dot products with k weights of at most 127 fit an int32."""
     return Rounding(torch.int16, min(32767, INT32_MAX // (127 * k)))
+
+
+def by_groups(k: int) -> Rounding:
+    """The same range, or the next smaller power of two, with 8 bits for each group."""
+    steps = activation_limit(k).limit // 127
+    return Rounding(torch.int16, 127 << max(0, steps.bit_length() - 1), group=GROUP)
 
 
 def compiled_rows(x: torch.Tensor, rounding: Rounding | None) -> bool:
@@ -133,9 +138,13 @@ def quantize_rows_reference(x: torch.Tensor, rounding: Rounding) -> QuantizedRow
 
 def _quantize_groups(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
     k = x.shape[1]
-    groups = torch.nn.functional.pad(x, (0, -k % rounding.group)).unflatten(1, (-1, rounding.group))
-    peaks = groups.abs().amax(2).clamp(min=1e-30)
-    values = (groups * (rounding.limit / peaks)[:, :, None]).round().to(rounding.dtype)
+    peaks = x.abs().amax(1).clamp(min=1e-30)
+    steps = torch.nn.functional.pad(x * (rounding.limit / peaks)[:, None], (0, -k % BLOCK))
+    groups = steps.unflatten(1, (-1, rounding.group, BLOCK // rounding.group))
+    most = (rounding.limit // 127).bit_length() - 1
+    fractions, bits = torch.frexp(groups.abs().amax(2, keepdim=True) / 127)
+    shifts = (bits - (fractions == 0.5).int()).clamp(0, most)
+    values = torch.ldexp(torch.ldexp(groups, -shifts).round(), shifts).to(rounding.dtype)
     return QuantizedRows(values.flatten(1)[:, :k], peaks / rounding.limit)
 
 
@@ -192,7 +201,7 @@ def _pack_cpu(weight: torch.Tensor, dtype: str, grouped: bool) -> PackedWeight:
         return PackedWeight(weight.contiguous(), scales, n, k, tiled=False, grouped=grouped)
     if grouped:
         assert scales is not None
-        data = torch.nn.functional.pad(weight, (0, -k % GROUP, 0, -n % TILE_COLUMNS))
+        data = torch.nn.functional.pad(weight, (0, -k % BLOCK, 0, -n % TILE_COLUMNS))
         scales = torch.nn.functional.pad(scales, (0, -n % TILE_COLUMNS))
         data = compiled("groups").lay_out(data)
         return PackedWeight(data, scales, n, k, tiled=True, grouped=True)
@@ -335,12 +344,10 @@ def matmul_reference(
     if isinstance(x, QuantizedRows):
         assert weight.scales is not None
         wide = torch.float32 if weight.rounding == FP8 else torch.float64
-        values, scales = x.values[:, : weight.k].to(wide), x.scales[:, None]
-        if weight.grouped:
-            groups = x.scales[:, : -(-weight.k // GROUP)]
-            values = values * groups.repeat_interleave(GROUP, 1)[:, : weight.k]
-            scales = torch.ones(())
-        out = (values @ dense.to(wide).T * scales).float() * weight.scales[: weight.n]
+        if weight.grouped and weight.tiled:
+            x = QuantizedRows(*compiled("groups").shifted_rows(*x, weight.k))
+        sums = x.values.to(wide) @ dense.to(wide).T
+        out = (sums * x.scales[:, None]).float() * weight.scales[: weight.n]
     elif add_to is not None and bias is None:
         return add_to.addmm_(x, dense.T)
     else:

@@ -111,7 +111,7 @@ def _int_body(args: Any, task: int) -> None:
 
 
 _f32_kernel = task_kernel(_f32_body)
-_int_kernel = task_kernel(_int_body)
+INT_KERNEL = task_kernel(_int_body)
 
 
 def _split(m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -158,7 +158,7 @@ def matmul_int8(
     assert values.is_contiguous() and out.stride(1) == 1 and n % 8 == 0 and k % 4 == 0
     tasks, span, tiles = _split(m, n, k)
     launch(
-        _int_kernel,
+        INT_KERNEL,
         tasks,
         values.data_ptr(),
         weight.data_ptr(),

@@ -1,4 +1,4 @@
-"""Row-wise kernels: RMSNorm, SiLU-mul and rounding, with int16 rows as the optional finish."""
+"""Row-wise kernels: RMSNorm, SiLU-mul and rounding, to int16 rows or by groups, as a finish."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.build import VNNI, compiled
+from tokenmill.kernels.cpu.groups import empty_rows
 from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
     f32_at,
     i16_at,
-    round_group,
+    i32_at,
+    round_block,
+    row_peak,
     square_sum,
 )
 
-VALUE_TYPE = (
-    torch.int8 if VNNI else torch.int16
-)  # of values rounded by groups: AVX2's tiles want 16
-_VALUE_BYTES = VALUE_TYPE.itemsize
+_VALUE_BYTES = 1 if VNNI else 2  # of rows rounded by groups
+_HEAD = 2 if VNNI else 1  # words of a row in front of its groups' shifts
 
 
 @compiled
@@ -39,28 +40,32 @@ def _quantize(x: Any, values: Any, k: int, limit: int) -> Any:
 
 
 @compiled
-def _round_groups(at: int, values: int, scales: int, k: int) -> None:
-    """Round k floats by groups of 32, the last filled up with zeros."""
-    groups = (k + 31) // 32
-    for g in range(k // 32):
-        where = scales + 4 * g
-        round_group(at + 128 * g, values + 32 * _VALUE_BYTES * g, where, where + 4 * groups)
-    if k % 32 != 0:
-        last = np.zeros(32, np.float32)
-        last[: k % 32] = carray(f32_at(at), (k,))[k - k % 32 :]
-        g = groups - 1
-        where = scales + 4 * g
-        values += 32 * _VALUE_BYTES * g
-        round_group(last.ctypes.data, values, where, where + 4 * groups)
+def _round_groups(at: int, values: int, scales: int, k: int, limit: int) -> None:
+    """Round k floats, a multiple of 64, by groups: the row's peak becomes `limit`, 127 << most."""
+    peak = max(row_peak(at, k), np.float32(1e-30))
+    inverse = np.float32(limit) / peak
+    most = 0
+    while 127 << most < limit:
+        most += 1
+    total = 0
+    for i in range(k // 64):
+        shifts = scales + 4 * _HEAD + 16 * i
+        total += round_block(at + 256 * i, values + 64 * _VALUE_BYTES * i, shifts, inverse, most)
+    carray(f32_at(scales), (1,))[0] = peak / np.float32(limit)
+    if VNNI:
+        carray(i32_at(scales + 4), (1,))[0] = np.int32(-128 * total)
 
 
 @compiled
 def _finish(at: int, values: int, scales: int, r: int, k: int, limit: int) -> None:
-    """Round the row of k floats at an address as row r: by groups if limit is below 0."""
+    """Round the row of k floats at an address as row r: by groups if limit is below 0.
+
+    Then zeros follow the row up to a multiple of 64.
+    """
     if limit < 0:
-        groups = (k + 31) // 32
-        values += r * groups * 32 * _VALUE_BYTES
-        _round_groups(at, values, scales + 8 * r * groups, k)
+        wide = (k + 63) // 64 * 64
+        stride = 8 + wide // 4 if VNNI else 4
+        _round_groups(at, values + r * wide * _VALUE_BYTES, scales + r * stride, wide, -limit)
     else:
         scale = carray(f32_at(scales + 4 * r), (1,))
         rounded = carray(i16_at(values + 2 * r * k), (k,))
@@ -85,7 +90,7 @@ def _silu_mul(gate: Any, up: Any, out: Any, k: int) -> None:
 def _norm_body(args: Any, task: int) -> None:
     m, k, rows, limit, eps = args[4], args[5], args[6], args[7], as_float(args[8])
     weight = carray(f32_at(args[1]), (k,))
-    scratch = np.empty(k, np.float32)
+    scratch = np.zeros((k + 63) // 64 * 64, np.float32)
     for r in range(task * rows, min(m, task * rows + rows)):
         x = args[0] + 4 * r * k
         if limit == 0:
@@ -97,7 +102,7 @@ def _norm_body(args: Any, task: int) -> None:
 
 def _silu_body(args: Any, task: int) -> None:
     m, k, rows, limit, stride = args[4], args[5], args[6], args[7], args[8]
-    scratch = np.empty(k, np.float32)
+    scratch = np.zeros((k + 63) // 64 * 64, np.float32)
     for r in range(task * rows, min(m, task * rows + rows)):
         gate = carray(f32_at(args[0] + 4 * r * stride), (k,))
         up = carray(f32_at(args[0] + 4 * (r * stride + k)), (k,))
@@ -110,8 +115,13 @@ def _silu_body(args: Any, task: int) -> None:
 
 def _quantize_body(args: Any, task: int) -> None:
     m, k, rows, limit, stride = args[4], args[5], args[6], args[7], args[8]
+    scratch = np.zeros((k + 63) // 64 * 64, np.float32)
     for r in range(task * rows, min(m, task * rows + rows)):
-        _finish(args[0] + 4 * r * stride, args[2], args[3], r, k, limit)
+        at = args[0] + 4 * r * stride
+        if limit < 0 and k % 64 != 0:
+            scratch[:k] = carray(f32_at(at), (k,))
+            at = scratch.ctypes.data
+        _finish(at, args[2], args[3], r, k, limit)
 
 
 NORM = task_kernel(_norm_body)
@@ -124,15 +134,12 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch over chunks of rows; returns ([m, k] int16 or fp32, [m] scales).
 
-    For limit -1: integers with k padded to groups of 32, and scales [m, 2 * groups], whose second
-    half is what groups.py takes off the sums.
+    A limit below 0 is that of rows rounded by groups, see groups.py.
     """
     m = x.shape[0]
     rows = rows_of_task(m, k)
     if limit < 0:
-        groups = -(-k // 32)
-        out = torch.empty(m, 32 * groups, dtype=VALUE_TYPE)
-        scales = torch.empty(m, 2 * groups)
+        out, scales = empty_rows(m, k)
     else:
         out = torch.empty(m, k, dtype=torch.int16 if limit else torch.float32)
         scales = torch.empty(m)
@@ -155,7 +162,7 @@ def _run(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of x[m, k]; limit 0 leaves fp32, -1 rounds by groups, else to [-limit, limit]."""
+    """RMSNorm of x[m, k]; limit 0 leaves fp32, below 0 rounds by groups."""
     assert x.is_contiguous() and weight.is_contiguous()
     return _run(NORM, x, weight.data_ptr(), x.shape[1], limit, float_bits(eps))
 

@@ -15,6 +15,7 @@ from tokenmill.kernels.cpu.pool import MAX_ARGS, float_bits, launch_all, rows_of
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch
+    from tokenmill.kernels.matmul import PackedWeight
     from tokenmill.kernels.stack import DenseLayer, Heads
 
 _NORM, _QKV, _ROPE, _ATTEND, _ROUND, _OUT, _MLP_NORM, _GATE_UP, _SILU, _DOWN = range(10)
@@ -30,7 +31,12 @@ _KERNELS = (
     rows.SILU,
     groups.KERNEL,
 )
-_BY_GROUP = -1  # the row kernels' limit
+
+
+def _code(weight: PackedWeight) -> int:
+    """How the row kernels are told what the product wants."""
+    assert weight.rounding is not None
+    return weight.rounding.code
 
 
 class Stack:
@@ -50,7 +56,7 @@ class Stack:
         bits, heads = float_bits(self.eps), self.heads
         hidden, inner = layer.qkv.k, layer.down.k
         for step, norm in ((_NORM, layer.norm), (_MLP_NORM, layer.mlp_norm)):
-            args[step, [1, 5, 7, 8]] = norm.data_ptr(), hidden, _BY_GROUP, bits
+            args[step, [1, 5, 7, 8]] = norm.data_ptr(), hidden, _code(layer.qkv), bits
         products = (
             (_QKV, layer.qkv, layer.qkv_bias, 0),
             (_OUT, layer.out, layer.out_bias, 1),
@@ -60,7 +66,7 @@ class Stack:
         for step, weight, bias, keep in products:
             assert weight.scales is not None
             args[step, 1] = weight.data.data_ptr()
-            args[step, [4, 5]] = -(-weight.k // groups.GROUP), weight.n
+            args[step, [4, 5]] = groups.padded(weight.k), weight.n
             args[step, 7] = weight.scales.data_ptr()
             args[step, 8] = 0 if bias is None else bias.data_ptr()
             args[step, [9, 10]] = 4 * weight.n, keep
@@ -70,8 +76,8 @@ class Stack:
         args[_ROPE, [14, 15, 16]] = layer.qkv.n, float_bits(heads.scale), bits
         args[_ATTEND, [9, 14]] = layer.qkv.n, layer.window
         args[_ATTEND, 10:14] = shape
-        args[_ROUND, [5, 7, 8]] = layer.out.k, _BY_GROUP, layer.out.k
-        args[_SILU, [5, 7, 8]] = inner, _BY_GROUP, 2 * inner
+        args[_ROUND, [5, 7, 8]] = layer.out.k, _code(layer.out), layer.out.k
+        args[_SILU, [5, 7, 8]] = inner, _code(layer.down), 2 * inner
 
     def run(
         self,
@@ -86,9 +92,7 @@ class Stack:
         assert x.is_contiguous() and x.dtype == torch.float32
         self._place_caches(kv_cache)
         wide = max(layer.qkv.k, layer.out.k, layer.down.k)
-        num_groups = -(-wide // groups.GROUP)
-        values = torch.empty(m, groups.GROUP * num_groups, dtype=rows.VALUE_TYPE)
-        scales = torch.empty(m, 2 * num_groups)
+        values, scales = groups.empty_rows(m, wide)
         qkv, attended = torch.empty(m, layer.qkv.n), torch.empty(m, layer.out.k)
         gate_up = torch.empty(m, layer.gate_up.n)
 
@@ -98,8 +102,7 @@ class Stack:
         outs = ((_QKV, qkv), (_OUT, x), (_GATE_UP, gate_up), (_DOWN, x))
         weights = layer.qkv, layer.out, layer.gate_up, layer.down
         for (step, out), weight in zip(outs, weights, strict=True):
-            padded = -(-weight.k // groups.GROUP) * groups.GROUP
-            tasks, span, tiles = groups.split(m, weight.n, padded)
+            tasks, span, tiles = groups.split(m, weight.n, groups.padded(weight.k))
             self._table[:, step, 1] = tasks
             args[:, step, [0, 2, 3, 6]] = (
                 values.data_ptr(),

@@ -138,33 +138,86 @@ def span_exp(typing_context: Any, scores: Any, top: Any) -> Any:
     return types.void(types.int64, types.float32), generate
 
 
-@intrinsic
-def round_group(typing_context: Any, source: Any, values: Any, scale: Any, offset: Any) -> Any:
-    """Round the 32 floats at `source` to 127 steps either way of their peak.
+def _emit_shifts(b: ir.IRBuilder, lanes: list[Any], inverse: Any, most: Any) -> Any:
+    """Of 64 floats the bits that each group of 16 is shifted by, groups along the lanes, twice."""
+    fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
+    peaks = [b.call(fabs, [x]) for x in lanes]
+    while len(peaks) > 1:
+        peaks = [_larger(b)(x, y) for x, y in zip(peaks[::2], peaks[1::2], strict=True)]
+    halves = ir.Constant(_V8I32, [4, 5, 6, 7, 0, 1, 2, 3])
+    peak = _larger(b)(peaks[0], b.shuffle_vector(peaks[0], peaks[0], halves))
+    steps = b.fmul(peak, splat(b, b.fmul(inverse, _constant(F32, 1 / 127)), _V8F32))
+    bits = b.add(b.bitcast(steps, _V8I32), ir.Constant(_V8I32, [(1 << 23) - 1] * 8))
+    shift = b.sub(b.ashr(bits, ir.Constant(_V8I32, [23] * 8)), ir.Constant(_V8I32, [127] * 8))
+    none = ir.Constant(_V8I32, [0] * 8)
+    shift = b.select(b.icmp_signed(">", shift, none), shift, none)
+    most = splat(b, b.trunc(most, I32), _V8I32)
+    return b.select(b.icmp_signed("<", shift, most), shift, most)
 
-    They go to `values` as int8, for AVX2's products as int16, their scale to `scale`, and -128
-    times their sum to `offset`.
+
+@intrinsic
+def round_block(
+    typing_context: Any, source: Any, values: Any, shifts: Any, inverse: Any, most: Any
+) -> Any:
+    """Round the 64 floats at `source` times `inverse` to int8 << shift, a shift for each group.
+
+    A group's shift is the least that makes it fit, `most` at most. AVX2's values are int16, shifted
+    already. The others are bytes, by groups; their shifts go to `shifts`. Returns the sum.
     """
-    kind = ir.IntType(8 if VNNI else 16)
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, values, scale, offset = args
-        lanes = [load(b, source, 32 * i, _V8F32) for i in range(4)]
-        unary = ir.FunctionType(_V8F32, [_V8F32])
-        fabs, rint = (
-            b.module.declare_intrinsic(f"llvm.{name}.v8f32", (), unary) for name in ("fabs", "rint")
+        source, values, shifts, inverse, most = args
+        lanes = [load(b, source, 32 * i, _V8F32) for i in range(8)]
+        shift = _emit_shifts(b, lanes, inverse, most)
+        power = b.shl(b.sub(ir.Constant(_V8I32, [127] * 8), shift), ir.Constant(_V8I32, [23] * 8))
+        factor = b.fmul(splat(b, inverse, _V8F32), b.bitcast(power, _V8F32))
+        convert = b.module.declare_intrinsic(
+            "llvm.x86.avx.cvt.ps2dq.256", (), ir.FunctionType(_V8I32, [_V8F32])
         )
-        peak = _fold(b, [b.call(fabs, [x]) for x in lanes], _larger(b))
-        peak = _larger(b)(peak, _constant(F32, 1e-30))
-        store(b, b.fdiv(peak, _constant(F32, 127.0)), scale, 0)
-        inverse = splat(b, b.fdiv(_constant(F32, 127.0), peak), _V8F32)
-        rounded = [b.fptosi(b.call(rint, [b.fmul(x, inverse)]), _V8I32) for x in lanes]
-        for i, x in enumerate(rounded):
-            store(b, b.trunc(x, ir.VectorType(kind, 8)), values, i * kind.width, 1)
-        store(b, b.mul(_fold(b, rounded, b.add), ir.Constant(I32, -128)), offset, 0)
-        return context.get_dummy_value()
+        rounded = [b.call(convert, [b.fmul(x, factor)]) for x in lanes]
+        if VNNI:
+            _store_bytes(b, rounded, values)
+            four = ir.Constant(ir.VectorType(I32, 4), [0, 1, 2, 3])
+            store(b, b.shuffle_vector(shift, shift, four), shifts, 0)
+        else:
+            for i, x in enumerate(rounded):
+                store(b, b.trunc(b.shl(x, shift), ir.VectorType(ir.IntType(16), 8)), values, 16 * i)
+        while len(rounded) > 1:
+            rounded = [b.add(x, y) for x, y in zip(rounded[::2], rounded[1::2], strict=True)]
+        return b.sext(_fold(b, [b.shl(rounded[0], shift)], b.add), I64)
 
-    return types.void(*[types.int64] * 4), generate
+    return types.int64(*[types.int64] * 3, types.float32, types.int64), generate
+
+
+def _store_bytes(b: ir.IRBuilder, parts: list[Any], address: Any) -> None:
+    """64 integers as bytes, those of a group side by side: channel 4 i + g becomes 16 g + i."""
+    parts = [b.trunc(x, ir.VectorType(ir.IntType(8), 8)) for x in parts]
+    while len(parts) > 1:
+        both = ir.Constant(
+            ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count))
+        )
+        parts = [b.shuffle_vector(x, y, both) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    order = ir.Constant(ir.VectorType(I32, 64), [4 * (i % 16) + i // 16 for i in range(64)])
+    store(b, b.shuffle_vector(parts[0], parts[0], order), address, 0, 1)
+
+
+@intrinsic
+def row_peak(typing_context: Any, row: Any, k: Any) -> Any:
+    """The largest magnitude of k floats at an address, k a multiple of 64."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        row, k = args
+        fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
+        (peaks,) = accumulators(b, 1, 8, ir.Constant(_V8F32, [0.0] * 8))
+        step = ir.Constant(I64, 64)
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), k, step) as (i, _):
+            at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
+            for v, slot in enumerate(peaks):
+                x = b.call(fabs, [load(b, at, 32 * v, _V8F32)])
+                b.store(_larger(b)(x, b.load(slot)), slot)
+        return _fold(b, [b.load(slot) for slot in peaks], _larger(b))
+
+    return types.float32(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -278,6 +331,31 @@ def make_f32_tile(rows: int, vectors: int) -> Any:
     return tile
 
 
+def finish_integers(
+    b: ir.IRBuilder,
+    total: list[list[Any]],
+    row_scales: list[Any],
+    w_scale: Any,
+    bias: Any,
+    c: Any,
+    ldc: Any,
+    keep: Any,
+) -> None:
+    """C (+)= integer sums * scale of the row * scales of the columns (+ bias)."""
+    floats = ir.VectorType(F32, total[0][0].type.pointee.count)
+    for r, out in enumerate(row_addresses(b, c, ldc, len(total))):
+        for v, slot in enumerate(total[r]):
+            where = 4 * floats.count * v
+            value = b.fmul(b.sitofp(b.load(slot), floats), splat(b, row_scales[r], floats))
+            result = cgutils.alloca_once(b, floats)
+            b.store(b.fmul(value, load(b, w_scale, where, floats)), result)
+            with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
+                b.store(b.fadd(b.load(result), load(b, bias, where, floats)), result)
+            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(I64, 0))):
+                b.store(b.fadd(b.load(result), load(b, out, where, floats)), result)
+            store(b, b.load(result), out, where)
+
+
 def make_int_tile(rows: int, vectors: int) -> Any:
     """C[rows, 8*vectors] (+)= (A16[rows, k] @ W8[k, 8*vectors]) * a_scale * w_scale (+ bias).
 
@@ -325,18 +403,8 @@ def make_int_tile(rows: int, vectors: int) -> Any:
                         for v in range(vectors):
                             slot = total[r][v]
                             b.store(b.add(b.load(slot), b.call(madd, [x, weights[v]])), slot)
-            for r, out in enumerate(row_addresses(b, c, ldc, rows)):
-                row_scale = splat(b, load(b, a_scale, 4 * r, F32), _V8F32)
-                for v in range(vectors):
-                    value = b.fmul(b.sitofp(b.load(total[r][v]), _V8F32), row_scale)
-                    value = b.fmul(value, load(b, w_scale, 32 * v, _V8F32))
-                    slot = cgutils.alloca_once(b, _V8F32)
-                    b.store(value, slot)
-                    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
-                        b.store(b.fadd(b.load(slot), load(b, bias, 32 * v, _V8F32)), slot)
-                    with b.if_then(b.icmp_signed("!=", keep, ir.Constant(I64, 0))):
-                        b.store(b.fadd(b.load(slot), load(b, out, 32 * v, _V8F32)), slot)
-                    store(b, b.load(slot), out, 32 * v)
+            row_scales = [load(b, a_scale, 4 * r, F32) for r in range(rows)]
+            finish_integers(b, total, row_scales, w_scale, bias, c, ldc, keep)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
