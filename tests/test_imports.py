@@ -41,6 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
     "bench/report/throughput_report": {"core", "engine", "console"},
     "bench/client/live_progress": {"core", "console"},
+    "bench/endpoint_load": TERMINAL | {"core", "text"},
+    "bench/endpoint_saturation": TERMINAL | {"core"},
     "bench/commands": ENGINE_PATH | FRONT | TERMINAL | {"plan"},
     "bench/kv_transfer_pair": ENGINE_PATH | {"console"},
     "plan": POLICY,

@@ -15,10 +15,9 @@ from bench.scripted_server import scripted_server
 from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.bench import rungs
-from tokenmill.bench.commands import ladder
+from tokenmill.bench.commands import bench_commands, ladder
 from tokenmill.bench.commands.throughput import num_blocks
 from tokenmill.bench.workload import Cell
-from tokenmill.cli.argparse_bench import COMMANDS
 
 SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
 LENGTHS = [(30, 5), (7, 2), (40, 9)]
@@ -28,6 +27,8 @@ ABSENT = {
     *("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "jinja2", "prometheus_client"),
     *("xgrammar", "numba", "llvmlite", "openai", "transformers", "pydantic", "pydantic_core"),
 }
+# Their arguments are declared by typer.
+NEED_TYPER = {"compare", "verify", "frontend", "frontend-server", "frontend-worker"}
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -115,10 +116,12 @@ def test_ladder_and_scheduler_need_no_more(flags: list[str], tmp_path: Path) -> 
 
 
 def test_bare_command_line_has_the_same_flags_and_errors(tmp_path: Path) -> None:
-    for words, (_, panels) in COMMANDS.items():
-        result = bare_python(tmp_path, "bench", words, "--help")
+    for name, command in bench_commands().items():
+        if name in NEED_TYPER:
+            continue
+        result = bare_python(tmp_path, "bench", name, "--help")
         assert result.returncode == 0, result.stderr
-        for setting in (s for group in panels.values() for s in group):
+        for setting in (s for group in command.panels.values() for s in group):
             assert f"--{setting.key}" in result.stdout
         assert "[bold]" not in result.stdout and "[dim]" not in result.stdout
     for arguments, message in (

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenmill.bench.commands import (
-    campaign,
-    decode,
-    endpoint,
-    eplb,
-    ladder,
-    mlperf,
-    mtp,
-    published,
-    throughput,
-)
-from tokenmill.bench.commands import router as routing
-from tokenmill.bench.commands import scheduler as steps
+from tokenmill.bench.commands import BenchCommand, bench_commands
 from tokenmill.console import without_markup
-from tokenmill.settings import Setting, Settings, SettingsError, load
+from tokenmill.settings import Setting, SettingsError, load
 from tokenmill.settings.help_text import EPILOG, help_of
 
-Panels = Mapping[str, Iterable[Setting]]
-COMMANDS: dict[str, tuple[Callable[[Settings], None], Panels]] = {
-    "throughput": (throughput.throughput, throughput.PANELS),
-    "decode": (decode.decode, decode.PANELS),
-    "endpoint": (endpoint.endpoint, endpoint.PANELS),
-    "campaign": (campaign.campaign, campaign.PANELS),
-    "ladder": (ladder.ladder, ladder.PANELS),
-    "mlperf": (mlperf.mlperf, mlperf.PANELS),
-    mlperf.CHILD: (mlperf.run_child, mlperf.PANELS),
-    "mtp": (mtp.mtp, mtp.PANELS),
-    "published": (published.published, published.PANELS),
-    "scheduler": (steps.scheduler, steps.PANELS),
-    "router": (routing.router, routing.PANELS),
-    "eplb": (eplb.eplb, eplb.PANELS),
-}
-DEFAULTS: dict[str, Mapping[str, Any]] = {"router": routing.DEFAULTS}
 
-
-def missing_text(missing: Sequence[str]) -> str:
+def missing_text(commands: Mapping[str, BenchCommand], missing: Sequence[str]) -> str:
     """What there is without these packages, and how to get the rest."""
-    names = " | ".join(name for name in COMMANDS if name != mlperf.CHILD)
+    names = " | ".join(name for name, one in commands.items() if not one.hidden)
     return (
         f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed, so there is "
         f"only tokenmill bench {names}; pip install {' '.join(missing)} brings the rest"
@@ -61,35 +32,35 @@ class Parser(argparse.ArgumentParser):
 
 def run_plain(arguments: Sequence[str], missing: Sequence[str]) -> int:
     """Run `bench COMMAND ...`; the exit status."""
-    about = missing_text(missing)
+    commands = bench_commands()
+    about = missing_text(commands, missing)
     if not arguments or arguments[0] != "bench":
         raise SettingsError(about)
     parser = Parser(prog="tokenmill bench", description=about)
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, (function, panels) in COMMANDS.items():
-        _add(commands, name, function, panels)
+    parsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for one in commands.values():
+        _add(parsers, one)
     try:
         given = vars(parser.parse_args(arguments[1:]))
     except SystemExit as end:  # after --help
         return int(end.code or 0)
-    name, config = given.pop("command"), given.pop("config")
-    function, panels = COMMANDS[name]
-    offered = [setting for group in panels.values() for setting in group]
-    function(load(given, config=config, defaults=DEFAULTS.get(name, {}), offered=offered))
+    one, config = commands[given.pop("command")], given.pop("config")
+    offered = [setting for group in one.panels.values() for setting in group]
+    one.run(load(given, config=config, defaults=one.defaults, offered=offered))
     return 0
 
 
-def _add(commands: Any, name: str, function: Callable[[Settings], None], panels: Panels) -> None:
-    about = without_markup(cleandoc(function.__doc__ or ""))
-    parser = commands.add_parser(
-        name,
+def _add(parsers: Any, one: BenchCommand) -> None:
+    about = without_markup(cleandoc(one.run.__doc__ or ""))
+    parser = parsers.add_parser(
+        one.name,
         help=about.splitlines()[0],
         description=about,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for panel, settings in panels.items():
+    for panel, settings in one.panels.items():
         group = parser.add_argument_group(panel)
         for setting in settings:
             group.add_argument("--" + setting.key, dest=setting.key, **_option(setting))

@@ -1,1 +1,39 @@
-"""One module per `bench` command: its flags, its measurement and what it prints."""
+"""One module per `bench` command: its flags, its measurement and what it prints.
+
+Each module declares its command in COMMANDS, and both command lines find it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from tokenmill.settings import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCommand:
+    """`tokenmill bench NAME` calls `run(settings, ...)`, whose docstring is the help."""
+
+    name: str
+    run: Callable[..., None]
+    panels: Mapping[str, Iterable[Setting]]  # help headings, and the settings below each
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    hidden: bool = False  # a process that another command starts
+
+
+def bench_commands() -> dict[str, BenchCommand]:
+    """All commands by name; without typer, those whose modules do not import it."""
+    found: dict[str, BenchCommand] = {}
+    for module in iter_modules(__path__):
+        try:
+            declared = import_module(f"{__name__}.{module.name}").COMMANDS
+        except ModuleNotFoundError as error:
+            if error.name != "typer":
+                raise
+        else:
+            found |= {command.name: command for command in declared}
+    return found

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import __version__, console
-from tokenmill.bench.commands import endpoint
+from tokenmill.bench.commands import BenchCommand, endpoint
 from tokenmill.bench.commands.endpoint import EndpointBench, here
-from tokenmill.bench.commands.endpoint_load import make_dataset
-from tokenmill.bench.commands.saturate import print_saturation, search_saturation
+from tokenmill.bench.endpoint_load import make_dataset
+from tokenmill.bench.endpoint_saturation import print_saturation, search_saturation
 from tokenmill.bench.mlperf.regions import (
     ULTRA_LOW_MAX,
     Regions,
@@ -324,3 +324,6 @@ def print_report(report: Report) -> None:
     console.out.print(f"not a valid submission{_quick_word(report)}:", markup=False)
     for reason in report["not_valid_because"]:
         console.out.print(f"- {reason}", markup=False)
+
+
+COMMANDS = (BenchCommand("campaign", campaign, PANELS),)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.settings import COMPARE, SETTINGS, Setting, Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -167,3 +168,6 @@ def _cells(row: Report, threshold: float) -> list[str]:
 def _short(value: Any) -> str:
     text = "-" if value is None else str(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+COMMANDS = (BenchCommand("compare", compare, PANELS),)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenmill import console
 from tokenmill.bench import decode_parts as bench
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.roofline import Machine
 from tokenmill.bench.workload import BenchError
@@ -173,3 +174,6 @@ def _print(report: dict[str, Any]) -> None:
     for row in report.get("fusions", ()):
         what = bench.FUSIONS.get(row["left_out"], "one launch a step")
         out(f"  without {row['left_out']} ({what}): {row['ms']:.2f} ms, x{row['slower']:.2f}")
+
+
+COMMANDS = (BenchCommand("decode", decode, PANELS),)

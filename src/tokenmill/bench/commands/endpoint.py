@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.client.live_progress import Goal, watching
-from tokenmill.bench.commands.endpoint_load import (
+from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.endpoint_load import (
     INPUT_LEN,
     OUTPUT_LEN,
     PromptSource,
@@ -19,7 +20,7 @@ from tokenmill.bench.commands.endpoint_load import (
     make_target,
     token_counter,
 )
-from tokenmill.bench.commands.saturate import (
+from tokenmill.bench.endpoint_saturation import (
     check_saturation,
     note_client,
     print_saturation,
@@ -415,3 +416,6 @@ def print_points(points: Sequence[Report]) -> None:
 def first_error(points: Sequence[Report]) -> str:
     found = [f"{name}: {e['first']}" for p in points for name, e in p["errors"].items()]
     return found[0] if found else "nothing was sent"
+
+
+COMMANDS = (BenchCommand("endpoint", endpoint, PANELS),)

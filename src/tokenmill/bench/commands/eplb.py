@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.core.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tokenmill.core.types import Request, SamplingParams, TokenmillError
 from tokenmill.settings import SETTINGS, Settings, SettingsError
@@ -151,3 +152,6 @@ def _generate(built: BuiltEngine) -> list[Any]:
         for output in built.engine.step():
             told[output.request_id] += [output.token_ids, output.logprobs]
     return list(told.values())
+
+
+COMMANDS = (BenchCommand("eplb", eplb, PANELS),)

@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.console import fetch
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, ModelConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SETTINGS, Settings
-from tokenmill.settings.options import command
 
 NAME = "simulated"
 STREAMS = (
@@ -28,12 +28,6 @@ PANELS = {"Benchmark": (*STREAMS, SETTINGS["json-only"])}
 PROMPT_TOKENS = 256  # room for the prompt of a stream
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 STOP_TIMEOUT_S = 30
-
-
-def register(app: typer.Typer) -> None:
-    """Add the two hidden processes to the app."""
-    command(app, "frontend-server", {"Benchmark": STREAMS}, hidden=True)(run_server)
-    command(app, "frontend-worker", {"Benchmark": STREAMS}, hidden=True)(run_worker)
 
 
 def frontend(settings: Settings) -> None:
@@ -120,3 +114,10 @@ def run_worker(settings: Settings, address: Annotated[str, typer.Option("--addre
 def _child(role: str, settings: Settings) -> list[str]:
     command_line = [sys.executable, "-P", "-m", "tokenmill", "bench", role]
     return [*command_line, *settings.flags(STREAMS)]
+
+
+COMMANDS = (
+    BenchCommand("frontend", frontend, PANELS),
+    BenchCommand("frontend-server", run_server, {"Benchmark": STREAMS}, hidden=True),
+    BenchCommand("frontend-worker", run_worker, {"Benchmark": STREAMS}, hidden=True),
+)

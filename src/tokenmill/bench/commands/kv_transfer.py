@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.settings import SETTINGS, Settings
 
 PANELS = {
@@ -38,3 +39,6 @@ def kv_transfer(settings: Settings) -> None:
             rows.append([name, *figures, f"{result['ratio']:.0%}"])
         console.print_table(rows)
     console.print_json(report)
+
+
+COMMANDS = (BenchCommand("kv-transfer", kv_transfer, PANELS),)

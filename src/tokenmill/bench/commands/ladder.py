@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill import console
 from tokenmill.bench import rungs as bench
-from tokenmill.bench.commands import throughput
+from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.report.ladder_chart import check_plot, write_plot
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.core.config import BenchConfig, ModelConfig
@@ -138,3 +138,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['usd_per_million']:.3f}",
         f"{row['share_of_ceiling']:.0%}",
     ]
+
+
+COMMANDS = (BenchCommand("ladder", ladder, PANELS),)

@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenmill import console
 from tokenmill.bench.child_process import run_benchmark
-from tokenmill.bench.commands import endpoint, throughput
-from tokenmill.bench.commands.endpoint_load import make_target
+from tokenmill.bench.commands import BenchCommand, endpoint, throughput
+from tokenmill.bench.endpoint_load import make_target
 from tokenmill.bench.mlperf import accuracy as scoring
 from tokenmill.bench.mlperf import compliance, loadgen, submission
 from tokenmill.bench.mlperf import runs as bench
@@ -350,3 +350,9 @@ def _print(report: Report) -> None:
         console.out.print(f"{name}: {'passed' if passed else 'failed'}")
     for notice in report["notices"]:
         console.out.print(notice, markup=False)
+
+
+COMMANDS = (
+    BenchCommand("mlperf", mlperf, PANELS),
+    BenchCommand(CHILD, run_child, PANELS, hidden=True),
+)

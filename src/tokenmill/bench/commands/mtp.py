@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenmill import console
 from tokenmill.bench import acceptance as bench
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import (
@@ -150,3 +151,6 @@ def _print(by_depth: dict[str, Any], batch: int, device: str) -> None:
 
 def _shown(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+COMMANDS = (BenchCommand("mtp", mtp, PANELS),)

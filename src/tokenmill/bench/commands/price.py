@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.endpoint import here
 from tokenmill.core.metrics import usd_per_million_tokens
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
@@ -59,3 +60,6 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['output_tok_s_gpu']:,.1f} tok/s per GPU",
         markup=False,
     )
+
+
+COMMANDS = (BenchCommand("price", price, PANELS),)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.settings import PUBLISHED, SETTINGS, TEXT, Setting, Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -171,3 +172,6 @@ def _print_rows(rows: Sequence[Sequence[str]]) -> None:
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         console.out.print("  ".join(cells).rstrip(), markup=False)
+
+
+COMMANDS = (BenchCommand("published", published, PANELS),)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Event, EventBatch, Removed, Stored
 from tokenmill.settings import SETTINGS, Settings
@@ -116,3 +117,6 @@ def _print(report: dict[str, Any]) -> None:
     for key, name in (("bytes_per_block", "bytes a block"), ("events_per_s", "blocks/s taken in")):
         rows.append([name, f"{report[key]:.0f}", f"{plain[key]:.0f}", f"{limits[key]:.0f}"])
     console.print_table(rows)
+
+
+COMMANDS = (BenchCommand("router", router, PANELS, defaults=DEFAULTS),)

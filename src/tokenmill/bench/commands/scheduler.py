@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from tokenmill.settings import SETTINGS, Settings
 
@@ -40,3 +41,6 @@ def scheduler(settings: Settings) -> None:
             f"of a limit of {report['limit_us']:.0f} us"
         )
     console.print_json(report)
+
+
+COMMANDS = (BenchCommand("scheduler", scheduler, PANELS),)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench import offline as bench
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.report.throughput_report import (
     print_throughput,
     ranks_report,
@@ -218,3 +219,6 @@ def _start_peers(config: BenchConfig, built: BuiltEngine, num_threads: int) -> L
 
     console.note("Loading the peers")
     return start_peers(built.path, num_threads, config.skip_peers)
+
+
+COMMANDS = (BenchCommand("throughput", throughput, PANELS),)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import console
+from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.results.manifest import verify as check
 from tokenmill.bench.workload import BenchError
 from tokenmill.settings import SETTINGS, Settings
@@ -38,3 +39,6 @@ def verify(
     if not report["ok"]:
         counts = ", ".join(f"{len(report[key])} {key}" for key in ("changed", "missing", "extra"))
         raise BenchError(f"{folder} is not as the run wrote it: {counts}")
+
+
+COMMANDS = (BenchCommand("verify", verify, PANELS),)

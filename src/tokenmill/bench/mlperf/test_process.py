@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 from tokenmill import console
 from tokenmill.bench.commands import throughput
-from tokenmill.bench.commands.endpoint_load import make_target
+from tokenmill.bench.endpoint_load import make_target
 from tokenmill.bench.mlperf import accuracy as scoring
 from tokenmill.bench.mlperf import compliance, loadgen
 from tokenmill.bench.mlperf import runs as bench

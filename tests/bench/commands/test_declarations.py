@@ -1,0 +1,40 @@
+"""Every module of bench/commands declares its command, and both parsers offer it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+import typer.main
+
+from tokenmill.bench import commands
+from tokenmill.bench.commands import BenchCommand, bench_commands
+from tokenmill.cli.app import app
+from tokenmill.cli.argparse_bench import run_plain
+
+MODULES = [module.name for module in iter_modules(commands.__path__)]
+
+
+@pytest.mark.parametrize("stem", MODULES)
+def test_a_module_declares_the_command_of_its_name(stem: str) -> None:
+    declared = import_module(f"tokenmill.bench.commands.{stem}").COMMANDS
+    assert declared and all(isinstance(command, BenchCommand) for command in declared)
+    assert [c.name for c in declared if not c.hidden] == [stem.replace("_", "-")]
+    assert all(command.run.__doc__ for command in declared)
+
+
+def test_no_name_is_declared_twice() -> None:
+    modules = [import_module(f"tokenmill.bench.commands.{stem}") for stem in MODULES]
+    names = [command.name for module in modules for command in module.COMMANDS]
+    assert sorted(names) == sorted(bench_commands())
+
+
+def test_both_parsers_offer_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    group = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    assert {name: command.hidden for name, command in group.commands.items()} == {
+        name: command.hidden for name, command in bench_commands().items()
+    }
+    assert run_plain(["bench", "--help"], ["typer"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert set(bench_commands()) <= set(printed)
