@@ -129,7 +129,7 @@ def chosen(cache: CacheConfig, limits: SchedulerConfig, device: str = "cuda") ->
     return resolve(Setup(model, cache, limits)).scheduler
 
 
-def test_settle_chooses_what_was_left_open(gpu: None) -> None:
+def test_resolve_chooses_what_was_left_open(gpu: None) -> None:
     found = chosen(CacheConfig(), SchedulerConfig())
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (512, 4096)
     small = chosen(CacheConfig(memory_bytes=20 * GIB), SchedulerConfig())

@@ -104,7 +104,7 @@ def test_tokens_add_up() -> None:
             return super().hold(ranks)
 
     def computed() -> int:
-        return sum(seq.num_computed_tokens for rank in sim.ranks for seq in rank._live.running)
+        return sum(seq.num_computed_tokens for rank in sim.ranks for seq in rank._queues.running)
 
     policy = Watcher()
     sim = Ranks([(length, output)], small(), cost, policy)

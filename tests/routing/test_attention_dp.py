@@ -263,11 +263,11 @@ def test_kv_from_elsewhere_gets_its_blocks_in_a_held_step() -> None:
     add(scheduler, "remote", 4, kv_from="other")
     assert scheduler.outlook() == (1, 0), "it needs no context"
     assert step(scheduler, hold=True) == {}
-    (seq,) = scheduler.take_receiving()
-    scheduler.received(seq, 0)
+    (seq,) = scheduler.receiving.take_started()
+    scheduler.receiving.received(seq, 0)
     assert step(scheduler, hold=True) == {"remote": 1}
     crowded = make(num_blocks=6)
     add(crowded, "a", 20)
     step(crowded)
     add(crowded, "remote", 8, kv_from="other")
-    assert step(crowded, hold=True) == {} and crowded.take_receiving() == []
+    assert step(crowded, hold=True) == {} and crowded.receiving.take_started() == []

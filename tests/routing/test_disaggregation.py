@@ -104,9 +104,9 @@ class Pair:
                 self._note(notice)
         if source.random() < 0.6:
             self._collect(self.decode.step())
-        for seq in self.decode.scheduler.take_receiving():
+        for seq in self.decode.scheduler.receiving.take_started():
             if seq.finished:
-                self.decode.scheduler.retire(seq)
+                self.decode.scheduler.receiving.release(seq)
             else:
                 self.receiving[seq.request_id] = seq
         for name in list(self.receiving):
@@ -130,13 +130,13 @@ class Pair:
         seq = self.receiving[name]
         if seq.finished:
             del self.receiving[name]
-            self.decode.scheduler.retire(seq)
+            self.decode.scheduler.receiving.release(seq)
         elif name in self.tokens:
             for index in range(seq.num_inserted_blocks, len(self.blocks[name])):
                 copy_block(
                     self.prefill, self.decode, self.blocks[name][index], seq.block_ids[index]
                 )
-            self.decode.scheduler.received(seq, self.tokens[name])
+            self.decode.scheduler.receiving.received(seq, self.tokens[name])
             del self.receiving[name]
             self.prefill.scheduler.leases.release(name)
 
@@ -227,8 +227,8 @@ def test_what_was_announced_outlives_preemption() -> None:
     side.step()
     (notice,) = side.scheduler.leases.take_notices()
     held = [side.runner.kv[b * BLOCK : (b + 1) * BLOCK] for b in notice.block_ids]
-    seq = side.scheduler._live.get("held")
-    side.scheduler._live.running.remove(seq)
+    seq = side.scheduler._queues.get("held")
+    side.scheduler._queues.running.remove(seq)
     side.scheduler._requeue(seq)
     while side.scheduler.has_work():
         side.step()
@@ -247,12 +247,12 @@ def test_a_step_that_fails_ends_who_waits_for_what_it_was_to_write() -> None:
         Request("reads", [*prompt.prompt_token_ids, 1, 2], prompt.sampling, kv_from="p")
     )
     batch = side.schedule()
-    (reads,) = side.scheduler.take_receiving()
+    (reads,) = side.scheduler.receiving.take_started()
     assert reads.num_inserted_blocks == 2
     outputs = side.scheduler.fail(batch, "it failed")
     assert {o.request_id for o in outputs} == {"writes", "reads"}
     assert all(o.finish_reason is FinishReason.ERROR for o in outputs)
-    side.scheduler.retire(reads)
+    side.scheduler.receiving.release(reads)
     assert side.scheduler.pool.num_used == 0
 
 

@@ -77,7 +77,7 @@ class LanguageEngine:
         self._launcher = launcher
         self.kv = kv
         # Launched at a time, its tokens not known yet.
-        self._flying: tuple[Batch, Launched, int] | None = None
+        self._in_flight: tuple[Batch, Launched, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
         self._structured = StructuredOutputs(grammar)
         self._vocab_size = vocab_size
@@ -144,7 +144,7 @@ class LanguageEngine:
 
     def has_work(self) -> bool:
         """True while a step() would do something."""
-        waiting = bool(self._finished or self._structured.num_waiting or self._flying)
+        waiting = bool(self._finished or self._structured.num_waiting or self._in_flight)
         return waiting or self._scheduler.has_work()
 
     def drain(self) -> None:
@@ -270,7 +270,7 @@ class LanguageEngine:
         if self._structured.cancel(request_id):
             self._end(request_id, FinishReason.ERROR, stop_reason, message)
         else:
-            self._scheduler.lose(request_id, stop_reason, message)
+            self._scheduler.receiving.lose(request_id, stop_reason, message)
 
     def _add(self, request: Request) -> None:
         """Hand a request to the scheduler."""
@@ -331,14 +331,14 @@ class LanguageEngine:
             return outputs + self._failed(batch, problem)
         if launched is not None:
             self._scheduler.advance(batch)
-            self._flying = batch, launched, began_ns
+            self._in_flight = batch, launched, began_ns
         return outputs
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the batch under way and account for it."""
-        if self._flying is None:
+        if self._in_flight is None:
             return []
-        (batch, launched, began_ns), self._flying = self._flying, None
+        (batch, launched, began_ns), self._in_flight = self._in_flight, None
         try:
             result = launched.wait()
             self._measure(batch, began_ns)

@@ -72,11 +72,11 @@ class DecodeProbe:
 
     def _run(self, repeats: int) -> None:
         """As in the overlapped loop, a step is launched before the one before it is over."""
-        flying = self.runner.launch(self.batch)
+        running = self.runner.launch(self.batch)
         for _ in range(repeats - 1):
-            flying, landing = self.runner.launch(self.batch), flying
-            landing.wait()
-        flying.wait()
+            running, last = self.runner.launch(self.batch), running
+            last.wait()
+        running.wait()
 
 
 @contextmanager

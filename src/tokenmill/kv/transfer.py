@@ -86,7 +86,7 @@ class KVTransfer:
         self, scheduler: Scheduler, connectors: Iterable[Connector], address: KVAddress
     ) -> None:
         self.address = address
-        self._scheduler = scheduler
+        self._receiving, self._leases = scheduler.receiving, scheduler.leases
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, Connector] = {}
         self._ranks: dict[str, list[str]] = {}  # the ranks of an engine, by its id
@@ -139,11 +139,11 @@ class KVTransfer:
 
     def release(self, request_id: str) -> None:
         """End a lease; unknown ids are ignored."""
-        self._scheduler.leases.release(request_id)
+        self._leases.release(request_id)
 
     def take_events(self) -> KVEvents:
         """What happened since the last call."""
-        leases = self._scheduler.leases
+        leases = self._leases
         received, self._received = self._received, []
         return KVEvents(leases.take_notices(), received, leases.take_expired())
 
@@ -151,7 +151,7 @@ class KVTransfer:
         """How long a worker without other work may sleep; None: until a message comes."""
         if self._ended or any(entry.reading() for entry in self._incoming.values()):
             return _READING_MS
-        return _WATCHING_MS if self._incoming or self._scheduler.leases else None
+        return _WATCHING_MS if self._incoming or self._leases else None
 
     def close(self) -> None:
         for connector in self._connectors.values():
@@ -191,12 +191,12 @@ class KVTransfer:
         To be called when all batches are over that were in flight at the last schedule().
         """
         self._now_ns = now_ns
-        for seq in self._scheduler.take_receiving():
+        for seq in self._receiving.take_started():
             entry = self._incoming.get(seq.request_id)
             if entry is not None and not seq.finished:
                 entry.seq, entry.num_started = seq, seq.num_inserted_blocks
             else:
-                self._scheduler.retire(seq)
+                self._receiving.release(seq)
         for entry in list(self._incoming.values()):
             problem = self._advance(entry)
             if problem is not None:
@@ -229,7 +229,7 @@ class KVTransfer:
             if len(entry.source) != num_blocks:
                 return f"{len(entry.source)} blocks were announced, {num_blocks} are needed"
             del self._incoming[entry.request_id]
-            self._scheduler.received(seq, entry.token_id)
+            self._receiving.received(seq, entry.token_id)
             self._received.append(entry.request_id)
         return None
 
@@ -240,7 +240,7 @@ class KVTransfer:
             self._ended = [entry for entry in self._ended if entry not in over]
         for entry in over:
             assert entry.seq is not None
-            self._scheduler.retire(entry.seq)
+            self._receiving.release(entry.seq)
 
 
 def _runs(source: list[int], target: list[int], first: int) -> list[Run]:

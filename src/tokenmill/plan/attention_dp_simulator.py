@@ -272,8 +272,8 @@ class Ranks:
 
     def _receive(self, rank: Scheduler) -> None:
         """The KV of requests that began before the run is there at once."""
-        for seq in rank.take_receiving():
-            rank.received(seq, TOKEN[0])
+        for seq in rank.receiving.take_started():
+            rank.receiving.received(seq, TOKEN[0])
 
     def _record_first(self, arrival_ns: int | None, placed_ns: int) -> None:
         self._tally.placed_ms.append((self._now_ns - placed_ns) / NS_PER_MS)

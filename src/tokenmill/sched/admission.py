@@ -8,6 +8,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import EngineStats, Request, no_room
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.prefix import cache_blocks, match_prefix
+from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence, Step
 
@@ -64,20 +65,21 @@ class Admission:
         config: SchedulerConfig,
         queues: RequestQueues,
         ledger: BlockLedger,
+        receiving: Receiving,
         counters: EngineStats,
     ) -> None:
         self._config = config
         self._queues = queues
         self._ledger = ledger
+        self._receiving = receiving
         self._pool = ledger.pool
         self._counters = counters
-        self._receiving: list[Sequence] = []  # that take_receiving() has not told
 
     def num_startable(self, budget: int) -> int:
         """How many of the waiting admit() would start, once the first finds its blocks."""
         queues, first = self._queues, self._queues.waiting.first()
         num_running = sum(not seq.finished for seq in queues.running)
-        places = self._config.num_seqs - num_running - len(queues.receiving)
+        places = self._config.num_seqs - num_running - len(self._receiving)
         places = min(places, budget)
         if first is None or first.remote or places <= 0:
             return 0
@@ -109,13 +111,8 @@ class Admission:
                 return
             step.budget -= num_new
 
-    def take_receiving(self) -> list[Sequence]:
-        """Sequences that have got blocks for KV to come, each once."""
-        receiving, self._receiving = self._receiving, []
-        return receiving
-
     def _is_full(self) -> bool:
-        return len(self._queues.running) + len(self._queues.receiving) >= self._config.num_seqs
+        return len(self._queues.running) + len(self._receiving) >= self._config.num_seqs
 
     def _fits(self, matched: list[int], total: int) -> bool:
         return self._ledger.fits(matched, total, alone=not self._queues.running)
@@ -149,8 +146,7 @@ class Admission:
         if not self._fits(matched, total):
             return False
         self._occupy(seq, matched, total, now_ns)
-        self._queues.receiving[seq.request_id] = seq
-        self._receiving.append(seq)
+        self._receiving.start(seq)
         return True
 
     def _occupy(self, seq: Sequence, matched: list[int], total: int, now_ns: int) -> None:

@@ -12,13 +12,13 @@ def lookahead(seq: Sequence) -> int:
 
 
 class BlockLedger:
-    """Gives and takes blocks and rows; what a batch in flight may use comes back when it lands."""
+    """Gives and takes blocks and rows; what a batch in flight may use comes back after it."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.num_slots = 0
         self.reserved = 0  # blocks that admitted sequences lack for tokens they already know
-        self.num_in_flight = 0  # batches between launch() and land()
+        self.num_in_flight = 0  # batches between launch() and collect()
         self.num_advanced = 0  # of these, batches that are counted as computed
         self.num_launched = 0
         self.dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
@@ -105,10 +105,10 @@ class BlockLedger:
             self._retire(seq)
 
     def abandon(self, seq: Sequence) -> None:
-        """A sequence has ended, but a transfer may write to its blocks until settle()."""
+        """A sequence has ended, but a transfer may still write to its blocks."""
         self._abandoned.append(seq)
 
-    def settle(self, seq: Sequence) -> None:
+    def release_abandoned(self, seq: Sequence) -> None:
         """No transfer writes to the blocks of this ended sequence any more."""
         self._abandoned.remove(seq)
         self._retire(seq)
@@ -124,17 +124,17 @@ class BlockLedger:
         grown, self._grown = self._grown, []
         return grown
 
-    def land(self, batch: Batch) -> None:
+    def collect(self, batch: Batch) -> None:
         """A batch is no longer in flight: blocks of requests that ended meanwhile come back."""
         self.num_in_flight -= bool(batch.items)
         self.num_advanced -= bool(batch.samples)
         self.dropped = []
         if self._deferred:
-            num_landed = self.num_launched - self.num_in_flight
+            num_collected = self.num_launched - self.num_in_flight
             for number, seq in self._deferred:
-                if number <= num_landed:
+                if number <= num_collected:
                     self._retire(seq)
-            self._deferred = [entry for entry in self._deferred if entry[0] > num_landed]
+            self._deferred = [entry for entry in self._deferred if entry[0] > num_collected]
 
     def tell_again(self, batch: Batch) -> None:
         """The runner may not have heard of the blocks of sequences that run, but not in this batch.

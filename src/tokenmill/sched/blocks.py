@@ -291,7 +291,7 @@ class BlockPool:
     def check_integrity(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError where ref-counts, free lists and hash map disagree.
 
-        With the block tables of all queues sequences, their references are counted as well.
+        With the block tables of all holders, their references are counted as well.
         """
         self._check_free_lists()
         self._check_hash_map()

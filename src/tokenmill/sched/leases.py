@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.core.kv import KVNotice
+from tokenmill.core.types import Request
 from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.sequence import Batch, Sequence
 
 
 @dataclass(slots=True)
@@ -35,11 +37,25 @@ class Leases:
     def block_tables(self) -> list[list[int]]:
         return [lease.block_ids for lease in self._leases.values()]
 
-    def open(self, request_id: str, hold_s: float) -> None:
-        """A request starts whose blocks will be held."""
-        self._leases[request_id] = _Lease(round(hold_s * 1e9))
+    def open(self, request: Request) -> None:
+        """A request was taken; its blocks will be held if it asks for that."""
+        if request.hold_kv_s is not None:
+            self._leases[request.request_id] = _Lease(round(request.hold_kv_s * 1e9))
 
-    def announce(self, request_id: str, block_ids: list[int], token_id: int | None = None) -> None:
+    def announce_computed(self, batch: Batch) -> None:
+        """Tell of the full blocks that a step has computed for other engines."""
+        for seq, _ in batch.items if self._leases else ():
+            if seq.request.hold_kv_s is not None and not seq.finished:
+                num_full = seq.num_computed_tokens // self._pool.block_size
+                self._announce(seq.request_id, seq.block_ids[:num_full])
+
+    def hold(self, seq: Sequence, token_id: int, now_ns: int) -> None:
+        """The prompt is computed and its first token known: from now on time runs."""
+        self._announce(seq.request_id, seq.block_ids, token_id)
+        lease = self._leases[seq.request_id]
+        lease.expires_ns = now_ns + lease.hold_ns
+
+    def _announce(self, request_id: str, block_ids: list[int], token_id: int | None = None) -> None:
         """The sequence's first blocks, these, are computed; the token says that it was the last.
 
         Blocks announced before stay as they were, even where a preempted sequence has others now.
@@ -52,11 +68,6 @@ class Leases:
             lease.block_ids += new
             hold_s = lease.hold_ns / 1e9
             self._notices.append(KVNotice(request_id, first, new, token_id, hold_s))
-
-    def hold(self, request_id: str, now_ns: int) -> None:
-        """The prompt is computed: from now on time runs."""
-        lease = self._leases[request_id]
-        lease.expires_ns = now_ns + lease.hold_ns
 
     def release(self, request_id: str) -> None:
         """Give the blocks back; unknown ids are ignored."""

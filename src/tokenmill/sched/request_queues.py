@@ -13,7 +13,7 @@ _by_key = attrgetter("key")
 
 
 class RequestQueues:
-    """Every queues sequence is in exactly one of `waiting`, `receiving` and `running`."""
+    """A sequence that has not ended is in one of `waiting`, `receiving` and `running`."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -45,7 +45,7 @@ class RequestQueues:
         self._compact()
 
     def _compact(self) -> None:
-        """Drop ended entries once they outnumber the queues requests."""
+        """Drop ended entries once they outnumber the requests that have not ended."""
         limit = 2 * len(self) + 64
         self.waiting.compact(limit)
         if len(self._deadlines) > limit:

@@ -18,8 +18,10 @@ from tokenmill.sched.admission import Admission, Limits
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.drafts import add_drafts, make_room, take_drafts, verified
+from tokenmill.sched.endings import Endings
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.prefix import cache_blocks, cache_computed
+from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Step
 
@@ -45,9 +47,8 @@ class Scheduler:
     that schedule(n + 1) takes from a preempted sequence may still be used by batch n: a runner must
     execute batches in order.
 
-    A sequence whose prompt another engine computes gets blocks and is received outside the batch;
-    received() counts all its prompt as computed, and it runs. The engine that computes such a
-    prompt announces its blocks and holds them in `leases`.
+    A sequence whose prompt another engine computes is `receiving` outside the batch until its KV is
+    here. The engine that computes such a prompt announces its blocks and holds them in `leases`.
 
     Drafts are tokens after the known ones: they take budget and blocks that nobody else needs, and
     update() counts the accepted ones as computed. A caller that overlaps must not bring drafts.
@@ -71,13 +72,14 @@ class Scheduler:
         self._now_ns = 0
         self._drafting = False  # some sequence may have drafts
         self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
-        self._finished: list[RequestOutput] = []
         self._draining = False
         self._counters = EngineStats(num_kv_blocks=pool.num_blocks)
+        self._queues, self._ledger = RequestQueues(), BlockLedger(pool)
         self.leases = Leases(pool)
-        self._queues = RequestQueues()
-        self._ledger = BlockLedger(pool)
-        self._admission = Admission(config, self._queues, self._ledger, self._counters)
+        holders = self._queues, self._ledger
+        self._endings = Endings(*holders, self.leases, self._counters)
+        self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
+        self._admission = Admission(config, *holders, self.receiving, self._counters)
 
     # Requests come and go.
 
@@ -86,29 +88,18 @@ class Scheduler:
         limits = Limits(self.config, self.pool.num_blocks * self.pool.block_size)
         refusal = self._refusal(request, limits)
         if refusal is not None:
-            self._count_finish(FinishReason.REJECT)
-            stop_reason, error = refusal
-            self._finished.append(
-                RequestOutput(
-                    request.request_id,
-                    [],
-                    finish_reason=FinishReason.REJECT,
-                    stop_reason=stop_reason,
-                    error=error,
-                )
-            )
+            self._endings.reject(request.request_id, *refusal)
             return
         self._order += 1
         seq = limits.sequence(request, self._order, self._eos)
-        if request.hold_kv_s is not None:
-            self.leases.open(request.request_id, request.hold_kv_s)
+        self.leases.open(request)
         self._queues.add(seq)
 
     def abort(self, request_id: str) -> None:
         """End a request with ABORT, or its lease; unknown or finished ids are ignored."""
         seq = self._queues.get(request_id)
         if seq is not None:
-            self._finished.append(self._end(seq, FinishReason.ABORT))
+            self._endings.end_between_steps(seq, FinishReason.ABORT)
         else:
             self.leases.release(request_id)
 
@@ -117,13 +108,12 @@ class Scheduler:
         self._draining = True
 
     def has_work(self) -> bool:
-        """True while a request is queues and here, or a terminal output waits to be taken."""
-        return bool(len(self._queues) > len(self._queues.receiving) or self._finished)
+        """True while a request waits or runs here, or a terminal output waits to be taken."""
+        return len(self._queues) > len(self.receiving) or bool(self._endings)
 
     def take_finished(self) -> list[RequestOutput]:
         """The terminal outputs of rejected, aborted and expired requests, each once."""
-        finished, self._finished = self._finished, []
-        return finished
+        return self._endings.take()
 
     def stats(self) -> EngineStats:
         """Counters since start, and gauges now."""
@@ -134,7 +124,7 @@ class Scheduler:
             num_running=self._queues.num_running,
             num_kv_blocks_used=self.pool.num_used,
             num_finished=dict(self._counters.num_finished),
-            num_receiving=len(self._queues.receiving),
+            num_receiving=len(self.receiving),
             num_leases=len(self.leases),
             num_leases_expired=self.leases.num_expired,
             num_drafted=list(self._counters.num_drafted),
@@ -164,9 +154,9 @@ class Scheduler:
         Context is whoever has more than one known token to compute: begun prompts, and waiting
         requests as far as there are places, once the first of them finds its blocks.
         """
-        queues = [seq for seq in self._queues.running if not seq.finished]
-        num_begun = sum(_is_context(seq) for seq in queues)
-        num_decoding = len(queues) - num_begun
+        running = [seq for seq in self._queues.running if not seq.finished]
+        num_begun = sum(_is_context(seq) for seq in running)
+        num_decoding = len(running) - num_begun
         num_starting = self._admission.num_startable(self._budget - num_decoding)
         return num_begun + num_starting, num_decoding
 
@@ -202,7 +192,7 @@ class Scheduler:
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):
-            self._finished.append(self._end(seq, FinishReason.ABORT, "deadline"))
+            self._endings.end_between_steps(seq, FinishReason.ABORT, "deadline")
         if self.leases:
             self.leases.expire(self._now_ns)
 
@@ -267,41 +257,6 @@ class Scheduler:
         self._queues.waiting.push(seq)
         self._counters.num_preemptions += 1
 
-    # KV comes from another engine.
-
-    def take_receiving(self) -> list[Sequence]:
-        """Sequences that have got blocks for KV to come, each once.
-
-        What a batch in flight still does to these blocks is over when that batch has landed.
-        """
-        return self._admission.take_receiving()
-
-    def received(self, seq: Sequence, token_id: int) -> None:
-        """The KV of the whole prompt is in the blocks, and this is the first token: run it."""
-        first = seq.num_inserted_blocks
-        del self._queues.receiving[seq.request_id]
-        seq.remote = False
-        seq.num_computed_tokens = seq.num_tokens
-        if self.pool.prefix_cache:
-            cache_blocks(self.pool, [(seq, seq.num_tokens)])
-        self._counters.num_kv_blocks_received += -(-seq.num_tokens // self.pool.block_size) - first
-        seq.token_ids.append(token_id)
-        self._ledger.take_slot(seq)
-        self._queues.run(seq)
-        if seq.num_tokens >= seq.max_len:
-            reason = stops.length_reason(seq, self.config.max_model_len)
-            self._finished.append(self._end(seq, FinishReason.LENGTH, reason))
-
-    def lose(self, request_id: str, stop_reason: str, message: str) -> None:
-        """The KV of a request will not come; unknown ids are ignored."""
-        seq = self._queues.get(request_id)
-        if seq is not None:
-            self._finished.append(self._end(seq, FinishReason.ERROR, stop_reason, message))
-
-    def retire(self, seq: Sequence) -> None:
-        """No transfer writes to the blocks of this ended sequence any more."""
-        self._ledger.settle(seq)
-
     # A step is accounted for.
 
     def advance(self, batch: Batch) -> None:
@@ -325,7 +280,7 @@ class Scheduler:
                 f"the batch has {len(batch.items)} items, the result {len(result.token_ids)} "
                 f"token_ids and {len(all_logprobs)} logprobs"
             )
-        self._ledger.land(batch)
+        self._ledger.collect(batch)
         for index, entries in result.prompt_logprobs.items():
             batch.items[index][0].extend_prompt_logprobs(entries)
         outputs: list[RequestOutput] = []
@@ -339,7 +294,7 @@ class Scheduler:
             if not sampled and not tokens:
                 continue
             if not sampled or not tokens:
-                outputs.append(self._end(seq, FinishReason.ERROR, error=_MISCOUNT))
+                outputs.append(self._endings.end(seq, FinishReason.ERROR, error=_MISCOUNT))
                 continue
             output = RequestOutput(
                 seq.request_id,
@@ -368,8 +323,7 @@ class Scheduler:
             take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
             self._drafting = any(seq.draft_ids for seq in self._queues.running)
         self._hash_late()
-        if self.leases:
-            self._announce(batch)
+        self.leases.announce_computed(batch)
         return outputs
 
     def _count(self, batch: Batch, index: int, tokens: list[int]) -> tuple[list[int], bool]:
@@ -395,13 +349,6 @@ class Scheduler:
         """Verified drafts by position, and those of them that were right."""
         return self._counters.num_drafted, self._counters.num_accepted
 
-    def _announce(self, batch: Batch) -> None:
-        """Tell of the full blocks of prompts that are computed for another engine."""
-        for seq, _ in batch.items:
-            if seq.request.hold_kv_s is not None and not seq.finished:
-                num_full = seq.num_computed_tokens // self.pool.block_size
-                self.leases.announce(seq.request_id, seq.block_ids[:num_full])
-
     def _hash_late(self) -> None:
         """Cache the blocks whose last token has become known; the next batch computes it."""
         late, self._late = self._late, []
@@ -419,7 +366,7 @@ class Scheduler:
         lost = [seq for seq in self._readers(batch) if seq.remote]
         for seq in [seq for seq, _ in batch.items] + lost:
             self.pool.forget(seq.block_ids)
-        self._ledger.land(batch)
+        self._ledger.collect(batch)
         self._budget = max(1, min(self._budget, batch.num_tokens) // 2)
         self._queues.sweep()
         for seq, _ in batch.items:
@@ -427,7 +374,7 @@ class Scheduler:
                 self._queues.running.remove(seq)
                 self._requeue(seq)
         self._ledger.tell_again(batch)
-        return [self._end(seq, FinishReason.ERROR, error=message) for seq in lost]
+        return [self._endings.end(seq, FinishReason.ERROR, error=message) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
         """The step raised: its items and their readers end in ERROR, nothing of it stays cached."""
@@ -436,16 +383,16 @@ class Scheduler:
             self.pool.forget(seq.block_ids)
         self.pool.forget(self._ledger.dropped)
         self._late = []  # these sampled in the batch and end with it
-        self._ledger.land(batch)
+        self._ledger.collect(batch)
         error = FinishReason.ERROR
-        outputs = [self._end(seq, error, error=message) for seq in seqs if not seq.finished]
+        outputs = [self._endings.end(seq, error, error=message) for seq in seqs if not seq.finished]
         self._ledger.tell_again(batch)
         return outputs
 
     def _readers(self, batch: Batch) -> list[Sequence]:
         """Whoever will read what this batch was to write: it is received, or in the next batch."""
         launched = batch.samples is not None
-        readers = [*self._queues.receiving.values(), *(self._queues.running if launched else [])]
+        readers = self.receiving.sequences() + (self._queues.running if launched else [])
         written: set[int] = set()
         for seq, num_new in batch.items if readers else []:
             first = (seq.num_computed_tokens - launched * num_new) // self.pool.block_size
@@ -458,51 +405,15 @@ class Scheduler:
         if output.finish_reason is None:
             return
         if output.stop_reason == PREFILLED:
-            self.leases.announce(seq.request_id, seq.block_ids, output.token_ids[-1])
-            self.leases.hold(seq.request_id, self._now_ns)
+            self.leases.hold(seq, output.token_ids[-1], self._now_ns)
         if seq.draft_ids:
             cache_computed(self.pool, seq)
-        self._finish(seq, output.finish_reason)
-
-    # How sequences end.
-
-    def _end(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        stop_reason: str | None = None,
-        error: str | None = None,
-    ) -> RequestOutput:
-        """End a request that has no new token; returns its terminal output."""
-        self._finish(seq, reason)
-        return RequestOutput(
-            seq.request_id,
-            [],
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=seq.num_cached_tokens,
-            error=error,
-            scheduled_ns=seq.scheduled_ns,
-        )
-
-    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """The one place where a queues request ends."""
-        seq.finished = True
-        self._count_finish(reason)
-        self.leases.abandon(seq.request_id)
-        if self._queues.leave(seq):
-            self._ledger.abandon(seq)
-        else:
-            self._ledger.retire(seq)
-
-    def _count_finish(self, reason: FinishReason) -> None:
-        finished = self._counters.num_finished
-        finished[reason.value] = finished.get(reason.value, 0) + 1
+        self._endings.finish(seq, output.finish_reason)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where queues, sequences and the block pool disagree."""
         queues = self._queues
         queues.check_integrity()
         running = [seq for seq in queues.running if not seq.finished]
-        receiving = list(queues.receiving.values())
+        receiving = self.receiving.sequences()
         self._ledger.check_integrity(running, receiving, self.leases.block_tables)

@@ -1,0 +1,84 @@
+"""The one place where a request ends, and the terminal outputs that no batch produces."""
+
+from __future__ import annotations
+
+from tokenmill.core.types import EngineStats, FinishReason, RequestOutput
+from tokenmill.sched.block_ledger import BlockLedger
+from tokenmill.sched.leases import Leases
+from tokenmill.sched.request_queues import RequestQueues
+from tokenmill.sched.sequence import Sequence
+
+
+class Endings:
+    """Takes an ended request out of the queues, and what it holds back; counts how it ended."""
+
+    def __init__(
+        self, queues: RequestQueues, ledger: BlockLedger, leases: Leases, counters: EngineStats
+    ) -> None:
+        self._queues, self._ledger, self._leases = queues, ledger, leases
+        self._num_finished = counters.num_finished
+        self._outputs: list[RequestOutput] = []
+
+    def __bool__(self) -> bool:
+        """True while an output waits to be taken."""
+        return bool(self._outputs)
+
+    def take(self) -> list[RequestOutput]:
+        """The terminal outputs that no batch produces, each once."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def reject(self, request_id: str, stop_reason: str, error: str) -> None:
+        """A request is not taken."""
+        self._count(FinishReason.REJECT)
+        self._outputs.append(
+            RequestOutput(
+                request_id,
+                [],
+                finish_reason=FinishReason.REJECT,
+                stop_reason=stop_reason,
+                error=error,
+            )
+        )
+
+    def end_between_steps(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        stop_reason: str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End a request outside a batch; take() has its terminal output."""
+        self._outputs.append(self.end(seq, reason, stop_reason, error))
+
+    def end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        stop_reason: str | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        """End a request that has no new token; returns its terminal output."""
+        self.finish(seq, reason)
+        return RequestOutput(
+            seq.request_id,
+            [],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=seq.num_cached_tokens,
+            error=error,
+            scheduled_ns=seq.scheduled_ns,
+        )
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """A request that waits, receives or runs has its terminal output."""
+        seq.finished = True
+        self._count(reason)
+        self._leases.abandon(seq.request_id)
+        if self._queues.leave(seq):
+            self._ledger.abandon(seq)
+        else:
+            self._ledger.retire(seq)
+
+    def _count(self, reason: FinishReason) -> None:
+        self._num_finished[reason.value] = self._num_finished.get(reason.value, 0) + 1
