@@ -14,7 +14,6 @@ import pytest
 from bench.scripted_server import scripted_server
 from tiny_configs import write_config
 from tokenmill.__main__ import run
-from tokenmill.bench import rungs
 from tokenmill.bench.commands import bench_commands, ladder
 from tokenmill.bench.commands.throughput import num_blocks
 from tokenmill.bench.workload import Cell
@@ -109,7 +108,7 @@ def test_ladder_and_scheduler_need_no_more(flags: list[str], tmp_path: Path) -> 
     report = json.loads(result.stdout.splitlines()[-1])
     eager, fused = report["rungs"]
     assert eager["usd_per_million"] == pytest.approx(7.2 / 3600 * 1e6 / eager["tok_s"], rel=1e-3)
-    assert fused["skipped"] == rungs.NEEDS["compiled"]  # numba is blocked
+    assert fused["skipped"] == ladder.NEEDS["compiled"]  # numba is blocked
     assert "eager torch" in plot.read_text()
     result = bare_python(tmp_path, "bench", "scheduler", "--num-running", "4", "--num-steps", "3")
     assert json.loads(result.stdout.splitlines()[-1])["num_running"] == 4
@@ -154,11 +153,11 @@ def test_a_ladder_goes_on_after_a_rung_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    broken = rungs.Rung("broken", "broken", {"max-model-len": 10**6})
-    mended = rungs.Rung("mended", "mended", {"max-model-len": 256})
+    broken = ladder.Rung("broken", "broken", {"max-model-len": 10**6})
+    mended = ladder.Rung("mended", "mended", {"max-model-len": 256})
     for name in ("choose", "settings_of"):
         monkeypatch.setattr(
-            getattr(rungs, name), "__defaults__", ((rungs.RUNGS[0], broken, mended),)
+            getattr(ladder, name), "__defaults__", ((ladder.RUNGS[0], broken, mended),)
         )
     assert run(["bench", "ladder", *flags]) == 1
     captured = capfd.readouterr()
@@ -191,7 +190,7 @@ def test_errors_come_before_any_work(
 
 def test_the_ladder_offers_nothing_that_a_rung_sets() -> None:
     offered = {setting.key for group in ladder.PANELS.values() for setting in group}
-    assert not offered & rungs.CHANGED
+    assert not offered & ladder.CHANGED
     assert {"model", "lengths", "num-prompts", "gpu-price", "plot", "rungs"} <= offered
 
 
@@ -207,10 +206,10 @@ def test_ctrl_c_reports_the_rungs_that_ran(
 ) -> None:
     figures = {"tok_s": 10.0, "ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0, "mbu": 0}
 
-    def attempt(rung: rungs.Rung, *_: Any) -> rungs.Attempt:
+    def attempt(rung: ladder.Rung, *_: Any) -> ladder.Attempt:
         if rung.key == "overlap":
             raise KeyboardInterrupt
-        return rungs.Attempt(rung, figures=figures)
+        return ladder.Attempt(rung, figures=figures)
 
     monkeypatch.setattr(ladder, "_attempt", attempt)
     assert run(["bench", "ladder", "--device", "cpu"]) == 1

@@ -65,7 +65,7 @@ def accelerator(device: str) -> dict[str, str]:
 
 
 def device_features(device: str) -> frozenset[str]:
-    """What the rungs of the ladder ask for; see bench/rungs.py."""
+    """What the rungs of the ladder ask for; see bench/commands/ladder.py."""
     if device != "cuda":
         return frozenset({"cpu"} | ({"compiled"} if cpu_kernels() else set()))
     fp8 = torch.cuda.get_device_capability() >= FP8_CAPABILITY

@@ -7,7 +7,7 @@ import pytest
 
 from api.sim import MODEL
 from api.sim_server import sim_server
-from tokenmill.bench.frontend_client import FrontendBenchError, Stream, measure_frontend
+from tokenmill.bench.commands.frontend import FrontendBenchError, Stream, measure_frontend
 from tokenmill.core.metrics import RequestTimes
 
 ANSWER = (

@@ -1,13 +1,21 @@
-"""tokenmill bench mtp."""
+"""tokenmill bench mtp: how many drafts are right, and what they are worth in tokens per second.
+
+One engine answers the same chat prompts without drafts and with each number of them, turn by turn,
+so that drift of the machine hits all alike. Greedy answers must be the same ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tokenmill import console
-from tokenmill.bench import acceptance as bench
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.workload import BenchError
@@ -18,6 +26,8 @@ from tokenmill.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from tokenmill.core.metrics import acceptance
+from tokenmill.core.types import Engine, Request, SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, MTP, SETTINGS, Settings
 
 DEPTHS = (1, 2, 3)
@@ -32,6 +42,10 @@ PANELS = {
     "KV cache": tuple(s for s in CACHE if s.key not in OURS),
     "Execution": tuple(s for s in EXECUTION if s.key not in OURS),
 }
+PROMPTS = Path(__file__).parent.parent / "prompts" / "chat.json"
+Prompts = Sequence[list[int]]
+SetDepth = Callable[[int], None]
+Update = Callable[[int, int], None]
 
 
 def mtp(settings: Settings) -> None:
@@ -66,10 +80,10 @@ def mtp(settings: Settings) -> None:
         built.engine.drafting = FixedDrafting(depth)
 
     with console.progress("Benchmark runs") as update:
-        runs = bench.measure(
+        runs = measure(
             built.engine, set_depth, prompts, depths, config.num_rounds, batch, max_tokens, update
         )
-    by_depth = bench.depth_report(runs)
+    by_depth = depth_report(runs)
     drafting = {depth: by_depth[depth] for depth in map(str, depths)}
     best = max(drafting, key=lambda depth: drafting[depth]["speedup"])
     if not settings.get("json-only"):
@@ -97,7 +111,7 @@ def _prompts(path: Path, count: int | None) -> list[list[int]]:
     """Token ids of the first prompts; those of the default model need no tokenizer."""
     from tokenmill.models.store import CATALOG
 
-    known = bench.chat_prompts()
+    known = chat_prompts()
     if count is not None and count > len(known):
         raise BenchError(f"--num-prompts {count}: there are {len(known)} prompts")
     known = known[:count]
@@ -151,6 +165,146 @@ def _print(by_depth: dict[str, Any], batch: int, device: str) -> None:
 
 def _shown(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A question, and its tokens for the default model, chat template and all."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class DepthRun:
+    """All prompts once, with one number of drafts."""
+
+    seconds: float
+    num_steps: int
+    answers: list[list[int]]
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer) for answer in self.answers)
+
+    @property
+    def tok_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def chat_prompts() -> list[ChatPrompt]:
+    """The prompts of this package; nothing was trained on them."""
+    entries = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    return [ChatPrompt(entry["text"], entry["token_ids"]) for entry in entries]
+
+
+def measure(
+    engine: Engine,
+    set_depth: SetDepth,
+    prompts: Prompts,
+    depths: Sequence[int],
+    rounds: int,
+    batch: int,
+    max_tokens: int,
+    progress: Update = lambda done, total: None,
+) -> dict[int, list[DepthRun]]:
+    """Runs by number of drafts, 0 among them, after a warm-up of each."""
+    order = [0, *depths]
+    runs: dict[int, list[DepthRun]] = {depth: [] for depth in order}
+    total, done = len(order) * (rounds + 1), 0
+    for turn in range(-1, rounds):
+        for depth in order:
+            set_depth(depth)
+            asked = prompts[:batch] if turn < 0 else prompts
+            run = _run(engine, asked, batch, 16 if turn < 0 else max_tokens)
+            if turn >= 0:
+                runs[depth].append(run)
+            done += 1
+            progress(done, total)
+    return runs
+
+
+def _run(engine: Engine, prompts: Prompts, batch: int, max_tokens: int) -> DepthRun:
+    before = engine.stats()
+    answers: list[list[int]] = [[] for _ in prompts]
+    begin = time.perf_counter()
+    for first in range(0, len(prompts), batch):
+        _answer(engine, prompts[first : first + batch], answers[first : first + batch], max_tokens)
+    seconds = time.perf_counter() - begin
+    after = engine.stats()
+    return DepthRun(
+        seconds,
+        after.num_steps - before.num_steps,
+        answers,
+        _difference(after.num_drafted, before.num_drafted),
+        _difference(after.num_accepted, before.num_accepted),
+    )
+
+
+def _answer(engine: Engine, prompts: Prompts, answers: list[list[int]], max_tokens: int) -> None:
+    """Run a batch to its end; each answer's list gets its tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(str(index), prompt, sampling, arrival_ns=time.monotonic_ns()))
+    while engine.has_work():
+        for output in engine.step():
+            answers[int(output.request_id)].extend(output.token_ids)
+            if output.error is not None:
+                raise BenchError(f"prompt {output.request_id} did not run: {output.error}")
+
+
+def _difference(after: Sequence[int], before: Sequence[int]) -> list[int]:
+    known = [*before, *[0] * (len(after) - len(before))]
+    counts = [a - b for a, b in zip(after, known, strict=True)]
+    while counts and not counts[-1]:
+        counts.pop()
+    return counts
+
+
+def depth_report(runs: dict[int, list[DepthRun]]) -> dict[str, Any]:
+    """Figures of each number of drafts; speed-ups are the median over the rounds."""
+    plain = runs[0]
+    report: dict[str, Any] = {"0": _figures(plain)}
+    for depth in (depth for depth in runs if depth):
+        own = runs[depth]
+        counts, right = _total(run.drafted for run in own), _total(run.accepted for run in own)
+        right += [0] * (len(counts) - len(right))
+        ratios = [b.tok_s / a.tok_s for a, b in zip(plain, own, strict=True)]
+        cost = _step_seconds(own) / _step_seconds(plain)
+        report[str(depth)] = _figures(own) | {
+            "acceptance": acceptance(counts, right),
+            "speedup": round(statistics.median(ratios), 4),
+            "speedup_runs": [round(ratio, 4) for ratio in ratios],
+            "step_cost": round(cost, 4),
+            "ceiling_speedup": round((1 + depth) / cost, 4),
+            "num_different": sum(
+                any(answer != plain[0].answers[index] for answer in answers)
+                for index, answers in enumerate(zip(*(run.answers for run in own), strict=True))
+            ),
+        }
+    return report
+
+
+def _total(counts: Iterable[list[int]]) -> list[int]:
+    """Sums by position; a round may know fewer of them."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+
+def _figures(runs: Sequence[DepthRun]) -> dict[str, Any]:
+    seconds = statistics.median(run.seconds for run in runs)
+    return {
+        "tok_s": round(runs[0].num_tokens / seconds, 2),
+        "seconds": round(seconds, 4),
+        "num_tokens": runs[0].num_tokens,
+        "num_steps": runs[0].num_steps,
+        "step_ms": round(1e3 * _step_seconds(runs), 4),
+    }
+
+
+def _step_seconds(runs: Sequence[DepthRun]) -> float:
+    return statistics.median(run.seconds / run.num_steps for run in runs)
 
 
 COMMANDS = (BenchCommand("mtp", mtp, PANELS),)

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tokenmill.bench.commands import ladder as cli
-from tokenmill.bench.report.ladder_chart import check_plot, ladder_svg, write_plot
-from tokenmill.bench.rungs import (
+from tokenmill.bench.commands.ladder import (
     CHANGED,
     NEEDS,
     RUNGS,
@@ -23,6 +22,7 @@ from tokenmill.bench.rungs import (
     run_rung,
     settings_of,
 )
+from tokenmill.bench.report.ladder_chart import check_plot, ladder_svg, write_plot
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
@@ -57,7 +57,7 @@ def test_a_draft_is_given_to_the_rung_that_drafts(monkeypatch: pytest.MonkeyPatc
         lines.append(line)
         return Attempt(rung)
 
-    monkeypatch.setattr(cli.bench, "run_rung", noted)
+    monkeypatch.setattr(cli, "run_rung", noted)
     values = {"draft": "head.safetensors", "mtp-relaxed": "2:0.1"}
     for key in ("overlap", "mtp"):
         cli._attempt(BY_KEY[key], values, "cpu", frozenset(CPU | {"mtp"}))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tokenmill.__main__ import run as run_command
-from tokenmill.bench.decode_parts import by_part, least_seconds, part_of
+from tokenmill.bench.commands.decode import by_part, least_seconds, part_of
 from tokenmill.bench.roofline import Machine
 from tokenmill.core.spec import ModelSpec
 
-SHAPES = Path(__file__).parents[2] / "src/tokenmill/bench/shapes"
+SHAPES = Path(__file__).parents[3] / "src/tokenmill/bench/shapes"
 H200 = Machine({"bf16": 790e12, "fp8": 1480e12}, 4.2e12, 1)
 
 

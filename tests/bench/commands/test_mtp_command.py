@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from draft_heads import forgetful, save_head
 from tiny_models import make_model, save, tame
-from tokenmill.bench.acceptance import DepthRun, chat_prompts, depth_report, measure
 from tokenmill.bench.commands import mtp as cli
+from tokenmill.bench.commands.mtp import DepthRun, chat_prompts, depth_report, measure
 from tokenmill.core.metrics import acceptance
 from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
 from tokenmill.models.store import cached

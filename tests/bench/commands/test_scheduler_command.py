@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tokenmill.bench.scheduler_steps import decode_requests, measure_steps
+from tokenmill.bench.commands.scheduler import decode_requests, measure_steps
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler

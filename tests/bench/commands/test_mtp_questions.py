@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tiny_configs import SIZES
-from tokenmill.bench.acceptance import chat_prompts
+from tokenmill.bench.commands.mtp import chat_prompts
 from tokenmill.core.spec import ModelSpec
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 QUESTIONS = SCRIPTS / "mtp_questions.toml"
 
 
