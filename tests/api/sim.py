@@ -31,7 +31,7 @@ from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tokenmill.core.types import RequestOutput
-from tokenmill.workers.link import OutputStream
+from tokenmill.workers.output_stream import OutputStream
 
 GENEROUS_S = 60.0
 

@@ -19,7 +19,7 @@ from tokenmill.api.protocol.requests import ChatCompletionRequest
 from tokenmill.core.config import SchedulerConfig, ServerConfig
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 
 SCHEMA = {
     "type": "object",

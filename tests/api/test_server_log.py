@@ -16,7 +16,7 @@ from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from proxy.route_server import router_process
 from tokenmill.__main__ import run
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_set import agreed, of_role
 
 

@@ -27,7 +27,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
 )
 from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
-from tokenmill.core.kv_events import Cleared, Removed, Stored
+from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import (
     Engine,
@@ -52,8 +52,7 @@ from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.parallel import Ranks
 from tokenmill.routing.attention_dp import RankCaches
 from tokenmill.routing.router import Router
-from tokenmill.workers.kv_messages import ConnectKV
-from tokenmill.workers.link import decode_to_worker, encode
+from tokenmill.workers.messages import ConnectKV, decode_to_worker, encode
 from tokenmill.workers.worker_process import KVSource
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -302,7 +301,7 @@ def test_messages_between_ranks_are_what_they_were() -> None:
     told_peer = ConnectKV(replace(address, others=(address,)))
     assert decode_to_worker(encode(told_peer)) == told_peer
     events = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
-    assert rank_wire.unpack_events(json.loads(json.dumps(rank_wire.pack_events(events)))) == events
+    assert unpack_events(json.loads(json.dumps(pack_events(events)))) == events
 
 
 def test_a_step_travels_whole() -> None:

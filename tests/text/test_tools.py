@@ -19,7 +19,7 @@ from tokenmill.engine.sampling.grammar import GrammarBackend, GrammarError
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.parsers import HermesParser, Llama3JsonParser
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 
 PLAIN_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 LLAMA_TEMPLATE = "{{ tools }} <|python_tag|>"

@@ -11,7 +11,7 @@ import os
 import time
 
 from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker, send_failure
 
 CRASH, EXIT, REFUSE = 1001, 1002, 1003

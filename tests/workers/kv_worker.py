@@ -6,7 +6,7 @@ import argparse
 
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.engine.build import build_engine
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker
 
 

@@ -27,7 +27,8 @@ from tokenmill.core.config import (
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.routing.role_balance import match_rates
-from tokenmill.workers.link import OutputStream, WorkerStartError
+from tokenmill.workers.link import WorkerStartError
+from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.pool import PoolError, WorkerPool
 from workers.test_kv_workers import SCRIPT
 

@@ -15,23 +15,21 @@ import pytest
 from tiny_configs import write_config
 from tokenmill.core.kv import PREFILLED, KVAddress, KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
-from tokenmill.workers.kv_messages import (
+from tokenmill.workers.link import WorkerLink
+from tokenmill.workers.messages import (
+    Abort,
     ConnectKV,
     DisconnectKV,
+    FromWorker,
+    GetStats,
     KVConnected,
     KVNotices,
     KVReceived,
     LeasesExpired,
-    ReleaseKV,
-)
-from tokenmill.workers.link import (
-    Abort,
-    FromWorker,
-    GetStats,
     Outputs,
+    ReleaseKV,
     Stats,
     Submit,
-    WorkerLink,
 )
 
 SCRIPT = str(Path(__file__).with_name("kv_worker.py"))
@@ -58,7 +56,7 @@ class Worker:
 
 
 class Front:
-    """Passes messages between two workers as workers/kv_messages.py says."""
+    """Passes messages between two workers as workers/messages.py says."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Worker(self.on_prefill), Worker(self.on_decode)

@@ -29,14 +29,8 @@ from tokenmill.core.types import (
     TokenmillError,
 )
 from tokenmill.workers import worker_process as worker
-from tokenmill.workers.link import (
-    FromWorker,
-    Outputs,
-    Ready,
-    Submit,
-    WorkerLink,
-    decode_to_worker,
-)
+from tokenmill.workers.link import WorkerLink
+from tokenmill.workers.messages import FromWorker, Outputs, Ready, Submit, decode_to_worker
 from tokenmill.workers.pool import PoolError, WorkerPool
 from tokenmill.workers.slot import WorkerSlot
 from tokenmill.workers.worker_process import KEY_VARIABLE, _Link

@@ -22,17 +22,9 @@ from tokenmill.core.types import (
     StructuredOutput,
     TokenLogprobs,
 )
-from tokenmill.workers.link import (
-    Outputs,
-    OutputStream,
-    StreamClosedError,
-    Submit,
-    WorkerDownError,
-    WorkerStartError,
-    decode_from_worker,
-    decode_to_worker,
-    encode,
-)
+from tokenmill.workers.link import WorkerDownError, WorkerStartError
+from tokenmill.workers.messages import Outputs, Submit, decode_from_worker, decode_to_worker, encode
+from tokenmill.workers.output_stream import OutputStream, StreamClosedError
 from tokenmill.workers.pool import WorkerPool
 from workers.counting_engine import CRASH, EXIT, FACTS, REFUSE
 

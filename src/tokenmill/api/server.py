@@ -26,7 +26,7 @@ from tokenmill.api.telemetry.tracing import Tracing, open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
 

@@ -24,7 +24,9 @@ from tokenmill.api.telemetry.request_trace import CallTrace
 from tokenmill.api.telemetry.tracing import OPERATIONS, Tracing
 from tokenmill.core.config import ServerConfig
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.workers.link import ModelFacts, OutputStream, StreamClosedError, WorkerDownError
+from tokenmill.workers.link import WorkerDownError
+from tokenmill.workers.messages import ModelFacts
+from tokenmill.workers.output_stream import OutputStream, StreamClosedError
 from tokenmill.workers.pool import WorkerPool
 
 JSON_HEADERS = [(b"content-type", b"application/json")]

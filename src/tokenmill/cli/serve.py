@@ -44,7 +44,7 @@ from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
-    from tokenmill.workers.link import ModelFacts
+    from tokenmill.workers.messages import ModelFacts
 
 ENGINE_PANELS = {
     "Model": MODEL,
@@ -237,7 +237,7 @@ def _build(settings: Settings, on_warning: Callable[[str], None]) -> BuiltEngine
 
 
 def _facts(built: BuiltEngine, max_waiting: int, warnings: list[str]) -> ModelFacts:
-    from tokenmill.workers.link import ModelFacts
+    from tokenmill.workers.messages import ModelFacts
 
     return ModelFacts(
         max_model_len=built.max_model_len,

@@ -31,6 +31,35 @@ class Cleared:
 Event = Stored | Removed | Cleared
 
 
+PackedEvent = tuple[str, list[Hash], Hash | None]  # on every wire: kind, hashes, parent
+
+
+def pack_events(events: Iterable[Event]) -> list[PackedEvent]:
+    """Events as plain data."""
+    return [_pack(event) for event in events]
+
+
+def _pack(event: Event) -> PackedEvent:
+    match event:
+        case Stored(parent=parent, hashes=hashes):
+            return "stored", hashes, parent
+        case Removed(hashes=hashes):
+            return "removed", hashes, None
+        case Cleared():
+            return "cleared", [], None
+
+
+def unpack_events(packed: Iterable[PackedEvent]) -> list[Event]:
+    """The inverse of pack_events."""
+    return [_unpack(*event) for event in packed]
+
+
+def _unpack(kind: str, hashes: list[Hash], parent: Hash | None) -> Event:
+    if kind == "stored":
+        return Stored(parent, hashes)
+    return Removed(hashes) if kind == "removed" else Cleared()
+
+
 @dataclass(slots=True)
 class EventBatch:
     """The events of a step or more, in order; a publisher numbers its batches from 1."""

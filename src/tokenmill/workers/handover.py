@@ -18,8 +18,16 @@ from tokenmill.core.types import Request
 from tokenmill.routing.disaggregation import DisaggregationRule, place_prefill
 from tokenmill.routing.router import Decision, Router
 from tokenmill.sched.blocks import U64
-from tokenmill.workers.kv_messages import ConnectKV, DisconnectKV, KVConnected, KVNotices, ReleaseKV
-from tokenmill.workers.link import Abort, Submit, WorkerStartError
+from tokenmill.workers.link import WorkerStartError
+from tokenmill.workers.messages import (
+    Abort,
+    ConnectKV,
+    DisconnectKV,
+    KVConnected,
+    KVNotices,
+    ReleaseKV,
+    Submit,
+)
 from tokenmill.workers.slot import WorkerSlot
 
 _log = logging.getLogger(__name__)

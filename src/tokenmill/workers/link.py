@@ -1,8 +1,8 @@
-"""The link between the API process and a worker: messages, and the API side of the socket.
+"""The link to a worker process: the API side of its socket, and who it belongs to.
 
-One PAIR socket per worker process; every message is msgpack of the structs below. The API side
-binds and the worker connects, so a restarted worker gets a new address: a private ipc:// path, or
-tcp:// with CURVE, where the key that only this worker is given lets it in.
+There is one PAIR socket per worker process; messages.py has what passes. The API side binds and the
+worker connects, so a restarted worker gets a new address: a private ipc:// path, or tcp:// with
+CURVE, where the key that only this worker is given lets it in.
 """
 
 from __future__ import annotations
@@ -15,133 +15,28 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tokenmill.core.kv import KVAddress
-from tokenmill.core.kv_events import Cleared, Dump, Event, EventBatch, Removed, Stored
-from tokenmill.core.types import EngineStats, Request, RequestOutput, TokenmillError
-from tokenmill.workers.kv_messages import (
-    ConnectKV,
-    DisconnectKV,
-    KVConnected,
-    KVNotices,
-    KVReceived,
-    LeasesExpired,
-    ReleaseKV,
+from tokenmill.core.types import Request, TokenmillError
+from tokenmill.workers.messages import (
+    Failed,
+    FromWorker,
+    ModelFacts,
+    Outputs,
+    Ready,
+    Shutdown,
+    Submit,
+    ToWorker,
+    decode_from_worker,
+    encode,
 )
 
 LOOPBACK = "127.0.0.1"
 MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
 EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
-
-
-class ModelFacts(msgspec.Struct, frozen=True):
-    """What the worker tells the frontend about the engine it owns."""
-
-    max_model_len: int
-    vocab_size: int
-    num_kv_blocks: int
-    block_size: int
-    dtype: str
-    device: str = "cpu"
-    kv: KVAddress | None = None  # how other engines reach its KV
-    max_waiting: int | None = None  # requests that may wait; None: any number
-    warnings: list[str] = []  # sentences about what did not go as asked
-
-
-class Submit(msgspec.Struct, tag=True):
-    requests: list[Request]
-
-
-class Abort(msgspec.Struct, tag=True):
-    request_ids: list[str]
-
-
-class GetStats(msgspec.Struct, tag=True):
-    """Answered by one Stats: the heartbeat."""
-
-
-class GetKV(msgspec.Struct, tag=True):
-    """Answered by a KVDump and, from then on, by KVEvents; by an engine that knows of these."""
-
-
-class Shutdown(msgspec.Struct, tag=True):
-    """Leave the loop and exit."""
-
-
-class Ready(msgspec.Struct, tag=True):
-    facts: ModelFacts
-    clock_ns: int = 0  # the worker's time.monotonic_ns(): another host's clock is another one
-
-
-class Failed(msgspec.Struct, tag=True):
-    """The worker is about to exit; the message is one sentence for the user."""
-
-    message: str
-
-
-class Outputs(msgspec.Struct, tag=True):
-    outputs: list[RequestOutput]
-
-
-class Stats(msgspec.Struct, tag=True):
-    stats: EngineStats
-
-
-class KVEvent(msgspec.Struct, array_like=True):
-    """A Stored, Removed or Cleared of core/kv_events.py."""
-
-    kind: Literal["stored", "removed", "cleared"]
-    hashes: list[int] = []
-    parent: int | None = None
-
-
-class KVEvents(msgspec.Struct, tag=True):
-    """What the prefix cache took in and dropped since the last batch."""
-
-    sequence: int
-    events: list[KVEvent]
-
-    @classmethod
-    def of(cls, batch: EventBatch) -> KVEvents:
-        return cls(batch.sequence, [_to_wire(event) for event in batch.events])
-
-    def batch(self) -> EventBatch:
-        return EventBatch(self.sequence, [_from_wire(event) for event in self.events])
-
-
-class KVDump(msgspec.Struct, tag=True):
-    dump: Dump
-
-
-def _to_wire(event: Event) -> KVEvent:
-    match event:
-        case Stored(parent=parent, hashes=hashes):
-            return KVEvent("stored", hashes, parent)
-        case Removed(hashes=hashes):
-            return KVEvent("removed", hashes)
-        case Cleared():
-            return KVEvent("cleared")
-
-
-def _from_wire(event: KVEvent) -> Event:
-    if event.kind == "stored":
-        return Stored(event.parent, event.hashes)
-    return Removed(event.hashes) if event.kind == "removed" else Cleared()
-
-
-KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
-KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
-ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker
-FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker
-
-encode = msgspec.msgpack.Encoder().encode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 class WorkerStartError(TokenmillError):
@@ -150,10 +45,6 @@ class WorkerStartError(TokenmillError):
 
 class WorkerDownError(TokenmillError):
     """There is no worker to take a request at the moment."""
-
-
-class StreamClosedError(Exception):
-    """The reader of an OutputStream was told to stop."""
 
 
 class WorkerProcess(Protocol):
@@ -165,62 +56,6 @@ class WorkerProcess(Protocol):
 
 
 Spawn = Callable[[str], Awaitable[WorkerProcess]]
-
-
-class OutputStream:
-    """Outputs of one API call's requests. Unread outputs of a request are merged into one."""
-
-    __slots__ = ("_closed", "_pending", "_waiter", "request_ids", "workers")
-
-    def __init__(self, request_ids: list[str]) -> None:
-        self.request_ids = request_ids
-        self.workers: dict[int, str] = {}  # who has each of them, or had it last
-        self._pending: dict[int, RequestOutput] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
-
-    def put(self, index: int, output: RequestOutput) -> None:
-        """Add what request `index` produced and wake the reader."""
-        earlier = self._pending.get(index)
-        if earlier is None:
-            self._pending[index] = output
-        else:
-            _merge(earlier, output)
-        self._wake()
-
-    def close(self) -> None:
-        """Make the reader's current or next get() raise StreamClosedError."""
-        self._closed = True
-        self._wake()
-
-    async def get(self) -> dict[int, RequestOutput]:
-        """Wait for outputs; returns all there are, by request index."""
-        while not self._pending and not self._closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._closed:
-            raise StreamClosedError
-        pending, self._pending = self._pending, {}
-        return pending
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _merge(into: RequestOutput, output: RequestOutput) -> None:
-    """Append a later output of the same request."""
-    into.token_ids.extend(output.token_ids)
-    if into.logprobs is None:
-        into.logprobs = output.logprobs
-    else:
-        into.logprobs.extend(output.logprobs or [])
-    into.prompt_logprobs = into.prompt_logprobs or output.prompt_logprobs
-    into.finish_reason = output.finish_reason
-    into.stop_reason = output.stop_reason
-    into.error = output.error
-    into.num_cached_tokens = max(into.num_cached_tokens, output.num_cached_tokens)
-    into.scheduled_ns = into.scheduled_ns or output.scheduled_ns
 
 
 def _shifted(request: Request, offset_ns: int) -> Request:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.sched.blocks import U64, hash_input
-from tokenmill.workers.link import OutputStream
+from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.slot import WorkerSlot
 from tokenmill.workers.trace import NO_TRACE, RequestTrace
 

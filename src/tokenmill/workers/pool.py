@@ -25,20 +25,22 @@ from tokenmill.routing.role_balance import match_rates
 from tokenmill.routing.router import Decision, Router
 from tokenmill.sched.blocks import U64
 from tokenmill.workers.handover import Handovers
-from tokenmill.workers.kv_messages import KVConnected, KVNotices, KVReceived, LeasesExpired
-from tokenmill.workers.link import (
+from tokenmill.workers.link import Spawn, WorkerDownError
+from tokenmill.workers.messages import (
     Abort,
     FromWorker,
+    KVConnected,
     KVDump,
     KVEvents,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
     ModelFacts,
     Outputs,
-    OutputStream,
-    Spawn,
     Submit,
-    WorkerDownError,
 )
 from tokenmill.workers.open_request import OpenRequest, end, seeded
+from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.pool_routers import Routers
 from tokenmill.workers.pool_view import Choices, PoolView, worker_view
 from tokenmill.workers.slot import Role, WorkerSlot

@@ -12,7 +12,7 @@ from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_cost import PRIOR, StepRates, fit_rates
 from tokenmill.workers.handover import Handovers
-from tokenmill.workers.link import GetKV, KVDump, KVEvents
+from tokenmill.workers.messages import GetKV, KVDump, KVEvents
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot
 

@@ -12,16 +12,8 @@ from typing import Literal, Protocol
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import EngineStats, add_stats
-from tokenmill.workers.link import (
-    FromWorker,
-    GetStats,
-    ModelFacts,
-    Spawn,
-    Stats,
-    ToWorker,
-    WorkerLink,
-    WorkerStartError,
-)
+from tokenmill.workers.link import Spawn, WorkerLink, WorkerStartError
+from tokenmill.workers.messages import FromWorker, GetStats, ModelFacts, Stats, ToWorker
 
 _log = logging.getLogger(__name__)
 

@@ -21,31 +21,29 @@ from zmq.utils.monitor import recv_monitor_message
 from tokenmill.core.kv import KVExchange
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import Engine, TokenmillError
-from tokenmill.workers.kv_messages import (
+from tokenmill.workers.link import beat
+from tokenmill.workers.messages import (
+    Abort,
     ConnectKV,
     DisconnectKV,
-    KVConnected,
-    KVNotices,
-    KVReceived,
-    LeasesExpired,
-    ReleaseKV,
-)
-from tokenmill.workers.link import (
-    Abort,
     Failed,
     FromWorker,
     GetKV,
     GetStats,
+    KVConnected,
     KVDump,
     KVEvents,
+    KVNotices,
+    KVReceived,
     KVToWorker,
+    LeasesExpired,
     ModelFacts,
     Outputs,
     Ready,
+    ReleaseKV,
     Shutdown,
     Stats,
     Submit,
-    beat,
     decode_to_worker,
     encode,
 )

@@ -11,7 +11,8 @@ import msgspec
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import EngineStats, add_stats
-from tokenmill.workers.link import ModelFacts, Spawn, WorkerStartError
+from tokenmill.workers.link import Spawn, WorkerStartError
+from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.slot import Owner, Role, WorkerSlot
 
 PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names

@@ -35,7 +35,7 @@ from tokenmill.core.types import (
 from tokenmill.sched.blocks import U64, hash_input
 from tokenmill.text.parsers import detect_reasoning, opens_reasoning
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.workers.link import ModelFacts
+from tokenmill.workers.messages import ModelFacts
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions

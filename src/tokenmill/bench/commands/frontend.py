@@ -118,7 +118,7 @@ def run_worker(settings: Settings, address: Annotated[str, typer.Option("--addre
     from tokenmill.sched.blocks import BlockPool
     from tokenmill.sched.scheduler import Scheduler
     from tokenmill.text.tokenizer import load_tokenizer
-    from tokenmill.workers.link import ModelFacts
+    from tokenmill.workers.messages import ModelFacts
     from tokenmill.workers.worker_process import run_worker as run
 
     tokenizer = load_tokenizer(settings.build(ModelConfig).model)

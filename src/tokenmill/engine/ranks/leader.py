@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import reduce
 
-from tokenmill.core.kv_events import Dump, Event, EventPublisher
+from tokenmill.core.kv_events import (
+    Dump,
+    Event,
+    EventPublisher,
+    pack_events,
+    unpack_events,
+)
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
@@ -22,10 +28,8 @@ from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.own_kv import NO_NEWS, RankExchange, RanksExchange
 from tokenmill.engine.ranks.rank_messages import (
     Message,
-    pack_events,
     pack_output,
     pack_request,
-    unpack_events,
     unpack_output,
     unpack_request,
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +21,6 @@ from tokenmill.core.config import (
     SchedulerConfig,
 )
 from tokenmill.core.kv import KVAddress, KVGeometry, KVWay
-from tokenmill.core.kv_events import Cleared, Event, Removed, Stored
 from tokenmill.core.types import (
     FinishReason,
     Request,
@@ -119,19 +117,6 @@ def unpack_address(data: Message) -> KVAddress:
     ]
     more = {name: tuple(map(unpack_address, data[name])) for name in ("others", "ranks")}
     return KVAddress(**(data | {"geometry": KVGeometry(**shape), "ways": tuple(ways)} | more))
-
-
-def pack_events(events: Iterable[Event]) -> list[Message]:
-    """KV events as messages."""
-    return [asdict(event) for event in events]
-
-
-def unpack_events(data: list[Message]) -> list[Event]:
-    """The events of messages, told apart by their fields."""
-    return [
-        Stored(**event) if "parent" in event else Removed(**event) if event else Cleared()
-        for event in data
-    ]
 
 
 def pack_step(token_ids: torch.Tensor, batch: AttentionBatch) -> tuple[Message, torch.Tensor]:

@@ -1,0 +1,149 @@
+"""All messages between a front and a worker: msgpack of tagged structs over one socket.
+
+A prefill worker and a decode worker share a request by these messages, in order:
+
+1. Once per pair: the front sends ConnectKV with the prefill worker's address (ModelFacts.kv) to the
+   decode worker, which answers KVConnected; its `error` says why the two do not go together.
+2. Submit to the prefill worker with Request.hold_kv_s. It answers with KVNotices, chunk by chunk,
+   and with one Outputs: the first token. Only if its stop_reason is "prefilled" is there more to
+   come; the lease then runs for hold_kv_s.
+3. On the first notice of a request: Submit to the decode worker with Request.kv_from, then
+   KVNotices with each notice as it came. The decode worker reads the blocks, says KVReceived and
+   sends the outputs from the second token on.
+4. On KVReceived, or when the decode worker ends the request: ReleaseKV to the prefill worker.
+   LeasesExpired tells of leases that nobody released in time.
+
+Whatever ends a request early is Abort to both. A dead prefill worker is DisconnectKV to its decode
+workers: requests that wait for its KV end in ERROR with stop_reason "kv_transfer", as they do when
+no notice comes for half a lease. A dead decode worker is Abort or ReleaseKV to the prefill worker.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenmill.core.kv import KVAddress, KVNotice
+from tokenmill.core.kv_events import Dump, EventBatch, PackedEvent, pack_events, unpack_events
+from tokenmill.core.types import EngineStats, Request, RequestOutput
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What the worker tells the frontend about the engine it owns."""
+
+    max_model_len: int
+    vocab_size: int
+    num_kv_blocks: int
+    block_size: int
+    dtype: str
+    device: str = "cpu"
+    kv: KVAddress | None = None  # how other engines reach its KV
+    max_waiting: int | None = None  # requests that may wait; None: any number
+    warnings: list[str] = []  # sentences about what did not go as asked
+
+
+class Submit(msgspec.Struct, tag=True):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class GetStats(msgspec.Struct, tag=True):
+    """Answered by one Stats: the heartbeat."""
+
+
+class GetKV(msgspec.Struct, tag=True):
+    """Answered by a KVDump and, from then on, by KVEvents; by an engine that knows of these."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Leave the loop and exit."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    facts: ModelFacts
+    clock_ns: int = 0  # the worker's time.monotonic_ns(): another host's clock is another one
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The worker is about to exit; the message is one sentence for the user."""
+
+    message: str
+
+
+class Outputs(msgspec.Struct, tag=True):
+    outputs: list[RequestOutput]
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+class KVEvents(msgspec.Struct, tag=True):
+    """What the prefix cache took in and dropped since the last batch."""
+
+    sequence: int
+    events: list[PackedEvent]
+
+    @classmethod
+    def of(cls, batch: EventBatch) -> KVEvents:
+        return cls(batch.sequence, pack_events(batch.events))
+
+    def batch(self) -> EventBatch:
+        return EventBatch(self.sequence, unpack_events(self.events))
+
+
+class KVDump(msgspec.Struct, tag=True):
+    dump: Dump
+
+
+class ConnectKV(msgspec.Struct, tag=True):
+    """Be ready to read from a peer; answered by one KVConnected."""
+
+    peer: KVAddress
+
+
+class KVConnected(msgspec.Struct, tag=True):
+    engine_id: str
+    error: str | None = None
+
+
+class DisconnectKV(msgspec.Struct, tag=True):
+    """A peer is gone; requests that wait for its KV end in ERROR."""
+
+    engine_id: str
+
+
+class KVNotices(msgspec.Struct, tag=True):
+    """From the worker that computes a prompt, to be passed on to the one that decodes."""
+
+    notices: list[KVNotice]
+
+
+class KVReceived(msgspec.Struct, tag=True):
+    """The KV of these requests is here; their leases can be released."""
+
+    request_ids: list[str]
+
+
+class ReleaseKV(msgspec.Struct, tag=True):
+    """End leases; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class LeasesExpired(msgspec.Struct, tag=True):
+    """Nobody released these leases in time; their blocks are free."""
+
+    request_ids: list[str]
+
+
+KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
+KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
+ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker
+FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
