@@ -105,7 +105,7 @@ def test_graphs_that_were_not_captured_are_told(
 
     def make_engine(*arguments: Any) -> tuple[Any, Any]:
         engine, runner = make(*arguments)
-        runner.graphs = SimpleNamespace(report=report)
+        runner.decode.graphs = SimpleNamespace(report=report)
         return engine, runner
 
     monkeypatch.setattr(build, "make_engine", make_engine)

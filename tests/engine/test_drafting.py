@@ -8,7 +8,7 @@ from typing import Any
 
 from fake_runner import FakeRunner
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.engine.drafting import PROBE_EVERY, AdaptiveDrafting, FixedDrafting
+from tokenmill.engine.drafts.drafting import PROBE_EVERY, AdaptiveDrafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler

@@ -25,9 +25,9 @@ from tokenmill.core.types import (
     SamplingParams,
     StructuredOutput,
 )
+from tokenmill.engine.executors import Ahead
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.graphs.prompt_graphs import Prompted, PromptGraphs
-from tokenmill.engine.launched import Ahead
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
@@ -163,7 +163,7 @@ def test_padding_ends_with_the_context(tiny: Model) -> None:
     plain = build(folder, "fp32", **options)
     padded = build(folder, "fp32", mtp=3, draft=head, **options)
     padded.engine._runner.add_draft_graphs(4, 3)
-    for graphs in padded.engine._runner.draft_graphs.values():
+    for graphs in padded.engine._runner.drafts.graphs.values():
         graphs.sizes = [4]  # the other rows are nobody's
     padded.engine._runner.add_prompt_graphs(3)
     expected, answers = (complete(b.engine, prompts()[:4], endless) for b in (plain, padded))
@@ -218,7 +218,7 @@ def test_steps_launched_ahead_change_no_answer(
     ahead = build(folder, "fp32", **options, mtp=3, draft=head)
     runner = ahead.engine._runner
     runner.add_draft_graphs(2, 3)
-    runner.runs_ahead = True
+    runner.drafts.runs_ahead = True
     launches, used = [0], [0]
     verify_next, matches = DraftGraphs.verify_next, Ahead.matches
 
@@ -288,7 +288,7 @@ def test_drafts_come_and_go_between_overlapped_steps(llama: Model, num_blocks: i
     fickle = Fickle()
     built.engine.drafting = fickle
     built.engine._runner.add_draft_graphs(4, 3)
-    built.engine._runner.runs_ahead = True
+    built.engine._runner.drafts.runs_ahead = True
     for _ in range(3):
         answers = complete(built.engine, prompts(), params)
         for answer, expected in zip(answers, golden, strict=True):

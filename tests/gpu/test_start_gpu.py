@@ -19,15 +19,15 @@ Build = Callable[[str], BuiltEngine]
 
 def test_every_batch_has_a_graph_and_they_share_their_memory(build: Build) -> None:
     built = build("graphs-overlap")
-    assert built.runner.graphs is not None
-    report = built.runner.graphs.report
+    assert built.runner.decode.graphs is not None
+    report = built.runner.decode.graphs.report
     assert report.captured == report.planned and report.cut_by is None
     assert report.decode_sizes == graph_sizes(16)
     complete(built.engine, prompts() * 2, replace(GREEDY, max_tokens=30))
     found = report.as_json()
     assert found["decode_steps"] > 20 and found["decode_steps_without_graph"] == 0
     assert found["padding"] <= 0.125 and found["warnings"] == []
-    logits = {c.decoded.logits.data_ptr() for c in built.runner.graphs._graphs.values()}
+    logits = {c.decoded.logits.data_ptr() for c in built.runner.decode.graphs._graphs.values()}
     assert len(logits) < len(report.decode_sizes)
 
 
@@ -55,7 +55,7 @@ def test_no_kernel_is_compiled_after_the_start(
         compiled.append(str(about.get("repr")))
         return False
 
-    built.runner.device_sampler.warm_up(torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda"))
+    built.runner.sampler.device.warm_up(torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda"))
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
     for prompt in prompts():
         complete(built.engine, [prompt], GREEDY)

@@ -25,12 +25,13 @@ from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import KV_BYTES, available_bytes, resolve, set_mode, set_num_threads
-from tokenmill.engine.drafting import AdaptiveDrafting, Drafting, FixedDrafting
+from tokenmill.engine.drafts.drafting import AdaptiveDrafting, Drafting, FixedDrafting
+from tokenmill.engine.drafts.proposer import Drafter
+from tokenmill.engine.drafts.relaxed import Relaxed
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
 from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
 from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
-from tokenmill.engine.mtp import Drafter
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.ranks.rank_messages import pack_setup
@@ -39,7 +40,6 @@ from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar import GrammarBackend
-from tokenmill.engine.sampling.relaxed import Relaxed
 from tokenmill.engine.setup import Setup
 from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
@@ -223,7 +223,7 @@ def make_engine(
         _log.info("%s", report.describe())
         # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
         # blocks it may write.
-        runner.runs_ahead = part.link is None and network is part.network
+        runner.drafts.runs_ahead = part.link is None and network is part.network
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
@@ -254,7 +254,8 @@ def _context_warning(setup: Setup, part: Part) -> list[str]:
 
 
 def _capture_warnings(runner: ModelRunner) -> list[str]:
-    return [] if runner.graphs is None else runner.graphs.report.warnings()
+    graphs = runner.decode.graphs
+    return [] if graphs is None else graphs.report.warnings()
 
 
 def _warm_up(runner: ModelRunner, setup: Setup, num_blocks: int, sampling: bool) -> None:

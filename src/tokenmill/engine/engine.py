@@ -17,7 +17,7 @@ from tokenmill.core.types import (
     RequestOutput,
     StepResult,
 )
-from tokenmill.engine.drafting import Drafting
+from tokenmill.engine.drafts.drafting import Drafting
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.structured import StructuredOutputs, follow
 from tokenmill.kv.transfer import KVTransfer

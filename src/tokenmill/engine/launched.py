@@ -1,4 +1,4 @@
-"""Steps under way: what their results are made of, and the one that runs ahead of its batch."""
+"""A step under way: what its result is made of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tokenmill.core.types import StepResult, TokenLogprobs
-from tokenmill.engine.graphs.draft_graphs import DraftGraphs
 from tokenmill.engine.sampling.device_sampler import Sampled
-from tokenmill.sched.sequence import Batch, Item, Sequence
 
 
 @dataclass(slots=True)
@@ -62,35 +60,3 @@ class Launched:
             result.draft_ids = [[] for _ in result.token_ids]
             for index, proposed in zip(self.ready, self.proposed.tolist(), strict=True):
                 result.draft_ids[index] = proposed
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """A step that was launched before anybody asked for it, from what the device alone knows."""
-
-    graphs: DraftGraphs
-    seqs: list[Sequence]
-    blocks: list[list[int]]  # of each, when it was launched
-    host: torch.Tensor
-    done: torch.cuda.Event | None
-
-    def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
-        """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
-        size = graphs.builder.block_size
-        return (
-            self.graphs is graphs
-            and len(self.seqs) == len(batch.items)
-            and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
-            and all(
-                known is item[0] and _same_blocks(blocks, item, size)
-                for known, blocks, item in zip(self.seqs, self.blocks, batch.items, strict=True)
-            )
-        )
-
-
-def _same_blocks(known: list[int], item: Item, block_size: int) -> bool:
-    """True if the new tokens of an item lie in the blocks that were known."""
-    seq, num_new = item
-    first = seq.num_computed_tokens // block_size
-    end = -(-(seq.num_computed_tokens + num_new) // block_size)
-    return len(known) >= end and known[first:end] == seq.block_ids[first:end]

@@ -46,11 +46,11 @@ class DecodeProbe:
     def capture(self) -> None:
         """Capture this size alone; without it the kernels are launched one by one."""
         runner = self.runner
-        runner.graphs = DecodeGraphs(
+        graphs = runner.decode.graphs = DecodeGraphs(
             runner.model, runner.kv_cache, runner.builder, self.size, [self.size]
         )
-        jobs = runner.graphs.jobs(torch.cuda.graph_pool_handle())
-        runner.graphs.start(capture_all(jobs, CaptureLimits(math.inf, GRAPH_BYTES)))
+        jobs = graphs.jobs(torch.cuda.graph_pool_handle())
+        graphs.start(capture_all(jobs, CaptureLimits(math.inf, GRAPH_BYTES)))
 
     def seconds(self, repeats: int = 20) -> float:
         """The mean time of a step."""

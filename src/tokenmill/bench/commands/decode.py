@@ -172,7 +172,7 @@ def _fusions(probe: Any, graphs: bool) -> list[dict[str, Any]]:
         with without([kernel]):
             found[kernel] = seconds()
     if graphs:
-        probe.runner.graphs = None
+        probe.runner.decode.graphs = None
         found["cuda_graphs"] = probe.seconds()
     return [
         {"left_out": name, "ms": round(1e3 * slow, 4), "slower": round(slow / whole, 4)}

@@ -59,7 +59,7 @@ def mtp(settings: Settings) -> None:
     tokenmill bench mtp --depths 2 --batch 8 --rounds 5
     tokenmill bench mtp --draft head.safetensors --num-prompts 8
     """
-    from tokenmill.engine.drafting import FixedDrafting
+    from tokenmill.engine.drafts.drafting import FixedDrafting
 
     config = settings.build(BenchConfig)
     depths, batch = sorted(set(settings.get("depths") or DEPTHS)), settings.get("batch")

@@ -59,8 +59,8 @@ def throughput_report(
     if stats.num_drafted:
         shares = acceptance(stats.num_drafted, stats.num_accepted)
         report["mtp"] = {"acceptance": shares, "num_relaxed": stats.num_relaxed}
-    if built.runner.graphs is not None:
-        report["cuda_graphs"] = built.runner.graphs.report.as_json()
+    if built.runner.decode.graphs is not None:
+        report["cuda_graphs"] = built.runner.decode.graphs.report.as_json()
     if lineup:
         rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
         absent = lineup.absent | measured.failures

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from tokenmill.engine.drafts.proposer import Proposer
 from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.model import KVCache, Model
-from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.drafts import accept_drafts, advance_drafts
 from tokenmill.kernels.sampling import argmax

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tokenmill.engine.drafts.proposer import Proposer
 from tokenmill.engine.graphs.capture import Job, jobs_for
 from tokenmill.engine.inputs import ALIGN, InputBuilder
 from tokenmill.engine.model import KVCache, Model
-from tokenmill.engine.mtp import Proposer
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from tokenmill.core.types import RanksLostError
+from tokenmill.engine.drafts.proposer import Cache, Drafter
 from tokenmill.engine.model import KVCache, RankModel
-from tokenmill.engine.mtp import Cache, Drafter
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.rank_messages import Message, pack_step, step_size, unpack_step
 from tokenmill.engine.ranks.rebalance import Rebalancer

@@ -1,0 +1,246 @@
+"""The ways to execute a step: any batch operation by operation, and three kinds by CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenmill.core.types import StepResult, TokenLogprobs
+from tokenmill.engine.drafts.proposer import Proposer
+from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
+from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
+from tokenmill.engine.inputs import InputBuilder, Inputs
+from tokenmill.engine.launched import Launched
+from tokenmill.engine.model import KVCache, Model
+from tokenmill.engine.sampling.sampler import SampledRow, sampled_rows
+from tokenmill.engine.sampling.step_sampler import StepSampler
+from tokenmill.kernels.drafts import count_accepted
+from tokenmill.sched.sequence import Batch, Item, Sequence
+
+_LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
+
+
+class Executor(Protocol):
+    """One way to execute a step."""
+
+    def launch(self, batch: Batch) -> Launched | None:
+        """Start a step of its kind; None for any other."""
+
+
+class PlainExecutor:
+    """Steps of any shape, operation by operation."""
+
+    def __init__(
+        self,
+        model: Model,
+        layers: KVCache,
+        builder: InputBuilder,
+        proposer: Proposer | None,
+        sampler: StepSampler,
+    ) -> None:
+        self._model, self._layers, self._builder = model, layers, builder
+        self._proposer, self._sampler = proposer, sampler
+
+    def launch(self, batch: Batch) -> Launched:
+        inputs = self._builder.build(batch)
+        hidden = self._model.forward(inputs.token_ids, self._layers, inputs.attention)
+        launched = Launched(StepResult([[] for _ in batch.items]), inputs.ready)
+        self._score_prompts(batch, hidden, launched.result)
+        tokens = inputs.slots
+        if inputs.ready:
+            seqs = [batch.items[i][0] for i in inputs.ready]
+            counts = list(zip(seqs, inputs.num_drafts, strict=True))
+            launched.drafts = [seq.draft_ids[:count] for seq, count in counts]
+            rows = [row for seq, count in counts for row in sampled_rows(seq, count)]
+            logits = self._model.logits(hidden.index_select(0, inputs.ends))
+            newest = inputs.token_ids.index_select(0, inputs.ends)
+            tokens = self._sampler.choose(launched, rows, logits, newest)
+            self._sampler.relax(launched, batch, logits, tokens)
+            if len(rows) == len(seqs):  # else the host knows all tokens before the next step
+                self._builder.last_tokens.index_copy_(0, inputs.slots.long(), tokens)
+        proposed = self._propose(batch, inputs, hidden, tokens)
+        return self._sampler.send(launched, tokens if inputs.ready else None, proposed)
+
+    def _propose(
+        self, batch: Batch, inputs: Inputs, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Show the step to the MTP module; drafts for the next one where they are asked for.
+
+        A step that only decodes and asks for none is not shown: the module's cache keeps a gap,
+        which makes its guesses worse and nothing else.
+        """
+        if self._proposer is None:
+            return None
+        if not batch.num_to_draft and batch.num_tokens == len(batch.items):
+            return None
+        more = self._builder.build_drafts(batch, inputs)
+        next_ids = self._builder.ids(more.next_ids.index_copy(0, inputs.ends.long(), tokens))
+        out = self._proposer.fill(next_ids, self._model.normed(hidden), inputs.attention)
+        if not batch.num_to_draft or not inputs.ready:
+            return None
+        accepted = count_accepted(tokens[more.places], more.drafts, more.num_drafts)
+        rows = more.firsts + accepted
+        positions = inputs.attention.positions.index_select(0, rows).int()
+        return self._proposer.propose(
+            out.index_select(0, rows), positions, inputs.slots, more.capacities, batch.num_to_draft
+        )
+
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor, result: StepResult) -> None:
+        end = 0
+        for i, (seq, num_new) in enumerate(batch.items):
+            end += num_new
+            if seq.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
+                rows = hidden[end - num_new : end]
+                result.prompt_logprobs[i] = self._prompt_logprobs(seq, rows)
+
+    def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt tokens after each of this chunk's, as far as they go."""
+        first = seq.num_computed_tokens + 1
+        targets = seq.token_ids[first : min(first + hidden.shape[0], seq.num_prompt_tokens)]
+        rows, k = hidden[: len(targets)], seq.request.sampling.prompt_logprobs or 0
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(targets), _LOGIT_ROWS):
+            logits = self._model.logits(rows[start : start + _LOGIT_ROWS].contiguous()).float()
+            own = targets[start : start + _LOGIT_ROWS]
+            entries += self._sampler.host.prompt_logprobs(logits, own, k)
+        return entries
+
+
+class DecodeExecutor:
+    """Steps of single tokens, by the decode graphs if there are any."""
+
+    def __init__(self, builder: InputBuilder, sampler: StepSampler) -> None:
+        self.graphs: DecodeGraphs | None = None
+        self._builder, self._sampler = builder, sampler
+
+    def launch(self, batch: Batch) -> Launched | None:
+        if self.graphs is None or batch.num_tokens != len(batch.items) or batch.num_to_draft:
+            return None
+        seqs = [seq for seq, _ in batch.items]
+        if any(s.num_computed_tokens + 1 != s.num_tokens or s.prompt_logprobs for s in seqs):
+            return None
+        decoded = self.graphs.run(seqs)
+        if decoded is None:
+            return None
+        launched = _launched([[] for _ in seqs])
+        rows: list[SampledRow] = [*seqs]
+        if self._sampler.wants_best(rows):
+            return self._sampler.send(launched, decoded.best)
+        tokens = self._sampler.choose(launched, rows, decoded.logits, decoded.token_ids)
+        self._builder.last_tokens.index_copy_(0, decoded.slots.long(), tokens)
+        return self._sampler.send(launched, tokens)
+
+
+class PromptExecutor:
+    """Steps of the last tokens of one short prompt, by the prompt graphs if there are any."""
+
+    def __init__(
+        self, builder: InputBuilder, proposer: Proposer | None, sampler: StepSampler
+    ) -> None:
+        self.graphs: PromptGraphs | None = None
+        self._builder, self._proposer, self._sampler = builder, proposer, sampler
+
+    def launch(self, batch: Batch) -> Launched | None:
+        if self.graphs is None or not self.graphs.takes(batch.items):
+            return None
+        rows: list[SampledRow] = [batch.items[0][0]]
+        best = self._sampler.wants_best(rows)
+        if self._proposer is not None and not best:
+            return None  # drafts would follow a token that is not taken
+        prompted = self.graphs.run(batch.items[0])
+        launched, tokens = _launched([[]]), prompted.best
+        if not best:
+            tokens = self._sampler.choose(launched, rows, prompted.logits, prompted.newest)
+            self._builder.last_tokens.index_copy_(0, prompted.slot.long(), tokens)
+        drafts = prompted.drafts if batch.num_to_draft else None
+        proposed = None if drafts is None else drafts[:, : batch.num_to_draft]
+        return self._sampler.send(launched, tokens, proposed)
+
+
+class DraftExecutor:
+    """Steps that verify drafts and make new ones, by the draft graphs if there are any."""
+
+    def __init__(self, sampler: StepSampler) -> None:
+        self.graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
+        self.runs_ahead = False  # the next step is launched before it is asked for
+        self._sampler = sampler
+        self._ahead: Ahead | None = None
+
+    def launch(self, batch: Batch) -> Launched | None:
+        ahead, self._ahead = self._ahead, None  # for this batch or for none
+        graphs = self.graphs.get(batch.num_to_draft)
+        if graphs is None or not graphs.takes(batch.items):
+            return None
+        count, width = len(batch.items), graphs.depth + 1
+        seqs = [seq for seq, _ in batch.items]
+        launched = _launched([s.draft_ids[: num_new - 1] for s, num_new in batch.items], width)
+        best = self._sampler.wants_best([*seqs]) and self._sampler.relaxed is None
+        if ahead is not None and best and ahead.matches(graphs, batch):
+            host, launched.done = ahead.host, ahead.done
+        else:
+            verified = graphs.verify(batch.items)
+            if not best:
+                self._sample(launched, batch, graphs, verified)
+            host = self._sampler.to_host(graphs.draft(count, verified))
+            launched.done = self._sampler.mark()
+        launched.tokens, launched.proposed = host[:, :width], host[:, width:]
+        if self.runs_ahead and best and graphs.may_go_on(seqs):
+            if batch.grown:
+                graphs.note_capacities(seqs)
+            verified = graphs.verify_next(count)
+            host = self._sampler.to_host(graphs.draft(count, verified))
+            blocks = [list(seq.block_ids) for seq in seqs]
+            self._ahead = Ahead(graphs, seqs, blocks, host, self._sampler.mark())
+        return launched
+
+    def _sample(
+        self, launched: Launched, batch: Batch, graphs: DraftGraphs, verified: Verified
+    ) -> None:
+        """Put what the requests ask for in the place of the likeliest tokens."""
+        seqs = [seq for seq, _ in batch.items]
+        if not self._sampler.wants_best([*seqs]):
+            rows = [row for seq in seqs for row in sampled_rows(seq, graphs.depth)]
+            logits, newest = verified.logits[: len(rows)], verified.token_ids[: len(rows)]
+            tokens = self._sampler.choose(launched, rows, logits, newest)
+            graphs.tokens[: len(seqs)].copy_(tokens.view(len(seqs), -1))
+        self._sampler.relax(launched, batch, verified.logits, graphs.tokens.view(-1))
+
+
+def _launched(drafts: list[list[int]], stride: int | None = None) -> Launched:
+    """A step whose items all sample, after these drafts of each."""
+    return Launched(StepResult([[] for _ in drafts]), list(range(len(drafts))), drafts, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before anybody asked for it, from what the device alone knows."""
+
+    graphs: DraftGraphs
+    seqs: list[Sequence]
+    blocks: list[list[int]]  # of each, when it was launched
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
+        """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
+        size = graphs.builder.block_size
+        return (
+            self.graphs is graphs
+            and len(self.seqs) == len(batch.items)
+            and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
+            and all(
+                known is item[0] and _same_blocks(blocks, item, size)
+                for known, blocks, item in zip(self.seqs, self.blocks, batch.items, strict=True)
+            )
+        )
+
+
+def _same_blocks(known: list[int], item: Item, block_size: int) -> bool:
+    """True if the new tokens of an item lie in the blocks that were known."""
+    seq, num_new = item
+    first = seq.num_computed_tokens // block_size
+    end = -(-(seq.num_computed_tokens + num_new) // block_size)
+    return len(known) >= end and known[first:end] == seq.block_ids[first:end]
