@@ -10,8 +10,9 @@ import pytest
 
 from tokenmill import settings as settings_module
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.flags import parse_size
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError, load, parse_size
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError, load
 
 
 @pytest.fixture(autouse=True)

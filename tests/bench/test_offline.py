@@ -18,7 +18,8 @@ from tokenmill.bench.offline import (
 )
 from tokenmill.bench.roofline import Machine, Roofline
 from tokenmill.bench.workload import BenchError, Cell, make_cells, make_prompts
-from tokenmill.core.config import BenchConfig, SchedulerConfig
+from tokenmill.core.bench_config import BenchConfig
+from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.plan.simulator import SimRunner

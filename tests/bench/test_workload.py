@@ -15,7 +15,7 @@ from tokenmill.bench.workload import (
     make_prompts,
     read_lengths,
 )
-from tokenmill.core.config import BenchConfig
+from tokenmill.core.bench_config import BenchConfig
 
 
 def workload(lengths: str | Path, **more: int) -> Cell:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.workload import BenchError, make_cells
-from tokenmill.core.config import BenchConfig, EndpointConfig
+from tokenmill.core.bench_config import BenchConfig, EndpointConfig
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill import console
-from tokenmill.core.config import EndpointConfig
+from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.metrics import Slo
 from tokenmill.settings import Settings, SettingsError
 

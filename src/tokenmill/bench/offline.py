@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tokenmill.bench.roofline import Machine, Roofline
 from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
-from tokenmill.core.config import BenchConfig
+from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
 

@@ -10,7 +10,8 @@ import typer
 from tokenmill import console
 from tokenmill.cli import plan_attention_dp as attention_dp
 from tokenmill.core.config import RouterConfig
-from tokenmill.settings import LOADS, REPLAY, ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.settings.commands import LOADS, REPLAY
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 PANELS = {
     "Trace": (*(SETTINGS[key] for key in ("trace", "trace-speed")), *LOADS),
-    "WorkerPool": (
+    "Workers": (
         SETTINGS["workers"],
         *REPLAY,
         *(SETTINGS[key] for key in ("block-size", "max-num-batched-tokens", "max-num-seqs")),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.core.config import BenchConfig
+from tokenmill.core.bench_config import BenchConfig
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
 if TYPE_CHECKING:

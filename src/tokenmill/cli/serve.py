@@ -59,7 +59,7 @@ WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    panels = {"Server": SERVER, "WorkerPool": POOL, "Router": ROUTER, **ENGINE_PANELS}
+    panels = {"Server": SERVER, "Workers": POOL, "Router": ROUTER, **ENGINE_PANELS}
     command(app, "serve", panels, positional="model")(serve)
     command(app, "worker", {"Engine": WORKER_SETTINGS}, hidden=True)(worker)
 

@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     panels = {"Server": SERVER, "Output": OUTPUT}
     command(app, "status", panels)(status)
-    command(app, "scale", {"WorkerPool": tuple(SETTINGS[key] for key in COUNTS), **panels})(scale)
+    command(app, "scale", {"Workers": tuple(SETTINGS[key] for key in COUNTS), **panels})(scale)
     command(app, "drain", panels)(drain)
 
 

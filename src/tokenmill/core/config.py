@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tokenmill.core.flags import (
+    KEYS,
+    RELAXED,
+    SECONDS,
+    SIZE,
+    count,
+    number,
+    setting,
+)
 from tokenmill.core.kv import LEASE_S
 
 GIB = 2**30
@@ -17,39 +27,80 @@ DEFAULT_BUDGET, DEFAULT_NUM_SEQS = 512, 256  # tokens and requests of a step, wh
 class ModelConfig:
     """Which weights, in which type, on which device."""
 
-    model: str = "smollm2"  # a pull name, a folder, a .gguf file or a hub name
-    dtype: Literal["auto", "fp32", "int8", "bf16", "fp8"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    random_weights: bool = False  # shapes from config.json alone, for benchmarks
-    seed: int = 0
-    max_model_len: int | None = None  # None: what the checkpoint says
-    num_threads: int | None = None  # CPU threads of the engine; None: all cores
-    draft: str | None = None  # file or folder of an MTP module; None: the model's own
+    model: str = setting(
+        "smollm2",
+        "Weights: a name of `tokenmill pull`, a folder, a .gguf file or a Hugging Face name.",
+    )
+    dtype: Literal["auto", "fp32", "int8", "bf16", "fp8"] = setting(
+        "auto",
+        "Compute type of the weights; auto: bf16 on a GPU, else the faster of fp32 and int8.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the engine runs.")
+    random_weights: bool = setting(False, "Random weights: only config.json is read.")
+    seed: int = setting(0, "Seed of the random weights.", count(0), flag="weights-seed")
+    max_model_len: int | None = setting(None, "Longest prompt plus answer, in tokens.", count(1))
+    num_threads: int | None = setting(None, "CPU threads of the engine; all cores.", count(1, 4096))
+    draft: str | None = setting(
+        None,
+        "MTP module or EAGLE head for --mtp: a safetensors file, folder or hub name; "
+        "the model's own unless given.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = None  # None: 16 on CPU, 64 on a GPU
-    dtype: Literal["auto", "fp32", "bf16", "fp8"] = "auto"  # auto: fp32 on CPU, bf16 on a GPU
-    memory_bytes: int | None = None  # None: memory_share of what is free after loading
-    memory_share: float | None = None  # None: 0.5 on CPU, 0.95 on a GPU
+    block_size: int | None = setting(
+        None, "Tokens in one block of the KV cache; 16 on CPU, 64 on a GPU.", count(1, 1024)
+    )
+    dtype: Literal["auto", "fp32", "bf16", "fp8"] = setting(
+        "auto",
+        "Type of the cached keys and values; auto: fp32 on CPU, bf16 on a GPU.",
+        flag="kv-cache-dtype",
+    )
+    memory_bytes: int | None = setting(
+        None,
+        "Memory of the KV cache, such as 2GiB; wins over --kv-cache-share.",
+        SIZE,
+        flag="kv-cache-memory",
+    )
+    memory_share: float | None = setting(
+        None,
+        "Share of the memory that is free after loading; 0.5 on CPU, 0.95 on a GPU.",
+        number(0.01, 0.99),
+        flag="kv-cache-share",
+    )
     num_blocks: int | None = None  # exact size, for tests and simulations
-    prefix_cache: bool = True
-    connector: Literal["none", "auto", "nixl", "shm"] = "none"  # auto: shm on one host, else nixl
+    prefix_cache: bool = setting(True, "Reuse the blocks of prompts that begin alike.")
+    connector: Literal["none", "auto", "nixl", "shm"] = setting(
+        "none",
+        "How KV moves to and from other engines; auto: shm on one host, nixl to others and GPUs.",
+        flag="kv-connector",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """One token budget per step and the limits around it."""
 
-    max_num_batched_tokens: int | None = None  # None: 512 on CPU, else from model and GPU
-    max_num_seqs: int | None = None  # None: 256 on CPU, else what the GPU has KV for
-    max_waiting: int = 1024  # a longer queue answers REJECT
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Most tokens in one step; 512 on CPU, 2048 to 8192 on a GPU, by the size of the model.",
+        count(1),
+    )
+    max_num_seqs: int | None = setting(
+        None,
+        "Most requests that run at once; 256 on CPU, on a GPU what its memory has KV "
+        "for, up to 1024.",
+        count(1),
+    )
+    max_waiting: int = setting(
+        1024, "Most requests that wait; more are refused.", count(0), flag="max-queue"
+    )
     max_model_len: int = 8192
-    chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "priority"
+    chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
+    policy: Literal["fcfs", "priority"] = setting("priority", "Whose turn it is.")
 
     @property
     def num_seqs(self) -> int:
@@ -61,15 +112,40 @@ class SchedulerConfig:
 class ExecutionConfig:
     """How a step is executed; the first three are rungs of `bench ladder`."""
 
-    fused_kernels: bool = True  # off: torch operations one by one, the readable reference
-    cuda_graphs: bool = True
-    overlap: bool | None = None  # prepare a step while the last one runs; None: on a GPU
-    batch_invariant: bool = False  # bitwise the same answer whatever a request is batched with
-    graph_memory_bytes: int = 2 * GIB  # what captured graphs may take
-    graph_capture_s: float = 30.0  # and how long their capture may last
-    mtp: int = 0  # most tokens that a step drafts for the next one
-    mtp_adaptive: bool = True  # fewer, or none, where drafts cost more than they give
-    mtp_relaxed: str | None = None  # TOP:DELTA: also likely drafts are taken, outputs are not exact
+    fused_kernels: bool = setting(
+        True, "Compiled kernels; off: torch operations one by one, the readable reference."
+    )
+    cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs.")
+    overlap: bool | None = setting(
+        None, "Prepare a step while the one before it runs; on by default on a GPU."
+    )
+    batch_invariant: bool = setting(
+        False, "Bitwise the same answer whatever a request is batched with; slower on a GPU."
+    )
+    graph_memory_bytes: int = setting(
+        2 * GIB, "Most GPU memory that captured graphs may take.", SIZE, flag="graph-memory"
+    )
+    graph_capture_s: float = setting(
+        30.0,
+        "Most seconds that the capture of CUDA graphs takes at the start.",
+        SECONDS,
+        flag="graph-capture-time",
+    )
+    mtp: int = setting(
+        0,
+        "Multi-token prediction: tokens drafted in a step and verified in the next; 0 is off.",
+        count(0, 8),
+    )
+    mtp_adaptive: bool = setting(
+        True, "Draft fewer tokens, or none, where they cost more than they give."
+    )
+    mtp_relaxed: str | None = setting(
+        None,
+        "Take a draft among the TOP likeliest tokens and at most DELTA in probability"
+        " behind the best, such as 10:0.6: more tokens per step, but outputs are not "
+        "exact.",
+        RELAXED,
+    )
 
 
 RouterPolicy = Literal["kv", "round-robin", "least-loaded", "random"]
@@ -79,15 +155,50 @@ RouterPolicy = Literal["kv", "round-robin", "least-loaded", "random"]
 class ParallelConfig:
     """How many processes run one model together, and what is divided between them."""
 
-    tp: int = 1  # ranks that divide heads and dense MLPs
-    ep: int = 1  # ranks that divide experts
-    attention_dp: bool = False  # each rank has requests of its own; experts are shared
-    timeout_iters: int = 0  # steps that prompts of such ranks wait for one that has none; 0: never
-    batching_wait_iters: int = 0  # and how many more once every rank has one
-    redundant_experts: int = 0  # more places for experts than experts, in each layer
-    rebalance_steps: int = 0  # between two looks at the experts' load; 0: experts stay
-    rebalance_layers: int = 2  # whose experts may move between two steps
-    nodes: int = 1  # machines that the ranks are spread over, equally many on each
+    tp: int = setting(
+        1,
+        "Ranks, a process each, that divide heads and dense layers; experts, too.",
+        count(1, 4096),
+    )
+    ep: int = setting(
+        1,
+        "Ranks that divide the experts; attention is repeated on each, unless --tp or"
+        " --attention-dp divides it.",
+        count(1, 4096),
+    )
+    attention_dp: bool = setting(
+        False, "With --ep: each rank has requests and KV of its own, experts are shared."
+    )
+    timeout_iters: int = setting(
+        0,
+        "Most steps that prompts wait for a rank that has none, so that ranks compute"
+        " theirs together; 0: they never wait.",
+        count(0),
+        flag="adp-timeout-iters",
+    )
+    batching_wait_iters: int = setting(
+        0,
+        "Steps that they wait when every rank has one, to gather more.",
+        count(0),
+        flag="adp-batching-wait-iters",
+    )
+    redundant_experts: int = setting(
+        0,
+        "Second places for busy experts of a layer; rounded up to equally many on each rank.",
+        count(0),
+    )
+    rebalance_steps: int = setting(
+        0, "Steps between two looks at the experts' load, which moves them; 0: they stay.", count(0)
+    )
+    rebalance_layers: int = setting(
+        2, "Most layers whose experts move between two steps.", count(1)
+    )
+    nodes: int = setting(
+        1,
+        "Machines of the ranks: moved experts of a routing group stay together on one.",
+        count(1),
+        flag="ep-nodes",
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -98,36 +209,101 @@ class ParallelConfig:
 class RouterConfig:
     """How to choose a worker, and how long to believe in what was routed."""
 
-    policy: RouterPolicy = "kv"
+    policy: RouterPolicy = setting(
+        "kv", "Who chooses a request's worker; kv: cached prefix against load.", flag="router"
+    )
     block_size: int = 16
-    prefill_weight: float = 2.0  # of uncached prompt tokens: this request waits, and the next one
-    decode_weight: float = 1.0  # of slower answers against time to first token
+    prefill_weight: float = setting(
+        2.0,
+        "kv: weight of the time to compute uncached prompt tokens.",
+        number(0, math.inf),
+        flag="router-prefill-weight",
+    )
+    decode_weight: float = setting(
+        1.0,
+        "kv: weight of slower answers against time to first token.",
+        number(0, math.inf),
+        flag="router-decode-weight",
+    )
     stall_weight: float = 0.1  # of the time in which requests there get no token
-    events: bool = True  # workers publish their blocks; else they are predicted
+    events: bool = setting(
+        True,
+        "Workers tell which blocks they hold; off: predicted from what was routed.",
+        flag="router-events",
+    )
     predict_s: float = 5.0  # lifetime of a prediction beside events
-    approximate_s: float = 120.0  # and without them
-    approximate_blocks: int = 16384  # a worker's memory, where nothing tells
-    seed: int = 0
+    approximate_s: float = setting(
+        120.0,
+        "How long a prompt is taken for cached where workers do not tell.",
+        number(0.01, math.inf, "SECONDS"),
+        flag="router-lifetime",
+    )
+    approximate_blocks: int = setting(
+        16384,
+        "KV blocks of 16 tokens that a worker is taken to hold where it does not tell.",
+        count(1),
+        flag="router-worker-blocks",
+    )
+    seed: int = setting(0, "Seed of the router's ties.", count(0), flag="router-seed")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """The workers behind the front, and what happens when one of them fails."""
 
-    workers: int = 1
-    prefill: int = 0  # with decode, instead of workers: those that compute prompts for others
-    decode: int = 0
-    remote_prefill_tokens: int = 128  # shorter prompts are computed where they decode
-    kv_lease_s: float = LEASE_S  # computed blocks wait so long for the worker that decodes
+    workers: int = setting(1, "Workers that share the requests.", count(1, 4096))
+    prefill: int = setting(
+        0,
+        "Workers that compute long prompts and hand their KV over; with --decode.",
+        count(1, 4096),
+    )
+    decode: int = setting(
+        0, "Workers that generate, for --prefill workers to compute prompts.", count(1, 4096)
+    )
+    remote_prefill_tokens: int = setting(
+        128, "Prompts with fewer uncached tokens are computed where they decode.", count(1)
+    )
+    kv_lease_s: float = setting(
+        LEASE_S,
+        "How long computed blocks wait for the worker that decodes.",
+        number(0.1, 3600, "SECONDS"),
+        flag="kv-lease",
+    )
     ranks: int = 1  # processes of each worker, where others than the worker start them
     prefill_ranks: int = 1  # the same of those that compute prompts for others
-    placement: Literal["auto", "process", "ray"] = "auto"  # auto: ray for several processes
-    ray_address: str | None = None  # of a cluster; None: a local Ray is started
-    max_migrations: int = 2  # of one request with others; then it is tried alone
-    heartbeat_s: float = 1.0
-    hang_timeout_s: float = 60.0  # without a sign of life for so long, a worker is killed
-    start_timeout_s: float = 1800.0  # to load the model
-    max_restarts: int = 5  # of one worker in a row, then its place is given up
+    placement: Literal["auto", "process", "ray"] = setting(
+        "auto",
+        "Who starts workers and ranks; auto: Ray where there are several and it is installed.",
+    )
+    ray_address: str | None = setting(
+        None, "Ray cluster to place workers on, such as 10.0.0.1:6379; a local Ray is started else."
+    )
+    max_migrations: int = setting(
+        2,
+        "How often a request goes on with others when its worker dies; then alone, or is an error.",
+        count(0),
+    )
+    heartbeat_s: float = setting(
+        1.0,
+        "Time between two signs of life that a worker is asked for.",
+        number(0.01, 3600, "SECONDS"),
+        flag="heartbeat",
+    )
+    hang_timeout_s: float = setting(
+        60.0,
+        "A worker without a sign of life for so long is killed; a step must be shorter.",
+        number(0.01, math.inf, "SECONDS"),
+        flag="hang-timeout",
+    )
+    start_timeout_s: float = setting(
+        1800.0,
+        "A worker that is not ready within this time is started again.",
+        number(0.01, math.inf, "SECONDS"),
+        flag="start-timeout",
+    )
+    max_restarts: int = setting(
+        5, "Restarts of one worker in a row before it is given up.", count(0)
+    )
     backoff_s: float = 0.5  # before the first restart; doubles with each
     stable_s: float = 60.0  # a worker that lived this long starts the count anew
 
@@ -140,102 +316,132 @@ class PoolConfig:
         return self.prefill * self.prefill_ranks + (self.decode or self.workers) * self.ranks
 
 
+PATIENCE = number(0.1, math.inf, "SECONDS")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    served_model_name: str | None = None
-    max_body_bytes: int = 16 * 2**20
-    max_concurrency: int = 1024  # open requests over all connections; more answer 429
-    max_concurrency_per_key: int | None = None  # the same for each API key
-    max_pending: int | None = None  # requests without a first token, per worker; more answer 429
-    control_token: str | None = None  # lets callers from elsewhere see and change the pool
-    request_timeout_s: float | None = None  # deadline given to every request
-    drain_timeout_s: float = 30.0
-    header_timeout_s: float = 20.0  # for the head of a request, from its first byte
-    body_timeout_s: float = 300.0  # for the body of a request
-    body_idle_timeout_s: float = 30.0  # between two pieces of a body
-    send_timeout_s: float = 300.0  # in which a client takes nothing of its answer
-    keep_alive_timeout_s: float = 60.0  # without a request; clients pool connections
-    max_connections: int = 8192  # more: those that wait are closed, then new ones get a 503
-    cors_origins: tuple[str, ...] = ()  # pages that may call the API from a browser; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names of this server for /workers, beside loopback's
-    log_requests: bool = False
-    log_stats: bool = True
-    tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
-    chat_template: str | None = None  # a file that replaces the model's own
-    default_max_tokens: int | None = None
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    otlp_endpoint: str | None = None  # OpenTelemetry collector that gets traces
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", count(0, 65535))
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Key that a client must send; repeat the flag, or separate by commas, for several.",
+        KEYS,
+        flag="api-key",
+        repeated=True,
+        listed=True,
+    )
+    served_model_name: str | None = setting(None, "Name that clients ask for.")
+    max_body_bytes: int = setting(16 * 2**20, "Largest request body.", SIZE, flag="max-body-size")
+    max_concurrency: int = setting(1024, "Most open requests; more answer 429.", count(1))
+    max_concurrency_per_key: int | None = setting(
+        None, "Most open requests of one API key; more answer 429.", count(1)
+    )
+    max_pending: int | None = setting(
+        None, "Most requests without a first token, for each worker; more answer 429.", count(1)
+    )
+    control_token: str | None = setting(
+        None, "Token for /workers from other hosts; without it, only this machine may ask."
+    )
+    request_timeout_s: float | None = setting(
+        None, "Deadline of every request.", SECONDS, flag="request-timeout"
+    )
+    drain_timeout_s: float = setting(
+        30.0, "Time that running requests get after SIGTERM.", SECONDS, flag="drain-timeout"
+    )
+    header_timeout_s: float = setting(
+        20.0,
+        "Time for the head of a request; later ones get a 408.",
+        PATIENCE,
+        flag="header-timeout",
+    )
+    body_timeout_s: float = setting(
+        300.0,
+        "Time for the body of a request; later ones get a 408.",
+        PATIENCE,
+        flag="body-timeout",
+    )
+    body_idle_timeout_s: float = setting(
+        30.0,
+        "Time between two pieces of a body; later ones get a 408.",
+        PATIENCE,
+        flag="body-idle-timeout",
+    )
+    send_timeout_s: float = setting(
+        300.0,
+        "Time after which a client that takes nothing of its answer is dropped.",
+        PATIENCE,
+        flag="send-timeout",
+    )
+    keep_alive_timeout_s: float = setting(
+        60.0,
+        "Time after which a connection without a request is closed.",
+        PATIENCE,
+        flag="keep-alive-timeout",
+    )
+    max_connections: int = setting(
+        8192,
+        "Most open connections; beyond, idle ones are closed, then new ones get a 503.",
+        count(1),
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may call the API, such as https://chat.example; * for all.",
+        flag="cors-origin",
+        repeated=True,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Name under which /workers may be called without a token, beside localhost.",
+        flag="allowed-host",
+        repeated=True,
+    )
+    log_requests: bool = setting(
+        False, "Log a line per request: id, endpoint, status, tokens, times, worker."
+    )
+    log_stats: bool = setting(
+        True, "Log a line of throughput every ten seconds while there is traffic."
+    )
+    tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = setting(
+        "auto", "How the model writes tool calls."
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = setting(
+        "auto", "How the model marks its thinking."
+    )
+    chat_template: str | None = setting(None, "Jinja file that replaces the model's template.")
+    default_max_tokens: int | None = setting(None, "max_tokens where a request has none.", count(1))
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "How much is logged to stderr."
+    )
+    otlp_endpoint: str | None = setting(
+        None, "OpenTelemetry collector for traces (OTLP over HTTP), such as http://127.0.0.1:4318."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RouteConfig:
     """The servers that `tokenmill route` stands in front of."""
 
-    backends: tuple[str, ...] = ()  # base URLs
-    backend_key: str | None = None  # sent instead of the client's own
-    health_interval_s: float = 5.0
-    connect_timeout_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class BenchConfig:
-    """What the offline benchmark runs: three cells, or one workload of many lengths."""
-
-    lengths: str | None = None  # a CSV file, a shipped name or uniform:LOW-HIGH
-    num_prompts: int | None = None  # None: 32, or all rows of lengths
-    input_len: int | None = None  # None: 128
-    output_len: int | None = None  # None: 64, or what lengths say
-    rounds: int | None = None  # measured runs of a cell, the median counts; None: 3, lengths 1
-    cells: tuple[str, ...] = ("batch", "single", "prefill")
-    seed: int = 0
-    peers: bool = False
-    skip_peers: tuple[str, ...] = ()
-
-    @property
-    def num_rounds(self) -> int:
-        return self.rounds or (3 if self.lengths is None else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointConfig:
-    """What `bench endpoint` sends, when, for how long, and what it makes of it."""
-
-    api: Literal["chat", "completions"] = "chat"
-    stream: bool = True
-    timeout_s: float = 600.0
-    insecure: bool = False
-    extra_body: str | None = None  # JSON object that joins every request
-    concurrency: tuple[int, ...] = ()  # several: a sweep
-    rate: tuple[float, ...] = ()
-    arrival: Literal["poisson", "constant", "burst"] = "poisson"
-    burst_size: int = 1
-    ramp_s: float = 0.0
-    num_requests: int | None = None
-    duration_s: float | None = None
-    warmup_requests: int = 8
-    saturate: bool = False  # search for the load instead of running given ones
-    slo_percentile: float = 99.0  # percent of the requests that must keep the limits of goodput
-    prompts: str | None = None
-    trace: str | None = None
-    trace_speed: float = 1.0
-    turns: int = 1
-    shared_prefix: int = 0
-    num_prefixes: int = 1
-    same_prompts: bool = False  # at every point, and given prompts without a salt
-    tokenizer: str | None = None
-    goodput: tuple[str, ...] = ()
-    max_error_rate: float = 0.01  # of a point's requests; more: exit status 1
-    stall_s: float = 5.0  # a stream that pauses longer is a doubt
-    gpus: int | None = None
-    price_per_gpu_hour: float | None = None
-    processes: int | None = None
-    audit: bool = True
-    server_metrics: bool = True
-    metrics_url: str | None = None  # None: /metrics of the server
-    output_dir: str | None = None
+    backends: tuple[str, ...] = setting(
+        (),
+        "Base URL of an OpenAI-compatible server, such as http://10.0.0.1:8000; repeatable.",
+        flag="backend",
+        repeated=True,
+    )
+    backend_key: str | None = setting(
+        None, "API key for the backends; without it, they get the Authorization of the client."
+    )
+    health_interval_s: float = setting(
+        5.0,
+        "Time between two looks at a backend; one that is down is asked sooner, then less often.",
+        number(0.01, 3600, "SECONDS"),
+        flag="health-interval",
+    )
+    connect_timeout_s: float = setting(
+        5.0,
+        "A backend that takes no connection within this time is down.",
+        number(0.01, 3600, "SECONDS"),
+        flag="connect-timeout",
+    )

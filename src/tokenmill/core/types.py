@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import zip_longest
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+from tokenmill.core.flags import INTEGER, Flag, Kind, count, number
 
 MAX_TOP_LOGPROBS = 20
 
@@ -61,29 +63,72 @@ class GrammarVocab:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """The values that a sampling parameter may have."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False  # the lowest value is not allowed itself
+
+    def __contains__(self, value: float) -> bool:  # NaN is in no range
+        inside = self.low < value if self.above else self.low <= value
+        return inside and value <= self.high and value < math.inf
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"> {self.low:g}" if self.above else f"at least {self.low:g}"
+        return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+
+
+def sampling(
+    default: Any,
+    help: str,
+    low: float | None = None,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    kind: Kind | None = None,
+    repeated: bool = False,
+    direct: bool = True,
+) -> Any:
+    """A field of SamplingParams: its flag, its bounds, and whether calls have it by this name.
+
+    This declaration is all: the command line, the API's request, its checks, the Python API and
+    the messages to workers follow from it. What is not `direct` is made by api/protocol/prepare.py.
+    """
+    bounds = None if low is None else Bounds(low, high, above)
+    if bounds is not None and kind is None:
+        is_float = isinstance(default, float)
+        kind = number(bounds.low, high) if is_float else count(int(bounds.low), high)
+    flag = {"flag": Flag(help, kind, repeated=repeated)} if help else {}
+    return field(default=default, metadata={**flag, "bounds": bounds, "direct": direct})
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to turn logits into tokens. `temperature=0` is greedy."""
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 keeps all
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    logprobs: int | None = None  # None: off; k: the sampled token and the k best
-    prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = 16  # None: up to the context limit
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    structured: StructuredOutput | None = None
+    n: int = sampling(1, "", 1, 128, direct=False)
+    max_tokens: int | None = sampling(16, "Most tokens of an answer.", 1, direct=False)  # None: all
+    min_tokens: int = sampling(0, "Fewest tokens of an answer.", 0)
+    temperature: float = sampling(1.0, "0 takes the likeliest token.", 0, 100)
+    top_p: float = sampling(1.0, "Keep the likeliest tokens up to this sum.", 0, 1, above=True)
+    top_k: int = sampling(0, "Keep the k likeliest tokens; 0 keeps all.", -1)
+    min_p: float = sampling(0.0, "Keep tokens above this share of the best.", 0, 1)
+    seed: int | None = sampling(None, "Same seed, same tokens.", kind=INTEGER)
+    repetition_penalty: float = sampling(1.0, "Above 1 repeats less.", 0, above=True)
+    presence_penalty: float = sampling(0.0, "Above 0 repeats less.", -2, 2)
+    frequency_penalty: float = sampling(0.0, "Above 0 repeats less.", -2, 2)
+    stop: tuple[str, ...] = sampling((), "Text that ends the answer; repeatable.", repeated=True)
+    stop_token_ids: tuple[int, ...] = sampling((), "")
+    ignore_eos: bool = sampling(False, "Go on after the end-of-text token.")
+    skip_special_tokens: bool = sampling(True, "")
+    include_stop_str_in_output: bool = sampling(False, "")
+    logit_bias: dict[int, float] | None = sampling(None, "", direct=False)
+    # None: off; k: the sampled token and the k best
+    logprobs: int | None = sampling(None, "", 0, MAX_TOP_LOGPROBS, direct=False)
+    prompt_logprobs: int | None = sampling(None, "", 0, MAX_TOP_LOGPROBS, direct=False)
+    structured: StructuredOutput | None = sampling(None, "", direct=False)
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):  # vLLM users pass a list or one string
@@ -97,33 +142,12 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, 128),
-    ("temperature", 0.0, 100.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("min_tokens", 0, math.inf),
-    ("max_tokens", 1, math.inf),
-    ("logprobs", 0, MAX_TOP_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
-)
-
-
 def _check_sampling(p: SamplingParams) -> None:
     """Raise InvalidRequestError naming the first field that is out of range."""
-    for name, low, high in _RANGES:
+    for name, bounds in _BOUNDS:
         value = getattr(p, name)
-        if value is not None and not low <= value <= high:  # NaN is in no range
-            raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
-    if not 0.0 < p.top_p <= 1.0:
-        raise InvalidRequestError(f"top_p must be in (0, 1], got {p.top_p}", "top_p")
-    if p.top_k < -1:
-        raise InvalidRequestError(f"top_k must be -1, 0 (off) or positive, got {p.top_k}", "top_k")
-    if not (p.repetition_penalty > 0.0 and math.isfinite(p.repetition_penalty)):
-        raise InvalidRequestError(
-            f"repetition_penalty must be > 0, got {p.repetition_penalty}", "repetition_penalty"
-        )
+        if value is not None and value not in bounds:
+            raise InvalidRequestError(f"{name} must be {bounds}, got {value}", name)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequestError(
             f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
@@ -136,6 +160,13 @@ def _check_sampling(p: SamplingParams) -> None:
                 f"logit_bias[{token}] must be a token id with a bias in [-100, 100], got {bias}",
                 "logit_bias",
             )
+
+
+_BOUNDS: list[tuple[str, Bounds]] = [
+    (spec.name, bounds)
+    for spec in fields(SamplingParams)
+    if (bounds := spec.metadata["bounds"]) is not None
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +257,8 @@ _RATIOS = ("rank_imbalance", "rank_imbalance_before")
 def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
     """The sums of two engines' stats; of ratios the larger one."""
     finished = dict(a.num_finished)
-    for reason, count in b.num_finished.items():
-        finished[reason] = finished.get(reason, 0) + count
+    for reason, num in b.num_finished.items():
+        finished[reason] = finished.get(reason, 0) + num
     other = ("num_finished", *_BY_POSITION)
     names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}

@@ -14,84 +14,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenmill.settings.bench import (
-    ATTENTION_DP,
-    BENCH,
-    CAMPAIGN,
-    COMMANDS,
-    COMPARE,
-    ENDPOINT,
-    ENDPOINT_DATA,
-    ENDPOINT_LOAD,
-    ENDPOINT_REPORT,
-    ENDPOINT_REQUESTS,
-    LADDER,
-    LOADS,
-    MLPERF,
-    MTP,
-    PUBLISHED,
-    REPLAY,
+from tokenmill.core.bench_config import BenchConfig, EndpointConfig
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    ParallelConfig,
+    PoolConfig,
+    RouteConfig,
+    RouterConfig,
+    SchedulerConfig,
+    ServerConfig,
 )
-from tokenmill.settings.engine import (
-    CACHE,
-    EXECUTION,
-    MODEL,
-    PARALLEL,
-    POOL,
-    ROUTE,
-    ROUTER,
-    SAMPLING,
-    SCHEDULER,
-    SERVER,
-)
-from tokenmill.settings.kinds import (
-    SIZE,
-    TEXT,
-    Setting,
-    SettingsError,
-    parse_size,
-    split_list,
-)
+from tokenmill.core.flags import split_list
+from tokenmill.core.types import SamplingParams
+from tokenmill.settings import commands
+from tokenmill.settings.setting import Setting as Setting
+from tokenmill.settings.setting import SettingsError as SettingsError
+from tokenmill.settings.setting import settings_of
 
-__all__ = [
-    "ATTENTION_DP",
-    "BENCH",
-    "CACHE",
-    "CAMPAIGN",
-    "COMMANDS",
-    "COMPARE",
-    "ENDPOINT",
-    "ENDPOINT_DATA",
-    "ENDPOINT_LOAD",
-    "ENDPOINT_REPORT",
-    "ENDPOINT_REQUESTS",
-    "EXECUTION",
-    "LADDER",
-    "LOADS",
-    "MLPERF",
-    "MODEL",
-    "MTP",
-    "PARALLEL",
-    "POOL",
-    "PUBLISHED",
-    "REPLAY",
-    "ROUTE",
-    "ROUTER",
-    "SAMPLING",
-    "SCHEDULER",
-    "SERVER",
-    "SETTINGS",
-    "SIZE",
-    "TEXT",
-    "Setting",
-    "Settings",
-    "SettingsError",
-    "config_path",
-    "load",
-    "parse_size",
-    "read_value",
-]
+MODEL, CACHE = settings_of(ModelConfig), settings_of(CacheConfig)
+SCHEDULER, EXECUTION = settings_of(SchedulerConfig), settings_of(ExecutionConfig)
+PARALLEL, SAMPLING = settings_of(ParallelConfig), settings_of(SamplingParams)
+SERVER, POOL = settings_of(ServerConfig), (*settings_of(PoolConfig), *commands.POOL)
+ROUTER, ROUTE = settings_of(RouterConfig), settings_of(RouteConfig)
+BENCH, ENDPOINT = settings_of(BenchConfig), settings_of(EndpointConfig)
 
+
+def _endpoint(first: str, last: str) -> tuple[Setting, ...]:
+    keys = [setting.key for setting in ENDPOINT]
+    return ENDPOINT[keys.index(first) : keys.index(last) + 1]
+
+
+ENDPOINT_REQUESTS, ENDPOINT_LOAD = (
+    _endpoint("api", "extra-body"),
+    _endpoint("concurrency", "slo-percentile"),
+)
+ENDPOINT_DATA, ENDPOINT_REPORT = (
+    _endpoint("prompts", "tokenizer"),
+    _endpoint("goodput", "output-dir"),
+)
 CONFIG_FILE = "tokenmill.toml"
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 
@@ -100,8 +62,8 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
-        *(BENCH, LADDER, MTP, ENDPOINT, CAMPAIGN, MLPERF, COMPARE, PUBLISHED),
-        *(POOL, ROUTER, ROUTE, REPLAY, LOADS, ATTENTION_DP, COMMANDS),
+        *(POOL, ROUTER, ROUTE, BENCH, ENDPOINT),
+        *(value for value in vars(commands).values() if isinstance(value, tuple)),
     )
     for s in group
 }
@@ -118,7 +80,7 @@ class Settings:
 
     def get(self, key: str) -> Any:
         """The value of a setting, or its default."""
-        return self.values.get(key, SETTINGS[key].shown_default)
+        return self.values.get(key, SETTINGS[key].default)
 
     def build(self, owner: type[Config], **more: Any) -> Config:
         """The config `owner` with every field that a source gave; `more` fills other fields."""

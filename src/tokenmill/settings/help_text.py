@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmill.settings import SIZE, Setting
+from tokenmill.core.flags import SIZE
+from tokenmill.settings.setting import Setting
 
 EPILOG = (
     "Every flag can also be set in the environment (--max-num-seqs is TOKENMILL_MAX_NUM_SEQS) or "
@@ -26,7 +27,7 @@ def help_of(setting: Setting, defaults: Mapping[str, Any]) -> str:
 
 def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str:
     """The default in the words of a flag; empty where there is none to show."""
-    value = defaults.get(setting.key, setting.shown_default)
+    value = defaults.get(setting.key, setting.default)
     if value is None or value == ():
         return ""
     if setting.is_switch:

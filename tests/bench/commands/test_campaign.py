@@ -16,7 +16,7 @@ from tokenmill.bench.commands.campaign import Campaign
 from tokenmill.bench.mlperf.disclosure import INTEGERS, read_disclosure, template
 from tokenmill.bench.mlperf.endpoints_submission import to_yaml
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import EndpointConfig
+from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("clean_folder")

@@ -15,6 +15,7 @@ from tokenmill.api.errors import context_exceeded
 from tokenmill.api.protocol.decoding import IgnoredFields
 from tokenmill.api.protocol.requests import (
     INT64_MAX,
+    SAMPLING_FIELDS,
     WITHOUT_EFFECT,
     WITHOUT_EFFECT_IN_MESSAGES,
     ChatCompletionRequest,
@@ -305,23 +306,8 @@ class Preparer:
         structured: StructuredOutput | None = None,
     ) -> SamplingParams:
         """The engine's sampling parameters; a field the caller left out keeps its default."""
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "min_tokens",
-            "ignore_eos",
-            "skip_special_tokens",
-            "include_stop_str_in_output",
-            "stop",
-            "stop_token_ids",
-        )
-        given = {name: v for name in names if (v := getattr(call, name)) is not None}
+        values = {spec.name: getattr(call, spec.name) for spec in SAMPLING_FIELDS}
+        given = {name: value for name, value in values.items() if value is not None}
         self._check_tokens(call.stop_token_ids or [], "stop_token_ids")
         return SamplingParams(
             **given,

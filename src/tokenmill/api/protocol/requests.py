@@ -7,12 +7,14 @@ are not supported: its description says what to do instead, and is a part of the
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from dataclasses import Field, fields
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from tokenmill.core.types import MAX_TOP_LOGPROBS
+from tokenmill.core.types import MAX_TOP_LOGPROBS, SamplingParams
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -20,8 +22,6 @@ MAX_STOPS = 64
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NoItems = Annotated[list[Any], Meta(max_length=0)]
 NoMembers = Annotated[dict[str, Any], Meta(max_length=0)]
 
@@ -229,20 +229,41 @@ class StreamOptions(Schema, kw_only=True):
     include_obfuscation: bool | None = None  # accepted; nothing is padded
 
 
-class GenerationRequest(Schema, kw_only=True):
-    """What chat and text completions have in common."""
+# Sampling parameters that calls have by the same name, within the bounds of SamplingParams.
+SAMPLING_FIELDS = tuple(spec for spec in fields(SamplingParams) if spec.metadata["direct"])
+_SAMPLING_TYPES: dict[str, Any] = get_type_hints(SamplingParams) | {
+    "seed": Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)],
+    "stop": str | Annotated[list[str], Meta(max_length=MAX_STOPS)],
+    "stop_token_ids": list[TokenId],
+}
+
+
+def _sampling_type(spec: Field) -> Any:
+    kind, bounds = _SAMPLING_TYPES[spec.name], spec.metadata["bounds"]
+    if bounds is not None:
+        limits: dict[str, Any] = {"gt" if bounds.above else "ge": bounds.low}
+        if kind is int or bounds.high < math.inf:
+            limits["le"] = INT32_MAX if kind is int else bounds.high
+        kind = Annotated[kind, Meta(**limits)]
+    return kind | None
+
+
+_SamplingFields: Any = msgspec.defstruct(
+    "_SamplingFields",
+    [(spec.name, _sampling_type(spec), None) for spec in SAMPLING_FIELDS],
+    bases=(Schema,),
+    kw_only=True,
+)
+
+
+class GenerationRequest(_SamplingFields, Schema, kw_only=True):
+    """What chat and text completions have in common, with most of SamplingParams."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     # Accepted because they change nothing in the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -255,14 +276,6 @@ class GenerationRequest(Schema, kw_only=True):
     request_id: str | None = None
     guided_decoding_backend: str | None = None
     # vLLM's extras.
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
-    min_p: Unit | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     cache_salt: str | None = None

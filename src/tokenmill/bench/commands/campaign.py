@@ -21,8 +21,9 @@ from tokenmill.bench.mlperf.regions import (
     pareto_front,
 )
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import EndpointConfig
-from tokenmill.settings import CAMPAIGN, SETTINGS, Setting, Settings, SettingsError
+from tokenmill.core.bench_config import EndpointConfig
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
+from tokenmill.settings.commands import CAMPAIGN
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.datasets import Dataset

@@ -11,7 +11,8 @@ import typer
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.settings import COMPARE, SETTINGS, Setting, Settings, SettingsError
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
+from tokenmill.settings.commands import COMPARE
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.result import Round

@@ -27,7 +27,8 @@ from tokenmill.bench.endpoint_saturation import (
     search_saturation,
 )
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import EndpointConfig
+from tokenmill.core.bench_config import EndpointConfig
+from tokenmill.core.flags import count
 from tokenmill.settings import (
     ENDPOINT_DATA,
     ENDPOINT_LOAD,
@@ -38,7 +39,6 @@ from tokenmill.settings import (
     Settings,
     SettingsError,
 )
-from tokenmill.settings.kinds import count
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import Load

@@ -14,9 +14,11 @@ from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
 from tokenmill.bench.report.ladder_chart import check_plot, write_plot
 from tokenmill.bench.workload import BenchError, make_cells
-from tokenmill.core.config import BenchConfig, ModelConfig
+from tokenmill.core.bench_config import BenchConfig
+from tokenmill.core.config import ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
-from tokenmill.settings import LADDER, Settings
+from tokenmill.settings import Settings
+from tokenmill.settings.commands import LADDER
 
 Values = dict[str, Any]  # settings by their keys
 

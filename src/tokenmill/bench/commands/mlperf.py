@@ -21,11 +21,11 @@ from tokenmill.bench.mlperf.presets import PRESETS
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import EndpointConfig, ModelConfig
+from tokenmill.core.bench_config import EndpointConfig
+from tokenmill.core.config import ModelConfig
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
-    MLPERF,
     MODEL,
     SCHEDULER,
     SETTINGS,
@@ -33,6 +33,7 @@ from tokenmill.settings import (
     Settings,
     SettingsError,
 )
+from tokenmill.settings.commands import MLPERF
 
 CHILD = "mlperf-test"
 SERVER = (

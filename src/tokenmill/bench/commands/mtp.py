@@ -19,16 +19,12 @@ from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import (
-    BenchConfig,
-    CacheConfig,
-    ExecutionConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from tokenmill.core.bench_config import BenchConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
 from tokenmill.core.metrics import acceptance
 from tokenmill.core.types import Engine, Request, SamplingParams
-from tokenmill.settings import CACHE, EXECUTION, MODEL, MTP, SETTINGS, Settings
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
+from tokenmill.settings.commands import MTP
 
 DEPTHS = (1, 2, 3)
 DEFAULT_TOKENS = 128

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.settings import PUBLISHED, SETTINGS, TEXT, Setting, Settings, SettingsError
+from tokenmill.core.flags import TEXT
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
+from tokenmill.settings.commands import PUBLISHED
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.published_results import Entry, Ours

@@ -18,9 +18,9 @@ from tokenmill.bench.report.throughput_report import (
 )
 from tokenmill.bench.roofline import Setup
 from tokenmill.bench.workload import BenchError, Cell, make_cells
+from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
-    BenchConfig,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,

@@ -21,7 +21,8 @@ from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.offline import OurEngine
 from tokenmill.bench.report.mlperf_report import EVENTS, write_times
 from tokenmill.bench.workload import BenchError, Cell, make_prompts
-from tokenmill.core.config import BenchConfig, EndpointConfig, ModelConfig
+from tokenmill.core.bench_config import BenchConfig, EndpointConfig
+from tokenmill.core.config import ModelConfig
 from tokenmill.settings import Settings
 
 if TYPE_CHECKING:

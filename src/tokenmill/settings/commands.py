@@ -1,72 +1,26 @@
-"""The settings of benchmarks and of single commands."""
+"""The settings of single commands, which fill no config."""
 
 from __future__ import annotations
 
 import math
 
-from tokenmill.core.config import (
-    BenchConfig,
-    EndpointConfig,
-)
-from tokenmill.settings.kinds import (
-    POLYNOMIAL,
-    SECONDS,
-    SWITCH,
-    TEXT,
-    Setting,
-    count,
-    number,
-    numbers,
-    of,
-    one_of,
-    read_float,
-    read_int,
-)
+from tokenmill.core.flags import POLYNOMIAL, SWITCH, TEXT, count, number, numbers, one_of, read_int
+from tokenmill.settings.setting import Setting
 
-BENCH = (
-    of(
-        BenchConfig,
-        "lengths",
+POOL = (
+    Setting(
+        "prefill-set",
+        "Setting of the prefill workers alone, such as max-num-batched-tokens=2048.",
         TEXT,
-        "One workload instead of the cells: a CSV file of input_length,output_length, one of "
-        "llama3.1-8b, gpt-oss-120b, deepseek-r1, llama2-70b, or uniform:100-1024.",
-    ),
-    of(
-        BenchConfig,
-        "num-prompts",
-        count(1),
-        "Requests of the batch cell (32), or rows drawn from --lengths (all; uniform: 256).",
-    ),
-    of(BenchConfig, "input-len", count(1), "Prompt tokens of the batch cell (128)."),
-    of(
-        BenchConfig,
-        "output-len",
-        count(1),
-        "Output tokens of the batch cell (64), or of every request of --lengths.",
-    ),
-    of(
-        BenchConfig,
-        "rounds",
-        count(1, 100),
-        "Measured runs of a cell (3, with --lengths 1); the median counts.",
-    ),
-    of(
-        BenchConfig,
-        "cell",
-        one_of("batch", "single", "prefill"),
-        "Cell to run; repeat the flag for several.",
-        field="cells",
         repeated=True,
+        default=(),
     ),
-    of(BenchConfig, "bench-seed", count(0), "Seed of the cells' prompts.", field="seed"),
-    of(BenchConfig, "peers", SWITCH, "Run the same cells in every peer that is installed."),
-    of(
-        BenchConfig,
-        "skip-peer",
+    Setting(
+        "decode-set",
+        "Setting of the decode workers alone.",
         TEXT,
-        "Peer to leave out; repeat the flag for several.",
-        field="skip_peers",
         repeated=True,
+        default=(),
     ),
 )
 LADDER = (
@@ -83,135 +37,6 @@ MTP = (
     Setting("depths", "Numbers of drafts to measure (1,2,3).", numbers(read_int, 1, "N[,N...]")),
     Setting("batch", "Prompts that are answered at once.", count(1), default=1),
 )
-ENDPOINT_REQUESTS = (
-    of(EndpointConfig, "api", one_of("chat", "completions"), "Route to call."),
-    of(EndpointConfig, "stream", SWITCH, "Ask for streams; off: only whole answers are timed."),
-    of(
-        EndpointConfig,
-        "timeout",
-        number(0.001, math.inf, "SECONDS"),
-        "Longest time of one request.",
-        field="timeout_s",
-    ),
-    of(EndpointConfig, "insecure", SWITCH, "Do not check the server's certificate."),
-    of(EndpointConfig, "extra-body", TEXT, "JSON object whose fields join every request."),
-)
-ENDPOINT_LOAD = (
-    of(
-        EndpointConfig,
-        "concurrency",
-        numbers(read_int, 1, "N[,N...]"),
-        "Requests under way at once (16 without --rate); several: a sweep.",
-    ),
-    of(
-        EndpointConfig,
-        "rate",
-        numbers(read_float, 1e-6, "X[,X...]"),
-        "Requests (with --turns conversations) per second, whatever the server does; several: a "
-        "sweep.",
-    ),
-    of(
-        EndpointConfig,
-        "arrival",
-        one_of("poisson", "constant", "burst"),
-        "How they arrive; burst without --rate: all at once.",
-    ),
-    of(EndpointConfig, "burst-size", count(1), "Requests of one burst."),
-    of(
-        EndpointConfig,
-        "ramp",
-        SECONDS,
-        "Time in which the load grows from nothing to its full size.",
-        field="ramp_s",
-    ),
-    of(
-        EndpointConfig,
-        "num-requests",
-        count(1),
-        "Requests of a point (100 without --duration; with --prompts and --trace all).",
-    ),
-    of(
-        EndpointConfig,
-        "duration",
-        number(0.001, math.inf, "SECONDS"),
-        "Nothing is sent later; what is under way may end.",
-        field="duration_s",
-    ),
-    of(EndpointConfig, "warmup-requests", count(0), "Requests before, in no figure."),
-    of(
-        EndpointConfig,
-        "saturate",
-        SWITCH,
-        "Search for the highest load (concurrency; with --arrival a rate) that keeps --goodput, or "
-        "for the knee of throughput.",
-    ),
-    of(
-        EndpointConfig,
-        "slo-percentile",
-        number(1, 100, "PERCENT"),
-        "Requests that must keep --goodput in that search.",
-    ),
-)
-ENDPOINT_DATA = (
-    of(EndpointConfig, "prompts", TEXT, 'JSONL file of {"prompt": ...} or {"messages": ...}.'),
-    of(EndpointConfig, "trace", TEXT, "Mooncake trace: its times, lengths and shared prefixes."),
-    of(EndpointConfig, "trace-speed", number(1e-6, math.inf), "Above 1 replays it faster."),
-    of(EndpointConfig, "turns", count(1), "Turns of a conversation; 1: single requests."),
-    of(EndpointConfig, "shared-prefix", count(0), "Tokens that prompts have in common."),
-    of(EndpointConfig, "num-prefixes", count(1), "Different shared prefixes."),
-    of(
-        EndpointConfig,
-        "same-prompts",
-        SWITCH,
-        "Send the same prompts at every point, and those of --prompts without a salt.",
-    ),
-    of(EndpointConfig, "tokenizer", TEXT, "Model whose tokenizer checks the server's counts."),
-)
-ENDPOINT_REPORT = (
-    of(
-        EndpointConfig,
-        "goodput",
-        TEXT,
-        "Limits of a good request in ms, such as ttft:500,tpot:50 (ttft, tpot, e2e).",
-        repeated=True,
-    ),
-    of(
-        EndpointConfig,
-        "max-error-rate",
-        number(0, 1, "SHARE"),
-        "Share of a point's requests that may fail; more: exit status 1, files are written.",
-    ),
-    of(
-        EndpointConfig,
-        "stall-after",
-        number(0.001, math.inf, "SECONDS"),
-        "A stream that pauses longer is listed as a doubt.",
-        field="stall_s",
-    ),
-    of(EndpointConfig, "gpus", count(1), "GPUs behind the endpoint."),
-    of(
-        EndpointConfig,
-        "price-per-gpu-hour",
-        number(0, math.inf, "USD"),
-        "Dollars per GPU and hour: gives dollars per million tokens.",
-    ),
-    of(EndpointConfig, "processes", count(1, 1024), "Client processes; as the load needs."),
-    of(EndpointConfig, "audit", SWITCH, "Measure what the client itself can do."),
-    of(
-        EndpointConfig,
-        "server-metrics",
-        SWITCH,
-        "Read the server's /metrics beside (tokenmill, vLLM, SGLang).",
-    ),
-    of(EndpointConfig, "metrics-url", TEXT, "Where they are, if not at /metrics of the server."),
-    of(
-        EndpointConfig,
-        "output-dir",
-        TEXT,
-        "New folder for report.html, summary.json, CSV, events and manifest.",
-    ),
-)
-ENDPOINT = (*ENDPOINT_REQUESTS, *ENDPOINT_LOAD, *ENDPOINT_DATA, *ENDPOINT_REPORT)
 CAMPAIGN = (
     Setting("min-concurrency", "Lowest point of the curve.", count(1, 32), default=1),
     Setting("points", "Points of the curve.", count(7, 32), default=7),

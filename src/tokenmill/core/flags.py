@@ -1,14 +1,13 @@
-"""What a setting is, and how its value is read from a flag, a variable or a file."""
+"""Config fields as settings: their words, and how a flag, a variable or a file is read."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
-
-from tokenmill.core.types import TokenmillError
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -24,10 +23,6 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
 }
 
 
-class SettingsError(TokenmillError):
-    """A flag, variable or file sets something that does not exist or cannot be."""
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How a value is read: `read` raises ValueError, and `expected` says what would be right."""
@@ -36,40 +31,6 @@ class Kind:
     expected: str
     metavar: str
     choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One thing that can be set; `owner.field` is the config field that it fills, if any."""
-
-    key: str
-    help: str
-    kind: Kind
-    owner: type | None = None
-    field: str = ""
-    default: Any = None
-    repeated: bool = False  # the flag may be given several times; its value is a tuple
-    listed: bool = False  # repeated, and each value may be several, separated by commas
-
-    @property
-    def parameter(self) -> str:
-        return self.key.replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return "TOKENMILL_" + self.parameter.upper()
-
-    @property
-    def is_switch(self) -> bool:
-        return self.kind is SWITCH
-
-    @property
-    def shown_default(self) -> Any:
-        """The default in the words of a flag; None when there is none to show."""
-        if self.owner is None:
-            return self.default
-        spec = next(f for f in fields(self.owner) if f.name == self.field)
-        return None if spec.default is MISSING else spec.default
 
 
 def _read_text(value: Any) -> str:
@@ -184,5 +145,38 @@ SECONDS = number(0, math.inf, "SECONDS")
 INTEGER = Kind(read_int, "a whole number", "N")
 
 
-def of(owner: type, key: str, kind: Kind, help: str, field: str = "", **more: Any) -> Setting:
-    return Setting(key, help, kind, owner, field or key.replace("-", "_"), **more)
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What makes a setting of a config's field: its words, and its name unless that is the field's.
+
+    Without a kind the field's type says how a value is read.
+    """
+
+    help: str
+    kind: Kind | None = None
+    name: str = ""
+    repeated: bool = False  # the flag may be given several times; the field is a tuple
+    listed: bool = False  # repeated, and each value may be several, separated by commas
+
+
+def setting(
+    default: Any,
+    help: str,
+    kind: Kind | None = None,
+    *,
+    flag: str = "",
+    repeated: bool = False,
+    listed: bool = False,
+) -> Any:
+    """The field of a config that a flag, the environment and a TOML file can set."""
+    return field(default=default, metadata={"flag": Flag(help, kind, flag, repeated, listed)})
+
+
+def kind_of(annotation: Any) -> Kind:
+    """How values of a field of this type are read, where its flag says nothing else."""
+    members = [a for a in get_args(annotation) if a is not NoneType]
+    if get_origin(annotation) is Literal:
+        return one_of(*members)
+    if get_origin(annotation) in (Union, UnionType) and len(members) == 1:
+        return kind_of(members[0])
+    return SWITCH if annotation is bool else TEXT
