@@ -1,6 +1,6 @@
 """Engines over two ranks: the answer of one, whatever is divided; and the death of a rank."""
 
-import json
+import math
 import os
 import random
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import pytest
@@ -18,6 +18,7 @@ from draft_heads import forgetful, save_head
 from driver import Answer, complete
 from tiny_models import make_model, save, tame
 from tokenmill.bench.commands.eplb import TINY
+from tokenmill.core.codec import dumps, loads
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
@@ -26,13 +27,14 @@ from tokenmill.core.config import (
     RouterConfig,
     SchedulerConfig,
 )
-from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVWay
+from tokenmill.core.kv import PREFILLED, KVAddress, KVEvents, KVGeometry, KVNotice, KVWay
 from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import (
     Engine,
     EngineStats,
     FinishReason,
+    GrammarVocab,
     ModelLoadError,
     RanksLostError,
     Request,
@@ -43,11 +45,13 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.ranks import group as group
-from tokenmill.engine.ranks import rank_messages as rank_wire
+from tokenmill.engine.ranks import rank_messages
 from tokenmill.engine.ranks.group import side_by_side
-from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, RankState
+from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine
+from tokenmill.engine.ranks.rank_messages import Message, RankState
 from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.ranks.rebalance import Rebalancer
+from tokenmill.engine.setup import Setup
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.parallel import Ranks
 from tokenmill.routing.attention_dp import RankCaches
@@ -273,35 +277,82 @@ def test_nodes_without_routing_groups_are_said_to_do_nothing(
     assert "--ep-nodes 2 does not divide the 1 routing groups" in caplog.text
 
 
-def travelled(data: rank_wire.Message) -> rank_wire.Message:
-    return dict(json.loads(json.dumps(data)))
+def travelled(message: Message) -> Any:
+    return loads(Message, dumps(Message, message))
 
 
-def test_messages_between_ranks_are_what_they_were() -> None:
-    structured = StructuredOutput("regex", "a+")
-    sampling = SamplingParams(
-        stop=("x",), stop_token_ids=(7,), logit_bias={3: -1.5}, structured=structured
-    )
-    request = Request("r", [1, 2], sampling, deadline_ns=10**15, output_token_ids=[4])
-    entry = TokenLogprobs([1, 2], [-0.1, -2.3], 1)
-    output = RequestOutput(
-        "r", [1], [entry], [None, entry], FinishReason.STOP, "x", 3, scheduled_ns=5
-    )
+SHAPE = KVGeometry("m", "fp32", "l", 2, 1, 16, 16, (64, 64))
+ADDRESS = KVAddress("e", "h", SHAPE, 9, (KVWay("shm", (0, 4096), b"1:\xff"),))
+PEER = replace(ADDRESS, others=(ADDRESS,), ranks=(ADDRESS, ADDRESS))
+REQUEST = Request(
+    "r",
+    [1, 2],
+    SamplingParams(
+        stop=("x",),
+        stop_token_ids=(7,),
+        logit_bias={3: -1.5},
+        structured=StructuredOutput("regex", "a+"),
+    ),
+    deadline_ns=10**15,
+    output_token_ids=[4],
+)
+ENTRY = TokenLogprobs([1, 2], [-0.1, -math.inf], 1)
+OUTPUT = RequestOutput("r", [1], [ENTRY], [None, ENTRY], FinishReason.STOP, "x", 3, scheduled_ns=5)
+EVENTS = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
+STATS = EngineStats(num_finished={"stop": 2}, num_drafted=[3, 1], step_sums=[0.5])
+NOTICE = KVNotice("r", 2, [5, 6], 9, engine_id="e")
+MESSAGES: list[Message] = [
+    rank_messages.Machine("here"),
+    rank_messages.Place(1, 2, "gloo", "cpu", file="/store"),
+    rank_messages.Order(
+        Setup(
+            ModelConfig("m", "int8", seed=3),
+            CacheConfig(dtype="fp32", memory_share=0.25),
+            SchedulerConfig(max_num_seqs=4),
+            ExecutionConfig(mtp=2, overlap=False),
+            ParallelConfig(ep=2),
+        ),
+        GrammarVocab(["a", "\u00e9"], "RAW", 2, [1]),
+    ),
+    rank_messages.NumBlocks(7),
+    rank_messages.Failed("no room"),
+    rank_messages.KVReachable(PEER),
+    rank_messages.Step("draft", 5, 3, 5, [(3, 1, 4, 2, 5)]),
+    rank_messages.Rows("logits", 3),
+    rank_messages.KVCall("read", "shm", "e", PEER, [(1, 2, 3)], 4),
+    rank_messages.KVCallOver(4, None),
+    rank_messages.Round([REQUEST], ["gone"], True, rank_messages.KVNews([NOTICE], ["r"])),
+    rank_messages.RoundOver(
+        [OUTPUT],
+        pack_events(EVENTS),
+        RankState(True, STATS, (1, 2), (3, 4)),
+        rank_messages.KVTold(KVEvents([], ["r"], []), 50),
+    ),
+    rank_messages.ConnectPeer(PEER),
+    rank_messages.DisconnectPeer("e"),
+    rank_messages.PeerAnswer("not here"),
+]
 
-    back = rank_wire.unpack_request(travelled(rank_wire.pack_request(request)))
-    assert back.sampling == sampling and back.output_token_ids == [4]
+
+def test_every_message_between_ranks_is_tried() -> None:
+    assert {type(message) for message in MESSAGES} == set(get_args(Message))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_between_ranks_is_what_it_was(message: Message) -> None:
+    assert travelled(message) == message
+
+
+def test_times_travel_as_distances_and_events_as_on_every_wire() -> None:
+    back = rank_messages.arrived(rank_messages.leaving(REQUEST))
     assert back.deadline_ns is not None and abs(back.deadline_ns - 10**15) < 10**9
-    told = rank_wire.unpack_output(travelled(rank_wire.pack_output(output)))
-    assert abs(told.scheduled_ns - 5) < 10**9
-    told.scheduled_ns = 5
-    assert told == output
-    shape = KVGeometry("m", "fp32", "l", 2, 1, 16, 16, (64, 64))
-    address = KVAddress("e", "h", shape, 9, (KVWay("shm", (0, 4096), b"1:\xff"),))
-    assert rank_wire.unpack_address(travelled(rank_wire.pack_address(address))) == address
-    told_peer = ConnectKV(replace(address, others=(address,)))
+    assert replace(back, deadline_ns=10**15, arrival_ns=0) == REQUEST
+    told = rank_messages.arrived_output(rank_messages.leaving_output(OUTPUT))
+    assert abs(told.scheduled_ns - 5) < 10**9 and replace(told, scheduled_ns=5) == OUTPUT
+    told_peer = ConnectKV(PEER)
     assert decode_to_worker(encode(told_peer)) == told_peer
-    events = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
-    assert unpack_events(json.loads(json.dumps(pack_events(events)))) == events
+    over = next(message for message in MESSAGES if isinstance(message, rank_messages.RoundOver))
+    assert unpack_events(travelled(over).events) == EVENTS
 
 
 def test_a_step_travels_whole() -> None:
@@ -310,9 +361,9 @@ def test_a_step_travels_whole() -> None:
     batch = AttentionBatch(
         ints[:5].long(), ints[5:10].long(), ints[:4], ints[20:23], ints.view(8, 5), ints[2:5], tiles
     )
-    sizes, flat = rank_wire.pack_step(ints[:5].long(), batch)
-    assert rank_wire.step_size(travelled(sizes)) == flat.numel()
-    ids, told = rank_wire.unpack_step(travelled(sizes), flat)
+    sizes, flat = rank_messages.pack_step("step", ints[:5].long(), batch)
+    assert rank_messages.step_size(travelled(sizes)) == flat.numel()
+    ids, told = rank_messages.unpack_step(travelled(sizes), flat)
     assert torch.equal(ids, ints[:5]) and torch.equal(told.positions, batch.positions)
     assert torch.equal(told.block_tables[told.table_rows], ints.view(8, 5)[2:5])
     for found, sent in zip(told.tiles, tiles, strict=True):

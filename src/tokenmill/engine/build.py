@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
 from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
-from tokenmill.engine.ranks.rank_messages import pack_setup
+from tokenmill.engine.ranks.rank_messages import Order
 from tokenmill.engine.ranks.rank_models import OwnModel, SharedDrafter, SharedModel
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import GroupLink
@@ -133,7 +133,7 @@ def build_engine(
     with nullcontext() if group is None else group.together():
         if group is not None:
             vocab = grammar_vocab if setup.parallel.attention_dp else None
-            group.tell({"setup": pack_setup(setup), "vocab": vocab and asdict(vocab)})
+            group.tell(Order(setup, vocab))
         ranks = ONE if group is None else group.ranks
         part = load_part(setup, ranks, _same if group is None else group.agree, progress)
         engine, runner = _lead(setup, part, group, grammar_vocab, capture_progress)

@@ -18,21 +18,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tokenmill.core.types import ModelLoadError, RanksLostError
-from tokenmill.engine.ranks.rank_messages import Message, receive, send
+from tokenmill.engine.ranks.rank_messages import (
+    Failed,
+    Machine,
+    Message,
+    NumBlocks,
+    Place,
+    receive,
+    send,
+)
 from tokenmill.kv.shared_memory import host_identity
 from tokenmill.parallel import Ranks, connect, connected, disconnect, file_store, open_store
 
 ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_RANK_ADDRESS", "TOKENMILL_RANK_KEY"
 START_TIMEOUT_S = 300.0  # for all ranks to call
+Kind = TypeVar("Kind", bound=Message)
 END_TIMEOUT_S = 5.0  # for a child to end by itself
 
 
@@ -66,7 +76,7 @@ class RankGroup:
         """Send every rank the same message."""
         self.tell_each([message] * len(self._links))
 
-    def tell_each(self, messages: list[Message]) -> None:
+    def tell_each(self, messages: Sequence[Message]) -> None:
         """Send each rank a message of its own."""
         try:
             for link, message in zip(self._links, messages, strict=True):
@@ -74,16 +84,19 @@ class RankGroup:
         except OSError as error:
             raise RanksLostError(f"a rank is gone: {error}") from error
 
-    def hear(self) -> list[Message]:
-        """The next message of each rank; raises what a rank could not do."""
+    def hear(self, kind: type[Kind]) -> list[Kind]:
+        """The next message of each rank, of this type; raises what a rank could not do."""
         try:
             messages = [receive(link) for link in self._links]
         except (EOFError, OSError) as error:
             raise RanksLostError(f"a rank is gone: {type(error).__name__}") from error
+        heard: list[Kind] = []
         for rank, message in enumerate(messages, 1):
-            if "error" in message:
-                raise ModelLoadError(f"rank {rank}: {message['error']}")
-        return messages
+            if isinstance(message, Failed):
+                raise ModelLoadError(f"rank {rank}: {message.error}")
+            assert isinstance(message, kind), message
+            heard.append(message)
+        return heard
 
     def take(self, wait: bool) -> list[Message]:
         """What ranks have said without being waited for, or the next that one of them says."""
@@ -95,9 +108,9 @@ class RankGroup:
 
     def agree(self, num_blocks: int) -> int:
         """The least that any rank has room for; all have loaded their part then."""
-        least: int = min(num_blocks, *(message["num_blocks"] for message in self.hear()))
+        least = min(num_blocks, *(blocks.count for blocks in self.hear(NumBlocks)))
         self._folder.cleanup()  # all have met: a sudden death leaves nothing behind
-        self.tell({"num_blocks": least})
+        self.tell(NumBlocks(least))
         return least
 
     @contextlib.contextmanager
@@ -170,22 +183,21 @@ class RankGroup:
                 )
             with contextlib.suppress(queue.Empty):
                 self._links.append(calls.get(timeout=0.2))
-        machines = [message["machine"] for message in self.hear()]
+        machines = [message.identity for message in self.hear(Machine)]
         self._links = [self._links[i] for i in side_by_side(host_identity(), machines)]
 
     def _join(self, placed: str | None) -> Ranks:
         """Make the group of all ranks."""
-        backend = "nccl" if self.device == "cuda" else "gloo"
-        place = {"size": self.size, "backend": backend, "device": self.device}
+        place = Place(0, self.size, "nccl" if self.device == "cuda" else "gloo", self.device)
+        store = None
         if placed is None:
-            place["file"] = str(Path(self._folder.name) / "store")
-            self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
-            return join(place | {"rank": 0})
-        host = placed.rpartition(":")[0]
-        store = open_store(host, self.size)
-        place |= {"host": host, "port": store.port}
-        self.tell_each([place | {"rank": rank} for rank in range(1, self.size)])
-        return join(place | {"rank": 0}, store)
+            place = replace(place, file=str(Path(self._folder.name) / "store"))
+        else:
+            host = placed.rpartition(":")[0]
+            store = open_store(host, self.size)
+            place = replace(place, host=host, port=store.port)
+        self.tell_each([replace(place, rank=rank) for rank in range(1, self.size)])
+        return join(place, store)
 
 
 def _ended(code: int) -> str:
@@ -197,18 +209,17 @@ def side_by_side(own: str, machines: list[str]) -> list[int]:
     return sorted(range(len(machines)), key=lambda i: (machines[i] != own, machines[i]))
 
 
-def join(place: Message, store: Any = None) -> Ranks:
+def join(place: Place, store: Any = None) -> Ranks:
     """Join the group that rank 0 has described."""
-    rank, size = place["rank"], place["size"]
-    if place["device"] == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    if "file" in place or place["host"].startswith("127."):
+    if place.device == "cuda":
+        torch.cuda.set_device(place.rank % torch.cuda.device_count())
+    if place.file is not None or place.host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "file" in place:
-        store = file_store(place["file"], size)
+    if place.file is not None:
+        store = file_store(place.file, place.size)
     elif store is None:
-        store = open_store(place["host"], size, place["port"])
-    return connect(rank, size, store, place["backend"])
+        store = open_store(place.host, place.size, place.port)
+    return connect(place.rank, place.size, store, place.backend)
 
 
 def call(address: str) -> Connection:
@@ -228,7 +239,7 @@ def call(address: str) -> Connection:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)  # rank 0 is not there yet
-    send(link, {"machine": host_identity()})
+    send(link, Machine(host_identity()))
     return link
 
 

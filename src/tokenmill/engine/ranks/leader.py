@@ -6,7 +6,6 @@ each round, in which every rank runs one step, or computes its experts' part of 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from functools import reduce
 
 from tokenmill.core.kv_events import (
@@ -25,17 +24,21 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.own_kv import NO_NEWS, RankExchange, RanksExchange
+from tokenmill.engine.ranks.own_kv import RankExchange, RanksExchange
 from tokenmill.engine.ranks.rank_messages import (
+    KVNews,
     Message,
-    pack_output,
-    pack_request,
-    unpack_output,
-    unpack_request,
+    RankState,
+    Round,
+    RoundOver,
+    arrived,
+    arrived_output,
+    leaving,
+    leaving_output,
 )
 from tokenmill.engine.ranks.rank_models import OwnModel
 from tokenmill.engine.ranks.rebalance import Rebalancer
-from tokenmill.routing.attention_dp import ContextPolicy, Load, Outlook, RankCaches, assign
+from tokenmill.routing.attention_dp import ContextPolicy, Outlook, RankCaches, assign
 
 
 class LeadingEngine:
@@ -76,7 +79,7 @@ class OwnEngine:
         self.kv = None if engine.kv is None else RankExchange(engine.kv)
 
     def round(
-        self, submit: list[Request], abort: list[str], hold_context: bool, kv_news: Message
+        self, submit: list[Request], abort: list[str], hold_context: bool, kv_news: KVNews
     ) -> list[RequestOutput]:
         """Take what is new, then one step in time with the other ranks."""
         for request in submit:
@@ -97,12 +100,12 @@ class OwnEngine:
         """A round as rank 0 asks for it, over the wire, or a peer to be known or forgotten."""
         if self.kv is not None and (answer := self.kv.answer(message)) is not None:
             return answer
-        requests = [unpack_request(data) for data in message["submit"]]
-        outputs = self.round(requests, message["abort"], message["hold"], message["kv"])
-        told: Message = {"outputs": [pack_output(output) for output in outputs]}
-        told["events"] = pack_events(self.take_events())
-        told["kv"] = None if self.kv is None else self.kv.tell()
-        return asdict(self.state()) | told
+        assert isinstance(message, Round), message
+        requests = list(map(arrived, message.submit))
+        outputs = self.round(requests, message.abort, message.hold, message.kv)
+        events = pack_events(self.take_events())
+        told = None if self.kv is None else self.kv.tell()
+        return RoundOver(list(map(leaving_output, outputs)), events, self.state(), told)
 
     def take_events(self) -> list[Event]:
         """What its prefix cache has stored and removed since the last call."""
@@ -113,22 +116,6 @@ class OwnEngine:
         """What rank 0 has to know for the next round."""
         engine = self.engine
         return RankState(engine.has_work(), engine.stats(), engine.load(), engine.outlook())
-
-
-@dataclass(slots=True)
-class RankState:
-    """A rank after a round."""
-
-    has_work: bool
-    stats: EngineStats
-    load: Load
-    outlook: Outlook
-
-    @classmethod
-    def of(cls, data: Message) -> RankState:
-        """From what a rank has sent."""
-        load, outlook = ((data[name][0], data[name][1]) for name in ("load", "outlook"))
-        return cls(data["has_work"], EngineStats(**data["stats"]), load, outlook)
 
 
 class DataParallelEngine:
@@ -197,15 +184,10 @@ class DataParallelEngine:
         submits, aborts = self._hand_out()
         hold = self._policy.hold(self._outlooks(submits))
         others = range(1, self._group.size)
-        news = [NO_NEWS] * self._group.size if self.kv is None else self.kv.hand_out(self._rank_of)
+        news = [KVNews()] * self._group.size if self.kv is None else self.kv.hand_out(self._rank_of)
         self._group.tell_each(
             [
-                {
-                    "submit": [pack_request(request) for request in submits[rank]],
-                    "abort": aborts[rank],
-                    "hold": hold,
-                    "kv": news[rank],
-                }
+                Round(list(map(leaving, submits[rank])), aborts[rank], hold, news[rank])
                 for rank in others
             ]
         )
@@ -214,12 +196,12 @@ class DataParallelEngine:
         self._caches.apply(0, self._own.take_events())
         if self.kv is not None and self._own.kv is not None:
             self.kv.heard(0, self._own.kv.tell())
-        for rank, answer in zip(others, self._group.hear(), strict=True):
-            outputs += [unpack_output(data) for data in answer["outputs"]]
-            self._states[rank] = RankState.of(answer)
-            self._caches.apply(rank, unpack_events(answer["events"]))
-            if self.kv is not None:
-                self.kv.heard(rank, answer["kv"])
+        for rank, over in zip(others, self._group.hear(RoundOver), strict=True):
+            outputs += map(arrived_output, over.outputs)
+            self._states[rank] = over.state
+            self._caches.apply(rank, unpack_events(over.events))
+            if self.kv is not None and over.kv is not None:
+                self.kv.heard(rank, over.kv)
         return outputs
 
     def _outlooks(self, submits: list[list[Request]]) -> list[Outlook]:

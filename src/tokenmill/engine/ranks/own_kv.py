@@ -7,14 +7,20 @@ names the rank that holds the blocks. Rank 0 passes on what the front says and w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.rank_messages import Message, pack_address, unpack_address
+from tokenmill.engine.ranks.rank_messages import (
+    ConnectPeer,
+    DisconnectPeer,
+    KVNews,
+    KVReachable,
+    KVTold,
+    Message,
+    PeerAnswer,
+)
 from tokenmill.kv.transfer import KVTransfer
-
-NO_NEWS: Message = {"notices": [], "releases": []}
 
 
 class RankExchange:
@@ -23,27 +29,27 @@ class RankExchange:
     def __init__(self, kv: KVTransfer) -> None:
         self._kv = kv
 
-    def answer(self, message: Message) -> Message | None:
-        """Connect or disconnect, where a message says that and no more."""
-        if "connect" in message:
-            return {"problem": self._kv.connect(unpack_address(message["connect"]))}
-        if "disconnect" in message:
-            self._kv.disconnect(message["disconnect"])
-            return {"problem": None}
+    def answer(self, message: Message) -> PeerAnswer | None:
+        """Connect or disconnect, where a message says that."""
+        if isinstance(message, ConnectPeer):
+            return PeerAnswer(self._kv.connect(message.peer))
+        if isinstance(message, DisconnectPeer):
+            self._kv.disconnect(message.engine_id)
+            return PeerAnswer(None)
         return None
 
-    def take(self, news: Message) -> None:
+    def take(self, news: KVNews) -> None:
         """What the front has said of this rank's requests."""
-        for notice in news["notices"]:
-            self._kv.notice(KVNotice(**notice))
-        for request_id in news["releases"]:
+        for notice in news.notices:
+            self._kv.notice(notice)
+        for request_id in news.releases:
             self._kv.release(request_id)
 
-    def tell(self) -> Message:
+    def tell(self) -> KVTold:
         """What the front has to hear, and how long a rank without work may sleep."""
         events, engine_id = self._kv.take_events(), self._kv.address.engine_id
         events.notices = [replace(notice, engine_id=engine_id) for notice in events.notices]
-        return {"events": asdict(events), "wait_ms": self._kv.wait_ms()}
+        return KVTold(events, self._kv.wait_ms())
 
 
 class RanksExchange:
@@ -51,7 +57,7 @@ class RanksExchange:
 
     def __init__(self, own: KVTransfer, group: RankGroup) -> None:
         self._own, self._group = own, group
-        others = tuple(unpack_address(message["kv"]) for message in group.hear())
+        others = tuple(message.address for message in group.hear(KVReachable))
         self.address = replace(own.address, ranks=others)
         self._notices: list[KVNotice] = []  # their ranks are told in the next round
         self._releases: list[str] = []
@@ -63,17 +69,17 @@ class RanksExchange:
 
     def connect(self, peer: KVAddress) -> str | None:
         """Let every rank be ready to read from every rank of a peer; returns why not."""
-        problems = [self._own.connect(peer), *self._ask({"connect": pack_address(peer)})]
+        problems = [self._own.connect(peer), *self._ask(ConnectPeer(peer))]
         return next((problem for problem in problems if problem is not None), None)
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; requests that wait for its KV end in ERROR."""
         self._own.disconnect(engine_id)
-        self._ask({"disconnect": engine_id})
+        self._ask(DisconnectPeer(engine_id))
 
     def _ask(self, message: Message) -> list[str | None]:
         self._group.tell(message)
-        return [answer["problem"] for answer in self._group.hear()]
+        return [answer.problem for answer in self._group.hear(PeerAnswer)]
 
     def notice(self, notice: KVNotice) -> None:
         """Blocks of a request that waits here are ready to be read."""
@@ -101,26 +107,25 @@ class RanksExchange:
         """True while ranks have to be told something."""
         return bool(self._notices or self._releases)
 
-    def hand_out(self, rank_of: Mapping[str, int]) -> list[Message]:
+    def hand_out(self, rank_of: Mapping[str, int]) -> list[KVNews]:
         """What each rank has to hear; those of requests that have ended are dropped."""
-        news: list[Message] = [{"notices": [], "releases": []} for _ in self._waits_ms]
+        news = [KVNews() for _ in self._waits_ms]
         for notice in self._notices:
             if notice.request_id in rank_of:
-                news[rank_of[notice.request_id]]["notices"].append(asdict(notice))
+                news[rank_of[notice.request_id]].notices.append(notice)
         for request_id in self._releases:
             if request_id in self._leases:
-                news[self._leases.pop(request_id)]["releases"].append(request_id)
+                news[self._leases.pop(request_id)].releases.append(request_id)
         self._notices, self._releases = [], []
         return news
 
-    def heard(self, rank: int, told: Message) -> None:
+    def heard(self, rank: int, told: KVTold) -> None:
         """Take what a rank has told after a round."""
-        events = told["events"]
-        notices = [KVNotice(**notice) for notice in events["notices"]]
-        self._leases |= dict.fromkeys((notice.request_id for notice in notices), rank)
-        for request_id in events["expired"]:
+        events = told.events
+        self._leases |= dict.fromkeys((notice.request_id for notice in events.notices), rank)
+        for request_id in events.expired:
             self._leases.pop(request_id, None)
-        self._events.notices += notices
-        self._events.received += events["received"]
-        self._events.expired += events["expired"]
-        self._waits_ms[rank] = told["wait_ms"]
+        self._events.notices += events.notices
+        self._events.received += events.received
+        self._events.expired += events.expired
+        self._waits_ms[rank] = told.wait_ms

@@ -5,131 +5,245 @@ Clocks of machines differ, so times travel as distances from now.
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Literal
 
 import torch
 
-from tokenmill.core.config import (
-    CacheConfig,
-    ExecutionConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
-from tokenmill.core.kv import KVAddress, KVGeometry, KVWay
-from tokenmill.core.types import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutput,
-    TokenLogprobs,
-)
+from tokenmill.core.codec import dumps, loads
+from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
+from tokenmill.core.kv_events import PackedEvent
+from tokenmill.core.types import EngineStats, GrammarVocab, Request, RequestOutput
 from tokenmill.engine.setup import Setup
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.kv.transfer import Run
+from tokenmill.parallel import Backend
+from tokenmill.routing.attention_dp import Load, Outlook
 
-Message = dict[str, Any]
-_TIMES = ("arrival_ns", "deadline_ns")
+# How the ranks come together.
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A rank calls rank 0 and says where it runs."""
+
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in the group, and where the group meets: at a file, or at a port of a host."""
+
+    rank: int
+    size: int
+    backend: Backend
+    device: str
+    file: str | None = None
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What every rank is to load."""
+
+    setup: Setup
+    vocab: GrammarVocab | None
+
+
+@dataclass(frozen=True, slots=True)
+class NumBlocks:
+    """The blocks of KV that a rank has room for; from rank 0: what all have."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank could not do what it was told."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVReachable:
+    """Where a rank's KV lies."""
+
+    address: KVAddress
+
+
+# Where ranks share every token.
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The sizes of a step's inputs, which follow as one tensor."""
+
+    do: Literal["step", "draft"]
+    tokens: int
+    seqs: int
+    width: int  # of a block table
+    tiles: list[tuple[int, int, int, int, int]]  # sequences, tokens, splits, first and last row
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows of hidden states follow, to become logits."""
+
+    do: Literal["logits", "draft_logits"]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCall:
+    """Something that a rank's connector does; it answers with the same number."""
+
+    do: Literal["connect", "disconnect", "read"]
+    connector: str
+    engine_id: str
+    peer: KVAddress | None = None
+    runs: list[Run] = field(default_factory=list)
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCallOver:
+    """The answer to a KVCall."""
+
+    number: int
+    error: str | None
+
+
+# Where each rank has requests of its own.
+
+
+@dataclass(frozen=True, slots=True)
+class KVNews:
+    """What the front has said of a rank's requests."""
+
+    notices: list[KVNotice] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class KVTold:
+    """What the front has to hear, and how long a rank without work may sleep."""
+
+    events: KVEvents
+    wait_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of every rank."""
+
+    submit: list[Request]
+    abort: list[str]
+    hold: bool
+    kv: KVNews
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """A rank after a round."""
+
+    has_work: bool
+    stats: EngineStats
+    load: Load
+    outlook: Outlook
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOver:
+    """What a round was on one rank."""
+
+    outputs: list[RequestOutput]
+    events: list[PackedEvent]
+    state: RankState
+    kv: KVTold | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeer:
+    """Be ready to read from another engine."""
+
+    peer: KVAddress
+
+
+@dataclass(frozen=True, slots=True)
+class DisconnectPeer:
+    """Forget another engine."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAnswer:
+    """Why a peer cannot be read from, or None."""
+
+    problem: str | None
+
+
+Message = (
+    Machine | Place | Order | NumBlocks | Failed | KVReachable
+    | Step | Rows | KVCall | KVCallOver
+    | Round | RoundOver | ConnectPeer | DisconnectPeer | PeerAnswer
+)  # fmt: skip
 
 
 def send(connection: Connection, message: Message) -> None:
     """Send one message; raises OSError when the other side is gone."""
-    connection.send_bytes(json.dumps(message).encode())
+    connection.send_bytes(dumps(Message, message))
 
 
 def receive(connection: Connection) -> Message:
     """The next message; raises EOFError or OSError when the other side is gone."""
-    message: Message = json.loads(connection.recv_bytes())
+    message: Message = loads(Message, connection.recv_bytes())
     return message
 
 
-def pack_setup(setup: Setup) -> Message:
-    """A setup as a message."""
-    return asdict(setup)
+def leaving(request: Request) -> Request:
+    """A request as it travels."""
+    return _shifted(request, -time.monotonic_ns())
 
 
-def unpack_setup(data: Message) -> Setup:
-    """The setup of a message."""
-    return Setup(
-        ModelConfig(**data["model"]),
-        CacheConfig(**data["cache"]),
-        SchedulerConfig(**data["scheduler"]),
-        ExecutionConfig(**data["execution"]),
-        ParallelConfig(**data["parallel"]),
+def arrived(request: Request) -> Request:
+    """A request that has travelled."""
+    return _shifted(request, time.monotonic_ns())
+
+
+def _shifted(request: Request, by_ns: int) -> Request:
+    deadline_ns = request.deadline_ns
+    return replace(
+        request,
+        arrival_ns=request.arrival_ns + by_ns,
+        deadline_ns=None if deadline_ns is None else deadline_ns + by_ns,
     )
 
 
-def pack_request(request: Request) -> Message:
-    """A request as a message."""
-    data = asdict(request)
-    now = time.monotonic_ns()
-    return data | {name: None if data[name] is None else data[name] - now for name in _TIMES}
+def leaving_output(output: RequestOutput) -> RequestOutput:
+    """An output as it travels; 0 stays unknown."""
+    scheduled_ns = output.scheduled_ns and output.scheduled_ns - time.monotonic_ns()
+    return replace(output, scheduled_ns=scheduled_ns)
 
 
-def unpack_request(data: Message) -> Request:
-    """The request of a message."""
-    now = time.monotonic_ns()
-    times = {name: None if data[name] is None else data[name] + now for name in _TIMES}
-    sampling = data["sampling"]
-    if sampling["structured"] is not None:
-        sampling["structured"] = StructuredOutput(**sampling["structured"])
-    if sampling["logit_bias"] is not None:
-        sampling["logit_bias"] = {int(k): v for k, v in sampling["logit_bias"].items()}
-    return Request(**(data | times | {"sampling": SamplingParams(**sampling)}))
+def arrived_output(output: RequestOutput) -> RequestOutput:
+    """An output that has travelled."""
+    scheduled_ns = output.scheduled_ns and output.scheduled_ns + time.monotonic_ns()
+    return replace(output, scheduled_ns=scheduled_ns)
 
 
-def pack_output(output: RequestOutput) -> Message:
-    """An output as a message."""
-    now = time.monotonic_ns()
-    return asdict(replace(output, scheduled_ns=output.scheduled_ns and output.scheduled_ns - now))
-
-
-def unpack_output(data: Message) -> RequestOutput:
-    """The output of a message."""
-    reason, started_ns = data["finish_reason"], data["scheduled_ns"]
-    more = {
-        name: data[name]
-        and [None if entry is None else TokenLogprobs(**entry) for entry in data[name]]
-        for name in ("logprobs", "prompt_logprobs")
-    }
-    more["finish_reason"] = None if reason is None else FinishReason(reason)
-    more["scheduled_ns"] = started_ns and started_ns + time.monotonic_ns()
-    return RequestOutput(**(data | more))
-
-
-def pack_address(address: KVAddress) -> Message:
-    """Where a rank's KV lies, as a message."""
-    ways = [asdict(way) | {"endpoint": way.endpoint.hex()} for way in address.ways]
-    more = {name: [pack_address(a) for a in getattr(address, name)] for name in ("others", "ranks")}
-    return asdict(address) | {"ways": ways} | more
-
-
-def unpack_address(data: Message) -> KVAddress:
-    """The address of a message."""
-    shape = data["geometry"] | {"block_bytes": tuple(data["geometry"]["block_bytes"])}
-    ways = [
-        KVWay(way["connector"], tuple(way["regions"]), bytes.fromhex(way["endpoint"]))
-        for way in data["ways"]
-    ]
-    more = {name: tuple(map(unpack_address, data[name])) for name in ("others", "ranks")}
-    return KVAddress(**(data | {"geometry": KVGeometry(**shape), "ways": tuple(ways)} | more))
-
-
-def pack_step(token_ids: torch.Tensor, batch: AttentionBatch) -> tuple[Message, torch.Tensor]:
+def pack_step(
+    do: Literal["step", "draft"], token_ids: torch.Tensor, batch: AttentionBatch
+) -> tuple[Step, torch.Tensor]:
     """A step's inputs: their sizes as a message, their values as one int32 tensor."""
     tables = batch.block_tables[batch.table_rows]
     parts = [token_ids, batch.positions, batch.slots, batch.query_starts, batch.context_lens]
     parts += [tables, *(part for tiles in batch.tiles for part in (tiles.seqs, tiles.starts))]
-    sizes = {
-        "tokens": token_ids.shape[0],
-        "seqs": tables.shape[0],
-        "width": tables.shape[1],
-        "tiles": [(tiles.seqs.shape[0], *_plan(tiles)) for tiles in batch.tiles],
-    }
+    tiles = [(tiles.seqs.shape[0], *_plan(tiles)) for tiles in batch.tiles]
+    sizes = Step(do, token_ids.shape[0], tables.shape[0], tables.shape[1], tiles)
     return sizes, torch.cat([part.flatten().int() for part in parts])
 
 
@@ -137,17 +251,17 @@ def _plan(tiles: QueryTiles) -> tuple[int, int, int, int]:
     return tiles.tokens, tiles.splits, tiles.rows.start, tiles.rows.stop
 
 
-def step_size(sizes: Message) -> int:
+def step_size(sizes: Step) -> int:
     """How many integers a step's inputs are."""
-    tiles = 2 * sum(count for count, *_ in sizes["tiles"])
-    return int(3 * sizes["tokens"] + sizes["seqs"] * (2 + sizes["width"]) + 1 + tiles)
+    tiles = 2 * sum(count for count, *_ in sizes.tiles)
+    return 3 * sizes.tokens + sizes.seqs * (2 + sizes.width) + 1 + tiles
 
 
-def unpack_step(sizes: Message, flat: torch.Tensor) -> tuple[torch.Tensor, AttentionBatch]:
+def unpack_step(sizes: Step, flat: torch.Tensor) -> tuple[torch.Tensor, AttentionBatch]:
     """The inverse of pack_step."""
-    tokens, seqs, width = sizes["tokens"], sizes["seqs"], sizes["width"]
+    tokens, seqs, width = sizes.tokens, sizes.seqs, sizes.width
     counts = [tokens, tokens, tokens, seqs + 1, seqs, seqs * width]
-    counts += [count for count, *_ in sizes["tiles"] for _ in range(2)]
+    counts += [count for count, *_ in sizes.tiles for _ in range(2)]
     ids, positions, slots, starts, contexts, tables, *tiles = flat.split(counts)
     if flat.device.type == "cpu":  # what the compiled kernels read
         ids, positions, slots = ids.long(), positions.long(), slots.long()
@@ -161,7 +275,7 @@ def unpack_step(sizes: Message, flat: torch.Tensor) -> tuple[torch.Tensor, Atten
         tiles=tuple(
             QueryTiles(seqs, starts, tokens, splits, range(start, stop))
             for seqs, starts, (_, tokens, splits, start, stop) in zip(
-                tiles[::2], tiles[1::2], sizes["tiles"], strict=True
+                tiles[::2], tiles[1::2], sizes.tiles, strict=True
             )
         ),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,15 @@ from tokenmill.core.types import RanksLostError
 from tokenmill.engine.drafts.proposer import Cache, Drafter
 from tokenmill.engine.model import KVCache, RankModel
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.rank_messages import Message, pack_step, step_size, unpack_step
+from tokenmill.engine.ranks.rank_messages import (
+    KVCall,
+    Message,
+    Rows,
+    Step,
+    pack_step,
+    step_size,
+    unpack_step,
+)
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import RankReader
 from tokenmill.kernels.attention import AttentionBatch
@@ -94,14 +103,16 @@ class SharedDrafter:
         return self._module.states(out)
 
 
-def _send_step(group: RankGroup, what: str, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
-    sizes, flat = pack_step(token_ids, batch)
-    group.tell(sizes | {"do": what})
+def _send_step(
+    group: RankGroup, do: Literal["step", "draft"], token_ids: torch.Tensor, batch: AttentionBatch
+) -> None:
+    sizes, flat = pack_step(do, token_ids, batch)
+    group.tell(sizes)
     group.ranks.broadcast(flat)
 
 
-def _send_rows(group: RankGroup, what: str, rows: torch.Tensor) -> None:
-    group.tell({"do": what, "tokens": rows.shape[0]})
+def _send_rows(group: RankGroup, do: Literal["logits", "draft_logits"], rows: torch.Tensor) -> None:
+    group.tell(Rows(do, rows.shape[0]))
     group.ranks.broadcast(rows)
 
 
@@ -125,33 +136,33 @@ class Follower:
     def follow(self, message: Message) -> None:
         """Take part in one call; what all ranks have computed together is rank 0's to use."""
         model, drafter = self._model, self._drafter
-        match message["do"]:
-            case "step":
+        match message:
+            case Step(do="step"):
                 token_ids, batch = self._step(message)
                 if self._rebalancer is not None:
                     self._rebalancer.turn()
                 model.forward(token_ids, self._kv_cache[: model.spec.num_layers], batch)
-            case "logits":
-                model.logits(self._rows(message))
-            case "draft" if drafter is not None:
+            case Rows(do="logits"):
+                model.logits(self._rows(message.count))
+            case Step(do="draft") if drafter is not None:
                 token_ids, batch = self._step(message)
-                drafter.forward(token_ids, self._rows(message), self._kv_cache[-1], batch)
-            case "draft_logits" if drafter is not None:
-                drafter.logits(self._rows(message))
-            case _ if self._reader is not None:
+                drafter.forward(token_ids, self._rows(message.tokens), self._kv_cache[-1], batch)
+            case Rows(do="draft_logits") if drafter is not None:
+                drafter.logits(self._rows(message.count))
+            case KVCall() if self._reader is not None:
                 self._reader.do(message)
             case unknown:
                 raise ValueError(f"rank 0 asks for {unknown!r}")
 
-    def _step(self, sizes: Message) -> tuple[torch.Tensor, AttentionBatch]:
+    def _step(self, sizes: Step) -> tuple[torch.Tensor, AttentionBatch]:
         device = self._kv_cache[0][0].device
         flat = torch.empty(step_size(sizes), dtype=torch.int32, device=device)
         return unpack_step(sizes, self._ranks.broadcast(flat))
 
-    def _rows(self, message: Message) -> torch.Tensor:
+    def _rows(self, count: int) -> torch.Tensor:
         """Rows of the residual stream."""
         norm = self._model.norm
-        return self._ranks.broadcast(norm.new_empty(message["tokens"], norm.shape[0]))
+        return self._ranks.broadcast(norm.new_empty(count, norm.shape[0]))
 
 
 class OwnModel:

@@ -14,9 +14,18 @@ from typing import NoReturn
 
 from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
 from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
-from tokenmill.engine.ranks.group import call, join
+from tokenmill.engine.ranks.group import Kind, call, join
 from tokenmill.engine.ranks.leader import OwnEngine
-from tokenmill.engine.ranks.rank_messages import Message, pack_address, receive, send, unpack_setup
+from tokenmill.engine.ranks.rank_messages import (
+    Failed,
+    KVReachable,
+    Message,
+    NumBlocks,
+    Order,
+    Place,
+    receive,
+    send,
+)
 from tokenmill.engine.ranks.rank_models import RANK_GONE, Follower, OwnModel, all_or_none
 from tokenmill.engine.ranks.shared_kv import RankReader
 from tokenmill.engine.setup import Setup
@@ -42,30 +51,35 @@ class Inbox:
     def next(self) -> Message:
         return self._messages.get()
 
+    def next_of(self, kind: type[Kind]) -> Kind:
+        """The next message, which must be of this type."""
+        message = self.next()
+        assert isinstance(message, kind), message
+        return message
+
 
 def main(address: str) -> None:
     """Join rank 0, load a part of the model, and compute until rank 0 is gone."""
     connection = call(address)
     inbox = Inbox(connection)
-    ranks = join(inbox.next())
-    order = inbox.next()
-    setup = unpack_setup(order["setup"])
+    ranks = join(inbox.next_of(Place))
+    order = inbox.next_of(Order)
+    setup = order.setup
 
     def agree(num_blocks: int) -> int:
-        send(connection, {"num_blocks": num_blocks})
-        return int(inbox.next()["num_blocks"])
+        send(connection, NumBlocks(num_blocks))
+        return inbox.next_of(NumBlocks).count
 
     try:
         part = load_part(setup, ranks, agree)
     except TokenmillError as error:
-        send(connection, {"error": str(error)})
+        send(connection, Failed(str(error)))
         inbox.next()  # until rank 0 ends
         return
-    vocab = order["vocab"] and GrammarVocab(**order["vocab"])
     try:
         with all_or_none():
             if setup.parallel.attention_dp:
-                _run_own(setup, part, ranks, vocab, connection, inbox)
+                _run_own(setup, part, ranks, order.vocab, connection, inbox)
             else:
                 _follow(setup, part, ranks, connection, inbox)
     except RanksLostError as error:
@@ -98,7 +112,7 @@ def _run_own(
     engine, _ = make_engine(setup, part, model, vocab)
     own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
     if engine.kv is not None:
-        send(connection, {"kv": pack_address(engine.kv.address)})
+        send(connection, KVReachable(engine.kv.address))
     while True:
         send(connection, own.answer(inbox.next()))
 

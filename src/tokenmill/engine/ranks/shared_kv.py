@@ -17,7 +17,7 @@ from tokenmill.core.kv import KVAddress, KVWay
 from tokenmill.core.spec import ModelSpec
 from tokenmill.engine.model import KVCache
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.rank_messages import Message, pack_address, send, unpack_address
+from tokenmill.engine.ranks.rank_messages import KVCall, KVCallOver, KVReachable, send
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.transfer import KVTransfer, OwnConnector, Run, TransferError
 from tokenmill.sched.scheduler import Scheduler
@@ -35,7 +35,7 @@ class GroupLink:
         """Make the caches of all ranks reachable."""
         pool = scheduler.pool
         connectors, own = self._link.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
-        others = tuple(unpack_address(message["kv"]) for message in self._group.hear())
+        others = tuple(message.address for message in self._group.hear(KVReachable))
         calls = _Calls(self._group)
         moved = [GroupConnector(connector, calls) for connector in connectors]
         return KVTransfer(scheduler, moved, replace(own, others=others if self._in_parts else ()))
@@ -56,14 +56,14 @@ class _Calls:
         self._group, self._last, self.num_ranks = group, 0, group.size - 1
         self._open: dict[int, _Call] = {}
 
-    def start(self, messages: list[Message]) -> _Call:
+    def start(self, messages: list[KVCall]) -> _Call:
         """Give each other rank a message of its own."""
         self._last += 1
         call = self._open[self._last] = _Call(len(messages))
-        self._group.tell_each([message | {"number": self._last} for message in messages])
+        self._group.tell_each([replace(message, number=self._last) for message in messages])
         return call
 
-    def start_all(self, message: Message) -> _Call:
+    def start_all(self, message: KVCall) -> _Call:
         """Give the other ranks the same message."""
         return self.start([message] * self.num_ranks)
 
@@ -74,11 +74,12 @@ class _Calls:
             if not answers:
                 return False
             for answer in answers:
-                open_call = self._open[answer["number"]]
+                assert isinstance(answer, KVCallOver), answer
+                open_call = self._open[answer.number]
                 open_call.missing -= 1
-                open_call.error = open_call.error or answer["error"]
+                open_call.error = open_call.error or answer.error
                 if not open_call.missing:
-                    del self._open[answer["number"]]
+                    del self._open[answer.number]
         return True
 
 
@@ -111,7 +112,7 @@ class GroupConnector:
         self._own.connect(peer, way)
         sources = peer.others or (peer,) * self._calls.num_ranks
         call = self._calls.start(
-            [self._message("connect", peer.engine_id, peer=pack_address(s)) for s in sources]
+            [KVCall("connect", self.name, peer.engine_id, peer=source) for source in sources]
         )
         self._calls.over(call, wait=True)
         if call.error is not None:
@@ -120,18 +121,15 @@ class GroupConnector:
 
     def disconnect(self, engine_id: str) -> None:
         self._own.disconnect(engine_id)
-        self._calls.start_all(self._message("disconnect", engine_id))
+        self._calls.start_all(KVCall("disconnect", self.name, engine_id))
 
     def read(self, engine_id: str, runs: list[Run]) -> GroupRead:
         """Start to read runs of blocks on every rank."""
-        call = self._calls.start_all(self._message("read", engine_id, runs=runs))
+        call = self._calls.start_all(KVCall("read", self.name, engine_id, runs=runs))
         return GroupRead(self._own.read(engine_id, runs), call, self._calls)
 
     def close(self) -> None:
         self._own.close()  # the other ranks' end with their processes
-
-    def _message(self, what: str, engine_id: str, **more: object) -> Message:
-        return {"do": f"kv_{what}", "connector": self.name, "engine_id": engine_id} | more
 
 
 class RankReader:
@@ -144,21 +142,21 @@ class RankReader:
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, str] = {}  # the engine's id: that of its rank which is read here
         self._connection, self._lock = connection, threading.Lock()
-        send(connection, {"kv": pack_address(address)})
+        send(connection, KVReachable(address))
 
-    def do(self, message: Message) -> None:
+    def do(self, call: KVCall) -> None:
         """Begin what rank 0 says; its end is told from whichever thread it comes in."""
-        number, engine_id = message["number"], message["engine_id"]
-        connector = self._connectors[message["connector"]]
+        number, engine_id = call.number, call.engine_id
+        connector = self._connectors[call.connector]
         error: str | None = None
-        match message["do"]:
-            case "kv_connect":
-                error = self._connect(connector, engine_id, unpack_address(message["peer"]))
-            case "kv_disconnect":
+        match call.do:
+            case "connect":
+                assert call.peer is not None
+                error = self._connect(connector, engine_id, call.peer)
+            case "disconnect":
                 connector.disconnect(self._peers.pop(engine_id, ""))
-            case "kv_read":
-                runs = [(there, here, count) for there, here, count in message["runs"]]
-                read = connector.read(self._peers[engine_id], runs)
+            case "read":
+                read = connector.read(self._peers[engine_id], call.runs)
                 read.add_done_callback(lambda read: self._answer(number, read.exception()))
                 return
         self._answer(number, error)
@@ -174,4 +172,4 @@ class RankReader:
 
     def _answer(self, number: int, error: object) -> None:
         with self._lock:
-            send(self._connection, {"number": number, "error": error and str(error)})
+            send(self._connection, KVCallOver(number, str(error) if error else None))
