@@ -1,6 +1,6 @@
 """Write the generated parts of docs/architecture.md: one line a module, and who imports whom.
 
-python scripts/module_table.py            # after a module, a docstring or an import rule changed
+    python scripts/module_table.py            # after a docstring or an import rule has changed
 python scripts/module_table.py --check    # exit status 1 where the page is stale
 """
 

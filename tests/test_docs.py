@@ -1,0 +1,259 @@
+"""The pages: their commands exist and run, their links lead somewhere, their tables are fresh.
+
+A comment before a fenced block says what is done with its commands: `<!-- run -->`, `<!-- run, same
+output -->`, `<!-- server -->` (against a simulated server) or `<!-- not run: why -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import urllib.request
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import module_table
+import pytest
+import typer
+
+from api.sim import MODEL
+from api.sim_server import SimServer, sim_server
+from tokenmill.__main__ import run
+from tokenmill.cli.app import app
+from tokenmill.core.config import PoolConfig, SchedulerConfig
+
+ROOT = Path(__file__).parents[1]
+LOG = ROOT / "docs" / "log.md"  # of the past: its commands may be gone
+PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("docs/*.md") if path != LOG)]
+MARKER = re.compile(r"<!-- (run|run, same output|server|not run: .+) -->")
+SERVED = "http://127.0.0.1:8000"
+OTHER_FLAGS = {"--chaos-s", "--check", "--help"}  # of pytest, scripts and others
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    marker: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The words of each tokenmill or curl command; what follows a pipe is left out."""
+        text = self.text.replace("\\\n", " ")
+        lines = text.splitlines()
+        if self.language == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        words = [shlex.split(line, comments=True) for line in lines]
+        cut = [line[: line.index("|")] if "|" in line else line for line in words]
+        return [line for line in cut if line and line[0] in ("tokenmill", "curl")]
+
+    @property
+    def shown(self) -> list[str]:
+        """The output that a console block shows."""
+        text = self.text.replace("\\\n", " ")
+        return [line for line in text.splitlines() if line and not line.startswith("$ ")]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    begin: int | None = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if begin is None:
+            begin = number
+            continue
+        before = MARKER.fullmatch(lines[begin - 1]) if begin else None
+        text = "\n".join(lines[begin + 1 : number])
+        marker = before[1] if before else ""
+        yield Block(page, begin + 1, lines[begin].removeprefix("```"), marker, text)
+        begin = None
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+COMMANDS = [
+    pytest.param(words[1:], id=f"{block}: {' '.join(words[1:4])}")
+    for block in SHELL
+    for words in block.commands
+    if words[0] == "tokenmill"
+]
+
+
+# What the command line knows.
+
+
+def subcommands(command: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(command, "commands", {})
+    return found
+
+
+def every_flag(command: Any) -> set[str]:
+    own = {name for parameter in command.params for name in parameter.opts}
+    own |= {name for parameter in command.params for name in parameter.secondary_opts}
+    return own.union(*(every_flag(inner) for inner in subcommands(command).values()), set())
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_parse(words: list[str]) -> None:
+    command = typer.main.get_command(app)
+    while words and (inner := subcommands(command).get(words[0])):
+        command, words = inner, words[1:]
+    assert not subcommands(command) or words == ["--version"], f"no command {words}"
+    if not subcommands(command):
+        command.make_context(command.name, list(words))  # raises where a flag is not known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_in_the_text_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    spans = re.findall(r"`([^`]+)`", text)
+    flags = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)}
+    unknown = flags - every_flag(typer.main.get_command(app)) - OTHER_FLAGS
+    assert not unknown, f"{page.name} names flags that no command has: {sorted(unknown)}"
+
+
+# What runs.
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_blocks_say_whether_they_run(block: Block) -> None:
+    if block.commands:
+        assert block.marker, f"{block}: put <!-- run -->, <!-- server --> or <!-- not run: why -->"
+    for name in re.findall(r"tests/[\w/.]+\w", block.marker):
+        assert (ROOT / name).exists(), f"{block} names {name}, which is not there"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with the recipes in it, and no settings in the environment."""
+    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    with chdir(tmp_path):
+        yield tmp_path
+
+
+RUN = [block for block in SHELL if block.marker.startswith("run")]
+DONE: set[tuple[str, ...]] = set()  # some commands stand on several pages
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_commands_run(block: Block, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    exact = block.marker == "run, same output"
+    for words in block.commands:
+        assert (tuple(words) in DONE and not exact) or run(words[1:]) == 0, capfd.readouterr().err
+        DONE.add(tuple(words))
+    if exact:
+        found = capfd.readouterr().out
+        assert [line for line in block.shown if line not in found.splitlines()] == []
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    limits = SchedulerConfig(max_model_len=4096)
+    pool = PoolConfig(workers=2, placement="process")
+    with sim_server(None, limits, step_ms=1.0, pool=pool) as running:
+        yield running
+
+
+def curl(words: list[str], server: SimServer) -> None:
+    url = next(word for word in words if word.startswith(SERVED)).replace(SERVED, server.url)
+    body = words[words.index("-d") + 1].encode() if "-d" in words else None
+    if body:
+        body = json.dumps(json.loads(body) | {"model": MODEL}).encode()
+    call = urllib.request.Request(url, body, {"content-type": "application/json"})
+    with urllib.request.urlopen(call, timeout=60) as answer:
+        assert answer.status == 200 and answer.read()
+
+
+SERVER_PAGES = sorted({block.page for block in BLOCKS if block.marker == "server"})
+
+
+@pytest.mark.parametrize("page", SERVER_PAGES, ids=lambda page: page.name)
+def test_commands_run_against_a_server(
+    page: Path, server: SimServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a page run in their order: later ones read what earlier ones wrote."""
+    monkeypatch.setenv("TOKENMILL_URL", f"{server.url}/v1")
+    for block in (block for block in BLOCKS if block.page == page and block.marker == "server"):
+        if block.language == "python":
+            text = block.text.replace(SERVED, server.url).replace('"smollm2"', repr(MODEL))
+            exec(compile(text, str(block), "exec"), {})
+            continue
+        for words in block.commands:
+            if words[0] == "curl":
+                curl(words, server)
+                continue
+            arguments = [word.replace(SERVED, server.url) for word in words[1:]]
+            assert run(arguments) == 0, f"{block}: {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=lambda p: p.name)
+def test_python_runs(page: Path, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of a page share their names, as in one file."""
+    names: dict[str, Any] = {}
+    for block in (block for block in PYTHON if block.page == page):
+        code = compile(block.text, str(block), "exec")
+        if block.marker == "run":
+            exec(code, names)
+            assert capsys.readouterr().out
+
+
+# What the pages say beside commands.
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {text.strip().replace(" ", "-") for text in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_in_the_text_exist(page: Path) -> None:
+    """`engine/build.py` is a module of the package, or a file of the repository."""
+    if page.name == "changes.md":
+        return
+    places = (ROOT, ROOT / "src" / "tokenmill")
+    for name in re.findall(r"`([\w./]+/[\w*.]+\.\w+)`", page.read_text(encoding="utf-8")):
+        if name[0] == "." or not any((place / name.split("/")[0]).is_dir() for place in places):
+            continue
+        assert any(list(place.glob(name)) for place in places), f"{page.name} names {name}"
+
+
+def test_readme_is_short_and_narrow() -> None:
+    lines = PAGES[0].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) < 100
+
+
+def test_pictures_are_small() -> None:
+    for path in (ROOT / "docs" / "images").glob("*"):
+        assert path.suffix == ".png" and path.stat().st_size < 200_000
+
+
+def test_the_list_of_modules_is_fresh() -> None:
+    page = module_table.PAGE.read_text(encoding="utf-8")
+    assert module_table.render(page) == page, "run python scripts/module_table.py"
+    assert not re.findall(r"^(?:- `|\*\*`).*: ?$", page, re.M), "a module without a docstring"

@@ -1,0 +1,91 @@
+"""The recipes: every TOML sets what the command it names takes; the others are parsed, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import grafana_dashboard
+import pytest
+import typer
+import yaml
+
+from tokenmill.cli.app import app
+from tokenmill.settings import load
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+TOMLS = sorted(RECIPES.glob("*.toml"))
+METRIC = re.compile(r"tokenmill_\w+")
+
+
+def command_of(words: list[str]) -> Any:
+    """The command that the words begin with, and the words that are left."""
+    command: Any = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.stem)
+def test_a_recipe_sets_what_its_command_takes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    program, *words = shlex.split(text.splitlines()[0].removeprefix("# "))
+    command, left = command_of(words)
+    assert (program, left) == ("tokenmill", ["--config", f"recipes/{path.name}"])
+    taken = {name for option in command.params for name in option.opts + option.secondary_opts}
+    keys = tomllib.loads(text)
+    unknown = [key for key in keys if f"--{key}" not in taken]
+    assert keys and not unknown, f"{command.name} does not take {unknown}"
+    values = load(dict.fromkeys(keys), config=path, environ={}).values
+    assert values.keys() == keys.keys()  # and each could be read
+
+
+def test_the_kuberay_manifest_serves_by_the_cluster() -> None:
+    documents = list(yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text(encoding="utf-8")))
+    cluster, service = documents
+    assert (cluster["kind"], service["kind"]) == ("RayCluster", "Service")
+    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    words = shlex.split(head["args"][0])
+    command, left = command_of(words[words.index("tokenmill") + 1 :])
+    context = command.make_context("serve", list(left))
+    assert command.name == "serve" and "--ray-address" in left and context.params
+    (ports,) = [port for port in head["ports"] if port["name"] == "api"]
+    assert ports["containerPort"] == service["spec"]["ports"][0]["port"] == 8000
+    assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    (ray,) = re.findall(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert cluster["spec"]["rayVersion"] == ray
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        (worker,) = group["template"]["spec"]["containers"]
+        mounts = [mount["mountPath"] for mount in worker["volumeMounts"]]
+        assert mounts == [mount["mountPath"] for mount in head["volumeMounts"]]
+
+
+def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
+    text = (RECIPES / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    for names in re.findall(r"^COPY (.+)$", text, re.M):
+        assert all((ROOT / name).exists() for name in names.split()[:-1])
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    (entry,), (arguments,) = (
+        re.findall(rf"^{key} (\[.+\])$", text, re.M) for key in ("ENTRYPOINT", "CMD")
+    )
+    command, left = command_of(json.loads(arguments))
+    assert json.loads(entry) == ["tokenmill"]
+    assert command.name == "serve" and command.make_context("serve", list(left)).params
+
+
+def test_the_grafana_dashboard_is_fresh_and_has_every_metric() -> None:
+    text = grafana_dashboard.DASHBOARD.read_text(encoding="utf-8")
+    assert text == grafana_dashboard.render(), "run python scripts/grafana_dashboard.py"
+    page = grafana_dashboard.METRICS.read_text(encoding="utf-8")
+    known = set(re.findall(r"^\| `(tokenmill_\w+)`", page, re.M))
+    panels = [panel for panel in json.loads(text)["panels"] if panel["type"] != "row"]
+    named = [name for p in panels for t in p["targets"] for name in METRIC.findall(t["expr"])]
+    assert {name.removesuffix("_bucket") for name in named} == known
+    assert len({panel["id"] for panel in panels}) == len(panels) == len(known)
