@@ -10,8 +10,8 @@ import pytest
 
 from tokenmill.__main__ import run
 from tokenmill.core.config import RouterConfig
+from tokenmill.core.mooncake import TraceError, TraceRequest, read_trace
 from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
-from tokenmill.plan.trace import TraceError, TraceRequest, read_trace
 
 TIMING = StepTiming(prefill=(0.0, 1.0, 10.0), decode=(0.0, 0.0, 5.0))
 

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gc
 import logging
-import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -24,6 +23,7 @@ from tokenmill.api.telemetry.log_stats import StatsLog
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import Tracing, open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.file_limit import max_open_files, raise_file_limit
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.messages import ModelFacts
@@ -32,7 +32,6 @@ from tokenmill.workers.pool import WorkerPool
 
 BACKLOG = 2048
 CLOSE_S = 5  # answers still being sent when the drain is over get this long
-MAX_FILES = 65_536
 RESERVED_FILES = 256  # that are no clients' connections
 POLL_S = 0.02
 SWEEP_TICKS = 5  # of uvicorn, a tenth of a second each, between two looks at all connections
@@ -227,10 +226,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
-    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if max_files == resource.RLIM_INFINITY:
-        max_files = MAX_FILES
-    limits = ConnectionLimits.of(config, max_files - RESERVED_FILES)
+    limits = ConnectionLimits.of(config, max_open_files() - RESERVED_FILES)
     return uvicorn.Config(
         app,
         http=functools.partial(Connection, limits),  # type: ignore[arg-type]
@@ -244,14 +240,6 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=CLOSE_S,
     )
-
-
-def raise_file_limit() -> None:
-    """Every connection is a descriptor, and the usual soft limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

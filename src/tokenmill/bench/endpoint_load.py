@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.core.bench_config import BenchConfig, EndpointConfig
+from tokenmill.core.mooncake import read_trace
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load
     if config.concurrency and not config.saturate:
         return [Load(concurrency=value, **common) for value in config.concurrency]
     if isinstance(dataset, Trace):
-        offsets = tuple(row.offset_s for row in dataset.rows)
+        offsets = tuple(row.arrival_ms / 1e3 for row in dataset.rows)
         return [Load(arrival="trace", offsets_s=offsets, **common)]
     common |= {"arrival": config.arrival, "burst_size": config.burst_size}
     if config.saturate:
@@ -66,11 +67,12 @@ def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load
 
 def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
     """The data that the flags ask for."""
-    from tokenmill.bench.client.datasets import Synthetic, read_prompts, read_trace
+    from tokenmill.bench.client.datasets import Synthetic, Trace, read_prompts
 
     output_len = settings.values.get("output-len")
     if config.trace is not None:
-        return read_trace(Path(config.trace).expanduser(), config.trace_speed)
+        block = settings.get("trace-block-tokens")
+        return Trace(tuple(read_trace(config.trace, block, config.trace_speed)), block=block)
     if config.prompts is not None:
         return read_prompts(Path(config.prompts).expanduser(), output_len)
     lengths: tuple[tuple[int, int], ...]

@@ -61,8 +61,8 @@ def replay(settings: Settings) -> None:
 
     tokenmill plan replay --loads --workers 2
     """
+    from tokenmill.core.mooncake import read_trace
     from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
-    from tokenmill.plan.trace import read_trace
 
     path = settings.get("trace")
     if settings.get("loads"):

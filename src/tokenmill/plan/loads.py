@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenmill.core.mooncake import TraceRequest
 from tokenmill.plan.replay import ReplayConfig, StepTiming
-from tokenmill.plan.trace import TraceRequest
 
 BLOCK_TOKENS = 16
 BURST = 24  # requests that come at once

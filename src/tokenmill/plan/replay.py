@@ -10,8 +10,8 @@ from typing import Any
 from tokenmill.core.config import RouterConfig, SchedulerConfig
 from tokenmill.core.kv_events import EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
+from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
-from tokenmill.plan.trace import TraceRequest
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_cost import StepSums, fit_rates
 from tokenmill.sched.blocks import BlockPool

@@ -14,7 +14,8 @@ import msgspec
 
 from tokenmill.core.config import RouteConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.proxy.upstream import Answer, ConnectError, Headers, Upstream, UpstreamError
+from tokenmill.http_connection import Headers
+from tokenmill.proxy.upstream import Answer, ConnectError, Upstream, UpstreamError
 from tokenmill.workers.slot import Rate
 
 _log = logging.getLogger(__name__)

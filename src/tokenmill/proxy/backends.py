@@ -11,9 +11,10 @@ from itertools import count
 from typing import Any
 
 from tokenmill.core.config import RouteConfig, RouterConfig
+from tokenmill.http_connection import Headers
 from tokenmill.proxy.backend import Backend, ask_models, base_urls
 from tokenmill.proxy.call_prompt import RoutedPrompt
-from tokenmill.proxy.upstream import Headers, UpstreamError
+from tokenmill.proxy.upstream import UpstreamError
 from tokenmill.routing.router import Decision, NoWorkerError, Router
 from tokenmill.workers.pool_view import Choices, PoolView, WorkerView
 

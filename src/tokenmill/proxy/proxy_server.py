@@ -15,13 +15,13 @@ from tokenmill.api.server import (
     drain,
     listening,
     logging_stats,
-    raise_file_limit,
     run_in_loop,
     tracing_to,
     url_of,
 )
 from tokenmill.api.telemetry.tracing import Tracing
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.core.file_limit import raise_file_limit
 from tokenmill.proxy.backends import Backends
 from tokenmill.proxy.proxy_routes import RouteApp, RouteState, routed_stats
 from tokenmill.text.tokenizer import Tokenizer

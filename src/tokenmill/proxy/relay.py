@@ -19,10 +19,11 @@ from tokenmill.api.errors import RETRY_AFTER_S, ApiError
 from tokenmill.api.stream import send_error, send_json
 from tokenmill.api.telemetry.tracing import Span, terms_of
 from tokenmill.core.metrics import RequestTimes
+from tokenmill.http_connection import Headers
 from tokenmill.proxy.backends import Attempt, Backends
 from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt
 from tokenmill.proxy.proxy_metrics import RouteMetrics
-from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError, header
+from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, UpstreamError, header
 from tokenmill.text.tokenizer import Tokenizer
 
 LONG_BODY = 20_000  # bytes; longer ones are tokenised on another thread

@@ -8,15 +8,11 @@ caller's to decide.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Iterable
-from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
-
-Headers = list[tuple[bytes, bytes]]
+from tokenmill.http_connection import Headers, HttpConnection, tls_of
 
 MAX_BUFFERED = 1 << 20  # bytes that nobody has read yet; beyond them the backend has to wait
 MAX_IDLE = 1024  # connections kept
@@ -53,7 +49,6 @@ class Answer:
         "_size",
         "_waiter",
         "ended",
-        "has_length",
         "headers",
         "is_closed",
         "status",
@@ -63,7 +58,6 @@ class Answer:
         self.status = 0
         self.headers: Headers = []
         self.ended = False  # the last byte is here, be it not read yet, or none will come
-        self.has_length = False
         self.is_closed = False  # by its reader
         self._has_head = False
         self._parts: list[bytes] = []
@@ -113,8 +107,8 @@ class Answer:
         if self._error is not None:
             raise UpstreamError(self._error)
 
-    def take_head(self, status: int, has_length: bool) -> None:
-        self.status, self.has_length, self._has_head = status, has_length, True
+    def take_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers, self._has_head = status, headers, True
         self._wake()
 
     def take(self, parts: list[bytes]) -> bool:
@@ -142,91 +136,53 @@ class Answer:
             self._waiter.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
-    """A keep-alive connection with at most one request on it."""
+class _Connection(HttpConnection):
+    """A connection to the backend, which waits while its answer is not read."""
 
     def __init__(self, idle: list[_Connection]) -> None:
+        super().__init__()
         self.answer: Answer | None = None
-        self.is_open = False
-        self.got_bytes = False  # of the current answer
         self.idle_since_s = 0.0
         self._idle = idle
-        self._transport: Any = None
-        self._parser: Any = None
-        self._headers: Headers = []
-        self._parts: list[bytes] = []
         self._is_paused = False
-        self.on_body = self._parts.append
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._parser = httptools.HttpResponseParser(self)
-        self.is_open = True
 
     def send(self, request: bytes, answer: Answer) -> None:
-        self.answer, self.got_bytes, self._headers = answer, False, []
-        self._transport.write(request)
+        self.answer = answer
+        self.write(request)
 
     def resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
-    def close(self) -> None:
-        self.is_open = False
-        if self._transport is not None:
-            self._transport.abort()
+    def take_head(self, status: int, headers: Headers) -> None:
+        if self.answer is not None:
+            self.answer.take_head(status, headers)
 
-    def data_received(self, data: bytes) -> None:
-        self.got_bytes = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(f"its answer is not HTTP: {error}")
-        self._flush()
-
-    def _flush(self) -> None:
-        if self._parts and self.answer is not None and self.answer.take(self._parts):
+    def take_body(self, parts: list[bytes]) -> None:
+        if self.answer is not None and self.answer.take(parts):
             self._is_paused = True
-            self._transport.pause_reading()
-        self._parts.clear()
+            self.transport.pause_reading()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:  # the real one follows
-            self._headers = []
-        elif self.answer is not None:
-            names = {name for name, _ in self._headers}
-            self.answer.headers = self._headers
-            self.answer.take_head(status, bool(names & {b"content-length", b"transfer-encoding"}))
-
-    def on_message_complete(self) -> None:
-        answer = self.answer
-        if answer is None or self._parser.get_status_code() < 200:
+    def finish(self, keep_alive: bool) -> None:
+        answer, self.answer = self.answer, None
+        if answer is None:
             return
-        self._flush()
-        self.answer = None
         self.resume()
-        if self._parser.should_keep_alive() and len(self._idle) < MAX_IDLE:
+        if keep_alive and len(self._idle) < MAX_IDLE:
             self.idle_since_s = time.monotonic()
             self._idle.append(self)
         else:
             self.close()
         answer.end()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_open = False
-        answer = self.answer
-        if answer is not None and answer.status and not answer.has_length and error is None:
-            self.answer = None
-            answer.end()  # the end of the connection is that of the answer
-        else:
-            self._fail(f"the connection was lost{f': {error}' if error else ''}")
+    def fail(self, reason: str) -> None:
+        self._end(f"its answer is {reason}")
 
-    def _fail(self, reason: str) -> None:
+    def lose(self, error: Exception | None) -> None:
+        self._end("the connection was lost" + (f": {error}" if error else ""))
+
+    def _end(self, reason: str) -> None:
         answer, self.answer = self.answer, None
         self.close()
         if answer is not None:
@@ -239,7 +195,7 @@ class Upstream:
     def __init__(self, url: str, connect_timeout_s: float) -> None:
         parts = urlsplit(url)
         self._host = parts.hostname or ""
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = tls_of(parts)
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/").encode()
         self._host_line = b"Host: " + parts.netloc.rpartition("@")[2].encode() + b"\r\n"

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tokenmill.bench.client.datasets import Session, Synthetic, read_prompts, read_trace, words
+from tokenmill.bench.client.datasets import Session, Synthetic, Trace, read_prompts, words
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.mooncake import TraceError, read_trace
 
 
 def content(session: Session, turn: int = 0) -> str:
@@ -63,8 +64,10 @@ def test_trace_shares_what_its_hash_ids_share(tmp_path: Path) -> None:
         trace_row(500, 1030, [1, 2, 4]),
         trace_row(2000, 600, [5, 2]),
     ]
-    trace = read_trace(write(tmp_path / "t.jsonl", rows), speed=2.0)
-    assert [row.offset_s for row in trace.rows] == [0.0, 0.25, 1.0]
+    in_order = read_trace(write(tmp_path / "t.jsonl", rows), 512, speed=2.0)
+    assert [row.arrival_ms for row in in_order] == [0.0, 250.0, 1000.0]
+    assert read_trace(write(tmp_path / "t.jsonl", rows[::-1]), 512, speed=2.0) == in_order
+    trace = Trace(tuple(in_order))
     one, two, three = (content(trace.session(i)).split() for i in range(3))
     assert (len(one), len(two), len(three)) == (1100, 1030, 600)
     assert one[:1024] == two[:1024]
@@ -76,15 +79,15 @@ def test_trace_shares_what_its_hash_ids_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"timestamp": 1}], r"t.jsonl:1: expected timestamp, input_length"),
-        ([trace_row(0, 600, [1])], r"t.jsonl:1: 600 tokens in .* 1 blocks of 512"),
-        ([trace_row(5, 1, [1]), trace_row(4, 1, [1])], r"the timestamps are not in order"),
-        ([], "has no lines"),
+        ([{"timestamp": 1}], r"t.jsonl, line 1: 'input_length' is missing"),
+        ([trace_row(0, 600, [1])], r"t.jsonl, line 1: input_length 600 needs 2 hash_ids of 512"),
+        ([trace_row(5, 1, [1]), trace_row(-4, 1, [1])], r"line 2: timestamp must be a positive"),
+        ([], "no request in it"),
     ],
 )
 def test_bad_traces(tmp_path: Path, rows: list[Any], message: str) -> None:
-    with pytest.raises(BenchError, match=message):
-        read_trace(write(tmp_path / "t.jsonl", rows))
+    with pytest.raises(TraceError, match=message):
+        read_trace(write(tmp_path / "t.jsonl", rows), 512)
 
 
 def test_prompts(tmp_path: Path) -> None:

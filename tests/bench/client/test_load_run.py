@@ -278,7 +278,7 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((*URL, "--rate", "0"), 2, "--rate must be numbers of at least 1e-06"),
         ((*URL, "--rate", "1", "--concurrency", "1"), 2, "--rate and --concurrency do not go"),
         ((*URL, "--trace", "t", "--prompts", "p"), 2, "--prompts and --trace do not go"),
-        ((*URL, "--trace", "gone.jsonl"), 1, "gone.jsonl: cannot read"),
+        ((*URL, "--trace", "gone.jsonl"), 1, "--trace gone.jsonl: cannot read"),
         ((*URL, "--gpus", "2"), 2, "a price needs both --gpus and --price-per-gpu-hour"),
         ((*URL, "--goodput", "tftt:5"), 1, "--goodput takes NAME:MS"),
         ((*URL, "--turns", "2", "--api", "completions"), 2, "--turns are turns of a chat"),

@@ -17,7 +17,6 @@ from tokenmill.bench.client.datasets import (
     Shuffled,
     Synthetic,
     Trace,
-    TraceRow,
     Turn,
     find_cuts,
     first_text,
@@ -32,6 +31,7 @@ from tokenmill.bench.client.prefix_hits import (
     prefix_hits,
 )
 from tokenmill.bench.client.records import Record
+from tokenmill.core.mooncake import TraceRequest
 
 pytestmark = pytest.mark.usefixtures("clean_folder")
 SYSTEM = "You are a helpful assistant that answers in one short sentence and never asks back. " * 3
@@ -49,7 +49,7 @@ def shared_words(one: str, other: str) -> int:
 
 def datasets() -> list[Dataset]:
     turns = tuple(Turn(f"{SYSTEM} What is {i} plus {i}?", 4) for i in range(6))
-    rows = tuple(TraceRow(0.0, 1000, 2, (1, 2 + i)) for i in range(6))
+    rows = tuple(TraceRequest(0.0, 1000, 2, (1, 2 + i)) for i in range(6))
     prompts = Prompts(turns)
     synthetic = Synthetic(((40, 4),), prefix_len=30, num_prefixes=2)
     return [synthetic, Synthetic(((40, 4),)), prompts, Shuffled(prompts, 6, 3), Trace(rows)]
@@ -138,7 +138,7 @@ def test_a_turn_explains_the_next_one() -> None:
 
 
 def test_blocks_of_a_trace_are_explained_where_it_repeats_them() -> None:
-    data = Trace((TraceRow(0, 1100, 2, (1, 2, 3)), TraceRow(0, 1100, 2, (1, 2, 4))))
+    data = Trace((TraceRequest(0, 1100, 2, (1, 2, 3)), TraceRequest(0, 1100, 2, (1, 2, 4))))
     records = [record(i, 1100) for i in range(3)]  # the last one is a second pass
     assert explained_tokens(data, records) == pytest.approx([0, 1024, 0])
 

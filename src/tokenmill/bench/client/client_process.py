@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import resource
 import signal
 import time
 from collections.abc import Coroutine, Iterator
@@ -20,6 +19,7 @@ from tokenmill.bench.client.connections import CANCELLED, Client
 from tokenmill.bench.client.datasets import Dataset, Message, Session
 from tokenmill.bench.client.progress import DONE, FAILED, NUM_COUNTERS, OPEN, TOKENS, observe
 from tokenmill.bench.client.records import Record, Target, request_body, write_records
+from tokenmill.core.file_limit import raise_file_limit
 from tokenmill.core.metrics import RequestTimes
 
 EARLY_NS = 500_000  # timers of the loop count milliseconds: half of one early is on time
@@ -289,10 +289,3 @@ async def _measure(issuer: Issuer, start_ns: int, orders: asyncio.Queue[int]) ->
     with contextlib.suppress(asyncio.CancelledError):
         await work
     return health
-
-
-def raise_file_limit() -> None:
-    """A connection is a file: take as many as the system gives."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

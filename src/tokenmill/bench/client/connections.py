@@ -7,14 +7,10 @@ in, first out.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
-
-import httptools
 
 from tokenmill.bench.client.records import (
     DONE,
@@ -28,6 +24,7 @@ from tokenmill.bench.client.records import (
     error_text,
 )
 from tokenmill.bench.workload import BenchError
+from tokenmill.http_connection import Headers, HttpConnection, tls_of
 
 CONNECT, TIMEOUT, DROPPED = "connect", "timeout", "dropped"
 MALFORMED_SSE, MALFORMED_BODY, IN_STREAM = "malformed_sse", "malformed_body", "error_in_stream"
@@ -153,95 +150,49 @@ class Exchange:
             self.done.set_result(None)
 
 
-class Connection(asyncio.Protocol):
-    """A keep-alive connection with at most one request on it."""
+class Connection(HttpConnection):
+    """A connection to the server under test; stamps are taken when bytes leave and come."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.exchange: Exchange | None = None
-        self.is_open = False
         self.is_used = False
-        self._transport: Any = None
-        self._parser: Any = None
-        self._now_ns = 0
-        self._has_length = False
-        self._got_bytes = False
-        self._parts: list[bytes] = []
-        self.on_body = self._parts.append
-
-    @property
-    def answered(self) -> bool:
-        """True once a byte of the current answer has come."""
-        return self._got_bytes
 
     @property
     def peer(self) -> tuple[str, int]:
-        host, port = self._transport.get_extra_info("peername")[:2]
+        host, port = self.transport.get_extra_info("peername")[:2]
         return host, port
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._parser = httptools.HttpResponseParser(self)
-        self.is_open = True
 
     def send(self, payload: bytes, exchange: Exchange) -> None:
         """Stamp and write."""
-        self.exchange, self._got_bytes, self._has_length = exchange, False, False
+        self.exchange = exchange
         exchange.record.sent_ns = time.monotonic_ns()
-        self._transport.write(payload)
+        self.write(payload)
 
-    def close(self) -> None:
-        self.is_open = False
-        if self._transport is not None:
-            self._transport.abort()
+    def take_head(self, status: int, headers: Headers) -> None:
+        if exchange := self.exchange:
+            kind = next((value for name, value in headers if name == b"content-type"), b"")
+            exchange.record.status = status
+            is_stream = kind.startswith(b"text/event-stream")
+            exchange.is_stream = is_stream and status == 200 and exchange.stream
 
-    def data_received(self, data: bytes) -> None:
-        self._now_ns = time.monotonic_ns()
-        self._got_bytes = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._end(MALFORMED_BODY, f"not HTTP: {error}")
-        self._flush()
-
-    def _flush(self) -> None:
-        """Give on what one read has brought of a body, in one piece."""
-        if self._parts and self.exchange is not None:
-            self.exchange.receive(b"".join(self._parts), self._now_ns)
-        self._parts.clear()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        lowered = name.lower()
-        if lowered in (b"content-length", b"transfer-encoding"):
-            self._has_length = True
-        elif lowered == b"content-type" and self.exchange is not None:
-            self.exchange.is_stream = value.startswith(b"text/event-stream")
-
-    def on_headers_complete(self) -> None:
+    def take_body(self, parts: list[bytes]) -> None:
         if self.exchange is not None:
-            status = self._parser.get_status_code()
-            self.exchange.record.status = status
-            self.exchange.is_stream &= status == 200 and self.exchange.stream
+            self.exchange.receive(b"".join(parts), self.read_ns)
 
-    def on_message_complete(self) -> None:
-        exchange = self.exchange
-        if exchange is None or exchange.record.status < 200:
-            return
-        self._flush()
-        self.exchange, self.is_used = None, True
-        if not self._parser.should_keep_alive():
+    def finish(self, keep_alive: bool) -> None:
+        exchange, self.exchange, self.is_used = self.exchange, None, True
+        if not keep_alive:
             self.close()
-        exchange.finish(self._now_ns)
+        if exchange is not None:
+            exchange.finish(self.read_ns)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_open = False
-        exchange = self.exchange
-        if exchange is None:
-            return
-        if exchange.record.status == 200 and not self._has_length and error is None:
-            self.exchange = None
-            exchange.finish(time.monotonic_ns())
-        else:
-            after = f"after {exchange.record.num_outputs} outputs"
+    def fail(self, reason: str) -> None:
+        self._end(MALFORMED_BODY, reason)
+
+    def lose(self, error: Exception | None) -> None:
+        if self.exchange is not None:
+            after = f"after {self.exchange.record.num_outputs} outputs"
             self._end(DROPPED, f"the connection closed {after}" + (f": {error}" if error else ""))
 
     def _end(self, error: str, detail: str) -> None:
@@ -263,7 +214,7 @@ class Client:
         self._target = target
         parts = urlsplit(target.url)
         self._host = parts.hostname or ""
-        self._tls = _tls(target) if parts.scheme == "https" else None
+        self._tls = tls_of(parts, target.insecure)
         self._address = (self._host, parts.port or (443 if self._tls else 80))
         key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
         self._head = (
@@ -297,7 +248,7 @@ class Client:
     @staticmethod
     def _went_stale(record: Record, connection: Connection) -> bool:
         """The server closed an idle connection just when it was used again."""
-        return record.error == DROPPED and connection.is_used and not connection.answered
+        return record.error == DROPPED and connection.is_used and not connection.got_bytes
 
     async def _attempt(
         self,
@@ -356,11 +307,3 @@ class Client:
         )
         self._address = connection.peer  # resolve once
         return connection
-
-
-def _tls(target: Target) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if target.insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context

@@ -12,17 +12,16 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS, TraceRequest
 
 Message = dict[str, Any]
 
-TRACE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 CORPUS_WORDS = 1 << 15
 UNIQUE_WORDS = 6  # WORDS ** 6 different beginnings
 SALT_WORDS, MAX_SALT_WORDS = 4, 12  # before a given prompt, or in the place of its first words
@@ -328,22 +327,12 @@ def _order(seed: int, number: int, size: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One request of a trace; equal hash ids are equal blocks of tokens."""
-
-    offset_s: float
-    input_len: int
-    output_len: int
-    hash_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """A recorded load; prompts share their beginnings exactly where the recorded ones did."""
 
-    rows: tuple[TraceRow, ...]
+    rows: tuple[TraceRequest, ...]
     seed: int = 0
-    block: int = field(default=TRACE_BLOCK)
+    block: int = TRACE_BLOCK_TOKENS  # tokens of a hash id
 
     @property
     def size(self) -> int | None:
@@ -362,7 +351,7 @@ class Trace:
         row = self.rows[place]
         key = f"block/{self.seed}/{number}"  # a second pass is not the first one again
         text = " ".join(words(key, hash_id, length) for hash_id, length in self._blocks(row))
-        return Session((Turn(text, row.output_len),))
+        return Session((Turn(text, row.num_output_tokens),))
 
     def warmup(self, index: int) -> Session:
         return _warmup(self.seed, index)
@@ -371,9 +360,9 @@ class Trace:
         number, place = divmod(index, len(self.rows))
         return [((number, hash_id), n) for hash_id, n in self._blocks(self.rows[place])]
 
-    def _blocks(self, row: TraceRow) -> Iterator[tuple[int, int]]:
+    def _blocks(self, row: TraceRequest) -> Iterator[tuple[int, int]]:
         for place, hash_id in enumerate(row.hash_ids):
-            yield hash_id, min(self.block, row.input_len - place * self.block)
+            yield hash_id, min(self.block, row.num_prompt_tokens - place * self.block)
 
 
 def fresh(dataset: Dataset, seed: int) -> Dataset:
@@ -383,35 +372,6 @@ def fresh(dataset: Dataset, seed: int) -> Dataset:
     if isinstance(dataset, Synthetic | Prompts | Trace):
         return replace(dataset, seed=seed)
     raise TypeError(f"no fresh prompts of {type(dataset).__name__}")
-
-
-def read_trace(path: Path, speed: float = 1.0, seed: int = 0) -> Trace:
-    """A Mooncake trace: timestamp (ms), input_length, output_length, hash_ids per line."""
-    rows = tuple(_trace_row(line, where, speed) for line, where in _json_lines(path))
-    if any(a.offset_s > b.offset_s for a, b in pairwise(rows)):
-        raise BenchError(f"{path}: the timestamps are not in order")
-    return Trace(rows, seed)
-
-
-def _trace_row(line: Any, where: str, speed: float) -> TraceRow:
-    try:
-        row = TraceRow(
-            float(line["timestamp"]) / 1e3 / speed,
-            int(line["input_length"]),
-            int(line["output_length"]),
-            tuple(map(int, line["hash_ids"])),
-        )
-    except (KeyError, TypeError, ValueError):
-        raise BenchError(
-            f"{where}: expected timestamp, input_length, output_length and hash_ids"
-        ) from None
-    needed = -(-row.input_len // TRACE_BLOCK)
-    if row.input_len < 1 or row.output_len < 1 or len(row.hash_ids) != needed:
-        raise BenchError(
-            f"{where}: {row.input_len} tokens in and {row.output_len} out do not go with "
-            f"{len(row.hash_ids)} blocks of {TRACE_BLOCK}"
-        )
-    return row
 
 
 def read_prompts(path: Path, output_len: int | None = None) -> Prompts:

@@ -34,7 +34,8 @@ Report = dict[str, Any]
 
 QUICK_S = 5.0  # of a point up to 32 users; twice as much above
 SEARCH_S = 30.0  # of a point of the search for C_max
-_DROPPED = ("stream", "trace", "trace-speed", "turns")  # the rules: streamed single requests
+# The rules: streamed single requests.
+_DROPPED = ("stream", "trace", "trace-speed", "trace-block-tokens", "turns")
 _IGNORE_EOS = here("ignore-eos", "Ask for answers of full length; on by default without --prompts.")
 
 

@@ -72,6 +72,7 @@ PANELS = {
         here("input-len", "Prompt tokens (128), about: a token is a short word."),
         here("output-len", "Output tokens (64, or what the data say)."),
         *ENDPOINT_DATA,
+        SETTINGS["trace-block-tokens"],
         SEED,
     ),
     "Report": (*ENDPOINT_REPORT, SETTINGS["json-only"]),

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tokenmill.bench.client.client_process import loop_factory, raise_file_limit
+from tokenmill.bench.client.client_process import loop_factory
 from tokenmill.bench.client.connections import Client
 from tokenmill.bench.client.records import Record, Target, request_body
 from tokenmill.bench.client.summary import EMPTY, num_tokens, times_of, usage_fault
 from tokenmill.bench.mlperf.loadgen import Sample, load_library, respond
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.file_limit import raise_file_limit
 from tokenmill.core.metrics import RequestTimes
 
 GIVE_UP = 32  # queries in a row that fail: the run is INVALID anyway, and a server may be gone

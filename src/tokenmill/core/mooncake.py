@@ -1,12 +1,21 @@
-"""Request traces in Mooncake's format: when, how long, and which blocks of a prompt are shared."""
+"""Request traces in Mooncake's format: when, how long, and which blocks of a prompt are shared.
+
+`plan replay` replays a trace in virtual time, `bench endpoint` against a server. Both read it by
+the same rules: every field has its type, there are as many hash ids as the prompt has blocks, and
+requests are taken in the order of their timestamps, whatever the order of the lines.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.core.types import TokenmillError
+
+TRACE_BLOCK_TOKENS = 512  # that one hash id of Mooncake's published traces stands for
 
 
 class TraceError(TokenmillError):
@@ -20,7 +29,7 @@ class TraceRequest:
     arrival_ms: float
     num_prompt_tokens: int
     num_output_tokens: int
-    hash_ids: list[int]
+    hash_ids: Sequence[int]
 
     def prompt(self, block_tokens: int) -> list[int]:
         """Token ids that are shared exactly as the trace's blocks are."""
@@ -30,13 +39,13 @@ class TraceRequest:
         return tokens[: self.num_prompt_tokens]
 
 
-def read_trace(path: str, block_tokens: int, speed: float = 1.0) -> list[TraceRequest]:
+def read_trace(path: str | Path, block_tokens: int, speed: float = 1.0) -> list[TraceRequest]:
     """All requests of a JSONL file by arrival; above 1 `speed` brings them closer together."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise TraceError(f"--trace {path}: {reason}") from None
+        raise TraceError(f"--trace {path}: cannot read: {reason}") from None
     requests = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -54,7 +63,8 @@ def _request(line: object, block_tokens: int, speed: float) -> TraceRequest:
     if not isinstance(line, dict):
         raise TypeError("expected a JSON object")
     for name in ("timestamp", "input_length", "output_length"):
-        if type(line[name]) not in (int, float) or line[name] < (name != "timestamp"):
+        least = 0 if name == "timestamp" else 1
+        if type(line[name]) not in (int, float) or not least <= line[name] < math.inf:
             raise ValueError(f"{name} must be a positive number, got {line[name]!r}")
     ids, length = line["hash_ids"], int(line["input_length"])
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**62 for i in ids):

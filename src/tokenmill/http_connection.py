@@ -1,0 +1,120 @@
+"""A keep-alive HTTP/1.1 connection: what the benchmark client and the proxy have in common.
+
+Each of them says what becomes of an answer, and keeps its own pool: the client stamps every read
+and never waits for a reader, the proxy holds a backend back whose answer is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from typing import Any
+from urllib.parse import SplitResult
+
+import httptools
+
+Headers = list[tuple[bytes, bytes]]
+LENGTH = frozenset((b"content-length", b"transfer-encoding"))
+
+
+def tls_of(parts: SplitResult, insecure: bool = False) -> ssl.SSLContext | None:
+    """The encryption that a URL asks for; `insecure` leaves certificates unchecked."""
+    if parts.scheme != "https":
+        return None
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class HttpConnection(asyncio.Protocol):
+    """At most one request at a time; a subclass takes the head, the body and the end of its answer.
+
+    The parser calls the methods that begin with `on_`; a body's parts of one read come together.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.got_bytes = False  # of the current answer
+        self.read_ns = 0  # when the last read came, taken before anything is parsed
+        self.transport: Any = None
+        self._parser: Any = None
+        self._headers: Headers = []
+        self._ends_with_connection = False  # the answer, which has no length
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append
+
+    def take_head(self, status: int, headers: Headers) -> None:
+        """The status and the headers, their names in lower case."""
+        raise NotImplementedError
+
+    def take_body(self, parts: list[bytes]) -> None:
+        """What one read has brought of the body."""
+        raise NotImplementedError
+
+    def finish(self, keep_alive: bool) -> None:
+        """The answer is whole; the connection can be used again if `keep_alive`."""
+        raise NotImplementedError
+
+    def fail(self, reason: str) -> None:
+        """What came cannot be read."""
+        raise NotImplementedError
+
+    def lose(self, error: Exception | None) -> None:
+        """The connection has ended, and an answer on it is not whole."""
+        raise NotImplementedError
+
+    def write(self, request: bytes) -> None:
+        """Send a request; what comes from now on is its answer."""
+        self.got_bytes, self._ends_with_connection, self._headers = False, False, []
+        self.transport.write(request)
+
+    def close(self) -> None:
+        self.is_open = False
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self._parser = httptools.HttpResponseParser(self)
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        self.read_ns = time.monotonic_ns()
+        self.got_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.fail(f"not HTTP: {error}")
+        self._flush()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._ends_with_connection and error is None:
+            self.read_ns = time.monotonic_ns()
+            self.finish(keep_alive=False)
+        else:
+            self.lose(error)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # the real one follows
+            self._headers = []
+        else:
+            self._ends_with_connection = LENGTH.isdisjoint(name for name, _ in self._headers)
+            self.take_head(status, self._headers)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() >= 200:
+            self._flush()
+            self.finish(self._parser.should_keep_alive())
+
+    def _flush(self) -> None:
+        if self._parts:
+            self.take_body(self._parts)
+            self._parts.clear()
