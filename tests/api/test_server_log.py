@@ -16,8 +16,8 @@ from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from proxy.route_server import router_process
 from tokenmill.__main__ import run
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.workers.lifecycle import agreed, of_role
 from tokenmill.workers.messages import ModelFacts
-from tokenmill.workers.worker_set import agreed, of_role
 
 
 class Log:

@@ -23,7 +23,7 @@ from tokenmill.api.openai_routes import create_app
 from tokenmill.api.telemetry.tracing import Tracing, open_tracing
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.workers.pool import WorkerPool
-from workers.test_disaggregated import kill, prompt, worker_argv
+from workers.pools import kill, kv_worker_argv, prompt
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -31,7 +31,7 @@ STAGES = ["parse", "tokenize", "route", "route", "queue", "prefill", "kv_transfe
 GENEROUS_S = 40.0
 
 
-class House:
+class Traced:
     """A prefill and a decode worker behind an app whose spans stay in memory."""
 
     def __init__(self, runner: asyncio.Runner, pool: WorkerPool, decode: Spawner) -> None:
@@ -81,15 +81,15 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     folder = tmp_path_factory.mktemp("tiny")
     write_config(folder, max_position_embeddings=1024)
-    argv = worker_argv(folder)
+    argv = kv_worker_argv(folder)
     prefill, decode = Spawner([*argv, "--budget", "32"]), Spawner(argv)
     config = PoolConfig(prefill=1, decode=1, remote_prefill_tokens=40, backoff_s=0.05)
     with asyncio.Runner() as runner:
         pool = runner.run(make_pool(decode, config, prefill))
-        yield House(runner, pool, decode)
+        yield Traced(runner, pool, decode)
         runner.run(pool.close())
 
 
@@ -104,14 +104,14 @@ def completion(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt(length, 5), **sampling, **more}
 
 
-def test_one_trace_through_prefill_transfer_and_decode(house: House) -> None:
+def test_one_trace_through_prefill_transfer_and_decode(traced: Traced) -> None:
     async def scenario() -> None:
-        answer = json.loads(await house.call(completion(200, 8)))
+        answer = json.loads(await traced.call(completion(200, 8)))
         assert answer["usage"]["completion_tokens"] == 8
 
-    house.run(scenario)
-    call = house.call_span()
-    stages = [span for span in house.spans() if span is not call]
+    traced.run(scenario)
+    call = traced.call_span()
+    stages = [span for span in traced.spans() if span is not call]
     assert sorted(span.name for span in stages) == sorted(STAGES)
     for span in (call, *stages):
         assert f"{span.context.trace_id:032x}" == TRACE_ID
@@ -138,38 +138,38 @@ def test_one_trace_through_prefill_transfer_and_decode(house: House) -> None:
     assert any("cost" in key for key in dict(by_name["route"].attributes or {}))
 
 
-def test_a_short_prompt_has_no_transfer_and_choices_are_told_apart(house: House) -> None:
+def test_a_short_prompt_has_no_transfer_and_choices_are_told_apart(traced: Traced) -> None:
     async def scenario() -> None:
-        await house.call(completion(10, 3, n=2))
+        await traced.call(completion(10, 3, n=2))
 
-    house.run(scenario)
-    facts = [(span.name, dict(span.attributes or {})) for span in house.spans()]
+    traced.run(scenario)
+    facts = [(span.name, dict(span.attributes or {})) for span in traced.spans()]
     stages = [(name, f["tokenmill.choice"]) for name, f in facts if "tokenmill.choice" in f]
     want = [(name, n) for name in ("route", "queue", "prefill", "decode") for n in (0, 1)]
     assert sorted(stages) == sorted(want)
 
 
-def test_errors_and_migrations_are_told(house: House) -> None:
+def test_errors_and_migrations_are_told(traced: Traced) -> None:
     async def refused() -> None:
-        assert b"unknown_field" in await house.call(completion(10, 3, nope=1))
+        assert b"unknown_field" in await traced.call(completion(10, 3, nope=1))
 
-    house.run(refused)
-    call = house.call_span()
+    traced.run(refused)
+    call = traced.call_span()
     assert not call.status.is_ok and "nope" in (call.status.description or "")
     assert dict(call.attributes or {})["error.type"] == "unknown_field"
 
     async def killed() -> None:
-        answering = asyncio.create_task(house.call(completion(10, 300)))
-        while not any(e.token_ids for e in house.pool._open.values()):
+        answering = asyncio.create_task(traced.call(completion(10, 300)))
+        while not any(e.token_ids for e in traced.pool.open_requests.values()):
             await asyncio.sleep(0.001)
-        kill(house.decode)
+        kill(traced.decode)
         assert json.loads(await answering)["usage"]["completion_tokens"] == 300
 
-    house.run(killed)
-    call = house.call_span()
+    traced.run(killed)
+    call = traced.call_span()
     (event,) = [event for event in call.events if event.name == "migrated"]
     assert dict(event.attributes or {})["tokenmill.choice"] == 0
-    names = [span.name for span in house.spans()]
+    names = [span.name for span in traced.spans()]
     assert names.count("decode") == names.count("route") == 2
     assert dict(call.attributes or {})["gen_ai.usage.output_tokens"] == 300
 

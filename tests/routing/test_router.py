@@ -159,7 +159,7 @@ def test_who_was_tried_is_left_out(policy: Any) -> None:
     assert target.route("1", prompt(0), 0.0, without={"a", "b"}).worker == "c"
     with pytest.raises(NoWorkerError):
         target.route("1", prompt(0), 0.0, without={"a", "b", "c"})
-    assert sum(target._account.num_requests) == 1
+    assert sum(target.account().num_requests) == 1
 
 
 def test_the_account_is_empty_when_all_has_ended() -> None:

@@ -27,9 +27,10 @@ class FlakyConnector(SharedMemoryConnector):
     """Some reads fail, some take long."""
 
     fault_rate = 0.0
+    dice = random.Random(0)
 
     def read(self, engine_id: str, runs: list[Run]) -> Future[None]:
-        dice = random.random()
+        dice = self.dice.random()
         if dice > self.fault_rate:
             return super().read(engine_id, runs)
         outcome: Future[None] = Future()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,10 +23,11 @@ from tokenmill.core.config import (
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.routing.role_balance import match_rates
+from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.output_stream import OutputStream
-from tokenmill.workers.pool import PoolError, WorkerPool
-from workers.test_kv_workers import SCRIPT
+from tokenmill.workers.pool import WorkerPool
+from workers.pools import kill, kv_worker_argv, prompt, told
 
 GENEROUS_S = 120.0
 MIN_TOKENS = 40
@@ -40,7 +37,7 @@ LONG = replace(GREEDY, max_tokens=300)
 
 
 @dataclass
-class House:
+class Pair:
     """A pool, its processes, and an engine that knows the right answers."""
 
     runner: asyncio.Runner
@@ -53,7 +50,7 @@ class House:
         async def main() -> None:
             async with asyncio.timeout(GENEROUS_S):
                 await until(lambda: all(w.state == "ready" for w in self.pool.view().workers))
-                await self.pool._handovers.settled()
+                await self.pool.handovers.settled()
                 await scenario()
                 await self.unused()
 
@@ -61,15 +58,14 @@ class House:
 
     async def unused(self) -> None:
         """Nothing is left behind, on either side."""
-        assert self.pool.num_open == 0 and not self.pool._sent
-        assert not self.pool._handovers._open
+        assert self.pool.num_open == 0
         while True:
             stats = await self.pool.stats()
             if stats.num_kv_blocks_used == stats.num_leases == stats.num_receiving == 0:
                 break
             await asyncio.sleep(0.02)
-        for router in (self.pool._router, self.pool._handovers.router):
-            assert not router._routed, "the router believes in requests that are over"
+        for router in (self.pool.routers.main, self.pool.routers.prefill):
+            assert router.num_open == 0, "the router believes in requests that are over"
 
     def check(self, requests: list[Request]) -> asyncio.Task[None]:
         """Send all at once; every answer is that of one engine."""
@@ -82,27 +78,12 @@ class House:
             assert output.token_ids == self.answer(request), request.request_id
 
 
-def worker_argv(folder: Path) -> list[str]:
-    """A worker with the tiny model, but for its address."""
-    return [sys.executable, SCRIPT, "--model", str(folder), "--connector", "shm"]
-
-
-def kill(workers: Spawner) -> None:
-    """The oldest one that lives."""
-    os.kill(workers.live[0], signal.SIGKILL)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(64) for _ in range(length)]
-
-
 def requests(tag: str) -> list[Request]:
     """Long and short ones, greedy and seeded."""
     cases = [(300, GREEDY), (MIN_TOKENS - 5, GREEDY), (100, SEEDED), (64, GREEDY), (7, SEEDED)]
     cases += [(200, replace(GREEDY, max_tokens=1)), (90, replace(SEEDED, max_tokens=2))]
     return [
-        Request(f"{tag}-{i}", prompt(n, hash((tag, n)) % 2**32), sampling)
+        Request(f"{tag}-{i}", prompt(n, f"{tag} {n}"), sampling)
         for i, (n, sampling) in enumerate(cases)
     ]
 
@@ -145,7 +126,7 @@ async def running(
 
 
 @pytest.fixture(scope="module")
-def house(folder: Path) -> Iterator[House]:
+def pair(folder: Path) -> Iterator[Pair]:
     config = PoolConfig(
         prefill=1,
         decode=1,
@@ -154,20 +135,20 @@ def house(folder: Path) -> Iterator[House]:
         heartbeat_s=0.2,
         max_migrations=5,
     )
-    argv = worker_argv(folder)
+    argv = kv_worker_argv(folder)
     prefill, decode = Spawner([*argv, "--budget", "16"]), Spawner(argv)
     answer = whole_engine(folder)
     with asyncio.Runner() as runner:
         context = running(prefill, decode, config)
         pool = runner.run(context.__aenter__())
-        yield House(runner, pool, prefill, decode, answer)
+        yield Pair(runner, pool, prefill, decode, answer)
         runner.run(context.__aexit__(None, None, None))
 
 
-def test_one_and_one_answer_as_one_engine(house: House) -> None:
+def test_one_and_one_answer_as_one_engine(pair: Pair) -> None:
     async def scenario() -> None:
-        pool = house.pool
-        await house.check(requests("one"))
+        pool = pair.pool
+        await pair.check(requests("one"))
         view = pool.view()
         assert [(w.name, w.role) for w in view.workers] == [("p0", "prefill"), ("d0", "decode")]
         assert view.transfers == 4 and view.failed_transfers == 0  # not the short, not the single
@@ -180,95 +161,89 @@ def test_one_and_one_answer_as_one_engine(house: House) -> None:
         assert pool.view().transferred_bytes > 0
         # The second time the decode worker has the prompts cached.
         again = [replace(r, request_id="again" + r.request_id) for r in requests("one")]
-        await house.check(again)
+        await pair.check(again)
         assert pool.view().transfers < 8
 
-    house.run(scenario)
+    pair.run(scenario)
 
 
-def test_an_abort_on_the_way_frees_both_sides(house: House) -> None:
+def test_an_abort_on_the_way_frees_both_sides(pair: Pair) -> None:
     async def scenario() -> None:
-        pool = house.pool
+        pool = pair.pool
         pool.submit([Request("a", prompt(900, 11), LONG)])
-        assert pool._handovers.source("a") is not None
+        assert pool.open_requests["a"].source is not None
         pool.abort(["a"])
         pool.submit([Request("b", prompt(900, 12), LONG)])
         await until(lambda: told(pool, "b"))
         pool.abort(["b"])
 
-    house.run(scenario)
+    pair.run(scenario)
 
 
-def told(pool: WorkerPool, request_id: str) -> bool:
-    """KV is on its way."""
-    handover = pool._handovers._open.get(request_id)
-    return handover is not None and handover.told
-
-
-def test_a_prefill_worker_killed_on_the_way(house: House) -> None:
+def test_a_prefill_worker_killed_on_the_way(pair: Pair) -> None:
     async def scenario() -> None:
-        pool, before = house.pool, house.pool.view().failed_transfers
+        pool, before = pair.pool, pair.pool.view().failed_transfers
         wanted = [Request(f"k{i}", prompt(900, 50 + i), LONG) for i in range(2)]
-        checking = house.check(wanted)
+        checking = pair.check(wanted)
         await until(lambda: told(pool, "k0"))
-        kill(house.prefill)
+        kill(pair.prefill)
         await checking
         assert pool.view().failed_transfers > before
         await until(lambda: pool.view().workers[0].state == "ready")
-        await until(lambda: not pool._handovers._asked)
+        await until(lambda: pool.handovers.num_connecting == 0)
         transfers = pool.view().transfers
-        await house.check(requests("after"))
+        await pair.check(requests("after"))
         assert pool.view().transfers > transfers
 
-    house.run(scenario)
+    pair.run(scenario)
 
 
-def test_a_decode_worker_killed_in_the_stream(house: House) -> None:
+def test_a_decode_worker_killed_in_the_stream(pair: Pair) -> None:
     async def scenario() -> None:
-        pool = house.pool
+        pool = pair.pool
         wanted = [Request(f"d{i}", prompt(300, 70 + i), LONG) for i in range(3)]
-        checking = house.check(wanted)
-        await until(lambda: len(pool._open["d0"].token_ids) > 20)
-        kill(house.decode)  # the only one: the prefill worker goes on with it all
+        checking = pair.check(wanted)
+        await until(lambda: len(pool.open_requests["d0"].token_ids) > 20)
+        kill(pair.decode)  # the only one: the prefill worker goes on with it all
         await checking
         assert pool.num_migrations >= 3
 
-    house.run(scenario)
+    pair.run(scenario)
 
 
-def test_a_decode_worker_killed_on_the_way(house: House) -> None:
+def test_a_decode_worker_killed_on_the_way(pair: Pair) -> None:
     async def scenario() -> None:
         wanted = [Request("t", prompt(900, 90), LONG)]
-        checking = house.check(wanted)
-        await until(lambda: told(house.pool, "t"))
-        kill(house.decode)
+        checking = pair.check(wanted)
+        await until(lambda: told(pair.pool, "t"))
+        kill(pair.decode)
         await checking
 
-    house.run(scenario)
+    pair.run(scenario)
 
 
-def test_one_and_two_and_two_and_one(house: House) -> None:
+def test_one_and_two_and_two_and_one(pair: Pair) -> None:
     async def scenario() -> None:
-        pool = house.pool
+        pool = pair.pool
         await pool.scale(2, "decode")
-        await house.check(requests("1:2"))
+        await pair.check(requests("1:2"))
         assert all(w.routed for w in pool.view().workers)
-        running = house.check([Request("long", prompt(400, 3), LONG)])
+        running = pair.check([Request("long", prompt(400, 3), LONG)])
         await pool.scale(1, "decode")
         await running
         await pool.scale(2, "prefill")
-        await house.check(requests("2:1"))
+        await pair.check(requests("2:1"))
         assert [w.role for w in pool.view().workers] == ["prefill", "decode", "prefill"]
         with pytest.raises(PoolError, match="this pool has decode and prefill"):
             await pool.scale(2)
-        house.decode.argv += ["--block-size", "32"]
+        pair.decode.argv += ["--block-size", "32"]
         with pytest.raises(WorkerStartError, match="block size: the prefill engine has 16"):
             await pool.scale(2, "decode")
         assert len(pool.view().workers) == 3
         with pytest.raises(PoolError, match="only one"):
             await pool.drain_worker(next(w.name for w in pool.view().workers if w.name[0] == "d"))
 
-    house.run(scenario)
+    pair.run(scenario)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from tokenmill.workers.messages import (
     Stats,
     Submit,
 )
+from workers.pools import KV_WORKER
 
-SCRIPT = str(Path(__file__).with_name("kv_worker.py"))
 GENEROUS_S = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
@@ -46,7 +46,7 @@ class Worker:
 
     async def start(self, *arguments: str) -> KVAddress:
         async def spawn(address: str) -> asyncio.subprocess.Process:
-            argv = [sys.executable, SCRIPT, "--address", address, *arguments]
+            argv = [sys.executable, KV_WORKER, "--address", address, *arguments]
             self.process = await asyncio.create_subprocess_exec(*argv)
             return self.process
 

@@ -25,7 +25,7 @@ from tokenmill.workers.placement import (
     open_placement,
 )
 from tokenmill.workers.pool import WorkerPool
-from workers.test_pool import request, states
+from workers.pools import request, states, told
 
 LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=32)
 ARGV = worker_argv(LIMITS, step_ms=10.0)
@@ -39,7 +39,7 @@ def workers() -> list[int]:
 
 def engine_process(pool: WorkerPool, name: str) -> int:
     """The process of a worker: its shared memory is reached by it."""
-    facts = pool._slots[name].facts
+    facts = pool.slots[name].facts
     assert facts is not None and facts.kv is not None
     return int(facts.kv.ways[0].endpoint.partition(b":")[0])
 
@@ -84,13 +84,13 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
 
     async def disturbed(pool: WorkerPool, tag: str, role: str, number: int) -> None:
         """Streams go on while a worker of a role gets a signal."""
-        await until(lambda: states(pool) == ["ready"] * 2 and not pool._handovers._asked)
+        await until(lambda: states(pool) == ["ready"] * 2 and pool.handovers.num_connecting == 0)
         prompts = [[ord(tag) + i] * 300 for i in range(3)]
         before = pool.num_restarts
         streams = [pool.submit([request(f"{tag}{i}", 90, p)]) for i, p in enumerate(prompts)]
         reading = [asyncio.create_task(read(stream)) for stream in streams]
         if role == "prefill":
-            await until(lambda: any(h.told for h in pool._handovers._open.values()))
+            await until(lambda: any(told(pool, name) for name in pool.open_requests))
         else:
             await asyncio.sleep(0.3)
         name = next(w.name for w in pool.view().workers if w.role == role)

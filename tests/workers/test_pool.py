@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import sys
 import time
@@ -25,16 +24,17 @@ from tokenmill.core.types import (
     FinishReason,
     Request,
     RequestOutput,
-    SamplingParams,
     TokenmillError,
 )
 from tokenmill.workers import worker_process as worker
+from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerLink
 from tokenmill.workers.messages import FromWorker, Outputs, Ready, Submit, decode_to_worker
-from tokenmill.workers.pool import PoolError, WorkerPool
+from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.slot import WorkerSlot
 from tokenmill.workers.worker_process import KEY_VARIABLE, _Link
 from workers.counting_engine import EXIT, FACTS
+from workers.pools import kill, request, states
 
 COUNTING = [sys.executable, str(Path(__file__).with_name("counting_engine.py"))]
 SIM = worker_argv(SchedulerConfig(max_model_len=MAX_MODEL_LEN), step_ms=5.0)
@@ -53,14 +53,6 @@ async def running(
     finally:
         await client.close()
     assert not spawner.live
-
-
-def request(name: str, num_tokens: int, prompt: list[int] | None = None) -> Request:
-    return Request(name, prompt or [1], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
-
-
-def states(pool: WorkerPool) -> list[str]:
-    return [worker.state for worker in pool.view().workers]
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
@@ -163,7 +155,7 @@ def test_a_prefix_that_takes_long_attracts_to_a_worker_that_runs_others() -> Non
         async with running(Spawner(slow), config) as pool:
             await read(pool.submit([request("first", 20, shared)]))
             home = pool.view().decisions[-1].worker
-            await until(lambda: pool._router._prices.rates.prefill > 0.3)
+            await until(lambda: pool.routers.main.rates.prefill > 0.3)
             others = [pool.submit([request(f"o{i}", 200, [7 + i] * 20)]) for i in range(4)]
             again = pool.submit([request("again", 3, [*shared, 3])])
             last = pool.view().decisions[-1]
@@ -185,7 +177,7 @@ def test_a_killed_worker_loses_no_token() -> None:
             ]
             reading = [asyncio.create_task(read(stream)) for stream in streams]
             await asyncio.sleep(0.2)
-            os.kill(random.choice(spawner.live), signal.SIGKILL)
+            kill(spawner)
             for i, task in enumerate(reading):
                 short, long = await task
                 assert short.token_ids == whole.token_ids[: 100 + i]
@@ -262,10 +254,10 @@ def test_a_new_router_knows_what_the_old_one_knew() -> None:
             home = next(w.name for w in pool.view().workers if w.cached_blocks)
             streams = [pool.submit([request(f"r{i}", 60, [i + 3] * 40)]) for i in range(4)]
             reading = [asyncio.create_task(read(stream)) for stream in streams]
-            account = pool._router._account.copy()
+            account = pool.routers.main.account()
             pool.renew_router()
-            assert pool._router._account.num_requests == account.num_requests
-            assert pool._router._account.kv_tokens == account.kv_tokens
+            assert pool.routers.main.account().num_requests == account.num_requests
+            assert pool.routers.main.account().kv_tokens == account.kv_tokens
             await until(lambda: {w.name: w.cached_blocks for w in pool.view().workers}[home] >= 6)
             (again,) = await read(pool.submit([request("again", 3, [*PROMPT, 1])]))
             assert again.num_cached_tokens == len(PROMPT)
@@ -273,7 +265,7 @@ def test_a_new_router_knows_what_the_old_one_knew() -> None:
             for task in reading:
                 (output,) = await task
                 assert len(output.token_ids) == 60
-            assert not pool._router._routed
+            assert pool.routers.main.num_open == 0
             pool.renew_router("least-loaded")
             assert pool.view().router == "least-loaded"
 
@@ -322,7 +314,7 @@ def test_a_drain_that_takes_too_long_moves_the_rest() -> None:
     asyncio.run(main())
 
 
-def test_a_floor_whose_workers_keep_dying_is_given_up() -> None:
+def test_a_pool_whose_workers_keep_dying_is_given_up() -> None:
     async def main() -> None:
         spawner = Spawner(COUNTING)
         config = PoolConfig(workers=2, backoff_s=0.01, max_restarts=1)
@@ -388,24 +380,25 @@ def test_a_worker_is_there_once_its_facts_are() -> None:
 
 async def _two_get_ready() -> None:
     seen: list[tuple[bool, bool]] = []
-
-    class Owner:
-        def on_ready(self, slot: WorkerSlot) -> None:
-            seen.extend((other.ready, other.facts is not None) for other in slots)
+    links: list[WorkerLink] = []
 
     async def start(link: WorkerLink, spawn: object) -> object:
+        links.append(link)
         return await link.ready
 
-    slots = [WorkerSlot(name, None, PoolConfig(), Owner()) for name in ("a", "b")]  # type: ignore[arg-type]
+    async def launch(slot: WorkerSlot) -> None:
+        await slot.launch()
+        seen.extend((other.ready, other.facts is not None) for other in slots)
+
+    slots = [WorkerSlot(name, None, PoolConfig(), None) for name in ("a", "b")]  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerLink, "start", start)
-        starts = [asyncio.create_task(slot._launch()) for slot in slots]
+        starts = [asyncio.create_task(launch(slot)) for slot in slots]
         await asyncio.sleep(0)
-        for slot in slots:
-            assert slot._link is not None and not slot.ready
-            slot._link.ready.set_result(FACTS)
+        for slot, link in zip(slots, links, strict=True):
+            assert not slot.ready
+            link.ready.set_result(FACTS)
         await asyncio.gather(*starts)
     for slot in slots:
-        assert slot._link is not None
-        await slot._link.close(0.0)
+        await slot.stop(0.0)
     assert seen == [(True, True), (False, False), (True, True), (True, True)]

@@ -254,14 +254,15 @@ def test_a_worker_that_keeps_dying_is_given_up() -> None:
 
 PARENT = """
 import asyncio, sys
-from workers.test_worker_process import Spawner, request
+from api.streams import Spawner
+from tokenmill.core.types import Request, SamplingParams
 from tokenmill.workers.pool import WorkerPool
 async def main():
-    spawner = Spawner()
+    spawner = Spawner(sys.argv[2:])
     client = WorkerPool(spawner)
     await client.start()
     if sys.argv[1] == "busy":
-        await client.submit([request("x", 10**9)]).get()
+        await client.submit([Request("x", [1], SamplingParams(max_tokens=10**9))]).get()
     print(spawner.processes[0].pid, flush=True)
     await asyncio.sleep(3600)
 asyncio.run(main())
@@ -272,8 +273,9 @@ asyncio.run(main())
 def test_the_worker_goes_when_the_api_process_is_gone(load: str) -> None:
     async def main(folder: str) -> None:
         env = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": folder}
+        argv = [sys.executable, "-c", PARENT, load, *WORKER]
         parent = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PARENT, load, stdout=asyncio.subprocess.PIPE, env=env
+            *argv, stdout=asyncio.subprocess.PIPE, env=env
         )
         assert parent.stdout is not None
         pid = int(await parent.stdout.readline())

@@ -14,8 +14,8 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.operations import json_response
 from tokenmill.api.stream import ApiState
 from tokenmill.core.config import RouterPolicy, ServerConfig
+from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
-from tokenmill.workers.pool import PoolError
 from tokenmill.workers.pool_view import PoolView
 from tokenmill.workers.slot import Role
 

@@ -182,6 +182,20 @@ class Router:
         self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
         self._num_decisions = 0
 
+    @property
+    def num_open(self) -> int:
+        """Requests on the account."""
+        return len(self._routed)
+
+    @property
+    def rates(self) -> StepRates:
+        """What steps cost, as far as workers have shown."""
+        return self._prices.rates
+
+    def account(self) -> Account:
+        """What each worker has to do, by the order of `workers`; a copy."""
+        return self._account.copy()
+
     # Workers come and go.
 
     @property

@@ -13,6 +13,15 @@ from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
 
 @dataclass(slots=True)
+class Handover:
+    """A prompt that another worker computes than the one that decodes."""
+
+    request: Request  # as the worker that decodes will see it
+    source: WorkerSlot  # who computes
+    told: bool = False  # the worker that decodes has the request and waits for its KV
+
+
+@dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request that has not ended."""
 
@@ -20,20 +29,41 @@ class OpenRequest:
     stream: OutputStream
     index: int
     slot: WorkerSlot | None = None  # who generates; None: held until a worker can take it
+    handover: Handover | None = None  # until its KV is where it decodes
     token_ids: list[int] = field(default_factory=list)
     hash_input: U64 | None = None  # the prompt as the router reads it
     num_uncached: int = 0  # tokens to compute before its first one, as far as is known
     num_sent: int = 0  # to workers before the one that has it now
+    sent_as: str = ""  # its id at the workers
     num_deaths: int = 0  # of workers that it was at, since it last got on
     num_tokens_at_death: int = 0
     stays: bool = False  # its prompt is computed where it decodes
     trace: RequestTrace = NO_TRACE  # who wants to know what becomes of it
 
+    def __post_init__(self) -> None:
+        self.sent_as = self.request.request_id
+
     @property
-    def sent_as(self) -> str:
-        """Its id at the workers: another one each time, so that late answers are known as such."""
-        request_id = self.request.request_id
-        return f"{request_id}~{self.num_sent}" if self.num_sent else request_id
+    def source(self) -> WorkerSlot | None:
+        """Who computes the prompt, while that is another one than who decodes."""
+        return None if self.handover is None else self.handover.source
+
+    def take_back(self) -> None:
+        """No worker has it; a new id tells late answers from those of the next one."""
+        self.slot = None
+        self.num_sent += 1
+        self.sent_as = f"{self.request.request_id}~{self.num_sent}"
+
+    def put_end(self, reason: FinishReason, message: str, stop_reason: str) -> None:
+        """Put a terminal output that no worker produced."""
+        output = RequestOutput(
+            self.request.request_id,
+            [],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=message,
+        )
+        self.stream.put(self.index, output)
 
     def routed_tokens(self) -> U64:
         """What the next worker has to have in its cache: the prompt and what was said."""
@@ -67,10 +97,3 @@ def seeded(request: Request) -> Request:
     if sampling.seed is not None or sampling.greedy:
         return request
     return replace(request, sampling=replace(sampling, seed=random.getrandbits(63)))
-
-
-def end(request_id: str, reason: FinishReason, message: str, stop_reason: str) -> RequestOutput:
-    """A terminal output that no worker produced."""
-    return RequestOutput(
-        request_id, [], finish_reason=reason, stop_reason=stop_reason, error=message
-    )

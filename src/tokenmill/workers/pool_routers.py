@@ -5,63 +5,73 @@ Workers tell them what they hold: a dump when they are introduced and after a ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_cost import PRIOR, StepRates, fit_rates
-from tokenmill.workers.handover import Handovers
 from tokenmill.workers.messages import GetKV, KVDump, KVEvents
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot
 
 
 class Routers:
-    """Which policy they have, and whom they know."""
+    """Which policy they have, whom they know, and what is on their accounts."""
 
-    def __init__(self, config: RouterConfig, handovers: Handovers) -> None:
+    def __init__(self, config: RouterConfig, slots: Mapping[str, WorkerSlot]) -> None:
         self._asked = config
-        self._handovers = handovers  # has the router over prefill workers
+        self._slots = slots
         self._pulled: set[str] = set()  # slots whose dump is on its way
         self._rates = PRIOR
         self.main = Router(replace(config, policy="round-robin"))
+        self.prefill = Router(self.main.config)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take requests."""
+        return len(self.main.workers) + len(self.prefill.workers)
 
     def of(self, slot: WorkerSlot) -> Router:
         """The router that may choose a slot."""
-        return self._handovers.router if slot.role == "prefill" else self.main
+        return self.prefill if slot.role == "prefill" else self.main
 
     def set_policy(self, policy: RouterPolicy) -> None:
         """The policy of the next routers."""
         self._asked = replace(self._asked, policy=policy)
 
-    def outdated(self, num_places: int) -> bool:
-        """One worker needs no choice and no events; with a second one comes the real policy."""
-        return self._policy(num_places) != self.main.config.policy
+    def welcome(self, slot: WorkerSlot, requests: Iterable[OpenRequest]) -> None:
+        """A worker is ready.
 
-    def renew(
-        self, slots: Iterable[WorkerSlot], requests: Iterable[OpenRequest], block_size: int
-    ) -> None:
+        One worker needs no choice and no events; with a second slot comes the real policy.
+        """
+        if self._policy() != self.main.config.policy:
+            self.renew(requests)
+        elif slot.state == "ready":
+            self._introduce(slot)
+
+    def remove(self, slot: WorkerSlot) -> None:
+        """A worker may not be chosen any more."""
+        self.of(slot).remove_worker(slot.name)
+
+    def renew(self, requests: Iterable[OpenRequest]) -> None:
         """Begin with new routers, which hear of the slots and of all that is under way."""
-        slots = list(slots)
-        policy = self._policy(len(slots))
-        config = replace(self._asked, policy=policy, block_size=block_size)
-        self.main, self._handovers.router = Router(config), Router(config)
+        there = [slot for slot in self._slots.values() if slot.ready and slot.state == "ready"]
+        sizes = [slot.facts.block_size for slot in self._slots.values() if slot.facts is not None]
+        if not sizes:
+            return
+        config = replace(self._asked, policy=self._policy(), block_size=sizes[0])
+        self.main, self.prefill = Router(config), Router(config)
         self._set_rates(self._rates)
-        for slot in slots:
-            if slot.ready and slot.state == "ready":
-                self.introduce(slot)
-        self._handovers.account()
+        for slot in there:
+            self._introduce(slot)
         for entry in requests:
             self._account(entry)
 
-    def introduce(self, slot: WorkerSlot) -> None:
-        """A worker may be chosen from now on."""
-        router = self.of(slot)
-        router.add_worker(slot.name)
-        if router.config.policy == "kv" and router.config.events:
-            self._pulled.discard(slot.name)
-            self._pull(slot)
+    def free(self, entry: OpenRequest, num_output_tokens: int = 0) -> None:
+        """A request is at no worker any more."""
+        self.main.free(entry.sent_as, num_output_tokens)
+        self.prefill.free(entry.sent_as)
 
     def on_events(self, slot: WorkerSlot, message: KVEvents) -> None:
         """What a worker has stored and removed."""
@@ -74,20 +84,28 @@ class Routers:
         if not self.of(slot).load(slot.name, message.dump):
             self._pull(slot)
 
-    def learn(self, slots: Iterable[WorkerSlot]) -> None:
+    def learn(self) -> None:
         """What the steps of all workers cost, as they have told."""
-        told = [slot.stats().step_sums for slot in slots]
-        sums = [sum(column) for column in zip(*(s for s in told if s), strict=True)]
-        if sums:
-            self._set_rates(fit_rates(sums))
+        if len(self._slots) > 1:
+            told = [slot.stats().step_sums for slot in self._slots.values()]
+            sums = [sum(column) for column in zip(*(s for s in told if s), strict=True)]
+            if sums:
+                self._set_rates(fit_rates(sums))
 
     def _set_rates(self, rates: StepRates) -> None:
         self._rates = rates
-        for router in (self.main, self._handovers.router):
+        for router in (self.main, self.prefill):
             router.learn_rates(rates)
 
-    def _policy(self, num_places: int) -> RouterPolicy:
-        return self._asked.policy if num_places > 1 else "round-robin"
+    def _policy(self) -> RouterPolicy:
+        return self._asked.policy if len(self._slots) > 1 else "round-robin"
+
+    def _introduce(self, slot: WorkerSlot) -> None:
+        router = self.of(slot)
+        router.add_worker(slot.name)
+        if router.config.policy == "kv" and router.config.events:
+            self._pulled.discard(slot.name)
+            self._pull(slot)
 
     def _pull(self, slot: WorkerSlot) -> None:
         """Ask for a dump, unless one is on its way."""
@@ -96,8 +114,11 @@ class Routers:
             slot.send(GetKV())
 
     def _account(self, entry: OpenRequest) -> None:
-        slot = entry.slot
+        """Put a request on the accounts of the workers that have it."""
+        slot, handover, num_prompt = entry.slot, entry.handover, len(entry.request.prompt_token_ids)
+        if handover is not None and handover.source.name in self.prefill.workers:
+            queued = 0 if handover.told else num_prompt
+            self.prefill.adopt(entry.sent_as, handover.source.name, num_prompt, queued)
         if slot is not None and slot.name in (router := self.of(slot)).workers:
-            num_tokens = len(entry.request.prompt_token_ids) + len(entry.token_ids)
-            waits = not entry.token_ids and self._handovers.source(entry.sent_as) is None
-            router.adopt(entry.sent_as, slot.name, num_tokens, entry.num_uncached * waits)
+            queued = 0 if entry.token_ids or handover is not None else entry.num_uncached
+            router.adopt(entry.sent_as, slot.name, num_prompt + len(entry.token_ids), queued)

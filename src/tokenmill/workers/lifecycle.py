@@ -1,0 +1,249 @@
+"""The life of a pool's slots: started together or not at all, restarted, scaled and drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections import Counter
+
+import msgspec
+
+from tokenmill.core.config import PoolConfig
+from tokenmill.core.types import TokenmillError
+from tokenmill.workers.handover import Handovers
+from tokenmill.workers.link import Spawn, WorkerStartError
+from tokenmill.workers.messages import ModelFacts
+from tokenmill.workers.migration import Migration
+from tokenmill.workers.pool_routers import Routers
+from tokenmill.workers.slot import Role, WorkerSlot
+
+_log = logging.getLogger(__name__)
+
+PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
+MAX_BACKOFF_S = 30.0
+POLL_S = 0.02
+GRACE_S = 5.0  # for a worker that leaves to exit
+
+
+class PoolError(TokenmillError):
+    """What was asked of the pool cannot be done; the message says why."""
+
+
+def roles_of(config: PoolConfig) -> list[Role]:
+    """The role of each worker that a pool starts with."""
+    counts: dict[Role, int] = {"both": config.workers}
+    if config.prefill or config.decode:
+        counts = {"prefill": config.prefill, "decode": config.decode}
+    return [role for role in counts for _ in range(counts[role])]
+
+
+def of_role(facts: ModelFacts, role: Role) -> ModelFacts:
+    """The facts that bind the pool: a prompt too long to prefill is computed where it decodes."""
+    return msgspec.structs.replace(facts, max_model_len=sys.maxsize) if role == "prefill" else facts
+
+
+def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
+    """What holds for all workers, who must agree on what a token and a block are."""
+    for name in ("vocab_size", "block_size"):
+        ours, theirs = getattr(known, name), getattr(new, name)
+        if ours != theirs:
+            raise WorkerStartError(f"{name}: the pool has {ours}, a new worker {theirs}")
+    queues = [n for n in (known.max_waiting, new.max_waiting) if n is not None]
+    return msgspec.structs.replace(
+        known,
+        max_model_len=min(known.max_model_len, new.max_model_len),
+        max_waiting=min(queues, default=None),
+    )
+
+
+class Lifecycle:
+    """Who works in a pool; it alone changes `slots`.
+
+    When no slot has a worker any more and none can be started, `gave_up` is set.
+    """
+
+    def __init__(
+        self,
+        slots: dict[str, WorkerSlot],
+        spawns: dict[Role, Spawn],
+        config: PoolConfig,
+        requests: Migration,
+        routers: Routers,
+        handovers: Handovers,
+        host: str | None,
+    ) -> None:
+        self.facts: ModelFacts | None = None  # what holds for all workers
+        self.gave_up = asyncio.Event()
+        self._slots = slots
+        self._spawns = spawns
+        self._config = config
+        self._requests = requests
+        self._routers = routers
+        self._handovers = handovers
+        self._host = host
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep slots alive
+        self._heart: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        self._num_named: Counter[Role] = Counter()
+        self._num_past_restarts = 0
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that a worker was started in place of another."""
+        return self._num_past_restarts + sum(s.num_restarts for s in self._slots.values())
+
+    def of_role(self, role: Role) -> list[WorkerSlot]:
+        """The slots of a role, the oldest first."""
+        return [slot for slot in self._slots.values() if slot.role == role]
+
+    async def start(self, roles: list[Role]) -> None:
+        """Start a worker for each role and connect them with the others; if one fails, none is."""
+        self._heart = self._heart or asyncio.create_task(self._beat())
+        new = [self._slot(role) for role in roles]
+        starts = [asyncio.create_task(self._start(slot)) for slot in new]
+        try:
+            await asyncio.gather(*starts)
+            await self._handovers.settled()
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            for slot in new:
+                del self._slots[slot.name]
+                self._requests.worker_down(slot)
+                await self._stop(slot, 0.0)
+            raise
+
+    async def _start(self, slot: WorkerSlot) -> None:
+        await self._launch(slot)
+        self._tasks[slot.name] = asyncio.create_task(self._keep(slot))
+
+    async def scale(self, num_workers: int, role: Role) -> None:
+        """Have this many workers of a role: start new ones, or drain the youngest."""
+        what = "workers" if role == "both" else role
+        if num_workers < 1:
+            raise PoolError(f"{what}: at least 1 is needed, got {num_workers}")
+        async with self._changing:
+            roles = {slot.role for slot in self._slots.values()}
+            if role not in roles:
+                have = " and ".join(sorted("workers" if r == "both" else r for r in roles))
+                raise PoolError(f"{what}: this pool has {have}")
+            staying = [slot for slot in self.of_role(role) if slot.state != "draining"]
+            await self.start([role] * (num_workers - len(staying)))
+            for slot in reversed(staying[num_workers:]):
+                await self._remove(slot)
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        """Take a worker out of the pool when its requests are done; late ones move elsewhere."""
+        async with self._changing:
+            slot = self._slots.get(name)
+            if slot is None:
+                known = ", ".join(self._slots)
+                raise PoolError(f"worker: there is no {name!r}; the pool has {known}")
+            if slot.role != "prefill" and not set(self._routers.main.workers) - {name}:
+                raise PoolError(f"worker: {name!r} is the only one that takes requests")
+            await self._remove(slot, timeout_s)
+
+    async def close(self, grace_s: float) -> None:
+        """Stop all workers."""
+        slots = list(self._slots.values())
+        self._slots.clear()
+        if self._heart is not None:
+            await _end(self._heart)
+        await asyncio.gather(*(self._stop(slot, grace_s) for slot in slots))
+
+    def _slot(self, role: Role) -> WorkerSlot:
+        name = f"{PREFIXES[role]}{self._num_named[role]}"
+        self._num_named[role] += 1
+        on_message = self._requests.on_message
+        slot = WorkerSlot(name, self._spawns[role], self._config, on_message, self._host, role)
+        self._slots[name] = slot
+        return slot
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            for slot in self._slots.values():
+                slot.beat()
+
+    async def _launch(self, slot: WorkerSlot) -> None:
+        try:
+            facts = await slot.launch()
+            if self._slots.get(slot.name) is slot:
+                self._handovers.check(slot)
+                self._agree(slot, facts)
+                self._requests.worker_ready(slot)
+        except BaseException:
+            await slot.stop(0.0)
+            raise
+
+    def _agree(self, slot: WorkerSlot, facts: ModelFacts) -> None:
+        """Hold to what this worker can do, too, and tell what it warns of."""
+        binding = of_role(facts, slot.role)
+        self.facts = agreed(self.facts or binding, binding)
+        for warning in facts.warnings:
+            _log.warning("worker %s: %s", slot.name, warning)
+
+    async def _keep(self, slot: WorkerSlot) -> None:
+        """Replace a slot's worker whenever it dies, until that is in vain."""
+        attempts = 0
+        while slot.state != "failed":
+            launched_s = time.monotonic()
+            await slot.died()
+            self._requests.worker_down(slot)
+            await slot.stop(self._config.backoff_s)
+            if slot.state == "draining":
+                return
+            lived_s = time.monotonic() - launched_s
+            attempts = await self._restart(slot, 0 if lived_s > self._config.stable_s else attempts)
+
+    async def _restart(self, slot: WorkerSlot, attempts: int) -> int:
+        """Launch until a worker is ready; returns the attempts used, or gives up."""
+        config = self._config
+        while attempts < config.max_restarts:
+            await asyncio.sleep(min(config.backoff_s * 2 ** min(attempts, 16), MAX_BACKOFF_S))
+            attempts += 1
+            try:
+                await self._launch(slot)
+            except WorkerStartError as error:
+                _log.error("restart %d of worker %s failed: %s", attempts, slot.name, error)
+                continue
+            _log.warning("worker %s was restarted", slot.name)
+            slot.num_restarts += 1
+            return attempts
+        self._give_up(slot)
+        return attempts
+
+    def _give_up(self, slot: WorkerSlot) -> None:
+        """No worker could be started in a slot any more; with the last one the pool is given up."""
+        slot.state = "failed"
+        _log.error("worker %s is given up", slot.name)
+        if all(other.state == "failed" for other in self._slots.values()):
+            self._requests.fail_all(f"the engine stopped: {slot.last_failure}", "worker_died")
+            self.gave_up.set()
+
+    async def _remove(self, slot: WorkerSlot, timeout_s: float = 30.0) -> None:
+        slot.state = "draining"
+        self._routers.remove(slot)
+        deadline_s = time.monotonic() + timeout_s
+        while self._requests.at(slot) and slot.ready and time.monotonic() <= deadline_s:
+            await asyncio.sleep(POLL_S)
+        del self._slots[slot.name]
+        self._num_past_restarts += slot.num_restarts
+        self._requests.worker_left(slot)
+        await self._stop(slot, GRACE_S)
+
+    async def _stop(self, slot: WorkerSlot, grace_s: float) -> None:
+        """Stop a slot for good."""
+        if slot.name in self._tasks:
+            await _end(self._tasks.pop(slot.name))
+        await slot.stop(grace_s)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,255 @@
+"""The open requests of a pool: their outputs go to their streams, and they outlive their workers.
+
+Every token that was passed on is known here. When a worker is gone, its requests are sent to
+another one with these tokens as output_token_ids; sampling depends on seed and position alone, so
+the rest is what the first worker would have said. One that workers seem to die of ends in ERROR
+(suspects.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from tokenmill.core.kv import PREFILLED, KVNotice
+from tokenmill.core.types import FinishReason, RequestOutput
+from tokenmill.workers.assignment import Assignment
+from tokenmill.workers.handover import Handovers
+from tokenmill.workers.messages import (
+    Abort,
+    FromWorker,
+    KVConnected,
+    KVDump,
+    KVEvents,
+    KVNotices,
+    KVReceived,
+    LeasesExpired,
+    Outputs,
+    Stats,
+)
+from tokenmill.workers.open_request import OpenRequest
+from tokenmill.workers.pool_routers import Routers
+from tokenmill.workers.slot import WorkerSlot
+from tokenmill.workers.suspects import Suspects
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 0.25  # before a request that a full worker refused is routed again
+BUSY = ("queue_full", "draining")  # why a worker may refuse what another would take
+NOT_HERE = (*BUSY, "no_capacity", "too_long")  # why a prefill worker may refuse it
+
+
+class Migration:
+    """All requests that have not ended, and how they come from one worker to the next."""
+
+    def __init__(
+        self, routers: Routers, handovers: Handovers, assignment: Assignment, suspects: Suspects
+    ) -> None:
+        self.open: dict[str, OpenRequest] = {}
+        self.num_migrations = 0
+        self._routers = routers
+        self._handovers = handovers
+        self._assignment = assignment
+        self._suspects = suspects
+        self._held: list[OpenRequest] = []
+        self._retry: asyncio.TimerHandle | None = None
+
+    def submit(self, entries: list[OpenRequest]) -> None:
+        """Take requests and send them to workers, of which there must be one."""
+        for entry in entries:
+            self.open[entry.request.request_id] = entry
+        self._assignment.send(entries)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests and free what the engines hold for them; finished ids are ignored."""
+        at: dict[WorkerSlot, list[str]] = {}
+        for request_id in request_ids:
+            entry = self.open.get(request_id)
+            if entry is not None:
+                self._close(entry)
+                if entry.slot is not None:
+                    at.setdefault(entry.slot, []).append(entry.sent_as)
+        for slot, ids in at.items():
+            slot.send(Abort(ids))
+
+    def fail_all(self, message: str, stop_reason: str) -> None:
+        """End every open request with one ERROR output and abort it in the engine."""
+        entries = list(self.open.values())
+        self.abort(list(self.open))
+        for entry in entries:
+            entry.put_end(FinishReason.ERROR, message, stop_reason)
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def at(self, slot: WorkerSlot) -> list[OpenRequest]:
+        """The requests that a worker computes, decodes, or holds KV for."""
+        return [e for e in self.open.values() if e.slot is slot or e.source is slot]
+
+    # Workers come and go.
+
+    def worker_ready(self, slot: WorkerSlot) -> None:
+        """A worker takes requests from now on; those that waited for one go first."""
+        self._routers.welcome(slot, self.open.values())
+        self._handovers.connect(slot)
+        self._send_held()
+
+    def worker_down(self, slot: WorkerSlot) -> None:
+        """Whatever the worker had goes on elsewhere."""
+        self._routers.remove(slot)
+        lost = self.at(slot)
+        self._handovers.disconnect(slot)
+        for entry in self._suspects.died(lost):
+            self._close(entry, failed=True)
+            message = f"the engine stopped: {slot.last_failure}"
+            entry.put_end(FinishReason.ERROR, message, "worker_died")
+        self._migrate([e for e in lost if e.request.request_id in self.open], slot.last_failure)
+
+    def worker_left(self, slot: WorkerSlot) -> None:
+        """A worker that is still there has left the pool; its requests go on elsewhere."""
+        late = self.at(slot)
+        slot.send(Abort([entry.sent_as for entry in late]))
+        self._migrate(late, f"worker {slot.name} left the pool")
+
+    def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
+        """Outputs go to their streams, events to the router."""
+        match message:
+            case Outputs(outputs=outputs):
+                slot.tokens.add(sum([len(o.token_ids) for o in outputs]))
+                for output in outputs:
+                    self._dispatch(slot, output)
+                self._routers.of(slot).stepped(slot.name, time.monotonic())
+            case Stats():
+                self._routers.learn()
+            case KVEvents():
+                self._routers.on_events(slot, message)
+            case KVDump():
+                self._routers.on_dump(slot, message)
+            case KVConnected():
+                self._handovers.on_connected(slot, message)
+            case KVNotices(notices=notices):
+                self._on_notices(slot, notices)
+            case KVReceived(request_ids=request_ids):
+                for entry in self._find_all(request_ids):
+                    self._on_received(entry)
+            case LeasesExpired(request_ids=request_ids):
+                late = [e for e in self._find_all(request_ids) if e.source is slot]
+                self._keep_and_migrate(late, "its lease expired")
+
+    # Outputs.
+
+    def _find(self, sent_as: str) -> OpenRequest | None:
+        """The request of an id at the workers; None: it was aborted here, or has moved on."""
+        entry = self.open.get(sent_as) or self.open.get(sent_as.rpartition("~")[0])
+        return entry if entry is not None and entry.sent_as == sent_as else None
+
+    def _find_all(self, ids: Iterable[str]) -> list[OpenRequest]:
+        return [entry for entry in map(self._find, ids) if entry is not None]
+
+    def _on_notices(self, slot: WorkerSlot, notices: list[KVNotice]) -> None:
+        for notice in notices:
+            entry = self._find(notice.request_id)
+            if entry is not None and entry.source is slot:
+                entry.trace.transfer_began()
+                self._handovers.on_notice(entry, notice)
+
+    def _on_received(self, entry: OpenRequest) -> None:
+        entry.trace.transfer_ended()
+        self._handovers.on_received(entry)
+
+    def _dispatch(self, slot: WorkerSlot, output: RequestOutput) -> None:
+        entry = self._find(output.request_id)
+        if entry is None:
+            return
+        prefilling = entry.source is slot
+        if not prefilling and entry.slot is not slot:
+            return
+        entry.trace.output(output)
+        if not prefilling and entry.handover is not None and output.token_ids:
+            self._on_received(entry)
+        if prefilling and output.stop_reason == PREFILLED:
+            output.finish_reason = output.stop_reason = None
+            self._routers.prefill.prefill_done(output.request_id)
+        if output.finish_reason is not None:
+            if self._is_to_be_tried_again(entry, output, prefilling):
+                return
+            self._close(entry)
+        elif not entry.token_ids:
+            self._routers.of(slot).prefill_done(output.request_id)
+        output.request_id = entry.request.request_id
+        entry.token_ids += output.token_ids
+        if entry.num_deaths and self._suspects.got_on(entry):
+            self._try_next()
+        entry.stream.put(entry.index, output)
+
+    def _is_to_be_tried_again(
+        self, entry: OpenRequest, output: RequestOutput, prefilling: bool
+    ) -> bool:
+        """A request that was taken once is not refused because the next worker is full.
+
+        Nor does it end because its KV did not arrive.
+        """
+        why = output.stop_reason
+        if why == "kv_transfer" and not entry.stays:
+            self._keep_and_migrate([entry], output.error or "")
+            return True
+        if output.finish_reason is not FinishReason.REJECT:
+            return False
+        if prefilling and why in NOT_HERE:
+            self._keep_and_migrate([entry], output.error or "", refused=True)
+            return True
+        if why in BUSY and entry.num_sent:
+            self._hold(entry)
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._send_held)
+            return True
+        return False
+
+    def _close(self, entry: OpenRequest, failed: bool = False) -> None:
+        """A request has ended, in whatever way."""
+        entry.trace.ended()
+        self._routers.free(entry, len(entry.token_ids))
+        self._handovers.end(entry, failed)
+        del self.open[entry.request.request_id]
+        if self._suspects.ended(entry):
+            self._try_next()
+
+    # Requests move.
+
+    def _migrate(self, entries: list[OpenRequest], reason: str, refused: bool = False) -> None:
+        """Send requests on; one that was only refused had no handover that could fail."""
+        for entry in entries:
+            _log.debug("%s goes on elsewhere: %s", entry.sent_as, reason)
+            entry.trace.migrated(reason)
+            self._hold(entry, failed=not refused)
+        self.num_migrations += len(entries)
+        self._send_held()
+
+    def _keep_and_migrate(
+        self, entries: list[OpenRequest], reason: str, refused: bool = False
+    ) -> None:
+        """There is no handover: the prompt is computed where it will decode."""
+        for entry in entries:
+            _log.warning("%s was not handed over: %s", entry.sent_as, reason)
+            entry.stays = True
+        self._migrate(entries, reason, refused)
+
+    def _hold(self, entry: OpenRequest, failed: bool = True) -> None:
+        """Take a request off its workers; it waits for the next one."""
+        self._routers.free(entry)
+        self._handovers.end(entry, failed)
+        entry.take_back()
+        self._held.append(entry)
+
+    def _try_next(self) -> None:
+        """Another suspect may be tried, once what is being done is done."""
+        asyncio.get_running_loop().call_soon(self._send_held)
+
+    def _send_held(self) -> None:
+        if self._held and self._routers.num_workers:
+            going: list[OpenRequest] = []
+            held, self._held = self._held, []
+            for entry in held:
+                if self.open.get(entry.request.request_id) is entry:
+                    (going if self._suspects.may_go(entry) else self._held).append(entry)
+            self._assignment.send(going)

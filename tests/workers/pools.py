@@ -1,0 +1,44 @@
+"""What several tests ask of a worker pool, and send to it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+from api.streams import Spawner
+from tokenmill.core.types import Request, SamplingParams
+from tokenmill.workers.pool import WorkerPool
+
+KV_WORKER = str(Path(__file__).with_name("kv_worker.py"))
+
+
+def kv_worker_argv(folder: Path) -> list[str]:
+    """The command of a worker with a tiny model whose KV moves, but for its address."""
+    return [sys.executable, KV_WORKER, "--model", str(folder), "--connector", "shm"]
+
+
+def kill(workers: Spawner) -> None:
+    """Kill the oldest one that lives."""
+    os.kill(workers.live[0], signal.SIGKILL)
+
+
+def prompt(length: int, seed: int | str) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(64) for _ in range(length)]
+
+
+def request(name: str, num_tokens: int, prompt: list[int] | None = None) -> Request:
+    return Request(name, prompt or [1], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+
+
+def states(pool: WorkerPool) -> list[str]:
+    return [worker.state for worker in pool.view().workers]
+
+
+def told(pool: WorkerPool, request_id: str) -> bool:
+    """The worker that decodes waits for KV, which is on its way."""
+    entry = pool.open_requests.get(request_id)
+    return entry is not None and entry.handover is not None and entry.handover.told
