@@ -32,10 +32,11 @@ import triton
 import triton.language as tl
 from safetensors.torch import load_file, save_file
 
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.layers.rotary import rotary_table
 from tokenmill.models.store import resolve
 from tokenmill.models.weights import open_checkpoint
@@ -83,9 +84,13 @@ def write_conversations(args: argparse.Namespace, seed: int) -> list[Conversatio
     path = str(resolve(args.model))
     tokenizer = load_tokenizer(path)
     built = build_engine(
-        ModelConfig(path, "auto", args.device, max_model_len=2048),
-        CacheConfig(memory_bytes=args.kv_gib * 2**30),
-        SchedulerConfig(max_num_seqs=args.batch, max_waiting=2**31),
+        resolve_setup(
+            Setup(
+                ModelConfig(path, "auto", args.device, max_model_len=2048),
+                CacheConfig(memory_bytes=args.kv_gib * 2**30),
+                SchedulerConfig(max_num_seqs=args.batch, max_waiting=2**31),
+            )
+        )
     )
     marker = "\ue000"
     whole = tokenizer.encode_chat([{"role": "user", "content": marker}])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import (
     Engine,
     GrammarVocab,
@@ -16,6 +16,7 @@ from tokenmill.core.types import (
     TokenLogprobs,
 )
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.kernels import cpu_kernels
 
 # README: how far log-probabilities may differ without compiled kernels
@@ -77,20 +78,24 @@ def build(
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
-        ModelConfig(
-            model=str(folder),
-            dtype=dtype,  # type: ignore[arg-type]
-            max_model_len=max_model_len,
-            draft=draft and str(draft),
-            num_threads=None if cpu_kernels() else 1,  # torch's threads wait for each other
+        resolve_setup(
+            Setup(
+                ModelConfig(
+                    model=str(folder),
+                    dtype=dtype,  # type: ignore[arg-type]
+                    max_model_len=max_model_len,
+                    draft=draft and str(draft),
+                    num_threads=None if cpu_kernels() else 1,  # torch's threads wait for each other
+                ),
+                CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
+                SchedulerConfig(
+                    max_num_batched_tokens=48 if chunked else 512,
+                    max_num_seqs=16,
+                    chunked_prefill=chunked,
+                ),
+                ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False, mtp_relaxed=relaxed),
+            )
         ),
-        CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
-        SchedulerConfig(
-            max_num_batched_tokens=48 if chunked else 512,
-            max_num_seqs=16,
-            chunked_prefill=chunked,
-        ),
-        ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False, mtp_relaxed=relaxed),
         vocab,
     )
 

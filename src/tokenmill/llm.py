@@ -17,6 +17,7 @@ from tokenmill.core.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    Setup,
 )
 from tokenmill.core.types import (
     FinishReason,
@@ -29,6 +30,7 @@ from tokenmill.core.types import (
     no_room,
 )
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.models.store import resolve
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
@@ -116,7 +118,7 @@ class LLM:
             draft=draft,
         )
         self.tokenizer: Tokenizer = load_tokenizer(config.model, chat_template)
-        self.built = build_engine(
+        setup = Setup(
             config,
             _override(
                 cache or CacheConfig(),
@@ -129,9 +131,10 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
             ),
             execution or ExecutionConfig(),
-            self.tokenizer.grammar_vocab(),
-            progress,
-            parallel=parallel,
+            parallel or ParallelConfig(),
+        )
+        self.built = build_engine(
+            resolve_setup(setup), self.tokenizer.grammar_vocab(), progress=progress
         )
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
         self.engine = self.built.engine

@@ -9,13 +9,15 @@ import pytest
 
 SCRIPT = """
 import json, random, sys
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 
 model, dtype, kv_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+cache = CacheConfig(memory_bytes=kv_bytes)
 built = build_engine(
-    ModelConfig(model=model, dtype=dtype), CacheConfig(memory_bytes=kv_bytes), SchedulerConfig()
+    resolve_setup(Setup(ModelConfig(model=model, dtype=dtype), cache, SchedulerConfig()))
 )
 source, most_used = random.Random(0), 0
 for i in range(8):

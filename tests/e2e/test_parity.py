@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from driver import Answer, complete
 from gguf_reads import one_read
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89] * 4 + [15, 16, 17, 100, 127, 128, 129, 200, 300, 400]
@@ -57,9 +58,13 @@ def fp32(smollm2_path: Path) -> BuiltEngine:
 
 def build(path: Path, dtype: str) -> BuiltEngine:
     return build_engine(
-        ModelConfig(model=str(path), dtype=dtype),  # type: ignore[arg-type]
-        CacheConfig(num_blocks=800),
-        SchedulerConfig(max_num_batched_tokens=512),
+        resolve_setup(
+            Setup(
+                ModelConfig(model=str(path), dtype=dtype),
+                CacheConfig(num_blocks=800),
+                SchedulerConfig(max_num_batched_tokens=512),
+            )
+        )
     )
 
 

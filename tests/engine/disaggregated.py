@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from driver import Answer
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, GrammarVocab, Request, SamplingParams
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.transfer import KVTransfer
 
@@ -36,20 +37,24 @@ def build(
     draft: Path | None = None,
 ) -> LanguageEngine:
     built = build_engine(
-        ModelConfig(str(folder), dtype=dtype, device="cpu", draft=draft and str(draft)),  # type: ignore[arg-type]
-        CacheConfig(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            prefix_cache=prefix_cache,
-            connector=connector,  # type: ignore[arg-type]
+        resolve_setup(
+            Setup(
+                ModelConfig(str(folder), dtype=dtype, device="cpu", draft=draft and str(draft)),
+                CacheConfig(
+                    block_size=block_size,
+                    num_blocks=num_blocks,
+                    prefix_cache=prefix_cache,
+                    connector=connector,  # type: ignore[arg-type]
+                ),
+                SchedulerConfig(
+                    max_num_batched_tokens=budget,
+                    max_num_seqs=16,
+                    chunked_prefill=chunked,
+                    max_waiting=max_waiting,
+                ),
+                ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False),
+            )
         ),
-        SchedulerConfig(
-            max_num_batched_tokens=budget,
-            max_num_seqs=16,
-            chunked_prefill=chunked,
-            max_waiting=max_waiting,
-        ),
-        ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False),
         vocab,
     )
     return built.engine

@@ -13,11 +13,12 @@ from tokenmill.core.config import (
     ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
+    Setup,
 )
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine import build
 from tokenmill.engine.build import build_engine
-from tokenmill.engine.choices import choose_device
+from tokenmill.engine.choices import choose_device, resolve_setup
 from tokenmill.engine.graphs.capture import CaptureReport
 
 
@@ -84,7 +85,7 @@ def test_what_a_gpu_lacks_is_said_before_loading(
     folder = save(make_model("llama"), tmp_path)
     config = ModelConfig(str(folder), dtype=dtype, device="cuda")  # type: ignore[arg-type]
     with pytest.raises(ModelLoadError, match=message):
-        build_engine(config, CacheConfig(), SchedulerConfig())
+        build_engine(resolve_setup(Setup(config, CacheConfig(), SchedulerConfig())))
 
 
 def test_blocks_that_a_gpu_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,7 +93,9 @@ def test_blocks_that_a_gpu_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_pa
     config = ModelConfig(str(save(make_model("llama"), tmp_path)), dtype="bf16", device="cuda")
     for size, message in ((48, "block_size is 48: cuda takes divisors"), (192, "the weights take")):
         with pytest.raises(ModelLoadError, match=message):
-            build_engine(config, CacheConfig(block_size=size), SchedulerConfig())
+            build_engine(
+                resolve_setup(Setup(config, CacheConfig(block_size=size), SchedulerConfig()))
+            )
 
 
 def test_graphs_that_were_not_captured_are_told(
@@ -110,9 +113,9 @@ def test_graphs_that_were_not_captured_are_told(
 
     monkeypatch.setattr(build, "make_engine", make_engine)
     build_engine(
-        ModelConfig(str(folder)),
-        CacheConfig(num_blocks=4),
-        SchedulerConfig(),
+        resolve_setup(
+            Setup(ModelConfig(str(folder)), CacheConfig(num_blocks=4), SchedulerConfig())
+        ),
         on_warning=told.append,
     )
     (warning,) = told
@@ -122,10 +125,18 @@ def test_graphs_that_were_not_captured_are_told(
 def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     with pytest.raises(ModelLoadError, match="kv_cache_dtype fp8 does not run on cpu: use fp32"):
-        build_engine(ModelConfig(str(folder)), CacheConfig(dtype="fp8"), SchedulerConfig())
+        build_engine(
+            resolve_setup(
+                Setup(ModelConfig(str(folder)), CacheConfig(dtype="fp8"), SchedulerConfig())
+            )
+        )
 
 
 def test_invariance_without_fused_kernels_is_refused(tmp_path: Path) -> None:
     execution = ExecutionConfig(fused_kernels=False, batch_invariant=True)
     with pytest.raises(ModelLoadError, match="batch_invariant needs the fused kernels"):
-        build_engine(ModelConfig(str(tmp_path)), CacheConfig(), SchedulerConfig(), execution)
+        build_engine(
+            resolve_setup(
+                Setup(ModelConfig(str(tmp_path)), CacheConfig(), SchedulerConfig(), execution)
+            )
+        )

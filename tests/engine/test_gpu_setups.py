@@ -10,7 +10,7 @@ from driver import complete
 from gpu.setups import SETUPS, Checkpoints
 from tokenmill.core.config import GIB, ExecutionConfig
 from tokenmill.core.types import SamplingParams
-from tokenmill.engine.choices import resolve, set_mode
+from tokenmill.engine.choices import resolve_setup, set_mode
 
 GPU_TESTS = Path(__file__).parents[1] / "gpu"
 DOWNLOADED = "smollm2"  # by tests that need the real weights
@@ -35,7 +35,7 @@ def test_a_gpu_would_take_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (138 * GIB, 140 * GIB))
     asked = SETUPS[name].configs(checkpoints, "cuda")
-    chosen = resolve(asked)
+    chosen = resolve_setup(asked)
     assert chosen.model.device == "cuda" and chosen.model.dtype == SETUPS[name].dtype
     assert chosen.execution == asked.execution
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tokenmill import bench
-from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult
-from tokenmill.engine.choices import resolve
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
-from tokenmill.engine.setup import Setup
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -126,7 +125,7 @@ def chosen(cache: CacheConfig, limits: SchedulerConfig, device: str = "cuda") ->
         device,  # type: ignore[arg-type]
         random_weights=True,
     )
-    return resolve(Setup(model, cache, limits)).scheduler
+    return resolve_setup(Setup(model, cache, limits)).scheduler
 
 
 def test_resolve_chooses_what_was_left_open(gpu: None) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from driver import Answer, complete
 from tiny_models import make_model, save
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import FinishReason, Request, SamplingParams, StepResult
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.engine import LanguageEngine, Launched, OutOfMemory
 from tokenmill.sched.sequence import PENDING, Batch
 
@@ -26,10 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(folder: Path, overlap: bool = True) -> LanguageEngine:
     return build_engine(
-        ModelConfig(str(folder), dtype="fp32", device="cpu"),
-        CacheConfig(num_blocks=64),
-        SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
-        ExecutionConfig(overlap=overlap),
+        resolve_setup(
+            Setup(
+                ModelConfig(str(folder), dtype="fp32", device="cpu"),
+                CacheConfig(num_blocks=64),
+                SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
+                ExecutionConfig(overlap=overlap),
+            )
+        )
     ).engine
 
 

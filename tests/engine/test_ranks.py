@@ -26,6 +26,7 @@ from tokenmill.core.config import (
     ParallelConfig,
     RouterConfig,
     SchedulerConfig,
+    Setup,
 )
 from tokenmill.core.kv import PREFILLED, KVAddress, KVEvents, KVGeometry, KVNotice, KVWay
 from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
@@ -44,6 +45,7 @@ from tokenmill.core.types import (
     TokenLogprobs,
 )
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.ranks import group as group
 from tokenmill.engine.ranks import rank_messages
 from tokenmill.engine.ranks.group import side_by_side
@@ -51,7 +53,6 @@ from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine
 from tokenmill.engine.ranks.rank_messages import Message, RankState
 from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.ranks.rebalance import Rebalancer
-from tokenmill.engine.setup import Setup
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.parallel import Ranks
 from tokenmill.routing.attention_dp import RankCaches
@@ -84,11 +85,15 @@ def engine(
 ) -> Iterator[BuiltEngine]:
     draft = None if head is None else str(head)
     built = build_engine(
-        ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
-        CacheConfig(num_blocks=num_blocks, connector=connector),
-        SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
-        ExecutionConfig(mtp=2 if head else 0, mtp_adaptive=False),
-        parallel=ParallelConfig(**parallel),
+        resolve_setup(
+            Setup(
+                ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
+                CacheConfig(num_blocks=num_blocks, connector=connector),
+                SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
+                ExecutionConfig(mtp=2 if head else 0, mtp_adaptive=False),
+                ParallelConfig(**parallel),
+            )
+        )
     )
     try:
         yield built

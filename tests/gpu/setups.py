@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from draft_heads import OUTPUTS, forgetful, make_head, save_head
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.setup import Setup
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.models import store
 from tokenmill.models.weights import open_checkpoint
 
@@ -126,8 +126,7 @@ class EngineSetup:
         )
 
     def build(self, checkpoints: Checkpoints, device: Device) -> BuiltEngine:
-        setup = self.configs(checkpoints, device)
-        return build_engine(setup.model, setup.cache, setup.scheduler, setup.execution)
+        return build_engine(resolve_setup(self.configs(checkpoints, device)))
 
 
 QWEN3 = {

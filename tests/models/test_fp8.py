@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from driver import complete
 from tiny_models import load_stored, make_model, save
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import ModelLoadError, SamplingParams
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.models import weights
 
 Tensors = dict[str, torch.Tensor]
@@ -155,7 +156,9 @@ def test_engine_matches_transformers(
     load_stored(model, write(model, tmp_path, layout))
     expected = reference_logprobs(model, ids)
     config = ModelConfig(str(tmp_path), "fp32", "cpu")
-    built = build_engine(config, CacheConfig(num_blocks=16), SchedulerConfig(max_num_seqs=4))
+    built = build_engine(
+        resolve_setup(Setup(config, CacheConfig(num_blocks=16), SchedulerConfig(max_num_seqs=4)))
+    )
     (answer,) = complete(built.engine, [ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert answer.prompt_logprobs is not None
     found = torch.tensor([row.logprobs[0] for row in answer.prompt_logprobs if row])

@@ -11,9 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from draft_heads import head_tensors
 from tiny_models import make_model, save, stored_tensors, tame
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import ModelLoadError, Request, SamplingParams
 from tokenmill.engine.build import build_engine, has_mtp
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.models.weights import open_mtp, read_spec
 from tokenmill.sched.sequence import Batch, Sequence
 
@@ -54,14 +55,18 @@ def test_drafts_are_those_of_plain_torch(form: str, tmp_path: Path) -> None:
         return norm(x, own[f"{name}.weight"]) if form == "mtp" else x
 
     built = build_engine(
-        ModelConfig(
-            str(save(model, tmp_path / "model")),
-            dtype="fp32",
-            draft=str(tmp_path / "head.safetensors"),
-        ),
-        CacheConfig(num_blocks=8),
-        SchedulerConfig(max_num_seqs=2),
-        ExecutionConfig(mtp=3),
+        resolve_setup(
+            Setup(
+                ModelConfig(
+                    str(save(model, tmp_path / "model")),
+                    dtype="fp32",
+                    draft=str(tmp_path / "head.safetensors"),
+                ),
+                CacheConfig(num_blocks=8),
+                SchedulerConfig(max_num_seqs=2),
+                ExecutionConfig(mtp=3),
+            )
+        )
     )
     request = Request("0", PROMPT, SamplingParams(temperature=0.0))
     seq = Sequence(request, (0, 0, 0), 100, frozenset())
@@ -158,10 +163,14 @@ def test_eagle_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def build(folder: Path, draft: str, read: list[int]) -> None:
     build_engine(
-        ModelConfig(str(folder), dtype="fp32", draft=draft),
-        CacheConfig(num_blocks=8),
-        SchedulerConfig(),
-        ExecutionConfig(mtp=1),
+        resolve_setup(
+            Setup(
+                ModelConfig(str(folder), dtype="fp32", draft=draft),
+                CacheConfig(num_blocks=8),
+                SchedulerConfig(),
+                ExecutionConfig(mtp=1),
+            )
+        ),
         progress=lambda done, total: read.append(done),
     )
 
@@ -175,10 +184,14 @@ def test_what_is_about_drafts_needs_drafts(
     folder = save(make_model("llama"), tmp_path)
     with pytest.raises(ModelLoadError, match=rf"^{flag}.* needs --mtp N"):
         build_engine(
-            ModelConfig(str(folder), dtype="fp32", draft=draft),
-            CacheConfig(num_blocks=8),
-            SchedulerConfig(),
-            ExecutionConfig(mtp_relaxed=relaxed),
+            resolve_setup(
+                Setup(
+                    ModelConfig(str(folder), dtype="fp32", draft=draft),
+                    CacheConfig(num_blocks=8),
+                    SchedulerConfig(),
+                    ExecutionConfig(mtp_relaxed=relaxed),
+                )
+            )
         )
 
 
@@ -187,8 +200,12 @@ def test_a_model_without_a_module_says_how_to_give_one(tmp_path: Path) -> None:
     assert not has_mtp(ModelConfig(), folder)
     with pytest.raises(ModelLoadError, match="has no MTP module; give one with --draft"):
         build_engine(
-            ModelConfig(str(folder), dtype="fp32"),
-            CacheConfig(),
-            SchedulerConfig(),
-            ExecutionConfig(mtp=1),
+            resolve_setup(
+                Setup(
+                    ModelConfig(str(folder), dtype="fp32"),
+                    CacheConfig(),
+                    SchedulerConfig(),
+                    ExecutionConfig(mtp=1),
+                )
+            )
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker
 
@@ -19,10 +20,14 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
     built = build_engine(
-        ModelConfig(args.model, "fp32", "cpu", random_weights=True, num_threads=1),
-        CacheConfig(args.block_size, num_blocks=256, connector=args.connector),
-        SchedulerConfig(max_num_batched_tokens=args.budget, max_num_seqs=16),
-        ExecutionConfig(fused_kernels=False),  # nothing to compile
+        resolve_setup(
+            Setup(
+                ModelConfig(args.model, "fp32", "cpu", random_weights=True, num_threads=1),
+                CacheConfig(args.block_size, num_blocks=256, connector=args.connector),
+                SchedulerConfig(max_num_batched_tokens=args.budget, max_num_seqs=16),
+                ExecutionConfig(fused_kernels=False),
+            )
+        )
     )
     kv = built.engine.kv
     assert kv is not None

@@ -19,9 +19,11 @@ from tokenmill.core.config import (
     ModelConfig,
     PoolConfig,
     SchedulerConfig,
+    Setup,
 )
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.routing.role_balance import match_rates
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
@@ -91,10 +93,14 @@ def requests(tag: str) -> list[Request]:
 def whole_engine(folder: Path) -> Callable[[Request], list[int]]:
     """The same model in one engine."""
     engine = build_engine(
-        ModelConfig(str(folder), "fp32", "cpu", random_weights=True, num_threads=1),
-        CacheConfig(num_blocks=256),
-        SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=16),
-        ExecutionConfig(fused_kernels=False),
+        resolve_setup(
+            Setup(
+                ModelConfig(str(folder), "fp32", "cpu", random_weights=True, num_threads=1),
+                CacheConfig(num_blocks=256),
+                SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=16),
+                ExecutionConfig(fused_kernels=False),
+            )
+        )
     ).engine
 
     def answer(request: Request) -> list[int]:

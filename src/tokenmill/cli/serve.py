@@ -17,13 +17,10 @@ from tokenmill.console import fetch
 from tokenmill.core.config import (
     GPU_MEMORY_SHARE,
     MEMORY_SHARE,
-    CacheConfig,
-    ExecutionConfig,
     ModelConfig,
     ParallelConfig,
     PoolConfig,
     RouterConfig,
-    SchedulerConfig,
     ServerConfig,
 )
 from tokenmill.settings import (
@@ -219,21 +216,17 @@ def set_log_level(level: str) -> None:
 
 
 def _build(settings: Settings, on_warning: Callable[[str], None]) -> BuiltEngine:
-    config = settings.build(ModelConfig)
     from tokenmill.engine.build import build_engine
+    from tokenmill.engine.choices import resolve_setup
     from tokenmill.text.tokenizer import load_tokenizer
 
-    vocab = load_tokenizer(config.model).grammar_vocab()
-    cache, limits = settings.build(CacheConfig), settings.build(SchedulerConfig)
-    execution = settings.build(ExecutionConfig)
+    setup = settings.setup()
+    vocab = load_tokenizer(setup.model.model).grammar_vocab()
     with (
         console.progress("Loading weights", size_in_bytes=True) as loaded,
         console.progress("Capturing CUDA graphs") as captured,
     ):
-        parallel = settings.build(ParallelConfig)
-        return build_engine(
-            config, cache, limits, execution, vocab, loaded, captured, parallel, on_warning
-        )
+        return build_engine(resolve_setup(setup), vocab, loaded, captured, on_warning)
 
 
 def _facts(built: BuiltEngine, max_waiting: int, warnings: list[str]) -> ModelFacts:

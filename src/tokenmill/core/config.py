@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tokenmill.core.flags import (
@@ -203,6 +203,17 @@ class ParallelConfig:
     @property
     def num_ranks(self) -> int:
         return max(self.tp, self.ep)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine is built from; engine/choices.py resolves it, and all ranks have the same."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True, slots=True)

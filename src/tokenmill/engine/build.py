@@ -18,13 +18,13 @@ from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
+    Setup,
 )
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
-from tokenmill.engine.choices import KV_BYTES, available_bytes, resolve, set_mode, set_num_threads
+from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads
 from tokenmill.engine.drafts.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.drafts.proposer import Drafter
 from tokenmill.engine.drafts.relaxed import Relaxed
@@ -40,7 +40,6 @@ from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar import GrammarBackend
-from tokenmill.engine.setup import Setup
 from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
 from tokenmill.layers.linear import ComputeType
@@ -110,24 +109,18 @@ class Part:
 
 
 def build_engine(
-    model: ModelConfig,
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    execution: ExecutionConfig | None = None,
+    setup: Setup,
     grammar_vocab: GrammarVocab | None = None,
     progress: Progress | None = None,
     capture_progress: Progress | None = None,
-    parallel: ParallelConfig | None = None,
     on_warning: Callable[[str], None] = _log.warning,
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it.
 
-    `on_warning` is called with each thing that a user has to know.
+    The setup is what resolve_setup() has returned. `on_warning` is called with each thing that a
+    user has to know.
     """
-    asked = Setup(
-        model, cache, scheduler, execution or ExecutionConfig(), parallel or ParallelConfig()
-    )
-    setup, group = resolve(asked), None
+    group = None
     if setup.parallel.num_ranks > 1:
         group = RankGroup(setup.parallel.num_ranks, setup.model.device)
     with nullcontext() if group is None else group.together():

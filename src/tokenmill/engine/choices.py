@@ -21,11 +21,11 @@ from tokenmill.core.config import (
     ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
+    Setup,
 )
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
-from tokenmill.engine.setup import Setup
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
@@ -40,7 +40,7 @@ _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute t
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
 
-def resolve(asked: Setup) -> Setup:
+def resolve_setup(asked: Setup) -> Setup:
     """Make every choice that was left open, and refuse what does not go together."""
     model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
     set_mode(execution)

@@ -25,6 +25,7 @@ from tokenmill.core.config import (
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
+    Setup,
 )
 from tokenmill.core.flags import split_list
 from tokenmill.core.types import SamplingParams
@@ -90,6 +91,16 @@ class Settings:
             if SETTINGS[key].owner is owner
         }
         return owner(**(more | given))
+
+    def setup(self) -> Setup:
+        """All that an engine is built from."""
+        return Setup(
+            self.build(ModelConfig),
+            self.build(CacheConfig),
+            self.build(SchedulerConfig),
+            self.build(ExecutionConfig),
+            self.build(ParallelConfig),
+        )
 
     def flags(self, settings: Iterable[Setting]) -> list[str]:
         """Command line that gives these settings again, for a child process."""

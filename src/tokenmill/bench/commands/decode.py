@@ -12,7 +12,7 @@ from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, Machine
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import SchedulerConfig, Setup
 from tokenmill.core.spec import ModelSpec
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
 
@@ -71,28 +71,23 @@ def decode(settings: Settings) -> None:
     """
     from tokenmill.bench.ceiling import measure_machine
     from tokenmill.engine.build import build_engine
-    from tokenmill.engine.choices import choose_device
+    from tokenmill.engine.choices import choose_device, resolve_setup
     from tokenmill.engine.probe import DecodeProbe
 
     sizes, context = settings.get("decode-batch"), settings.get("context")
-    model = settings.build(ModelConfig)
-    model = replace(model, model=str(model_path(model)))
-    execution = settings.build(ExecutionConfig)
+    setup = settings.setup()
+    model = replace(setup.model, model=str(model_path(setup.model)))
     largest = max(sizes)
     device = choose_device(model)
     if settings.get("fusions") and device != "cuda":
         raise BenchError("--fusions: single kernels can be left out on a GPU alone")
-    cache = settings.build(CacheConfig)
+    cache = setup.cache
     if device == "cpu" and cache.num_blocks is None and cache.memory_bytes is None:
         cache = replace(cache, num_blocks=largest * (context // (cache.block_size or 16) + 1))
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        built = build_engine(
-            model,
-            cache,
-            SchedulerConfig(max_num_seqs=largest),
-            replace(execution, cuda_graphs=False),
-            progress=loaded,
-        )
+        limits = SchedulerConfig(max_num_seqs=largest)
+        launched = replace(setup.execution, cuda_graphs=False)
+        built = build_engine(resolve_setup(Setup(model, cache, limits, launched)), progress=loaded)
     if context + 1 > built.max_model_len:
         raise BenchError(f"--context {context}: the model's context is {built.max_model_len}")
     if largest * (context // built.block_size + 1) > built.num_blocks:
@@ -103,7 +98,7 @@ def decode(settings: Settings) -> None:
     console.note("Measuring the machine")
     threads = model.num_threads or os.cpu_count() or 1
     machine = measure_machine(built.spec, threads, built.device)
-    graphs = built.device == "cuda" and execution.cuda_graphs
+    graphs = built.device == "cuda" and setup.execution.cuda_graphs
     rows = []
     for size in sizes:
         probe = DecodeProbe(built.runner, size, context)

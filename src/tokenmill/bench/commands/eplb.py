@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.core.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import Request, SamplingParams, TokenmillError
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
@@ -130,12 +130,17 @@ def _passes(built: BuiltEngine, expected: list[Any], num_ranks: int) -> dict[str
 
 def _build(folder: str, parallel: ParallelConfig) -> BuiltEngine:
     from tokenmill.engine.build import build_engine
+    from tokenmill.engine.choices import resolve_setup
 
     return build_engine(
-        ModelConfig(folder, "fp32", "cpu", random_weights=True, seed=3),
-        CacheConfig(num_blocks=128, prefix_cache=False),
-        SchedulerConfig(max_num_batched_tokens=64),
-        parallel=parallel,
+        resolve_setup(
+            Setup(
+                ModelConfig(folder, "fp32", "cpu", random_weights=True, seed=3),
+                CacheConfig(num_blocks=128, prefix_cache=False),
+                SchedulerConfig(max_num_batched_tokens=64),
+                parallel=parallel,
+            )
+        )
     )
 
 

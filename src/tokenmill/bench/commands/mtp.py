@@ -20,7 +20,7 @@ from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import BenchConfig
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig
+from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.metrics import acceptance
 from tokenmill.core.types import Engine, Request, SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
@@ -126,15 +126,15 @@ def _build(settings: Settings, model: ModelConfig, depth: int, batch: int) -> An
         console.progress("Capturing CUDA graphs") as captured,
     ):
         from tokenmill.engine.build import build_engine
+        from tokenmill.engine.choices import resolve_setup
 
-        return build_engine(
+        setup = Setup(
             model,
             settings.build(CacheConfig, prefix_cache=False),
             SchedulerConfig(max_num_seqs=batch),
             settings.build(ExecutionConfig, mtp=depth, mtp_adaptive=False),
-            progress=loaded,
-            capture_progress=captured,
         )
+        return build_engine(resolve_setup(setup), progress=loaded, capture_progress=captured)
 
 
 def _print(by_depth: dict[str, Any], batch: int, device: str) -> None:

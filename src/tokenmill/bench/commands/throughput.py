@@ -22,7 +22,6 @@ from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     CacheConfig,
-    ExecutionConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -141,24 +140,17 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
         console.progress("Capturing CUDA graphs") as captured,
     ):
         from tokenmill.engine.build import build_engine
-        from tokenmill.engine.choices import choose_device
+        from tokenmill.engine.choices import choose_device, resolve_setup
 
-        model = replace(settings.build(ModelConfig), model=str(path))
-        device = choose_device(model)
-        limits = _limits(settings, cells)
-        cache = _cache(settings, config, cells, limits, device)
-        execution, parallel = settings.build(ExecutionConfig), settings.build(ParallelConfig)
-        built = build_engine(
-            model,
-            cache,
-            limits,
-            execution,
-            progress=loaded,
-            capture_progress=captured,
-            parallel=parallel,
-        )
+        asked = settings.setup()
+        model = replace(asked.model, model=str(path))
+        limits = _limits(asked.scheduler, cells)
+        cache = _cache(settings, config, cells, limits, choose_device(model))
+        asked = replace(asked, model=model, cache=cache, scheduler=limits)
+        built = build_engine(resolve_setup(asked), progress=loaded, capture_progress=captured)
     _check_context(cells, built)
     gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
+    parallel = asked.parallel
     num_caches = parallel.num_ranks if parallel.attention_dp else 1
     return built, Setup(
         dtype=built.dtype,
@@ -168,9 +160,8 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
     )
 
 
-def _limits(settings: Settings, cells: list[Cell]) -> SchedulerConfig:
+def _limits(limits: SchedulerConfig, cells: list[Cell]) -> SchedulerConfig:
     """Room for all requests to wait."""
-    limits = settings.build(SchedulerConfig)
     num_prompts = max(cell.num_prompts for cell in cells)
     return replace(limits, max_waiting=max(limits.max_waiting, num_prompts))
 

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 
 from tokenmill.core.codec import dumps, loads
+from tokenmill.core.config import Setup
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.core.kv_events import PackedEvent
 from tokenmill.core.types import EngineStats, GrammarVocab, Request, RequestOutput
-from tokenmill.engine.setup import Setup
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.kv.transfer import Run
 from tokenmill.parallel import Backend

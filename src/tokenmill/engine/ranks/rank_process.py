@@ -12,6 +12,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from tokenmill.core.config import Setup
 from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
 from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
 from tokenmill.engine.ranks.group import Kind, call, join
@@ -28,7 +29,6 @@ from tokenmill.engine.ranks.rank_messages import (
 )
 from tokenmill.engine.ranks.rank_models import RANK_GONE, Follower, OwnModel, all_or_none
 from tokenmill.engine.ranks.shared_kv import RankReader
-from tokenmill.engine.setup import Setup
 from tokenmill.kv.connectors import KVLink
 from tokenmill.parallel import Ranks
 
