@@ -7,6 +7,7 @@ and never waits for a reader, the proxy holds a backend back whose answer is not
 from __future__ import annotations
 
 import asyncio
+import resource
 import ssl
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from urllib.parse import SplitResult
 import httptools
 
 Headers = list[tuple[bytes, bytes]]
+MAX_FILES = 65_536
 LENGTH = frozenset((b"content-length", b"transfer-encoding"))
 
 
@@ -118,3 +120,17 @@ class HttpConnection(asyncio.Protocol):
         if self._parts:
             self.take_body(self._parts)
             self._parts.clear()
+
+
+def raise_file_limit() -> None:
+    """A connection is a file: allow MAX_FILES, or as many as the system grants."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_open_files() -> int:
+    """As many as may be open now."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft

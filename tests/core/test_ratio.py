@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tokenmill.core.ratio import (
+from tokenmill.core.intervals import (
     Estimate,
     from_interval,
     from_runs,

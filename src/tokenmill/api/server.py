@@ -23,8 +23,8 @@ from tokenmill.api.telemetry.log_stats import StatsLog
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import Tracing, open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
-from tokenmill.core.file_limit import max_open_files, raise_file_limit
 from tokenmill.core.types import EngineStats, TokenmillError
+from tokenmill.http_connection import max_open_files, raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.placement import open_placement

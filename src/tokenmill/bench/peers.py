@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.offline import CellRun
+from tokenmill.bench.versions import package_version
 from tokenmill.bench.workload import BenchError, Cell, Prompts
-from tokenmill.core.versions import package_version
 
 LOAD_TIMEOUT_S = 600
 RUN_TIMEOUT_S = 900

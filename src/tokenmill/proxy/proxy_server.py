@@ -21,7 +21,7 @@ from tokenmill.api.server import (
 )
 from tokenmill.api.telemetry.tracing import Tracing
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
-from tokenmill.core.file_limit import raise_file_limit
+from tokenmill.http_connection import raise_file_limit
 from tokenmill.proxy.backends import Backends
 from tokenmill.proxy.proxy_routes import RouteApp, RouteState, routed_stats
 from tokenmill.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from tokenmill.bench.client.connections import CANCELLED, Client
 from tokenmill.bench.client.datasets import Dataset, Message, Session
 from tokenmill.bench.client.progress import DONE, FAILED, NUM_COUNTERS, OPEN, TOKENS, observe
 from tokenmill.bench.client.records import Record, Target, request_body, write_records
-from tokenmill.core.file_limit import raise_file_limit
 from tokenmill.core.metrics import RequestTimes
+from tokenmill.http_connection import raise_file_limit
 
 EARLY_NS = 500_000  # timers of the loop count milliseconds: half of one early is on time
 PULSE_S = 0.01

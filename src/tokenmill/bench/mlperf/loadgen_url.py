@@ -22,8 +22,8 @@ from tokenmill.bench.client.records import Record, Target, request_body
 from tokenmill.bench.client.summary import EMPTY, num_tokens, times_of, usage_fault
 from tokenmill.bench.mlperf.loadgen import Sample, load_library, respond
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.file_limit import raise_file_limit
 from tokenmill.core.metrics import RequestTimes
+from tokenmill.http_connection import raise_file_limit
 
 GIVE_UP = 32  # queries in a row that fail: the run is INVALID anyway, and a server may be gone
 OPENED = 16  # connections made before the test

@@ -8,9 +8,8 @@ from typing import Any
 
 from tokenmill.bench.results.result import Point, Round
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.intervals import CONFIDENCE
+from tokenmill.core.intervals import CONFIDENCE, Estimate, ratio_interval
 from tokenmill.core.metrics import usd_per_million_tokens
-from tokenmill.core.ratio import Estimate, ratio_interval
 
 Report = dict[str, Any]
 

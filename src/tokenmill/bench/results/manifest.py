@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenmill
+from tokenmill.bench.versions import package_version
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.versions import package_version
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 from tokenmill import __version__
-from tokenmill.core.versions import package_version
+from tokenmill.bench.versions import package_version
 
 ROOT = Path(__file__).parents[2]
 
