@@ -69,9 +69,10 @@ from pathlib import Path
 from numba.core import event
 from driver import complete
 from gpu.setups import LIMITS, Checkpoints
-from tokenmill.core.config import CacheConfig, ModelConfig
+from tokenmill.core.config import CacheConfig, ModelConfig, Setup
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
 
 greedy = SamplingParams(temperature=0.0, max_tokens=3)
 drawn = SamplingParams(seed=1, top_p=0.9, logprobs=2, prompt_logprobs=1, frequency_penalty=0.1)
@@ -79,7 +80,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = Checkpoints(Path(folder))["qwen3"]
     for dtype in ("fp32", "int8"):
         model = ModelConfig(str(path), dtype, "cpu")
-        built = build_engine(model, CacheConfig(num_blocks=64), LIMITS)
+        built = build_engine(resolve_setup(Setup(model, CacheConfig(num_blocks=64), LIMITS)))
         with event.install_recorder("numba:compile") as compiled:
             for count in (1, 5, 100, 300):
                 complete(built.engine, [[3] * count, [4] * count], [greedy, drawn])

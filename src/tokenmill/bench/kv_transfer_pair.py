@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +18,7 @@ from tokenmill.core.kv import KVAddress, KVGeometry
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.engine.model import allocate_kv_cache
-from tokenmill.kv.connectors import KVLink, geometry
+from tokenmill.kv.connectors import CONNECTORS, KVLink, geometry
 from tokenmill.kv.transfer import OwnConnector, Run
 from tokenmill.models.weights import open_checkpoint
 
@@ -34,9 +33,9 @@ def read_spec(model: str) -> ModelSpec:
 
 def connectors(asked: str) -> list[str]:
     """Those to measure."""
-    if asked in ("nixl", "shm"):
+    if asked in CONNECTORS:
         return [asked]
-    return ["shm", "nixl"] if find_spec("nixl") else ["shm"]
+    return [name for name, connector in CONNECTORS.items() if connector.installed()]
 
 
 def measure(

@@ -23,6 +23,7 @@ from tokenmill.core.config import (
     RouterConfig,
     ServerConfig,
 )
+from tokenmill.core.kv import SHM, choose_connectors
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
@@ -166,10 +167,11 @@ def _roles(settings: Settings, pool: PoolConfig) -> Settings:
 
 
 def _connector(settings: Settings, pool: PoolConfig) -> str:
-    """How KV moves. One machine without a GPU needs no NIXL, whose thread polls all the time."""
+    """How KV moves: workers cannot know that all of them run on this machine, so they are told."""
     asked = str(settings.values.get("kv-connector", "auto"))
-    on_cpu = settings.get("device") == "cpu" or not _num_gpus()
-    return "shm" if asked == "auto" and on_cpu and pool.ray_address is None else asked
+    on_gpu = settings.get("device") != "cpu" and _num_gpus() > 0
+    names = choose_connectors(asked, on_gpu, one_host=pool.ray_address is None)
+    return SHM if names == (SHM,) else asked
 
 
 def _num_gpus() -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 LEASE_S = 30.0  # how long computed blocks are held for another engine, unless told otherwise
-SHM = "shm"  # the connector of one host
+SHM, NIXL = "shm", "nixl"  # the connectors of one host, and of all
 PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
 
 
@@ -85,6 +86,25 @@ class KVEvents:
 
     def __bool__(self) -> bool:
         return bool(self.notices or self.received or self.expired)
+
+
+def nixl_installed() -> bool:
+    return find_spec(NIXL) is not None
+
+
+def choose_connectors(asked: str, on_gpu: bool, one_host: bool = False) -> tuple[str, ...]:
+    """The connectors that an engine opens, the quickest first; this alone knows what `auto` means.
+
+    shm serves caches in the memory of one host, and nixl, where it is installed, all others. With
+    `one_host` all engines are known to run there: they need no nixl, whose thread polls all the
+    time.
+    """
+    if asked != "auto":
+        return () if asked == "none" else (asked,)
+    near = () if on_gpu else (SHM,)
+    if near and one_host:
+        return near
+    return (*near, NIXL) if nixl_installed() else near
 
 
 def common_way(source: KVAddress, target: KVAddress) -> KVWay | None:

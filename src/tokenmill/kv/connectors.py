@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.util import find_spec
 from uuid import uuid4
 
 import torch
 
-from tokenmill.core.kv import SHM, KVAddress, KVGeometry, KVWay
+from tokenmill.core.kv import NIXL, SHM, KVAddress, KVGeometry, KVWay, choose_connectors
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kv.nixl_connector import NixlConnector
@@ -17,6 +16,10 @@ from tokenmill.kv.shared_memory import SharedMemoryConnector, SharedPages, host_
 from tokenmill.kv.transfer import KVTransfer, OwnConnector
 from tokenmill.sched.scheduler import Scheduler
 
+CONNECTORS: dict[str, type[SharedMemoryConnector] | type[NixlConnector]] = {
+    SHM: SharedMemoryConnector,
+    NIXL: NixlConnector,
+}
 _LAYOUTS = {"cpu": "keys [head, channel, token]", "cuda": "keys [head, token, channel]"}
 
 
@@ -30,31 +33,22 @@ class KVLink:
 
     @classmethod
     def plan(cls, connector: str, device: str) -> KVLink | None:
-        """Choose the connectors; None: this engine's KV stays here.
-
-        "auto" has shm for peers on the same host, and nixl, where installed, for all others.
-        """
+        """Choose the connectors; None: this engine's KV stays here."""
         if connector == "none":
             return None
-        if connector == "auto":
-            names = ((SHM,) if device == "cpu" else ()) + (("nixl",) if find_spec("nixl") else ())
-        else:
-            names = (connector,)
-        if device != "cpu" and "nixl" not in names:
+        names = choose_connectors(connector, on_gpu=device != "cpu")
+        if device != "cpu" and not any(CONNECTORS[name].reads_gpus for name in names):
             raise ModelLoadError(
                 f"kv_connector {connector}: shm moves host memory alone; on cuda install nixl"
             )
         engine_id = uuid4().hex[:12]
-        return cls(engine_id, names, SharedPages(engine_id) if SHM in names else None)
+        shared = any(CONNECTORS[name].needs_pages for name in names)
+        return cls(engine_id, names, SharedPages(engine_id) if shared else None)
 
     def connect(self, tensors: list[torch.Tensor]) -> list[OwnConnector]:
         """The connectors over the tensors of a cache."""
-        connectors: list[OwnConnector] = []
-        if self.pages is not None:
-            connectors.append(SharedMemoryConnector(self.pages, [t.numpy() for t in tensors]))
-        if "nixl" in self.connectors:
-            connectors.append(NixlConnector(self.engine_id, tensors))
-        return connectors
+        named = [CONNECTORS[name] for name in self.connectors]
+        return [connector.over(self.engine_id, tensors, self.pages) for connector in named]
 
     def open(
         self,

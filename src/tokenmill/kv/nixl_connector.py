@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tokenmill.core.kv import KVAddress, KVWay
+from tokenmill.core.kv import NIXL, KVAddress, KVWay, nixl_installed
 from tokenmill.core.types import ModelLoadError
+from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.kv.transfer import Run, TransferError
 
 _POLL_S = 0.0002
@@ -32,7 +33,18 @@ class _Peer:
 class NixlConnector:
     """Reads the blocks of engines anywhere; one thread makes all calls of the agent."""
 
-    name = "nixl"
+    name, reads_gpus, needs_pages = NIXL, True, False
+
+    @classmethod
+    def over(
+        cls, engine_id: str, tensors: list[torch.Tensor], pages: SharedPages | None
+    ) -> NixlConnector:
+        """The connector over an engine's cache, in whichever memory."""
+        return cls(engine_id, tensors)
+
+    @staticmethod
+    def installed() -> bool:
+        return nixl_installed()
 
     def __init__(self, engine_id: str, tensors: Iterable[torch.Tensor]) -> None:
         try:

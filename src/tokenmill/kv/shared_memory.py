@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tokenmill.core.kv import SHM, KVAddress, KVWay
@@ -44,7 +45,19 @@ class SharedPages:
 class SharedMemoryConnector:
     """Reads the blocks of engines on the same host by one plain copy, in a thread of its own."""
 
-    name = SHM
+    name, reads_gpus, needs_pages = SHM, False, True
+
+    @classmethod
+    def over(
+        cls, engine_id: str, tensors: list[torch.Tensor], pages: SharedPages | None
+    ) -> SharedMemoryConnector:
+        """The connector over an engine's cache."""
+        assert pages is not None
+        return cls(pages, [tensor.numpy() for tensor in tensors])
+
+    @staticmethod
+    def installed() -> bool:
+        return True
 
     def __init__(self, pages: SharedPages, caches: Iterable[NDArray[Any]]) -> None:
         """The caches [blocks, ...] must be all that `pages` holds, in order."""
