@@ -20,7 +20,7 @@ from api.streams import Spawner
 from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.api.openai_routes import create_app
-from tokenmill.api.telemetry.tracing import Tracing, open_tracing
+from tokenmill.api.telemetry.tracing import NO_TRACING, OtelTracing, open_tracing
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.workers.pool import WorkerPool
 from workers.pools import kill, kv_worker_argv, prompt
@@ -42,7 +42,7 @@ class Traced:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         config = ServerConfig()
-        self._app = create_app(pool, make_tokenizer(), config, "tiny", Tracing(provider))
+        self._app = create_app(pool, make_tokenizer(), config, "tiny", OtelTracing(provider))
 
     def run(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._exporter.clear()
@@ -181,7 +181,7 @@ def test_nothing_is_imported_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    assert open_tracing(None, "x") is None
+    assert open_tracing(None, "x") is NO_TRACING
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_people_get_a_table_and_json_comes_when_asked(
     assert whole.keys() == server.call("GET", "/workers").json.keys()
 
 
-def test_commands_change_the_floor_under_load(
+def test_commands_change_the_pool_under_load(
     server: SimServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = ThreadPoolExecutor(8)
@@ -66,6 +66,23 @@ def test_commands_change_the_floor_under_load(
     assert server.metric("worker_routed_requests_total", 'worker="w1"') > 0
     assert run(["drain", "w0", "--url", server.url]) == 1
     assert "there is no 'w0'" in capsys.readouterr().err
+
+
+def test_the_old_name_of_the_routes_answers_and_says_that_it_goes(server: SimServer) -> None:
+    calls: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("GET", "", None),
+        ("POST", "/router", {}),
+        ("POST", "/scale", {"workers": len(server.call("GET", "/workers").json["workers"])}),
+    ]
+    for method, path, body in calls:
+        old = server.call(method, f"/floor{path}", body, JSON)
+        new = server.call(method, f"/workers{path}", body, JSON)
+        assert old.status == new.status == 200 and old.json.keys() == new.json.keys()
+        assert [w["name"] for w in old.json["workers"]] == [w["name"] for w in new.json["workers"]]
+        assert old.headers["deprecation"] == "true" and "deprecation" not in new.headers
+        assert old.headers["link"] == f'</workers{path}>; rel="successor-version"'
+    refused = server.call("POST", "/floor/drain", {"worker": "nobody"}, JSON)
+    assert refused.status == 400 and "'nobody'" in refused.error["message"]
 
 
 def test_what_the_front_makes_of_tokens_survives_a_worker(server: SimServer) -> None:
@@ -140,7 +157,7 @@ def test_pages_in_a_browser_here_may_not_either(
         assert code is None or call.error["code"] == code
 
 
-def test_a_token_opens_the_floor_to_others_and_overload_is_told() -> None:
+def test_a_token_opens_the_pool_to_others_and_overload_is_told() -> None:
     config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=4, max_pending=2)
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
     with sim_server(config, limits, step_ms=20.0) as server:

@@ -34,7 +34,7 @@ from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.stream import ApiState, GenerationResponse
 from tokenmill.api.telemetry.dashboard import add_dashboard
 from tokenmill.api.telemetry.prometheus import ServerMetrics
-from tokenmill.api.telemetry.tracing import Tracing
+from tokenmill.api.telemetry.tracing import NO_TRACING, Tracing
 from tokenmill.api.worker_routes import add_workers
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
@@ -47,7 +47,7 @@ def create_app(
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: str,
-    tracing: Tracing | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> FastAPI:
     """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
     if client.facts is None:
@@ -99,12 +99,10 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
             call = await read_body(request, ChatCompletionRequest, limit, preparer.ignored)
             _check_model(call.model, state)
             usage_in = _usage_in(call)
-            if trace is not None:
-                trace.parsed()
+            trace.parsed()
             job = await preparer.chat(call)
             form = ChatFormat(job, state.model, state.tokenizer, usage_in)
-            if trace is not None:
-                trace.prepared(job, state.model)
+            trace.prepared(job, state.model)
         return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
 
     @app.post("/v1/completions", dependencies=guard)
@@ -114,12 +112,10 @@ def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
             call = await read_body(request, CompletionRequest, limit, preparer.ignored)
             _check_model(call.model, state)
             usage_in = _usage_in(call)
-            if trace is not None:
-                trace.parsed()
+            trace.parsed()
             job = await preparer.completion(call)
             form = CompletionFormat(job, state.model, state.tokenizer, usage_in, bool(call.echo))
-            if trace is not None:
-                trace.prepared(job, state.model)
+            trace.prepared(job, state.model)
         return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
 
     @app.post("/tokenize", dependencies=guard)

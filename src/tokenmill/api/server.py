@@ -65,7 +65,7 @@ def serve(
     raise_file_limit()
     pool = pool or PoolConfig()
     with (
-        tracing_to(config.otlp_endpoint, "tokenmill") as tracing,
+        contextlib.closing(open_tracing(config.otlp_endpoint, "tokenmill")) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(pool) as placement,
     ):
@@ -82,7 +82,7 @@ async def _run(
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: str,
-    tracing: Tracing | None,
+    tracing: Tracing,
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals()
@@ -107,17 +107,6 @@ async def _run(
             raise ServerError("the engine keeps stopping; see its messages above")
     finally:
         await client.close()
-
-
-@contextlib.contextmanager
-def tracing_to(endpoint: str | None, service: str) -> Iterator[Tracing | None]:
-    """Traces while the block runs, where they are asked for."""
-    tracing = open_tracing(endpoint, service)
-    try:
-        yield tracing
-    finally:
-        if tracing is not None:
-            tracing.close()
 
 
 def run_in_loop(work: Coroutine[Any, Any, None]) -> None:

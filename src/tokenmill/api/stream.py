@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +20,7 @@ from tokenmill.api.protocol.prepare import Job
 from tokenmill.api.protocol.responses import Usage
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.request_trace import CallTrace
-from tokenmill.api.telemetry.tracing import OPERATIONS, Tracing
+from tokenmill.api.telemetry.tracing import NO_TRACING, OPERATIONS, Tracing
 from tokenmill.core.config import ServerConfig
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.link import WorkerDownError
@@ -51,7 +50,7 @@ class ApiState:
     model: str
     metrics: ServerMetrics
     calls: Calls  # of generation
-    tracing: Tracing | None = None
+    tracing: Tracing = NO_TRACING
 
     def facts(self) -> ModelFacts:
         """What all workers have in common, now."""
@@ -59,11 +58,9 @@ class ApiState:
         assert facts is not None
         return facts
 
-    def traced(self, request: Request) -> AbstractContextManager[CallTrace | None]:
-        """The trace of a call, where calls are traced, and a block that may fail."""
-        if self.tracing is None:
-            return nullcontext()
-        start_ns, path = time.monotonic_ns(), request.url.path
+    def traced(self, request: Request) -> CallTrace:
+        """The trace of a call, around a block that may fail."""
+        start_ns, path = time.monotonic_ns(), request.scope["path"]
         span = self.tracing.begin(path, request.headers.raw, start_ns)
         span.set({"gen_ai.request.id": record_of(request.scope).request_id})
         return CallTrace(span, OPERATIONS[path], start_ns)
@@ -104,7 +101,7 @@ class GenerationResponse(Response):
         form: Format,
         streams: bool,
         key: int,
-        trace: CallTrace | None = None,
+        trace: CallTrace,
     ) -> None:
         super().__init__()
         self._state = state
@@ -120,12 +117,11 @@ class GenerationResponse(Response):
         generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
         try:
             self._state.admit(self._key, len(self._job.requests))
-            traces = trace.requests(self._job) if trace is not None else ()
-            stream = self._state.client.submit(self._job.requests, traces, self._job.hash_inputs)
+            requests, traces = self._job.requests, trace.requests(self._job)
+            stream = self._state.client.submit(requests, traces, self._job.hash_inputs)
         except (ApiError, WorkerDownError) as refused:
             error = _as_api_error(refused)
-            if trace is not None:
-                trace.end(generation.usage(), [], error)
+            trace.end(generation.usage(), [], error)
             record.fail(error)
             await send_error(send, error)
             return
@@ -148,8 +144,7 @@ class GenerationResponse(Response):
             reasons = [choice.reason for choice in generation.choices]
             generation.describe(record)
             record.worker = ",".join(sorted(set(stream.workers.values()))) or "-"
-            if trace is not None:
-                trace.end(generation.usage(), reasons, error)
+            trace.end(generation.usage(), reasons, error)
 
     async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:
         # The status line waits for the first output, which may be a refusal.

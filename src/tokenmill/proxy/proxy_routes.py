@@ -30,7 +30,7 @@ from tokenmill.api.protocol.responses import Service
 from tokenmill.api.stream import send_error
 from tokenmill.api.telemetry.dashboard import add_page
 from tokenmill.api.telemetry.dashboard_view import DashboardView
-from tokenmill.api.telemetry.tracing import Tracing
+from tokenmill.api.telemetry.tracing import NO_TRACING, Tracing
 from tokenmill.api.worker_routes import add_pool_view
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
@@ -59,7 +59,7 @@ class RouteState:
     tokenizer: Tokenizer | None
     config: ServerConfig
     calls: Calls
-    tracing: Tracing | None = None
+    tracing: Tracing = NO_TRACING
     metrics: RouteMetrics = field(default_factory=RouteMetrics)
 
 
@@ -99,19 +99,16 @@ class RouteApp:
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
-        tracing = state.tracing
-        span = None if tracing is None else tracing.begin(scope["path"], scope["headers"])
         record = record_of(scope)
-        if span is not None:
-            span.set({"gen_ai.request.id": record.request_id})
+        span = state.tracing.begin(scope["path"], scope["headers"])
+        span.set({"gen_ai.request.id": record.request_id})
         relay = Relay(state.backends, state.metrics, state.tokenizer, span, record)
         try:
             declared = header(scope["headers"], b"content-length").decode("latin-1")
             body = await read_bytes(receive, declared, state.config.max_body_bytes)
         except (ApiError, ClientDisconnect) as error:
             code = error.code if isinstance(error, ApiError) else "cancelled"
-            if span is not None:
-                span.end(f"{code}: {error}")
+            span.end(f"{code}: {error}")
             if isinstance(error, ApiError):
                 record.fail(error)
                 await send_error(send, error)

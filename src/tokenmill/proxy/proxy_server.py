@@ -16,10 +16,9 @@ from tokenmill.api.server import (
     listening,
     logging_stats,
     run_in_loop,
-    tracing_to,
     url_of,
 )
-from tokenmill.api.telemetry.tracing import Tracing
+from tokenmill.api.telemetry.tracing import Tracing, open_tracing
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
 from tokenmill.http_connection import raise_file_limit
 from tokenmill.proxy.backends import Backends
@@ -44,7 +43,7 @@ def route(
     """
     raise_file_limit()
     with (
-        tracing_to(config.otlp_endpoint, "tokenmill-route") as tracing,
+        contextlib.closing(open_tracing(config.otlp_endpoint, "tokenmill-route")) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
     ):
         run_in_loop(_run(listener, config, backends, router, tokenizer, tracing, on_listening))
@@ -56,7 +55,7 @@ async def _run(
     route_config: RouteConfig,
     router: RouterConfig,
     tokenizer: Tokenizer | None,
-    tracing: Tracing | None,
+    tracing: Tracing,
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals()

@@ -57,7 +57,7 @@ class Relay:
         backends: Backends,
         metrics: RouteMetrics,
         tokenizer: Tokenizer | None,
-        span: Span | None,
+        span: Span,
         record: CallRecord,
     ) -> None:
         self._record = record
@@ -99,10 +99,9 @@ class Relay:
             prompt = await asyncio.to_thread(read_prompt, body, self._tokenizer)
         else:
             prompt = read_prompt(body, self._tokenizer)
-        if self._span is not None:
-            facts = {"tokenmill.prompt.num_tokens": len(prompt.token_ids)}
-            self._span.child("tokenize", facts, began_ns, time.monotonic_ns())
-            self._span.set({"gen_ai.request.model": prompt.model})
+        facts = {"tokenmill.prompt.num_tokens": len(prompt.token_ids)}
+        self._span.child("tokenize", facts, began_ns, time.monotonic_ns())
+        self._span.set({"gen_ai.request.model": prompt.model})
         self._num_prompt_tokens = len(prompt.token_ids)
         return prompt
 
@@ -129,13 +128,13 @@ class Relay:
             tried.add(attempt.backend.name)
             self._record.worker = attempt.backend.name
             self._trace_choice(attempt, began_ns)
-            span = self._attempt_span(attempt)
+            facts = {"server.address": attempt.backend.name, "http.request.method": "POST"}
+            span = self._span.child(f"POST {attempt.backend.name}", facts, kind="CLIENT")
             try:
                 refusal = await self._attempt(attempt, scope, body, send, span)
             finally:
                 self._backends.end(attempt)
-            if span is not None:
-                span.end(refusal.reason if refusal is not None else None)
+            span.end(refusal.reason if refusal is not None else None)
             if refusal is None:
                 return None
             self._refusals.append(refusal)
@@ -144,7 +143,7 @@ class Relay:
         return await self._end_early(send)
 
     async def _attempt(
-        self, attempt: Attempt, scope: Scope, body: bytes, send: Send, span: Span | None
+        self, attempt: Attempt, scope: Scope, body: bytes, send: Send, span: Span
     ) -> Refusal | None:
         """Pass the call on and its answer back; a refusal where that did not come to an end."""
         backend = attempt.backend
@@ -164,8 +163,7 @@ class Relay:
         finally:
             answer.close()
         self._count(backend.name, str(answer.status))
-        if span is not None:
-            span.set({"http.response.status_code": answer.status})
+        span.set({"http.response.status_code": answer.status})
         return None
 
     async def _pass_on(self, attempt: Attempt, answer: Answer, send: Send) -> None:
@@ -271,10 +269,9 @@ class Relay:
             reason = {408: "abort", 429: "reject", 503: "reject"}.get(error.status, "error")
         self._metrics.finish(self._times, self._num_prompt_tokens, reason)
         self._describe(reason, error)
-        if self._span is not None:
-            status = self._status if error is None else error.status
-            self._span.set({"http.response.status_code": status})
-            self._span.end(None if error is None else f"{error.code}: {error}")
+        status = self._status if error is None else error.status
+        self._span.set({"http.response.status_code": status})
+        self._span.end(None if error is None else f"{error.code}: {error}")
 
     def _describe(self, reason: str, error: ApiError | None) -> None:
         record = self._record
@@ -287,7 +284,7 @@ class Relay:
             record.error = f"backend_{self._status}"
 
     def _trace_choice(self, attempt: Attempt, began_ns: int) -> None:
-        if self._span is None:
+        if not self._span.recording:  # terms cost more than the rest
             return
         decision = attempt.decision
         facts = {
@@ -301,16 +298,10 @@ class Relay:
             what = {"tokenmill.reason": self._refusals[-1].reason}
             self._span.event("retried on another backend", what)
 
-    def _attempt_span(self, attempt: Attempt) -> Span | None:
-        if self._span is None:
-            return None
-        facts = {"server.address": attempt.backend.name, "http.request.method": "POST"}
-        return self._span.child(f"POST {attempt.backend.name}", facts, kind="CLIENT")
 
-
-def _forwarded(headers: Headers, own: Headers, span: Span | None) -> Headers:
+def _forwarded(headers: Headers, own: Headers, span: Span) -> Headers:
     """The client's headers but for `own`: the call's id and our key; and our place in the trace."""
-    own = own + ([] if span is None else span.headers())
+    own = own + span.headers()
     names = {name for name, _ in own}
     return [pair for pair in headers if pair[0] not in names] + own
 

@@ -15,7 +15,7 @@ from tokenmill.api.protocol.responses import Usage
 from tokenmill.api.telemetry.tracing import Attributes, Span, terms_of
 from tokenmill.core.types import RequestOutput
 from tokenmill.routing.router import Decision
-from tokenmill.workers.trace import RequestTrace
+from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
 
 class CallTrace:
@@ -62,6 +62,8 @@ class CallTrace:
 
     def requests(self, job: Job) -> list[RequestTrace]:
         """One trace for each request of a job."""
+        if not self._span.recording:
+            return [NO_TRACE] * len(job.requests)
         return [RequestSpans(self._span, index) for index in range(len(job.requests))]
 
     def end(self, usage: Usage, reasons: list[str], error: ApiError | None) -> None:
@@ -104,7 +106,6 @@ class RequestSpans(RequestTrace):
         self._first_ns = self._transfer_ns = self._received_ns = 0
 
     def routed(self, decision: Decision, began_ns: int, role: str) -> None:
-        """A worker was chosen, for all of it or, as `role` says, for a part."""
         self._reset(time.monotonic_ns())
         facts = {
             "tokenmill.router.worker": decision.worker,
@@ -115,7 +116,6 @@ class RequestSpans(RequestTrace):
         self._stage("route", began_ns, self._queued_ns, facts | terms_of(decision.terms()))
 
     def output(self, output: RequestOutput) -> None:
-        """Tokens have come; with the first ones the prompt is computed."""
         self._num_tokens += len(output.token_ids)
         if self._first_ns or not output.token_ids:
             return
@@ -126,17 +126,14 @@ class RequestSpans(RequestTrace):
         self._stage("prefill", started_ns, now_ns, cached)
 
     def transfer_began(self) -> None:
-        """The first blocks are ready to be read by the decode worker."""
         self._transfer_ns = self._transfer_ns or time.monotonic_ns()
 
     def transfer_ended(self) -> None:
-        """The decode worker has the KV; decoding begins."""
         if self._transfer_ns and not self._received_ns:
             self._received_ns = time.monotonic_ns()
             self._stage("kv_transfer", self._transfer_ns, self._received_ns)
 
     def migrated(self, reason: str) -> None:
-        """It goes on elsewhere."""
         self.ended()
         facts = {
             "tokenmill.reason": reason,
@@ -146,7 +143,6 @@ class RequestSpans(RequestTrace):
         self._call.event("migrated", facts)
 
     def ended(self) -> None:
-        """No more comes from the worker that has it."""
         if self._first_ns:
             tokens = {"gen_ai.usage.output_tokens": self._num_tokens}
             began_ns = max(self._first_ns, self._received_ns)

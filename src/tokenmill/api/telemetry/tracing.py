@@ -25,14 +25,62 @@ class TracingError(TokenmillError):
     """Traces were asked for and cannot be made; the message says what is missing."""
 
 
-def open_tracing(endpoint: str | None, service: str) -> Tracing | None:
-    """Tracing to `endpoint`, or to what OpenTelemetry's own variables say; None: not asked for."""
+class Span:
+    """A span that nobody asked for: it takes everything and keeps nothing."""
+
+    __slots__ = ()
+    recording = False
+
+    def child(
+        self,
+        name: str,
+        attributes: Attributes,
+        start_ns: int | None = None,
+        end_ns: int | None = None,
+        kind: Kind = "INTERNAL",
+    ) -> Span:
+        """A part of this span; with `end_ns` it is over already."""
+        return self
+
+    def rename(self, name: str) -> None: ...
+
+    def set(self, attributes: Attributes) -> None: ...
+
+    def event(self, name: str, attributes: Attributes, at_ns: int | None = None) -> None: ...
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """W3C trace context for whom this span calls."""
+        return []
+
+    def end(self, error: str | None = None, end_ns: int | None = None) -> None:
+        """Over; an error is its status, and its first word, up to a colon, error.type."""
+
+
+class Tracing:
+    """Makes the spans of a process: this one, none."""
+
+    def begin(
+        self, path: str, headers: Iterable[tuple[bytes, bytes]], start_ns: int | None = None
+    ) -> Span:
+        """The span of a call; its parent is the one that the caller's traceparent names."""
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+NO_SPAN = Span()
+NO_TRACING = Tracing()
+
+
+def open_tracing(endpoint: str | None, service: str) -> Tracing:
+    """Tracing to `endpoint`, or to what OpenTelemetry's own variables say; else NO_TRACING."""
     if endpoint is None and not any(os.environ.get(name) for name in VARIABLES):
-        return None
+        return NO_TRACING
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise TracingError(f"--otlp-endpoint must be http://HOST:PORT, got {endpoint!r}")
     try:
-        return Tracing(_provider(endpoint, service))
+        return OtelTracing(_provider(endpoint, service))
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
@@ -56,8 +104,8 @@ def _provider(endpoint: str | None, service: str) -> Any:
     return provider
 
 
-class Tracing:
-    """Makes the spans of a process."""
+class OtelTracing(Tracing):
+    """Spans that are sent to a collector."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
@@ -71,7 +119,6 @@ class Tracing:
     def begin(
         self, path: str, headers: Iterable[tuple[bytes, bytes]], start_ns: int | None = None
     ) -> Span:
-        """The span of a call; its parent is the one that the caller's traceparent names."""
         names = (b"traceparent", b"tracestate")
         carrier = {k.decode(): v.decode("latin-1") for k, v in headers if k in names}
         context = self.propagator.extract(carrier)
@@ -83,21 +130,21 @@ class Tracing:
             "url.path": path,
         }
         offset_ns = time.time_ns() - time.monotonic_ns()
-        return Span(self, operation, facts, "SERVER", context, start_ns, offset_ns)
+        return OtelSpan(self, operation, facts, "SERVER", context, start_ns, offset_ns)
 
     def close(self) -> None:
-        """Send what is left."""
         self._provider.shutdown()
 
 
-class Span:
+class OtelSpan(Span):
     """A span and its children; `end` is called once."""
 
     __slots__ = ("_offset_ns", "_otel", "_tracing")
+    recording = True
 
     def __init__(
         self,
-        tracing: Tracing,
+        tracing: OtelTracing,
         name: str,
         attributes: Attributes,
         kind: Kind,
@@ -123,9 +170,8 @@ class Span:
         end_ns: int | None = None,
         kind: Kind = "INTERNAL",
     ) -> Span:
-        """A part of this span; with `end_ns` it is over already."""
         context = self._tracing.api.set_span_in_context(self._otel)
-        span = Span(self._tracing, name, attributes, kind, context, start_ns, self._offset_ns)
+        span = OtelSpan(self._tracing, name, attributes, kind, context, start_ns, self._offset_ns)
         if end_ns is not None:
             span.end(end_ns=end_ns)
         return span
@@ -140,14 +186,12 @@ class Span:
         self._otel.add_event(name, attributes, self._wall(at_ns))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """W3C trace context for whom this span calls."""
         carrier: dict[str, str] = {}
         context = self._tracing.api.set_span_in_context(self._otel)
         self._tracing.propagator.inject(carrier, context)
         return [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def end(self, error: str | None = None, end_ns: int | None = None) -> None:
-        """Over; an error is its status, and its first word, up to a colon, error.type."""
         if error is not None:
             status = self._tracing.api.StatusCode.ERROR
             self._otel.set_status(self._tracing.api.Status(status, error))
