@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -52,3 +55,19 @@ def compiled(name: str) -> Any:
 def triton_kernels(name: str) -> Any:
     """The module kernels/gpu/<name>.py, imported on first use."""
     return importlib.import_module(f"tokenmill.kernels.gpu.{name}")
+
+
+def gpu_twin(reference: Kernel) -> Kernel:
+    """The Triton twin of a reference, whose signature it has: tests/kernels/test_twins.py."""
+    return cast(Kernel, _twin(triton_kernels, reference))
+
+
+def cpu_twin(reference: Kernel) -> Kernel:
+    """The compiled CPU twin of a reference, with the same signature."""
+    return cast(Kernel, _twin(compiled, reference))
+
+
+@functools.cache
+def _twin(modules: Callable[[str], Any], reference: Callable[..., Any]) -> Any:
+    module = modules(reference.__module__.rpartition(".")[2])
+    return getattr(module, reference.__name__.removesuffix("_reference"))

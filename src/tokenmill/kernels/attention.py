@@ -12,7 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
+from tokenmill.kernels import (
+    MODE,
+    compiled,
+    cpu_kernels,
+    gpu_twin,
+    triton_kernels,
+    use_triton,
+)
 
 TILE_ROWS = 24  # query rows that share one pass over the keys on CPU: four register tiles
 GPU_TILE_ROWS = 128
@@ -127,12 +134,8 @@ def place_tokens(
 
     staged holds ids the host knows; -1 - r stands for last_tokens[r], sampled by the step before.
     """
-    if use_triton(staged):
-        placed: tuple[torch.Tensor, torch.Tensor] = triton_kernels("attention").place_tokens(
-            staged, positions, token_rows, tables, last_tokens, block_size
-        )
-        return placed
-    return place_tokens_reference(staged, positions, token_rows, tables, last_tokens, block_size)
+    place = gpu_twin(place_tokens_reference) if use_triton(staged) else place_tokens_reference
+    return place(staged, positions, token_rows, tables, last_tokens, block_size)
 
 
 def place_tokens_reference(

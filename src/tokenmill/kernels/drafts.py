@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import triton_kernels, use_triton
+from tokenmill.kernels import gpu_twin, use_triton
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,11 +25,8 @@ def place_drafts(
     A sequence's blocks are tables[row] and hold `capacity` tokens; what lies beyond goes to the
     pad block. Positions end at max_len - 1.
     """
-    place = triton_kernels("drafts").place_drafts if use_triton(base) else place_drafts_reference
-    placed: Pair = place(
-        base, rows, capacities, tables, offset, width, block_size, max_len, pad_block
-    )
-    return placed
+    place = gpu_twin(place_drafts_reference) if use_triton(base) else place_drafts_reference
+    return place(base, rows, capacities, tables, offset, width, block_size, max_len, pad_block)
 
 
 def place_drafts_reference(
@@ -59,9 +56,8 @@ def accept_drafts(
     tokens [seqs, k + 1] was sampled after ids [seqs, k + 1], the newest token and k drafts, of
     which the first counts [seqs] are compared; the first row stands at contexts [seqs].
     """
-    accept = triton_kernels("drafts").accept_drafts if use_triton(ids) else accept_drafts_reference
-    accepted: Pair = accept(tokens, ids, counts, contexts)
-    return accepted
+    accept = gpu_twin(accept_drafts_reference) if use_triton(ids) else accept_drafts_reference
+    return accept(tokens, ids, counts, contexts)
 
 
 def accept_drafts_reference(
@@ -99,13 +95,8 @@ def advance_drafts(
 
     `positions` are accept_drafts'. Rows without capacity are padding and stay at their beginning.
     """
-    advance = (
-        triton_kernels("drafts").advance_drafts if use_triton(ids) else advance_drafts_reference
-    )
-    packed: torch.Tensor = advance(
-        tokens, drafts, positions, ids, contexts, counts, capacities, max_len
-    )
-    return packed
+    advance = gpu_twin(advance_drafts_reference) if use_triton(ids) else advance_drafts_reference
+    return advance(tokens, drafts, positions, ids, contexts, counts, capacities, max_len)
 
 
 def advance_drafts_reference(

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels, triton_kernels, use_triton
+from tokenmill.kernels import (
+    compiled,
+    cpu_kernels,
+    cpu_twin,
+    gpu_twin,
+    triton_kernels,
+    use_triton,
+)
 from tokenmill.kernels.attention import AttentionBatch, by_token
 from tokenmill.kernels.moe import PackedExperts
 
@@ -55,9 +62,9 @@ def latent_cache(
     """
     write = latent_cache_reference
     if use_triton(q, "latent_cache"):
-        write = triton_kernels("mla").latent_cache
+        write = gpu_twin(latent_cache_reference)
     elif _compiled(q, latent_cache):
-        write = compiled("mla").latent_cache
+        write = cpu_twin(latent_cache_reference)
     write(q, kv, rope_cache, latent_cache, norm, eps, cos_sin, batch, interleaved)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import triton_kernels, use_triton
+from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
 
 LOGPROB_ROWS = 64  # rows of the vocabulary whose 64-bit sort keys are held at once
 
@@ -59,10 +59,8 @@ def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
 
     `least`, if that logit is not finite.
     """
-    if use_triton(logits):
-        ids: torch.Tensor = triton_kernels("sampling").argmax(logits, least)
-        return ids
-    return argmax_reference(logits, least)
+    best = gpu_twin(argmax_reference) if use_triton(logits) else argmax_reference
+    return best(logits, least)
 
 
 def argmax_reference(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
@@ -116,10 +114,8 @@ def _penalised(logits: torch.Tensor, p: Penalties) -> torch.Tensor:
 
 def sample(logits: torch.Tensor, filters: Filters, uniforms: torch.Tensor) -> torch.Tensor:
     """One token per row of logits [rows, vocab] by its number of fp64 [rows] -> int32 [rows]."""
-    if use_triton(logits):
-        ids: torch.Tensor = triton_kernels("sampling").sample(logits, filters, uniforms)
-        return ids
-    return sample_reference(logits, filters, uniforms)
+    draw = gpu_twin(sample_reference) if use_triton(logits) else sample_reference
+    return draw(logits, filters, uniforms)
 
 
 def sample_reference(
