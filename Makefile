@@ -1,4 +1,4 @@
-# make demo | serve | test | lint | setup | clean
+# make demo | serve | test | quick | lint | docs | pictures | setup | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,14 +6,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help setup demo serve test lint clean
+# What needs no server and no weights, but for the files that take longest.
+QUICK := tests/core tests/sched tests/routing tests/text tests/plan tests/bench/results \
+	tests/test_imports.py tests/test_settings.py tests/test_recipes.py
+SLOW := tests/sched/test_scheduler_machine.py tests/plan/test_loads.py tests/text/test_tokenizer.py
+
+.PHONY: help setup demo serve test quick lint docs pictures clean
 
 help:
 	@echo "make setup   a virtual environment in $(VENV) with tokenmill in it"
 	@echo "make demo    chats with a real model on a prefill and a decode worker, then a quick MLPerf round"
 	@echo "make serve   the OpenAI-compatible server on http://127.0.0.1:8000/v1; ARGS=\"--port 8080\""
 	@echo "make test    lint, types and tests"
+	@echo "make quick   lint, types and the fast tests, in under two minutes"
 	@echo "make lint    lint and types only"
+	@echo "make docs    the parts of the pages that are generated; make pictures: their pictures"
 	@echo "make clean   remove what the others made"
 
 $(BIN)/python:
@@ -49,6 +56,16 @@ lint: $(VENV)/.test
 
 test: lint $(VENV)/.browser
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+quick: lint
+	$(BIN)/pytest -n 2 --dist loadfile $(QUICK) $(SLOW:%=--ignore=%) $(ARGS)
+
+docs: $(VENV)/.test
+	$(BIN)/python scripts/module_table.py
+	$(BIN)/python scripts/grafana_dashboard.py
+
+pictures: $(VENV)/.browser
+	$(BIN)/python scripts/screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo
