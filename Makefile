@@ -63,6 +63,7 @@ quick: lint
 docs: $(VENV)/.test
 	$(BIN)/python scripts/module_table.py
 	$(BIN)/python scripts/grafana_dashboard.py
+	$(BIN)/python scripts/page_outputs.py
 
 pictures: $(VENV)/.browser
 	$(BIN)/python scripts/screenshots.py

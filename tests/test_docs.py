@@ -1,7 +1,6 @@
 """The pages: their commands exist and run, their links lead somewhere, their tables are fresh.
 
-A comment before a fenced block says what is done with its commands: `<!-- run -->`, `<!-- run, same
-output -->`, `<!-- server -->` (against a simulated server) or `<!-- not run: why -->`.
+scripts/page_outputs.py says by which comments a fenced block tells what is done with its commands.
 """
 
 from __future__ import annotations
@@ -9,17 +8,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import urllib.request
 from collections.abc import Iterator
 from contextlib import chdir
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import module_table
 import pytest
 import typer
+from page_outputs import PAGES, ROOT, SAME_OUTPUT, Block, blocks_of
 
 from api.sim import MODEL
 from api.sim_server import SimServer, sim_server
@@ -27,57 +25,8 @@ from tokenmill.__main__ import run
 from tokenmill.cli.app import app
 from tokenmill.core.config import PoolConfig, SchedulerConfig
 
-ROOT = Path(__file__).parents[1]
-LOG = ROOT / "docs" / "log.md"  # of the past: its commands may be gone
-PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("docs/*.md") if path != LOG)]
-MARKER = re.compile(r"<!-- (run|run, same output|server|not run: .+) -->")
 SERVED = "http://127.0.0.1:8000"
 OTHER_FLAGS = {"--chaos-s", "--check", "--help"}  # of pytest, scripts and others
-
-
-@dataclass(frozen=True)
-class Block:
-    page: Path
-    line: int
-    language: str
-    marker: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
-
-    @property
-    def commands(self) -> list[list[str]]:
-        """The words of each tokenmill or curl command; what follows a pipe is left out."""
-        text = self.text.replace("\\\n", " ")
-        lines = text.splitlines()
-        if self.language == "console":
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        words = [shlex.split(line, comments=True) for line in lines]
-        cut = [line[: line.index("|")] if "|" in line else line for line in words]
-        return [line for line in cut if line and line[0] in ("tokenmill", "curl")]
-
-    @property
-    def shown(self) -> list[str]:
-        """The output that a console block shows."""
-        text = self.text.replace("\\\n", " ")
-        return [line for line in text.splitlines() if line and not line.startswith("$ ")]
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    begin: int | None = None
-    for number, line in enumerate(lines):
-        if not line.startswith("```"):
-            continue
-        if begin is None:
-            begin = number
-            continue
-        before = MARKER.fullmatch(lines[begin - 1]) if begin else None
-        text = "\n".join(lines[begin + 1 : number])
-        marker = before[1] if before else ""
-        yield Block(page, begin + 1, lines[begin].removeprefix("```"), marker, text)
-        begin = None
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -151,13 +100,14 @@ DONE: set[tuple[str, ...]] = set()  # some commands stand on several pages
 
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_commands_run(block: Block, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    exact = block.marker == "run, same output"
+    exact = block.marker == SAME_OUTPUT
     for words in block.commands:
         assert (tuple(words) in DONE and not exact) or run(words[1:]) == 0, capfd.readouterr().err
         DONE.add(tuple(words))
     if exact:
         found = capfd.readouterr().out
-        assert [line for line in block.shown if line not in found.splitlines()] == []
+        stale = [line for line in block.shown if line not in found.splitlines()]
+        assert not stale, "run python scripts/page_outputs.py"
 
 
 @pytest.fixture(scope="module")
