@@ -24,6 +24,7 @@ from api.sim_server import SimServer, sim_server
 from tokenmill.__main__ import run
 from tokenmill.cli.app import app
 from tokenmill.core.config import PoolConfig, SchedulerConfig
+from tokenmill.core.spec import ModelSpec
 
 SERVED = "http://127.0.0.1:8000"
 OTHER_FLAGS = {"--chaos-s", "--check", "--help"}  # of pytest, scripts and others
@@ -207,3 +208,16 @@ def test_the_list_of_modules_is_fresh() -> None:
     page = module_table.PAGE.read_text(encoding="utf-8")
     assert module_table.render(page) == page, "run python scripts/module_table.py"
     assert not re.findall(r"^(?:- `|\*\*`).*: ?$", page, re.M), "a module without a docstring"
+
+
+def test_the_table_of_memory_agrees_with_the_specs() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$", text, re.M)
+    assert rows
+    for name, gigabytes, kib, tokens in rows:
+        shape = ROOT / "src" / "tokenmill" / "bench" / "shapes" / f"{name}.json"
+        spec = ModelSpec.from_config(json.loads(shape.read_text(encoding="utf-8")))
+        token_bytes = spec.kv_bytes_per_token(2)
+        assert f"{spec.weight_bytes(2) / 1e9:.1f}" == gigabytes
+        assert float(kib) == pytest.approx(token_bytes / 1024, abs=0.05)
+        assert tokens == f"{10 * 2**30 // token_bytes:,}"
