@@ -73,7 +73,9 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("api/server", "api/connection", "proxy/proxy_server"),
     "tokenizers": ("text/tokenizer",),
     "jinja2": ("text/chat_template",),
-    "prometheus_client": ("api/telemetry/prometheus", "proxy/proxy_metrics"),
+    "prometheus_client": (
+        *("api/telemetry/prometheus", "proxy/proxy_metrics", "bench/client/scrape"),
+    ),
     "msgspec": ("api/", "workers/", "proxy/", "bench/client/records"),
     "httptools": ("http_connection", "api/connection"),
     "uvloop": ("bench/client/client_process",),

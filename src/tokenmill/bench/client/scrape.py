@@ -5,7 +5,7 @@ Reading runs in a thread of the parent process, never in a client process.
 
 from __future__ import annotations
 
-import re
+import math
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
@@ -101,22 +101,22 @@ SHARES: dict[str, tuple[str, ...]] = {
 _GAUGES = (*SUMMED_GAUGES, *SHARES)
 _FIELDS = COUNTERS | SUMMED_GAUGES | SHARES
 _WANTED = frozenset(name.partition("[")[0] for names in _FIELDS.values() for name in names)
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
 
 Reading = dict[str, float]  # by field; what the server does not tell is missing
 
 
 def read_exposition(text: str, model: str | None = None) -> Reading:
     """The fields of one scrape: sums over engines, the fullest cache; of `model` if named."""
+    from prometheus_client.parser import text_string_to_metric_families as parse
+
     samples: dict[str, list[tuple[str | None, float]]] = {}
-    for line in text.splitlines():
-        if line.startswith("#") or line.partition("{")[0].partition(" ")[0] not in _WANTED:
-            continue
-        if (match := _SAMPLE.fullmatch(line)) and (value := _number(match[3])) is not None:
-            labels = dict(_LABEL.findall(match[2] or ""))
-            for name in (match[1], f"{match[1]}[{labels.get('position')}]"):
-                samples.setdefault(name, []).append((labels.get("model_name"), value))
+    lines = [line for line in text.splitlines() if _name(line) in _WANTED]
+    for sample in (sample for family in parse("\n".join(lines)) for sample in family.samples):
+        if not math.isnan(sample.value):
+            for name in (sample.name, f"{sample.name}[{sample.labels.get('position')}]"):
+                owner = sample.labels.get("model_name")
+                samples.setdefault(name, []).append((owner, sample.value))
     reading = {}
     for name, candidates in _FIELDS.items():
         metric = next((metric for metric in candidates if metric in samples), None)
@@ -127,12 +127,9 @@ def read_exposition(text: str, model: str | None = None) -> Reading:
     return reading
 
 
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if value == value else None
+def _name(line: str) -> str:
+    """Of a sample; that of a comment is "#"."""
+    return line.partition("{")[0].partition(" ")[0]
 
 
 def metrics_url(url: str) -> str:
@@ -162,6 +159,9 @@ class Scraper:
             self._readings = [self._scrape()]
         except (OSError, ValueError, HTTPException) as error:
             self.fault = f"{self.url}: {error}"
+            return
+        except ModuleNotFoundError:
+            self.fault = "prometheus-client is not installed: pip install prometheus-client"
             return
         if not self._readings[0]:
             self.fault = f"{self.url}: no metric that is known"
