@@ -22,7 +22,7 @@ from tokenmill.bench.commands.ladder import (
     run_rung,
     settings_of,
 )
-from tokenmill.bench.report.ladder_chart import check_plot, ladder_svg, write_plot
+from tokenmill.bench.report.pictures import check_plot, ladder_svg, write_plot
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens

@@ -14,7 +14,7 @@ from tokenmill.bench.mlperf.regions import (
     pareto_front,
     step_line,
 )
-from tokenmill.bench.report.pareto_chart import pareto_svg, ticks
+from tokenmill.bench.report.pictures import pareto_svg, ticks
 from tokenmill.bench.workload import BenchError
 
 # (C_max, C_min) -> the last concurrency of low and of medium, as the rules' reference has them.

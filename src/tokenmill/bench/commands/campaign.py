@@ -258,7 +258,7 @@ class Campaign:
     def write(self, report: Report) -> None:
         """The submission, and the files of the result, where folders are given."""
         from tokenmill.bench.report.endpoint_report import PAGE, write_result
-        from tokenmill.bench.report.pareto_chart import pareto_svg
+        from tokenmill.bench.report.pictures import pareto_svg
         from tokenmill.bench.results.manifest import make_facts
 
         if self._disclosure is not None and self._measured:

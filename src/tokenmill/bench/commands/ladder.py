@@ -12,7 +12,7 @@ from tokenmill import console
 from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
-from tokenmill.bench.report.ladder_chart import check_plot, write_plot
+from tokenmill.bench.report.pictures import check_plot, write_plot
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import ModelConfig

@@ -130,10 +130,14 @@ def in_ms(value: float) -> str:
     return " ".join(ms_parts(value))
 
 
+def round_step(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= least * 0.999)
+
+
 def _ticks(low: float, high: float) -> list[float]:
-    rough = (high - low) / MAX_TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    step = round_step((high - low) / MAX_TICKS)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
