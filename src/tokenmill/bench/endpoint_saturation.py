@@ -96,7 +96,7 @@ def _load(base: Load, load: float, by_rate: bool) -> Load:
 
 
 def note_client(saturation: Report, points: Sequence[Report]) -> None:
-    """Where the audit with the floor says that the client was the limit, so does the search."""
+    """Where the audit says that the client was the limit, so does the search."""
     decisive = (saturation["found"], saturation["above"])
     saturation["client_limited"] |= any(
         point["audit"]["client_limited"] for point in points if point[saturation["by"]] in decisive

@@ -20,7 +20,7 @@ from tokenmill.__main__ import run
 from tokenmill.bench.client import client_process as issue
 from tokenmill.bench.client.arrivals import Load
 from tokenmill.bench.client.datasets import Synthetic
-from tokenmill.bench.client.load_run import measure_floor, run_load
+from tokenmill.bench.client.load_run import measure_client_baseline, run_load
 from tokenmill.bench.client.records import Target
 from tokenmill.bench.results.manifest import verify
 from tokenmill.bench.workload import BenchError
@@ -204,8 +204,8 @@ def test_a_client_that_breaks_is_an_error(
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_floor(api: Any, stream: bool) -> None:
     target = Target("http://127.0.0.1:9/v1", "m", api=api, stream=stream)
-    floor = measure_floor(target, Load(concurrency=4, num_sessions=1), 1)
-    for outcome in (floor.alone, floor.full):
+    baseline = measure_client_baseline(target, Load(concurrency=4, num_sessions=1), 1)
+    for outcome in (baseline.alone, baseline.full):
         assert outcome.records and not [r for r in outcome.records if r.error]
         assert {r.completion_tokens for r in outcome.records} == {32}
 

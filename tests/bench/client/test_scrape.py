@@ -65,8 +65,8 @@ def ours(num_requests: int, running: int = 0) -> str:
         metrics.num_prompt_tokens += 30
         metrics.finish(times, 30, "length")
     stats = EngineStats(num_running=running, num_kv_blocks=10, num_kv_blocks_used=running)
-    floor = PoolView("kv", 0, 0, 0, workers=[], decisions=[])
-    return metrics.render(stats, 0, floor).decode()
+    pool = PoolView("kv", 0, 0, 0, workers=[], decisions=[])
+    return metrics.render(stats, 0, pool).decode()
 
 
 def test_vllm() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.bench.client.load_run import Floor, Run
+from tokenmill.bench.client.load_run import ClientBaseline, Run
 from tokenmill.bench.client.summary import Report, rounded, summarize_point
 from tokenmill.core.metrics import NS_PER_MS, summarize
 
 BUSY_SHARE = 0.8  # of one core by one client process
-NEAR_FLOOR = 0.5  # of the rate that the client reaches against the null server
+NEAR_BASELINE = 0.5  # of the rate that the client reaches against the null server
 LATE_MS, LATE_SHARE = 10.0, 0.1  # of the median latency
 STALL_MS = 100.0
 
 
-def audit(run: Run, point: Report, floor: Floor | None, stream: bool) -> Report:
-    """Lag, CPU, stalls and floor of the client, with a sentence for each that is too much."""
+def audit(run: Run, point: Report) -> Report:
+    """Lag, CPU and stalls of the client, with a sentence for each that is too much."""
     lag = summarize((r.sent_ns - r.planned_ns) / NS_PER_MS for r in run.records if r.sent_ns)
     report: Report = {
         "num_processes": len(run.health),
@@ -25,14 +25,16 @@ def audit(run: Run, point: Report, floor: Floor | None, stream: bool) -> Report:
         "cpu_share": max((h.cpu_s / h.wall_s for h in run.health if h.wall_s), default=0.0),
         "num_stalls": sum(h.num_stalls for h in run.health),
         "max_stall_ms": max((h.max_stall_ms for h in run.health), default=0.0),
-        "floor": floor_report(floor, stream) if floor else None,
+        "floor": None,
     }
     return _judged(report, point)
 
 
-def add_floor(report: Report, point: Report, floor: Floor, stream: bool) -> Report:
-    """The same audit with a floor that was measured later."""
-    return _judged(report | {"floor": floor_report(floor, stream)}, point)
+def add_client_baseline(
+    report: Report, point: Report, baseline: ClientBaseline, stream: bool
+) -> Report:
+    """The same audit beside what the client reaches alone, which is measured later."""
+    return _judged(report | {"floor": baseline_report(baseline, stream)}, point)
 
 
 def _judged(report: Report, point: Report) -> Report:
@@ -40,10 +42,10 @@ def _judged(report: Report, point: Report) -> Report:
     return dict(rounded(report | {"warnings": found, "client_limited": bool(found)}))
 
 
-def floor_report(floor: Floor, stream: bool) -> Report:
+def baseline_report(baseline: ClientBaseline, stream: bool) -> Report:
     """What this client does at best here, and what it adds to a latency."""
-    full = summarize_point(floor.full.load, floor.full.records, stream=stream)
-    alone = summarize_point(floor.alone.load, floor.alone.records, stream=stream)
+    full = summarize_point(baseline.full.load, baseline.full.records, stream=stream)
+    alone = summarize_point(baseline.alone.load, baseline.alone.records, stream=stream)
     return {
         "request_s": full["request_s"],
         "outputs_s": full["outputs_s"],
@@ -68,18 +70,18 @@ def warnings(report: Report, point: Report) -> list[str]:
         )
     if report["max_stall_ms"] > max(STALL_MS, latency):
         found.append(f"the client stood still for {report['max_stall_ms']:.0f} ms")
-    return found + (_near_floor(report["floor"], point) if report["floor"] else [])
+    return found + (_near_baseline(report["floor"], point) if report["floor"] else [])
 
 
-def _near_floor(floor: Report, point: Report) -> list[str]:
+def _near_baseline(baseline: Report, point: Report) -> list[str]:
     found = []
     for key, unit in (("request_s", "requests/s"), ("outputs_s", "outputs/s")):
-        if floor[key] and point[key] > NEAR_FLOOR * floor[key]:
+        if baseline[key] and point[key] > NEAR_BASELINE * baseline[key]:
             found.append(
-                f"{point[key]:,.0f} {unit} came, and this client reaches {floor[key]:,.0f} against "
-                "a server that answers at once: the client may be the limit"
+                f"{point[key]:,.0f} {unit} came, and this client reaches {baseline[key]:,.0f} "
+                "against a server that answers at once: the client may be the limit"
             )
-    own, latency = floor["latency_ms"].get("p50", 0.0), _median_latency(point)
+    own, latency = baseline["latency_ms"].get("p50", 0.0), _median_latency(point)
     if latency and own > LATE_SHARE * latency:
         found.append(
             f"of a median latency of {latency:.2f} ms the client's own part is {own:.2f} ms"

@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class ClientBaseline:
     """The client against a server that answers at once: one user, and many."""
 
     alone: Run
@@ -193,7 +193,7 @@ def null_server(api: str, stream: bool) -> Iterator[str]:
         process.join(STOP_S)
 
 
-def measure_floor(target: Target, load: Load, num_processes: int) -> Floor:
+def measure_client_baseline(target: Target, load: Load, num_processes: int) -> ClientBaseline:
     """The same client with the same number of processes against the null server."""
     slots = min(load.concurrency or AUDIT_SLOTS, AUDIT_SLOTS)
     dataset = Synthetic(((128, NUM_TOKENS),))
@@ -203,4 +203,4 @@ def measure_floor(target: Target, load: Load, num_processes: int) -> Floor:
         alone = run_load(null, Load(concurrency=1, num_sessions=AUDIT_ALONE), dataset, 1, 1)
         many = Load(concurrency=max(slots, num_processes), duration_s=AUDIT_FULL_S)
         full = run_load(null, many, dataset, num_processes, slots)
-    return Floor(alone, full)
+    return ClientBaseline(alone, full)

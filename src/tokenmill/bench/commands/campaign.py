@@ -168,7 +168,7 @@ class Campaign:
                 if self._bench.interrupted:
                     break
         if self._config.audit and self._points and not self._bench.interrupted:
-            self._bench.add_floor(self._points)
+            self._bench.add_client_baseline(self._points)
         return self._report(compute_regions(c_max, c_min), search)
 
     def _search(self) -> Report:

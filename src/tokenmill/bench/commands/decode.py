@@ -128,7 +128,7 @@ def _row(
     size: int, seconds: float, least: dict[str, float], parts: dict[str, float]
 ) -> dict[str, Any]:
     ms = {part: round(1e3 * value, 4) for part, value in parts.items()}
-    floor = {part: round(1e3 * value, 4) for part, value in least.items()}
+    least_ms = {part: round(1e3 * value, 4) for part, value in least.items()}
     total = sum(least.values())
     return {
         "batch": size,
@@ -137,8 +137,10 @@ def _row(
         "least_ms": round(1e3 * total, 4),
         "share_of_ceiling": round(total / seconds, 4),
         "parts_ms": ms,
-        "parts_least_ms": floor,
-        "parts_share": {p: round(floor[p] / ms[p], 4) for p in floor if ms.get(p) and floor[p]},
+        "parts_least_ms": least_ms,
+        "parts_share": {
+            p: round(least_ms[p] / ms[p], 4) for p in least_ms if ms.get(p) and least_ms[p]
+        },
     }
 
 

@@ -217,7 +217,7 @@ class EndpointBench:
                 if self.interrupted:
                     break
         if self._config.audit and not self.interrupted:
-            self.add_floor(self._points)
+            self.add_client_baseline(self._points)
         report = self.report(self._points)
         if saturation is None:
             return report
@@ -277,7 +277,7 @@ class EndpointBench:
         return bool(self._runs) and self._runs[-1].interrupted
 
     def measure(self, load: Load) -> Report:
-        """The figures of one more point, its audit without the floor, and what the server says."""
+        """The figures of one more point, its audit, and what the server says."""
         run = self._run_point(load)
         readings = self._scraper.end() if self._scraper else []
         self._finish_records(run)
@@ -316,18 +316,20 @@ class EndpointBench:
         for record in run.records:
             record.point, record.text = len(self._runs), None
 
-    def add_floor(self, points: Sequence[Report]) -> None:
+    def add_client_baseline(self, points: Sequence[Report]) -> None:
         """Join the client alone, as the largest point had it, to the audits."""
-        from tokenmill.bench.client.audit import add_floor
-        from tokenmill.bench.client.load_run import measure_floor
+        from tokenmill.bench.client.audit import add_client_baseline
+        from tokenmill.bench.client.load_run import measure_client_baseline
 
         console.note("Measuring the client against a server that answers at once")
         largest = max(self._runs, key=lambda run: run.load.concurrency or 0)
-        floor = measure_floor(self.target, largest.load, len(largest.health))
-        if floor.alone.interrupted or floor.full.interrupted:
+        baseline = measure_client_baseline(self.target, largest.load, len(largest.health))
+        if baseline.alone.interrupted or baseline.full.interrupted:
             return
         for point in points:
-            point["audit"] = add_floor(point["audit"], point, floor, self.target.stream)
+            point["audit"] = add_client_baseline(
+                point["audit"], point, baseline, self.target.stream
+            )
 
     def _summarize(self, run: Run, readings: list[dict[str, float]]) -> Report:
         from tokenmill.bench.client.audit import audit
@@ -352,7 +354,7 @@ class EndpointBench:
         hits = prefix_hits(dataset, run.records, run.warmup, by_server)
         point["prefix_hits"] = rounded(hits)
         point["doubts"] |= hit_doubts(hits)
-        return point | {"audit": audit(run, point, None, stream)}
+        return point | {"audit": audit(run, point)}
 
 
 def other_settings(settings: Settings, config: EndpointConfig) -> Report:

@@ -371,11 +371,11 @@ def _audit_section(points: Sequence[Report]) -> Section:
         share = f"{audit['cpu_share']:.0%}"
         rows.append([point["load"], str(audit["num_processes"]), share, *lag, *stalls])
     blocks = [said, html.table("The client", rows)]
-    if floor := points[-1]["audit"]["floor"]:
+    if alone := points[-1]["audit"]["floor"]:
         text = (
-            f"Against a server that answers at once this client does {floor['request_s']:,.0f} "
-            f"requests/s and {floor['outputs_s']:,.0f} outputs/s, and adds "
-            f"{floor['latency_ms'].get('p50', 0.0):.2f} ms to a latency."
+            f"Against a server that answers at once this client does {alone['request_s']:,.0f} "
+            f"requests/s and {alone['outputs_s']:,.0f} outputs/s, and adds "
+            f"{alone['latency_ms'].get('p50', 0.0):.2f} ms to a latency."
         )
     else:
         text = "What the client does at best was not measured in this run."

@@ -155,11 +155,11 @@ def audit_line(points: Sequence[Report]) -> str:
         f"client: {audits[-1]['num_processes']} process(es), {cpu:.0%} of a core at most, sent "
         f"{lag:.2f} ms late (p99), longest stall {stall:.0f} ms"
     )
-    floor = audits[-1]["floor"]
-    if floor is None:
+    alone = audits[-1]["floor"]
+    if alone is None:
         return line
-    own = floor["latency_ms"].get("p50", 0.0)
-    return f"{line}; alone it does {floor['request_s']:,.0f} req/s and adds {own:.2f} ms"
+    own = alone["latency_ms"].get("p50", 0.0)
+    return f"{line}; alone it does {alone['request_s']:,.0f} req/s and adds {own:.2f} ms"
 
 
 def error_table(points: Sequence[Report], key: str) -> list[list[str]]:
