@@ -381,7 +381,7 @@ def has_mtp(model: ModelConfig, path: Path) -> bool:
 
 
 def _drafts_line(execution: ExecutionConfig) -> str:
-    """What a user has to know of drafts."""
+    """Return what the description of the engine says about drafts."""
     if not execution.mtp:
         return ""
     line = f", up to {execution.mtp} drafts a step"

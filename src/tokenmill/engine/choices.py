@@ -1,4 +1,4 @@
-"""What was left open is chosen, and what does not go together is refused, before anything loads."""
+"""Chooses what the configs leave open, and refuses what does not fit, before anything loads."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def set_mode(execution: ExecutionConfig) -> None:
 
 
 def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
-    """What is about drafts does nothing without them."""
+    """Refuse flags for drafts that are given without --mtp."""
     given = {"draft": model.draft, "mtp-relaxed": execution.mtp_relaxed}
     for name, value in given.items():
         if value is not None and not execution.mtp:
@@ -97,7 +97,7 @@ def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
 
 
 def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
-    """Fill what was left to the device and the model; the other choices are made."""
+    """Choose the limits that depend on the device and the model."""
     scheduler, on_gpu = setup.scheduler, setup.model.device == "cuda"
     free, total = torch.cuda.mem_get_info() if on_gpu else (0, None)
     num_seqs = scheduler.num_seqs
@@ -112,7 +112,7 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
 
 
 def _room(setup: Setup, spec: ModelSpec, free: int) -> Room:
-    """What one rank has on its GPU before anything is loaded."""
+    """Return the memory of one rank's GPU before anything is loaded."""
     cache, parallel = setup.cache, setup.parallel
     assert cache.memory_share is not None
     per_token = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // parallel.tp
@@ -133,7 +133,7 @@ def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """The compiled kernels bring their own threads; torch keeps one beside them."""
+    """Set the threads of the compiled kernels, beside which torch keeps one; else torch's."""
     if cpu_kernels():
         from tokenmill.kernels.cpu.pool import set_num_threads as set_kernel_threads
 
@@ -144,7 +144,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def choose_device(model: ModelConfig) -> Literal["cpu", "cuda"]:
-    """What was asked for, or a GPU where there is one that runs the compute type."""
+    """Return the device that was asked for, or a GPU if there is one for the compute type."""
     if model.device == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError("device is cuda, but torch sees no GPU here")
     if model.device != "auto":
@@ -156,7 +156,7 @@ def choose_device(model: ModelConfig) -> Literal["cpu", "cuda"]:
 
 
 def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
-    """The compute type must run on the device, and the device must have what it takes."""
+    """Refuse a compute type that does not run on the device."""
     needed = _MIN_CAPABILITY.get(dtype)
     if (needed is not None) != (device == "cuda"):
         raise ModelLoadError(
@@ -194,7 +194,7 @@ def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> KVType:
 
 
 def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
-    """bf16 on a GPU; else the faster of fp32 and int8 where a few rows read weights from memory."""
+    """Return bf16 for a GPU, else the faster of fp32 and int8 for a few rows."""
     if device == "cuda":
         return "bf16"
     if not cpu_kernels():

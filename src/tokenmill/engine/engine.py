@@ -90,7 +90,7 @@ class LanguageEngine:
         self._step_end_ns = 0  # of the last one
 
     def warm_up(self) -> None:
-        """Begin with what the first structured request would wait for, in the background."""
+        """Start to load what the first structured request would wait for, in the background."""
         self._structured.warm_up()
 
     def submit(self, request: Request) -> None:
@@ -152,7 +152,7 @@ class LanguageEngine:
         self._draining = True
 
     def stats(self) -> EngineStats:
-        """The scheduler's, with the requests that wait for a grammar or were refused here."""
+        """Return the scheduler's stats, plus requests that wait for a grammar or were refused."""
         stats = self._scheduler.stats()
         stats.num_waiting += self._structured.num_waiting
         stats.step_sums = self._steps.values
@@ -161,21 +161,21 @@ class LanguageEngine:
         return stats
 
     def load(self) -> Load:
-        """Of its requests, for whoever balances several such engines."""
+        """Return the load of this engine, by which several such engines are balanced."""
         return self._scheduler.load()
 
     def outlook(self) -> Outlook:
-        """On its next step, for whoever decides whether prompts wait."""
+        """Return what the next step would compute, by which it is decided whether prompts wait."""
         return self._scheduler.outlook()
 
     def kv_events(self) -> EventPublisher:
-        """The events of the prefix cache from now on, numbered."""
+        """Return the publisher of the prefix cache's events from now on."""
         if self._publisher is None:
             self._publisher = EventPublisher(self._scheduler.pool.record_events())
         return self._publisher
 
     def kv_dump(self) -> Dump:
-        """All blocks that are cached now."""
+        """Return all blocks that are cached now."""
         return self.kv_events().dump(self._scheduler.pool.cached_hashes())
 
     # Requests come and go outside the scheduler.
@@ -219,10 +219,7 @@ class LanguageEngine:
         problem = self._structured.refusal(request.sampling)
         if problem is not None:
             return "invalid_request", problem
-        num_waiting = self.stats().num_waiting
-        if num_waiting >= self._scheduler.config.max_waiting and not request.output_token_ids:
-            return "queue_full", f"{num_waiting} requests are waiting, the queue is full"
-        return None
+        return self._scheduler.limits.queue_full(request, self.stats().num_waiting)
 
     def _end(
         self,
@@ -251,7 +248,7 @@ class LanguageEngine:
         )
 
     def _take_finished(self) -> list[RequestOutput]:
-        """Terminal outputs that no batch produces."""
+        """Return the terminal outputs that no batch produces."""
         finished, self._finished = self._finished, []
         return finished + self._forget(self._scheduler.take_finished())
 
@@ -351,7 +348,7 @@ class LanguageEngine:
         return self._forget(outputs)
 
     def _measure(self, batch: Batch, began_ns: int) -> None:
-        """A batch is computed; one that was launched before the last one ended began then."""
+        """Record how long a batch took, from the end of the one before it if that was later."""
         now_ns, pool = self._clock(), self._scheduler.pool
         time_ms = (now_ns - max(began_ns, self._step_end_ns)) / 1e6
         self._step_end_ns = now_ns
@@ -360,7 +357,7 @@ class LanguageEngine:
         self._steps.add(batch.num_tokens - num_decodes, num_decodes, num_kv_tokens, time_ms)
 
     def _failed(self, batch: Batch, error: Exception) -> list[RequestOutput]:
-        """What a failed step means for its requests."""
+        """Run the requests of a failed step again if it lacked memory; else end them in ERROR."""
         if isinstance(error, RanksLostError):
             raise error
         message = f"the step failed: {_sentence(error)}"
@@ -371,7 +368,7 @@ class LanguageEngine:
         return self._forget(self._scheduler.fail(batch, message))
 
     def _interrupted(self, batch: Batch) -> None:
-        """Ctrl-C inside a step: its requests end, and the next step() says so."""
+        """End the requests of a step that Ctrl-C has interrupted; the next step() says so."""
         if batch.items:
             self._finished += self._forget(self._scheduler.fail(batch, "the step was interrupted"))
 

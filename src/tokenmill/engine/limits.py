@@ -19,7 +19,7 @@ LARGE_GPU_FLOPS, GPU_FLOPS = 7e14, 1.5e14  # reached with bf16 by those and by s
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a model finds on a GPU, in bytes."""
+    """The memory that a model has on a GPU, in bytes."""
 
     memory_bytes: int  # that weights and KV may take
     weight_bytes: int

@@ -25,7 +25,7 @@ _LAYOUTS = {"cpu": "keys [head, channel, token]", "cuda": "keys [head, token, ch
 
 @dataclass(frozen=True, slots=True)
 class KVLink:
-    """What is decided before the cache is allocated."""
+    """The connectors of an engine, chosen before its cache is allocated."""
 
     engine_id: str
     connectors: tuple[str, ...]  # the quickest first
@@ -33,7 +33,7 @@ class KVLink:
 
     @classmethod
     def plan(cls, connector: str, device: str) -> KVLink | None:
-        """Choose the connectors; None: this engine's KV stays here."""
+        """Choose the connectors; returns None if this engine's KV is not to move."""
         if connector == "none":
             return None
         names = choose_connectors(connector, on_gpu=device != "cpu")
@@ -79,7 +79,7 @@ class KVLink:
     def address(
         self, connectors: list[OwnConnector], shape: KVGeometry, num_blocks: int
     ) -> KVAddress:
-        """What a peer has to know."""
+        """Return what a peer has to know to read from this engine."""
         return KVAddress(
             engine_id=self.engine_id,
             host=host_identity(),
@@ -92,7 +92,7 @@ class KVLink:
 def geometry(
     spec: ModelSpec, tensors: list[torch.Tensor], dtype: str, block_size: int
 ) -> KVGeometry:
-    """What the blocks of another engine must look like, too."""
+    """Return the shape of the blocks, which must be equal in both engines."""
     shape = (spec.family, spec.vocab_size, spec.hidden_size, spec.num_heads, spec.rope)
     rest = (spec.qk_norm, spec.layer_windows)
     return KVGeometry(

@@ -72,7 +72,7 @@ class _Incoming:
     token_id: int | None = None  # known once all blocks are announced
 
     def wait(self, now_ns: int, hold_s: float) -> None:
-        """There was news."""
+        """Wait again for half a lease, since there was news."""
         self.give_up_ns = now_ns + round(_PATIENCE * hold_s * 1e9)
 
     def reading(self) -> bool:
@@ -164,7 +164,7 @@ class KVTransfer:
         if request.kv_from is None:
             return None
         if request.hold_kv_s is not None:
-            return "invalid_request", "a request has either kv_from or hold_kv_s"
+            return "invalid_request", "a request takes kv_from or hold_kv_s, not both"
         if request.kv_from not in self._peers:
             return "kv_transfer", f"this engine is not connected to engine {request.kv_from!r}"
         if request.request_id in self._incoming:
@@ -172,7 +172,7 @@ class KVTransfer:
         return None
 
     def expect(self, request: Request, now_ns: int) -> None:
-        """A request was taken whose KV comes from a peer."""
+        """Expect the KV of a request from a peer."""
         assert request.kv_from is not None
         self._now_ns = now_ns
         entry = _Incoming(request.request_id, request.kv_from)
@@ -180,7 +180,7 @@ class KVTransfer:
         self._incoming[request.request_id] = entry
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, by itself or before its KV came."""
+        """Stop expecting the KV of a request that has ended."""
         entry = self._incoming.pop(request_id, None)
         if entry is not None and entry.seq is not None:
             self._ended.append(entry)
@@ -206,7 +206,7 @@ class KVTransfer:
     def _advance(self, entry: _Incoming) -> str | None:
         """Take a request one step on; returns why it cannot go on."""
         if self._now_ns >= entry.give_up_ns:
-            return "there was no news of it for half a lease"
+            return "its engine has announced nothing for half a lease"
         if entry.engine_id not in self._peers:
             return f"engine {entry.engine_id!r} is gone"
         seq = entry.seq

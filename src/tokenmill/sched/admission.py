@@ -33,9 +33,17 @@ class Limits(NamedTuple):
                 f"the prompt has {num_prompt} tokens; the KV cache holds {self.capacity} "
                 "and must have room for one more",
             )
-        if num_waiting >= self.config.max_waiting and not request.output_token_ids:
-            return "queue_full", f"{num_waiting} requests are waiting, the queue is full"
-        return None
+        return self.queue_full(request, num_waiting)
+
+    def queue_full(self, request: Request, num_waiting: int) -> tuple[str, str] | None:
+        """Why a request cannot wait; one that began elsewhere is taken in any case."""
+        most = self.config.max_waiting
+        if num_waiting < most or request.output_token_ids:
+            return None
+        return (
+            "queue_full",
+            f"{num_waiting} requests wait; the limit is {most} (--max-queue)",
+        )
 
     def sequence(self, request: Request, order: int, eos: frozenset[int]) -> Sequence:
         """The sequence of a request that came as number `order`."""
@@ -76,7 +84,7 @@ class Admission:
         self._counters = counters
 
     def num_startable(self, budget: int) -> int:
-        """How many of the waiting admit() would start, once the first finds its blocks."""
+        """Return how many waiting requests admit() would start, if the first finds its blocks."""
         queues, first = self._queues, self._queues.waiting.first()
         num_running = sum(not seq.finished for seq in queues.running)
         places = self._config.num_seqs - num_running - len(self._receiving)
@@ -118,7 +126,7 @@ class Admission:
         return self._ledger.fits(matched, total, alone=not self._queues.running)
 
     def _start(self, seq: Sequence, budget: int, step: Step) -> int:
-        """Run the first of the waiting on its cached prefix; 0 new tokens: it has to wait."""
+        """Start the first waiting sequence on its cached prefix; returns 0 if it has to wait."""
         pool, size = self._pool, self._pool.block_size
         matched = match_prefix(pool, seq)
         num_new = min(seq.num_tokens - len(matched) * size, budget)
@@ -138,7 +146,7 @@ class Admission:
         return num_new
 
     def _receive(self, seq: Sequence, now_ns: int) -> bool:
-        """Let another engine fill the blocks of the first of the waiting; False: it has to wait.
+        """Let another engine fill the first waiting sequence's blocks; False if it has to wait.
 
         It gets room for the first token, too, so that it can run as soon as its KV is here.
         """

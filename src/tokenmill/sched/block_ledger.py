@@ -55,13 +55,13 @@ class BlockLedger:
         self._grown.append((seq, 0))
 
     def grow(self, seq: Sequence, num_blocks: int) -> None:
-        """Give a running sequence more blocks; there must be as many."""
+        """Give a running sequence more blocks; so many must be free."""
         self._grown.append((seq, len(seq.block_ids)))
         seq.block_ids += self.pool.allocate(num_blocks)
         seq.capacity = len(seq.block_ids) * self.pool.block_size
 
     def draft_room(self, seq: Sequence) -> int:
-        """How many drafts the blocks hold; with blocks more, if nobody else will want them.
+        """Return how many drafts fit; allocates blocks for them if no other sequence needs these.
 
         The step after this one may already be under way when this one's tokens are known, so its
         drafts get their room now.
@@ -83,7 +83,7 @@ class BlockLedger:
             seq.capacity = num_blocks * self.pool.block_size
 
     def release(self, seq: Sequence) -> None:
-        """Take all back at once."""
+        """Free the blocks and the row of a sequence at once."""
         self.pool.release(seq.block_ids)
         seq.block_ids = []
         seq.capacity = 0
@@ -92,24 +92,24 @@ class BlockLedger:
             seq.slot = -1
 
     def drop(self, seq: Sequence) -> None:
-        """Take all back from a preempted sequence; a batch in flight may still use it."""
+        """Free what a preempted sequence holds; a batch in flight may still use it."""
         if self.num_in_flight:
             self.dropped += seq.block_ids
         self.release(seq)
 
     def retire(self, seq: Sequence) -> None:
-        """Take all back from a sequence that has ended, once no batch in flight uses it."""
+        """Free what an ended sequence holds, once no batch in flight uses it."""
         if seq.block_ids and self.num_in_flight:
             self._deferred.append((self.num_launched, seq))
         else:
             self._retire(seq)
 
     def abandon(self, seq: Sequence) -> None:
-        """A sequence has ended, but a transfer may still write to its blocks."""
+        """Keep the blocks of an ended sequence, since a transfer may still write to them."""
         self._abandoned.append(seq)
 
     def release_abandoned(self, seq: Sequence) -> None:
-        """No transfer writes to the blocks of this ended sequence any more."""
+        """Free what an ended sequence holds, once no transfer writes to it."""
         self._abandoned.remove(seq)
         self._retire(seq)
 
@@ -118,14 +118,14 @@ class BlockLedger:
         seq.state = None
 
     def launch(self) -> list[Item]:
-        """The chosen batch is in flight; returns the blocks that the runner is to hear of."""
+        """Count the chosen batch as in flight; returns the blocks that are new to the runner."""
         self.num_in_flight += 1
         self.num_launched += 1
         grown, self._grown = self._grown, []
         return grown
 
     def collect(self, batch: Batch) -> None:
-        """A batch is no longer in flight: blocks of requests that ended meanwhile come back."""
+        """Count a batch as over, and free the blocks of requests that ended while it ran."""
         self.num_in_flight -= bool(batch.items)
         self.num_advanced -= bool(batch.samples)
         self.dropped = []
@@ -137,7 +137,7 @@ class BlockLedger:
             self._deferred = [entry for entry in self._deferred if entry[0] > num_collected]
 
     def tell_again(self, batch: Batch) -> None:
-        """The runner may not have heard of the blocks of sequences that run, but not in this batch.
+        """Tell the runner again of blocks that it may not have learnt of, since this batch failed.
 
         Only received ones can be among them: the others get blocks for the batch they are in.
         """

@@ -1,4 +1,4 @@
-"""Drafts: which of them a step verifies, which count, and which are worth verifying next."""
+"""Drafts: which of them a step verifies, which are accepted, and which are verified next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_drafts(step: Step, ledger: BlockLedger) -> None:
 
 
 def make_room(needed: int, running: list[Sequence], ledger: BlockLedger) -> None:
-    """Give up drafts, the last sequence's first, until so many blocks are free."""
+    """Drop drafts, those of the last sequence first, until so many blocks are free."""
     for seq in reversed(running):
         if ledger.pool.num_free >= needed:
             return
@@ -65,7 +65,7 @@ def take_drafts(batch: Batch, draft_ids: list[list[int]], ledger: BlockLedger) -
 
 
 def usable(seq: Sequence, drafts: list[int]) -> list[int]:
-    """The drafts that can come true: within the sequence's length, and before what stops it."""
+    """Return the drafts that can be accepted: within the length, and before a stop token."""
     within = drafts[: max(0, seq.max_len - seq.num_tokens - 1)]
     stop = next((i for i, token in enumerate(within) if token in seq.stop_ids), None)
     return within[:stop]

@@ -10,7 +10,7 @@ from tokenmill.sched.sequence import Sequence
 
 
 class Endings:
-    """Takes an ended request out of the queues, and what it holds back; counts how it ended."""
+    """Takes ended requests out of the queues, frees what they hold, and counts how they ended."""
 
     def __init__(
         self, queues: RequestQueues, ledger: BlockLedger, leases: Leases, counters: EngineStats
@@ -29,7 +29,7 @@ class Endings:
         return outputs
 
     def reject(self, request_id: str, stop_reason: str, error: str) -> None:
-        """A request is not taken."""
+        """Refuse a request; take() has its terminal output."""
         self._count(FinishReason.REJECT)
         self._outputs.append(
             RequestOutput(
@@ -71,7 +71,7 @@ class Endings:
         )
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """A request that waits, receives or runs has its terminal output."""
+        """Mark a request as ended, and free what it holds."""
         seq.finished = True
         self._count(reason)
         self._leases.abandon(seq.request_id)

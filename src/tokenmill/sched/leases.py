@@ -38,25 +38,25 @@ class Leases:
         return [lease.block_ids for lease in self._leases.values()]
 
     def open(self, request: Request) -> None:
-        """A request was taken; its blocks will be held if it asks for that."""
+        """Open a lease for a request that asks for one with hold_kv_s."""
         if request.hold_kv_s is not None:
             self._leases[request.request_id] = _Lease(round(request.hold_kv_s * 1e9))
 
     def announce_computed(self, batch: Batch) -> None:
-        """Tell of the full blocks that a step has computed for other engines."""
+        """Announce the full blocks that a step has computed for other engines."""
         for seq, _ in batch.items if self._leases else ():
             if seq.request.hold_kv_s is not None and not seq.finished:
                 num_full = seq.num_computed_tokens // self._pool.block_size
                 self._announce(seq.request_id, seq.block_ids[:num_full])
 
     def hold(self, seq: Sequence, token_id: int, now_ns: int) -> None:
-        """The prompt is computed and its first token known: from now on time runs."""
+        """Announce all blocks and the first token of a computed prompt, and start the time."""
         self._announce(seq.request_id, seq.block_ids, token_id)
         lease = self._leases[seq.request_id]
         lease.expires_ns = now_ns + lease.hold_ns
 
     def _announce(self, request_id: str, block_ids: list[int], token_id: int | None = None) -> None:
-        """The sequence's first blocks, these, are computed; the token says that it was the last.
+        """Announce that a sequence's first blocks are computed; with the token, that all are.
 
         Blocks announced before stay as they were, even where a preempted sequence has others now.
         """
@@ -82,7 +82,7 @@ class Leases:
             self.release(request_id)
 
     def expire(self, now_ns: int) -> None:
-        """Release what nobody has asked for in time."""
+        """Release the blocks of leases that have run out."""
         for request_id, lease in list(self._leases.items()):
             if lease.expires_ns is not None and lease.expires_ns <= now_ns:
                 self.release(request_id)

@@ -38,12 +38,12 @@ class Receiving:
         return list(self._queues.receiving.values())
 
     def start(self, seq: Sequence) -> None:
-        """A sequence has got the blocks that another engine is to fill."""
+        """Note a sequence that has the blocks which another engine is to fill."""
         self._queues.receiving[seq.request_id] = seq
         self._started.append(seq)
 
     def take_started(self) -> list[Sequence]:
-        """Sequences that have got blocks for KV to come, each once.
+        """Return the sequences that have got blocks for their KV, each once.
 
         A batch in flight may still write to these blocks until its result is collected.
         """
@@ -51,7 +51,7 @@ class Receiving:
         return started
 
     def received(self, seq: Sequence, token_id: int) -> None:
-        """The KV of the whole prompt is in the blocks, and this is the first token: run it."""
+        """Run a sequence: the KV of its prompt is in its blocks, and its first token is known."""
         pool, first = self._ledger.pool, seq.num_inserted_blocks
         del self._queues.receiving[seq.request_id]
         seq.remote = False
@@ -67,11 +67,11 @@ class Receiving:
             self._endings.end_between_steps(seq, FinishReason.LENGTH, reason)
 
     def lose(self, request_id: str, stop_reason: str, message: str) -> None:
-        """The KV of a request will not come; unknown ids are ignored."""
+        """End a request whose KV will not come; unknown ids are ignored."""
         seq = self._queues.get(request_id)
         if seq is not None:
             self._endings.end_between_steps(seq, FinishReason.ERROR, stop_reason, message)
 
     def release(self, seq: Sequence) -> None:
-        """No transfer writes to the blocks of this ended sequence any more."""
+        """Free the blocks of an ended sequence: no transfer writes to them any more."""
         self._ledger.release_abandoned(seq)

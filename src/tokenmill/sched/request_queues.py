@@ -37,7 +37,7 @@ class RequestQueues:
         return len(self) - len(self.waiting) - len(self.receiving)
 
     def add(self, seq: Sequence) -> None:
-        """A new request waits."""
+        """Let a new request wait."""
         self._by_id[seq.request_id] = seq
         self.waiting.push(seq)
         if seq.request.deadline_ns is not None:
@@ -53,7 +53,7 @@ class RequestQueues:
             heapq.heapify(self._deadlines)
 
     def overdue(self, now_ns: int) -> list[Sequence]:
-        """Those whose deadline has come, each once."""
+        """Return the sequences whose deadline has come, each once."""
         found: list[Sequence] = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             seq = heapq.heappop(self._deadlines)[2]
@@ -62,11 +62,11 @@ class RequestQueues:
         return found
 
     def run(self, seq: Sequence) -> None:
-        """A sequence that waits or receives no more runs."""
+        """Let a sequence run that has waited or received its KV."""
         insort(self.running, seq, key=_by_key)
 
     def leave(self, seq: Sequence) -> bool:
-        """A request has ended; True: it was receiving. Running ones are those that hold blocks."""
+        """Take out an ended request; True if it was receiving. A running one holds blocks."""
         del self._by_id[seq.request_id]
         if self.receiving.pop(seq.request_id, None) is not None:
             return True
@@ -77,7 +77,7 @@ class RequestQueues:
         return False
 
     def sweep(self) -> None:
-        """Drop those that ended while they ran."""
+        """Drop the sequences that ended while they ran."""
         if self._num_ended_running:
             self.running = [seq for seq in self.running if not seq.finished]
             self._num_ended_running = 0

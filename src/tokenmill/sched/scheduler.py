@@ -67,6 +67,7 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.config = config
         self.pool = pool
+        self.limits = Limits(config, pool.num_blocks * pool.block_size)
         self._eos = eos_token_ids
         self._order = 0
         self._now_ns = 0
@@ -85,13 +86,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; one that cannot run gets its REJECT from take_finished()."""
-        limits = Limits(self.config, self.pool.num_blocks * self.pool.block_size)
-        refusal = self._refusal(request, limits)
+        refusal = self._refusal(request)
         if refusal is not None:
             self._endings.reject(request.request_id, *refusal)
             return
         self._order += 1
-        seq = limits.sequence(request, self._order, self._eos)
+        seq = self.limits.sequence(request, self._order, self._eos)
         self.leases.open(request)
         self._queues.add(seq)
 
@@ -131,25 +131,25 @@ class Scheduler:
             num_accepted=list(self._counters.num_accepted),
         )
 
-    def _refusal(self, request: Request, limits: Limits) -> tuple[str, str] | None:
+    def _refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
         if self._draining:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._queues or request.request_id in self.leases:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        return limits.refusal(request, len(self._queues.waiting))
+        return self.limits.refusal(request, len(self._queues.waiting))
 
     # A step is chosen.
 
     def load(self) -> tuple[int, int]:
-        """(requests that are not finished, tokens whose KV they hold or will get)."""
+        """Return the number of unfinished requests, and of the tokens whose KV they need."""
         tokens = self.pool.num_used * self.pool.block_size
         return len(self._queues), tokens + sum(
             s.num_tokens for s in self._queues.waiting.sequences()
         )
 
     def outlook(self) -> tuple[int, int]:
-        """(context requests that schedule() would compute next, requests that decode).
+        """Return how many context requests schedule() would compute next, and how many decode.
 
         Context is whoever has more than one known token to compute: begun prompts, and waiting
         requests as far as there are places, once the first of them finds its blocks.
@@ -237,7 +237,7 @@ class Scheduler:
         step.budget = budget
 
     def _grow(self, seq: Sequence, end: int) -> bool:
-        """Give a sequence blocks up to `end`, preempting from the tail; False: it went itself."""
+        """Give a sequence blocks up to `end`, preempting from the tail; False if it went itself."""
         needed = -(-end // self.pool.block_size) - len(seq.block_ids)
         if self._drafting:
             make_room(needed, self._queues.running, self._ledger)
@@ -273,7 +273,7 @@ class Scheduler:
             batch.samples.append(samples)
 
     def update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
-        """Advance every item, append its tokens and end what has to end; what is new comes out."""
+        """Account for a step: append its tokens, end what has to end, and return what is new."""
         all_logprobs = result.logprobs or [None] * len(batch.items)
         if not len(batch.items) == len(result.token_ids) == len(all_logprobs):
             raise ValueError(
@@ -327,7 +327,7 @@ class Scheduler:
         return outputs
 
     def _count(self, batch: Batch, index: int, tokens: list[int]) -> tuple[list[int], bool]:
-        """Count an item as computed: the tokens it sampled, and whether it was to sample any."""
+        """Count an item as computed; returns its tokens, and whether it had to sample any."""
         seq, num_new = batch.items[index]
         if batch.samples is not None:
             if batch.samples[index]:
@@ -346,7 +346,7 @@ class Scheduler:
 
     @property
     def draft_counts(self) -> tuple[list[int], list[int]]:
-        """Verified drafts by position, and those of them that were right."""
+        """Return the verified drafts by position, and how many of them were accepted."""
         return self._counters.num_drafted, self._counters.num_accepted
 
     def _hash_late(self) -> None:
@@ -356,7 +356,7 @@ class Scheduler:
             cache_blocks(self.pool, [(seq, end) for seq, end in late if not seq.finished])
 
     def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
-        """The step did not fit into memory: run its requests again, in steps half as large for now.
+        """Run the requests of a step that did not fit into memory again, in steps half as large.
 
         What cannot be made smaller, or was launched already, ends in ERROR.
         """
@@ -377,7 +377,7 @@ class Scheduler:
         return [self._endings.end(seq, FinishReason.ERROR, error=message) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
-        """The step raised: its items and their readers end in ERROR, nothing of it stays cached."""
+        """End the items of a failed step and their readers in ERROR; nothing of it stays cached."""
         seqs = [seq for seq, _ in batch.items] + self._readers(batch)
         for seq in seqs:
             self.pool.forget(seq.block_ids)
@@ -390,7 +390,7 @@ class Scheduler:
         return outputs
 
     def _readers(self, batch: Batch) -> list[Sequence]:
-        """Whoever will read what this batch was to write: it is received, or in the next batch."""
+        """Return the sequences that will read what this batch had to write."""
         launched = batch.samples is not None
         readers = self.receiving.sequences() + (self._queues.running if launched else [])
         written: set[int] = set()

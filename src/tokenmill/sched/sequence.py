@@ -87,7 +87,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Step:
-    """A batch while it is chosen."""
+    """The batch that schedule() is choosing."""
 
     now_ns: int
     budget: int  # tokens that are left
@@ -111,7 +111,7 @@ class Batch:
     num_to_draft: int = 0  # tokens that the runner is to guess for each item that samples
 
     def num_singles(self) -> int:
-        """Items with one new token: those that decode."""
+        """Return how many items have one new token: those that decode."""
         count = len(self.items)
         while count and self.items[count - 1][1] > 1:
             count -= 1
@@ -119,6 +119,6 @@ class Batch:
 
 
 def num_drafts(item: Item) -> int:
-    """How many of an item's new tokens are drafts; negative while a prompt is being computed."""
+    """Return how many of an item's new tokens are drafts; negative inside a prompt."""
     seq, num_new = item
     return seq.num_computed_tokens + num_new - len(seq.token_ids)

@@ -26,7 +26,7 @@ def append(seq: Sequence, output: RequestOutput, eos: frozenset[int], max_model_
 
 
 def length_reason(seq: Sequence, max_model_len: int) -> str | None:
-    """What else than the request or the model's context has bounded its length."""
+    """Return why a sequence ended early, if neither its request nor the context did that."""
     max_tokens = seq.request.sampling.max_tokens
     asked = max_tokens is not None and seq.num_output_tokens >= max_tokens
     if asked or seq.num_tokens >= max_model_len:

@@ -8,14 +8,14 @@ from tokenmill.sched.sequence import Key, Sequence
 
 
 class WaitingQueue:
-    """A heap by key; those that end while they wait stay in it until they come to its head."""
+    """A heap by key; a sequence that ends while it waits is dropped when it comes to the head."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, Sequence]] = []
         self._num_live = 0
 
     def __len__(self) -> int:
-        """How many wait; ended ones do not."""
+        """Return how many sequences wait; ended ones do not count."""
         return self._num_live
 
     def push(self, seq: Sequence) -> None:
@@ -29,16 +29,16 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> None:
-        """first() runs."""
+        """Take out first(): it runs now."""
         heapq.heappop(self._heap)
         self._num_live -= 1
 
     def forget(self) -> None:
-        """One that waits has ended."""
+        """Count one waiting sequence less: it has ended."""
         self._num_live -= 1
 
     def compact(self, limit: int) -> None:
-        """Drop ended ones where there are more entries than `limit`."""
+        """Drop the ended sequences if there are more entries than `limit`."""
         if len(self._heap) > limit:
             self._heap = [entry for entry in self._heap if not entry[1].finished]
             heapq.heapify(self._heap)

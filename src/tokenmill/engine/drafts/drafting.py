@@ -1,4 +1,4 @@
-"""How many tokens to draft: always as many, or as many as pay at the load of the moment."""
+"""How many tokens to draft: a fixed number, or the number that is fastest at this load."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _MEMORY = 0.99  # weight of what is known, for each draft that was verified
 
 
 class Drafting(Protocol):
-    """Decides before each step how many tokens it drafts, and hears how the step went."""
+    """Decides before each step how many tokens it drafts, and is told how long the step took."""
 
     def choose(self) -> int:
-        """Of the next step, which may turn out to have nothing to do."""
+        """Return the number of drafts of the next step, which may turn out to be empty."""
 
     def record(
         self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
-        """A step took so long; drafted and accepted count by position, since the start."""
+        """Record a step's time; `drafted` and `accepted` are counts by position since the start."""
 
 
 class FixedDrafting:
-    """Always as many."""
+    """Drafts the same number in every step."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -42,13 +42,13 @@ class FixedDrafting:
     def record(
         self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
-        """Nothing changes its mind."""
+        """Do nothing: the number is fixed."""
 
 
 class AdaptiveDrafting:
-    """As many as bring the most tokens per second, none among them.
+    """Drafts the number, zero included, that gives the most tokens per second.
 
-    Tokens come from the share of right drafts by position, seconds from the steps that only
+    Tokens come from the share of accepted drafts by position, seconds from the steps that only
     decoded, by batch size in powers of two. Each number of drafts is tried when a size is new, and
     again now and then, so that a change is noticed.
     """

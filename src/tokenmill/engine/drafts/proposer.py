@@ -69,7 +69,7 @@ class Proposer:
     def _batch(
         self, positions: torch.Tensor, cache_slots: torch.Tensor, slots: torch.Tensor
     ) -> AttentionBatch:
-        """One query of each sequence."""
+        """Return the attention batch of one query for each sequence."""
         starts, tiles = self.builder.even(slots.shape[0], 1)
         return self.builder.attention(positions, cache_slots, starts, positions, slots, tiles)
 

@@ -15,19 +15,19 @@ from tokenmill.sched.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """A draft counts as right among the `top` likeliest, at most `delta` in probability behind."""
+    """Accepts a draft among the `top` likeliest, at most `delta` in probability behind the best."""
 
     top: int
     delta: float
 
     @classmethod
     def parse(cls, text: str) -> Relaxed:
-        """Of "10:0.6"."""
+        """Read TOP:DELTA, such as "10:0.6"."""
         top, _, delta = text.partition(":")
         return cls(int(top), float(delta))
 
     def covers(self, seq: Sequence) -> bool:
-        """False for requests that are answered exactly all the same.
+        """Return False for requests that must be answered exactly.
 
         What changes the logits must not be passed by: a token may be banned by its bias.
         """

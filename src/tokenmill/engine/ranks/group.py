@@ -54,7 +54,9 @@ class RankGroup:
         self._children: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         if connected():
-            raise ModelLoadError("one engine with ranks at a time: close() the one of this process")
+            raise ModelLoadError(
+                "this process already has an engine with ranks: close() it before you build another"
+            )
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-ranks-")
         placed = os.environ.get(ADDRESS_VARIABLE)
         if placed is None and device == "cuda" and torch.cuda.device_count() < size:

@@ -57,7 +57,7 @@ class LeadingEngine:
             return self._engine.step()
 
     def stats(self) -> EngineStats:
-        """The scheduler's, and where experts move, how balanced they are."""
+        """Return the scheduler's stats, and how balanced the experts are if they move."""
         self._group.check()
         return with_balance(self._engine.stats(), self._rebalancer)
 
@@ -97,7 +97,7 @@ class OwnEngine:
         return outputs
 
     def answer(self, message: Message) -> Message:
-        """A round as rank 0 asks for it, over the wire, or a peer to be known or forgotten."""
+        """Answer rank 0: run a round, or connect to a peer or disconnect from it."""
         if self.kv is not None and (answer := self.kv.answer(message)) is not None:
             return answer
         assert isinstance(message, Round), message
@@ -235,25 +235,25 @@ class DataParallelEngine:
         return submits, aborts
 
     def stats(self) -> EngineStats:
-        """The sums over all ranks."""
+        """Return the sums over all ranks."""
         self._group.check()
         total = reduce(add_stats, (state.stats for state in self._states))
         total.num_waiting += len(self._new)
         return with_balance(total, self._rebalancer)
 
     def kv_events(self) -> EventPublisher:
-        """What is cached on any rank, and on none any more."""
+        """Return the publisher of what is cached on any rank, or no longer on any."""
         if self._publisher is None:
             self._publisher = EventPublisher(self._caches.record_events())
         return self._publisher
 
     def kv_dump(self) -> Dump:
-        """All blocks that a rank has cached."""
+        """Return all blocks that any rank has cached."""
         return self.kv_events().dump(self._caches.cached_hashes())
 
 
 def with_balance(stats: EngineStats, rebalancer: Rebalancer | None) -> EngineStats:
-    """The stats with what the rebalancer has to tell."""
+    """Return the stats, with those of the rebalancer if there is one."""
     if rebalancer is not None:
         stats.num_rebalances = rebalancer.num_rebalances
         stats.num_expert_bytes_moved = rebalancer.num_bytes_moved

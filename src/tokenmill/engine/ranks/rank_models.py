@@ -36,7 +36,7 @@ RANK_GONE = "a rank is gone: it closed its connection"
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """An error of what several ranks do together: the others wait in vain, so nothing goes on."""
+    """Turn an error in what several ranks do together into RanksLostError: the others wait."""
     try:
         yield
     except RanksLostError:
@@ -70,7 +70,7 @@ class SharedModel:
         return self._model.normed(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Those of all ranks' parts of the vocabulary, or of this rank, which has it all."""
+        """Return the logits of the whole vocabulary, of which each rank may have a part."""
         with all_or_none():
             if self._model.layout.split_heads:
                 _send_rows(self._group, "logits", hidden)

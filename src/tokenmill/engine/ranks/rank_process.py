@@ -118,7 +118,7 @@ def _run_own(
 
 
 def open_reader(setup: Setup, part: Part, connection: Connection) -> RankReader | None:
-    """What moves this rank's part of KV blocks, where they move."""
+    """Return what moves this rank's part of the KV blocks, if the engine moves KV."""
     if not isinstance(part.link, KVLink):
         return None
     block_size = setup.cache.block_size

@@ -50,7 +50,7 @@ class StructuredOutputs:
         return len(self._compiling)
 
     def warm_up(self) -> None:
-        """Begin with what the first structured request would wait for, in the background."""
+        """Start to load what the first structured request would wait for, in the background."""
         if self._backend is not None:
             self._backend.warm_up()
 
@@ -107,7 +107,7 @@ class StructuredOutputs:
         return self._compiling.pop(request_id, None) is not None
 
     def forget(self, request_id: str) -> None:
-        """A request has ended in the scheduler."""
+        """Drop the grammar of a request that has ended."""
         self._compiled.pop(request_id, None)
 
     def constrain(self, batch: Batch) -> dict[str, str]:
@@ -161,7 +161,7 @@ def follow(batch: Batch, result: StepResult, lost: dict[str, str]) -> None:
 
 
 def next_masks(matcher: Matcher, drafts: list[int]) -> list[Bitmask | None]:
-    """What may come next, and after each draft; it ends where the grammar forbids one."""
+    """Return what may come next, and after each draft up to the first forbidden one."""
     masks: list[Bitmask | None] = [matcher.allowed()]
     try:
         for draft in drafts:
