@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tokenmill.core.spec import ModelSpec
+from tokenmill.models import spec_of
 from tokenmill.models.names import mtp_tensors
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def make_head(spec: ModelSpec, norm: torch.Tensor, scale: float) -> dict[str, to
 def head_tensors(model: PreTrainedModel, scale: float = 0.003) -> dict[str, torch.Tensor]:
     """The head of a transformers model."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return make_head(ModelSpec.from_config(config), model.model.norm.weight.data, scale)
+    return make_head(spec_of(config), model.model.norm.weight.data, scale)
 
 
 def save_head(model: PreTrainedModel, file: Path, scale: float = 0.003) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
-from tokenmill.models import MODELS
+from tokenmill.models import family_of
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
 
@@ -24,9 +23,8 @@ class Harness:
 
     def __init__(self, folder: Path, dtype: Any) -> None:
         checkpoint = open_checkpoint(folder)
-        module, _, name = MODELS[checkpoint.spec.family].partition(":")
-        family = getattr(import_module(module), name)
-        self.model = family(checkpoint.spec, checkpoint.tensors(), dtype, 256)
+        model = family_of(checkpoint.spec).model
+        self.model = model(checkpoint.spec, checkpoint.tensors(), dtype, 256)
         cache = allocate_kv_cache(checkpoint.spec, 16, BLOCK_SIZE)
         self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, max_model_len=256)
 

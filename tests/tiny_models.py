@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -56,6 +57,18 @@ DEEPSEEK: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+GEMMA3: dict[str, Any] = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
 VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
@@ -66,6 +79,7 @@ VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, QWEN3_MOE),
     "mixtral": (MixtralConfig, {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6}),
     "deepseek-v3": (DeepseekV3Config, DEEPSEEK),
+    "gemma3": (Gemma3TextConfig, GEMMA3),
 }
 
 
@@ -84,9 +98,10 @@ def make_model(variant: str, **changes: Any) -> PreTrainedModel:
 
 def tame(model: PreTrainedModel, scale: float = 0.15) -> PreTrainedModel:
     """Weights small enough for logits of ordinary size, norms near one."""
+    by_one_more = model.config.model_type == "gemma3_text"  # what its norms multiply with
     for name, parameter in model.named_parameters():
         parameter.data.mul_(scale)
-        if "norm" in name:
+        if "norm" in name and not by_one_more:
             parameter.data.add_(1.0)
     return model.eval()
 

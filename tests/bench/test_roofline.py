@@ -19,7 +19,7 @@ from tokenmill.bench.roofline import (
 )
 from tokenmill.bench.workload import Cell
 from tokenmill.core.config import ParallelConfig
-from tokenmill.core.spec import ModelSpec
+from tokenmill.models import spec_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,7 +30,7 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-SPEC = ModelSpec.from_config(CONFIG)
+SPEC = spec_of(CONFIG)
 # A layer has 8*8*2 + 8*4*2 + 3*8*16 = 576 weights; two of them 1,152, the head 800.
 LAYERS, HEAD = 2 * 1152, 2 * 800
 SEEN_FLOPS = 4 * 8  # per position and layer
@@ -41,7 +41,7 @@ def test_positions_that_are_attended_to() -> None:
     assert SPEC.attended_positions(0) == 0
     assert SPEC.attended_positions(10) == 2 * 55
     mistral = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
-    windowed = ModelSpec.from_config(mistral)
+    windowed = spec_of(mistral)
     assert windowed.attended_positions(3) == 2 * 6
     assert windowed.attended_positions(10) == 2 * (1 + 2 + 3 + 7 * 4)
 
@@ -118,7 +118,7 @@ def test_a_rate_that_was_not_measured_is_the_best_of_the_others() -> None:
 
 def test_shipped_shapes_have_their_published_sizes() -> None:
     folder = Path(tokenmill.bench.__file__).parent / "shapes"
-    specs = {f.stem: ModelSpec.from_config(json.loads(f.read_text())) for f in folder.iterdir()}
+    specs = {f.stem: spec_of(json.loads(f.read_text())) for f in folder.iterdir()}
     billions = {name: round(spec.num_params() / 1e9, 2) for name, spec in specs.items()}
     assert billions == {
         "llama3.1-8b": 8.03,
@@ -144,7 +144,7 @@ MOE = CONFIG | {
 
 def test_a_step_reads_the_experts_that_its_tokens_hit() -> None:
     """Attention 192 a layer, one dense MLP 384, a router 32, experts of 3 * 8 * 6 = 144."""
-    spec = ModelSpec.from_config(MOE)
+    spec = spec_of(MOE)
     assert spec.flops_per_token(0) == 2 * (2 * 192 + 384 + 32 + 144 + 800)
     for tokens, experts in ((1, 1.0), (2, 1.75), (3, 4 * (1 - 0.75**3)), (1000, 4.0)):
         rounded, plain = 2 * 192 + 384 + experts * 144, 32 + 800
@@ -159,10 +159,10 @@ def test_a_step_reads_the_experts_that_its_tokens_hit() -> None:
 
 def test_latent_attention_unpacks_a_prompt_once_and_the_cache_never() -> None:
     folder = Path(tokenmill.bench.__file__).parent / "shapes"
-    spec = ModelSpec.from_config(json.loads((folder / "deepseek-r1.json").read_text()))
+    spec = spec_of(json.loads((folder / "deepseek-r1.json").read_text()))
     assert spec.seen_flops(decode=True) == 2 * 128 * (576 + 512)
     assert spec.seen_flops(decode=False) == 2 * 128 * (192 + 128)
-    assert spec.mla is not None and spec.mla.softmax_scale == pytest.approx(0.135234, abs=1e-6)
+    assert spec.mla is not None and spec.softmax_scale == pytest.approx(0.135234, abs=1e-6)
     _, plain = spec.step_params(1)
     assert plain == 61 * 512 * 128 * 256 + 58 * 7168 * 256
 

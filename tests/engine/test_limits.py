@@ -15,6 +15,7 @@ from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
+from tokenmill.models import spec_of
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -25,12 +26,12 @@ def shape(name: str) -> Path:
     return Path(bench.__file__).parent / "shapes" / f"{name}.json"
 
 
-def spec_of(name: str) -> ModelSpec:
-    return ModelSpec.from_config(json.loads(shape(name).read_text()))
+def shape_spec(name: str) -> ModelSpec:
+    return spec_of(json.loads(shape(name).read_text()))
 
 
 def room(name: str, memory: int, weight: int = 2, kv: int = 2) -> Room:
-    spec = spec_of(name)
+    spec = shape_spec(name)
     return Room(int(0.95 * memory), spec.weight_bytes(weight), spec.kv_bytes_per_token(kv))
 
 
@@ -72,7 +73,7 @@ def test_a_short_context_makes_room_for_more() -> None:
     ],
 )
 def test_tokens_of_a_step(name: str, memory: int | None, expected: int) -> None:
-    assert choose_budget(spec_of(name), memory) == expected
+    assert choose_budget(shape_spec(name), memory) == expected
 
 
 SCALE = 32  # tokens that one of the simulation stands for, and steps

@@ -30,7 +30,6 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.kv import PREFILLED, KVAddress, KVEvents, KVGeometry, KVNotice, KVWay
 from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
-from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import (
     Engine,
     EngineStats,
@@ -54,6 +53,7 @@ from tokenmill.engine.ranks.rank_messages import Message, RankState
 from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.models import spec_of
 from tokenmill.parallel import Ranks
 from tokenmill.routing.attention_dp import RankCaches
 from tokenmill.routing.router import Router
@@ -277,7 +277,7 @@ def test_a_closed_connection_is_told_from_an_error() -> None:
 def test_nodes_without_routing_groups_are_said_to_do_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    spec = ModelSpec.from_config(TINY)
+    spec = spec_of(TINY)
     Rebalancer([], spec, ParallelConfig(ep=4, nodes=2, rebalance_steps=9), Ranks(0, 4))
     assert "--ep-nodes 2 does not divide the 1 routing groups" in caplog.text
 

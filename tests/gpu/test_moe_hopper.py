@@ -78,11 +78,11 @@ def test_others_take_the_plain_kernel(
 ) -> None:
     x, ids, gate_up, down = make_inputs(20, 2, 4, 256, 128)
     assert gate_up.data is not None and down.data is not None
-    half = [
-        PackedExperts(4, data.half(), None, w.n, w.k)
-        for w, data in ((gate_up, gate_up.data), (down, down.data))
-    ]
-    gpu_moe.apply_experts(x.half(), ids, *half)
+    half = {
+        name: PackedExperts(4, data.half(), None, w.n, w.k)
+        for name, w, data in (("gate_up", gate_up, gate_up.data), ("down", down, down.data))
+    }
+    gpu_moe.apply_experts(x.half(), ids, half["gate_up"], half["down"])
     narrow = make_inputs(20, 2, 4, 256, 96)
     assert_near(gpu_moe.apply_experts(*narrow), moe.apply_experts_reference(*narrow))
     for switch in ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False)):

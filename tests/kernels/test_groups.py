@@ -27,9 +27,10 @@ for m, n, k in ((1, 40, 80), (2, 16, 48), (13, 96, 576), (131, 48, 64)):
     x, weight, bias = 3 * torch.randn(m, k), torch.randn(n, k), torch.randn(n)
     packed, half = (mm.pack(w, "int8", grouped=True) for w in (weight, weight[:, : k // 2]))
     rows = norm.rms_norm(x, torch.rand(k), 1e-5, mm.by_groups(k))
-    gated = norm.silu_mul(x, mm.by_groups(k // 2))
+    gated = norm.act_and_mul(x, mm.by_groups(k // 2))
     found += [mm.matmul(rows, packed, bias), mm.matmul(gated, half)]
-    found += [mm.matmul(x, mm.pack(weight, "fp32")), norm.silu_mul(x), packed.rows(torch.arange(n))]
+    found += [mm.matmul(x, mm.pack(weight, "fp32")), norm.act_and_mul(x)]
+    found.append(packed.rows(torch.arange(n)))
 for dim, block_size, window in ((64, 16, 0), (48, 32, 70)):
     batch = make_batch([1, 70, 200], [37, 100, 0], block_size, 3)
     k_cache = torch.randn(NUM_BLOCKS, 2, dim, block_size)

@@ -1,4 +1,6 @@
-"""RMSNorm and SiLU-mul: the compiled kernels against their torch references."""
+"""RMSNorm and gating: the compiled kernels against their torch references."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +9,10 @@ from tokenmill.kernels import norm
 from tokenmill.kernels.matmul import FP8, QuantizedRows, Rounding
 
 INT16 = Rounding(torch.int16, 11008)
+GATES = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 def _dense(y: torch.Tensor | QuantizedRows) -> torch.Tensor:
@@ -26,17 +32,21 @@ def test_rms_norm(rows: int, width: int, rounding: Rounding | None) -> None:
 @pytest.mark.parametrize("rounding", [None, INT16])
 @pytest.mark.parametrize("rows", [1, 2, 37])
 @pytest.mark.parametrize("width", [8, 100, 576])
-def test_silu_mul(rows: int, width: int, rounding: Rounding | None) -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_act_and_mul(
+    rows: int, width: int, rounding: Rounding | None, activation: norm.Activation
+) -> None:
     gate_up = 4 * torch.randn(rows, 2 * width)
-    found = _dense(norm.silu_mul(gate_up, rounding))
-    expected = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
+    found = _dense(norm.act_and_mul(gate_up, rounding, activation))
+    expected = GATES[activation](gate_up[:, :width]) * gate_up[:, width:]
     torch.testing.assert_close(found, expected, atol=1e-2 if rounding else 1e-5, rtol=1e-5)
 
 
-def test_extreme_gates_do_not_overflow() -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_extreme_gates_do_not_overflow(activation: norm.Activation) -> None:
     gate_up = torch.tensor([[-1e4, -90.0, 0.0, 90.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    expected = torch.nn.functional.silu(gate_up[:, :5])
-    torch.testing.assert_close(_dense(norm.silu_mul(gate_up)), expected)
+    expected = GATES[activation](gate_up[:, :5])
+    torch.testing.assert_close(_dense(norm.act_and_mul(gate_up, None, activation)), expected)
 
 
 @pytest.mark.parametrize("rounding", [INT16, FP8])

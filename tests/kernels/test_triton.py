@@ -12,7 +12,7 @@ KERNELS = {
     "triton_parity": (
         "rms_norm",
         "norm_pair",
-        "silu_mul",
+        "act_and_mul",
         "quantize_rows",
         "twice_rounded",
         "matmul",

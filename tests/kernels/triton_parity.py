@@ -22,6 +22,7 @@ from tokenmill.kernels.matmul import FP8, QuantizedRows
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 
+ACTIVATIONS: tuple[norm.Activation, ...] = ("silu", "gelu_tanh")
 BLOCKS = 64
 DOT_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
 NARROW = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -146,12 +147,12 @@ def check_norm_pair(device: str) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def check_silu_mul(device: str) -> None:
+def check_act_and_mul(device: str) -> None:
     for m, k in ((1, 16), (5, 100), (3, 1500)):
         x = 3 * torch.randn(m, 2 * k, device=device)
-        for rounding in (None, FP8):
-            found = gpu_rows.silu_mul(x, bool(rounding))
-            assert_same_rows(found, norm.silu_mul_reference(x, rounding))
+        for rounding, activation in itertools.product((None, FP8), ACTIVATIONS):
+            found = gpu_rows.act_and_mul(x, bool(rounding), None, activation)
+            assert_same_rows(found, norm.act_and_mul_reference(x, rounding, activation))
 
 
 def check_quantize_rows(device: str) -> None:
@@ -175,7 +176,7 @@ def check_twice_rounded(device: str) -> None:
         for exact, (values, scales) in (
             (norm.rms_norm_reference(x, weight, 1e-5), gpu_rows.rms_norm(
                 rows, gain, 1e-5, True, None, channels)),
-            (norm.silu_mul_reference(gate_up), gpu_rows.silu_mul(
+            (norm.act_and_mul_reference(gate_up), gpu_rows.act_and_mul(
                 gate_up.to(device), True, channels)),
             (x, gpu_rows.quantize_rows(rows, channels)),
         ):  # fmt: skip
@@ -237,8 +238,10 @@ def check_skinny_matmul(device: str) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         alone = gpu_matmul.skinny_matmul(x[:1], weight, bias, norm=(gain, 1e-5))
         assert torch.equal(alone, found[:1])  # whatever rows are beside it
-        found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gated=True)
-        torch.testing.assert_close(found, norm.silu_mul_reference(expected), atol=1e-4, rtol=1e-4)
+        for activation in ACTIVATIONS:
+            gated = norm.act_and_mul_reference(expected, None, activation)
+            found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gated=activation)
+            torch.testing.assert_close(found, gated, atol=1e-4, rtol=1e-4)
 
 
 def check_scale_product(device: str) -> None:
@@ -391,7 +394,7 @@ def _cpu_batch(batch: AttentionBatch) -> AttentionBatch:
 CHECKS = {
     "rms_norm": check_rms_norm,
     "norm_pair": check_norm_pair,
-    "silu_mul": check_silu_mul,
+    "act_and_mul": check_act_and_mul,
     "place_tokens": check_place_tokens,
     "drafts": check_drafts,
     "quantize_rows": check_quantize_rows,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.ranks.rebalance import move_experts
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import cpu_kernels
-from tokenmill.models import MODELS
+from tokenmill.models import family_of
 from tokenmill.models.shards import plan_layout, wanted
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.parallel import Ranks, connect, disconnect, file_store
@@ -34,11 +33,9 @@ class Part(Harness):
     def __init__(self, folder: Path, dtype: str, config: ParallelConfig, ranks: Ranks) -> None:
         checkpoint = open_checkpoint(folder)
         layout = plan_layout(checkpoint.spec, config, ranks)
-        module, _, name = MODELS[checkpoint.spec.family].partition(":")
         tensors = checkpoint.tensors(wanted=wanted(checkpoint.spec, layout))
-        self.model = getattr(import_module(module), name)(
-            checkpoint.spec, tensors, dtype, 256, "cpu", layout
-        )
+        model = family_of(checkpoint.spec).model
+        self.model = model(checkpoint.spec, tensors, dtype, 256, "cpu", layout)
         cache = allocate_kv_cache(self.model.spec, 16, BLOCK_SIZE)
         self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, max_model_len=256)
 

@@ -8,7 +8,7 @@ import torch
 
 from harness import Harness, assert_same_logits
 from tiny_models import make_model, save, tame
-from tokenmill.models import llama
+from tokenmill.layers import attention
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -95,8 +95,8 @@ def test_fp8_stays_close(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The references of the GPU's arithmetic; attention on CPU takes fp32 alone."""
     variant, changes = CASES[case]
     reference = tame(make_model(variant, **changes))
-    rope = llama.rope_and_cache
-    monkeypatch.setattr(llama, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
+    rope = attention.rope_and_cache
+    monkeypatch.setattr(attention, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
     harness = Harness(save(reference, tmp_path), "fp8")
     assert harness.model.layers[0].mlp.down.weight.data.dtype == torch.float8_e4m3fn
     assert harness.model.head.weight.data.dtype == torch.bfloat16

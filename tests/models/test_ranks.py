@@ -11,9 +11,9 @@ import torch
 
 from tiny_models import SMALL, VARIANTS, make_model, save, tame
 from tokenmill.core.config import ParallelConfig
-from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers.experts import RoutedExperts
+from tokenmill.models import spec_of
 from tokenmill.models.shards import plan_layout
 from tokenmill.parallel import Layout, Ranks
 
@@ -81,7 +81,7 @@ def test_copies_of_an_expert_take_turns_with_one_token_in_a_step() -> None:
 def test_what_cannot_be_divided_is_named(variant: str, config: dict[str, Any], reason: str) -> None:
     config_class, own = VARIANTS[variant]
     changes = {key: value for key, value in config.items() if key in SMALL}
-    spec = ModelSpec.from_config(config_class(**(SMALL | own | changes)).to_dict())
+    spec = spec_of(config_class(**(SMALL | own | changes)).to_dict())
     parallel = ParallelConfig(**{key: config[key] for key in config.keys() - changes.keys()})
     with pytest.raises(ModelLoadError) as error:
         plan_layout(spec, parallel, Ranks(0, parallel.num_ranks))

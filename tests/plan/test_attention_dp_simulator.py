@@ -11,8 +11,8 @@ import pytest
 
 import tokenmill.bench
 from tokenmill.__main__ import run
-from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
+from tokenmill.models import spec_of
 from tokenmill.plan.attention_dp_simulator import Ranks, RanksConfig, prompt_budget
 from tokenmill.plan.rank_cost import GPUS, RankCost, RankWork, mean_work
 from tokenmill.routing.attention_dp import (
@@ -25,7 +25,7 @@ from tokenmill.routing.attention_dp import (
 )
 
 SHAPE = Path(tokenmill.bench.__path__[0]) / "shapes" / "deepseek-r1.json"
-SPEC = ModelSpec.from_config(json.loads(SHAPE.read_text(encoding="utf-8")))
+SPEC = spec_of(json.loads(SHAPE.read_text(encoding="utf-8")))
 OWN_PARAMS = 61 * 187_105_280 + 58 * (44_040_192 + 7168 * 256) + 3 * 396_361_728
 EXPERT_PARAMS = 58 * 44_040_192  # of one expert in every sparse layer
 

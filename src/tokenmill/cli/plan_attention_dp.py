@@ -117,12 +117,12 @@ def _lengths(settings: Settings) -> list[tuple[int, int]]:
 
 def _pool(settings: Settings) -> tuple[RanksConfig, RankCost]:
     from tokenmill.bench import workload
-    from tokenmill.core.spec import ModelSpec
+    from tokenmill.models import spec_of
     from tokenmill.plan.attention_dp_simulator import RanksConfig
     from tokenmill.plan.rank_cost import GPUS, RankCost
 
     shape = Path(workload.__file__).parent / "shapes" / "deepseek-r1.json"
-    spec = ModelSpec.from_config(json.loads(shape.read_text(encoding="utf-8")))
+    spec = spec_of(json.loads(shape.read_text(encoding="utf-8")))
     num_ranks, gpu = settings.get("ranks"), GPUS[settings.get("gpu")]
     cost = RankCost(spec, gpu, num_ranks)
     if cost.kv_tokens < BLOCK_SIZE:

@@ -3,96 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-from tokenmill.core.fields import Settings, count, flag, number, positive_int
-from tokenmill.core.mla import MLA_DEFAULTS, MLASpec, read_mla
-from tokenmill.core.moe import MOE_DEFAULTS, MoESpec, read_moe
+from tokenmill.core.fields import Settings, flag, number, positive_int
+from tokenmill.core.mla import MLASpec
+from tokenmill.core.moe import MoESpec
 from tokenmill.core.quantization import QuantizationSpec, read_quantization
 from tokenmill.core.rope import ORIGINAL, RopeSpec, read_rope, rope_fields
 from tokenmill.core.types import ModelLoadError
 
-# What transformers assumes for a key that config.json leaves out.
-_COMMON_DEFAULTS: Settings = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "use_sliding_window": True,
-    "layer_types": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-_QWEN_DEFAULTS: Settings = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32_768,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-}
-ARCHITECTURES: dict[str, Settings] = {
-    "LlamaForCausalLM": _COMMON_DEFAULTS
-    | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "MistralForCausalLM": _COMMON_DEFAULTS
-    | {
-        "max_position_embeddings": 131_072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "Qwen2ForCausalLM": _COMMON_DEFAULTS | _QWEN_DEFAULTS | {"attention_bias": True},
-    "Qwen3ForCausalLM": _COMMON_DEFAULTS | _QWEN_DEFAULTS | {"head_dim": 128},
-    "MixtralForCausalLM": _COMMON_DEFAULTS
-    | MOE_DEFAULTS["MixtralForCausalLM"]
-    | {
-        "max_position_embeddings": 131_072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "Qwen3MoeForCausalLM": _COMMON_DEFAULTS
-    | _QWEN_DEFAULTS
-    | MOE_DEFAULTS["Qwen3MoeForCausalLM"]
-    | {"num_key_value_heads": 4, "intermediate_size": 6144},
-    "DeepseekV3ForCausalLM": _COMMON_DEFAULTS
-    | MLA_DEFAULTS
-    | MOE_DEFAULTS["DeepseekV3ForCausalLM"]
-    | {
-        "max_position_embeddings": 4096,
-        "num_nextn_predict_layers": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    },
-}
-# Keys whose value the architecture fixes: any other value in config.json is a different model.
-_FIXED: dict[str, tuple[str, ...]] = {
-    "LlamaForCausalLM": (),
-    "MistralForCausalLM": ("attention_bias", "mlp_bias"),
-    "Qwen2ForCausalLM": ("attention_bias", "mlp_bias"),
-    "Qwen3ForCausalLM": ("mlp_bias",),
-    "MixtralForCausalLM": ("attention_bias", "mlp_bias"),
-    "Qwen3MoeForCausalLM": ("mlp_bias",),
-    "DeepseekV3ForCausalLM": ("attention_bias", "mlp_bias", "sliding_window"),
-}
-_LAYER_TYPES_DECIDE = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-_BY_MODEL_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-_FAMILIES = {"DeepseekV3ForCausalLM": "deepseek_v3"}  # the others are "llama"
-_QK_NORM = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+Windows = tuple[int | None, ...]  # for each layer: how many positions a query sees; None: all
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -118,58 +38,17 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     sliding_window: int | None  # a query sees this many positions, itself included
-    layer_windows: tuple[int | None, ...]  # per layer; None is full attention
+    layer_windows: Windows
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    hidden_act: str
     dtype: str
+    softmax_scale: float  # what queries are multiplied with
     quantization: QuantizationSpec | None = None  # of the weights as stored
     moe: MoESpec | None = None
     mla: MLASpec | None = None  # then num_kv_heads is 1: all heads share what is cached
     num_mtp_layers: int = 0  # of the checkpoint, after the model's own; the first can draft
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ModelSpec:
-        """Build a spec from the contents of a Hugging Face config.json."""
-        architecture = _architecture(config)
-        settings = ARCHITECTURES[architecture] | config
-        _check_supported(architecture, config, settings)
-        num_heads = positive_int(settings, "num_attention_heads")
-        num_layers = positive_int(settings, "num_hidden_layers")
-        windows = _layer_windows(architecture, settings, num_layers)
-        bias = flag(settings, "attention_bias")
-        rope = read_rope(settings)
-        mla = read_mla(architecture, settings, rope.factor)
-        head_dim = mla.nope_dim + mla.rope_dim if mla else _head_dim(settings, num_heads)
-        return cls(
-            architecture=architecture,
-            family=_FAMILIES.get(architecture, "llama"),
-            vocab_size=positive_int(settings, "vocab_size"),
-            hidden_size=positive_int(settings, "hidden_size"),
-            intermediate_size=positive_int(settings, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=1 if mla else _num_kv_heads(settings, num_heads),
-            head_dim=head_dim,
-            rms_eps=number(settings, "rms_norm_eps"),
-            max_position=_max_position(settings, rope),
-            tie_embeddings=flag(settings, "tie_word_embeddings"),
-            rope=rope,
-            attention_bias=bias,
-            output_bias=bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=flag(settings, "mlp_bias"),
-            qk_norm=architecture in _QK_NORM,
-            sliding_window=next((window for window in windows if window), None),
-            layer_windows=windows,
-            eos_token_ids=token_ids(settings, "eos_token_id"),
-            bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
-            hidden_act=settings["hidden_act"],
-            dtype=_dtype(settings),
-            quantization=read_quantization(config),
-            moe=read_moe(architecture, settings, num_layers),
-            mla=mla,
-            num_mtp_layers=count(settings, "num_nextn_predict_layers") if mla else 0,
-        )
+    num_norms: int = 2  # of a layer, each as wide as the stream
+    window_rope: RopeSpec | None = None  # of layers with a window, where theirs is another
 
     @property
     def q_size(self) -> int:
@@ -188,10 +67,16 @@ class ModelSpec:
         """
         return (self.mla.rope_dim, self.mla.kv_rank) if self.mla else (self.head_dim, self.head_dim)
 
+    @property
+    def layer_ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embedding of each layer."""
+        local = self.window_rope or self.rope
+        return tuple(local if window else self.rope for window in self.layer_windows)
+
     def num_params(self) -> int:
         """Parameters of the model; a tied output head counts once."""
         hidden = self.hidden_size
-        norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
+        norms = self.num_norms * hidden + (2 * self.head_dim if self.qk_norm else 0)
         norms += self.mla.norm_params() if self.mla else 0
         biases = (self.q_size + 2 * self.kv_size) * self.attention_bias
         biases += hidden * self.output_bias
@@ -262,6 +147,46 @@ class ModelSpec:
         )
 
 
+def read_common(
+    architecture: str, family: str, settings: Settings, windows: Windows | None = None
+) -> ModelSpec:
+    """What all families read alike from a config.json with its defaults filled in.
+
+    Without `windows` every layer sees everything.
+    """
+    num_heads = positive_int(settings, "num_attention_heads")
+    num_layers = positive_int(settings, "num_hidden_layers")
+    windows = windows or (None,) * num_layers
+    bias, rope = flag(settings, "attention_bias"), read_rope(settings)
+    head_dim = _head_dim(settings, num_heads)
+    return ModelSpec(
+        architecture=architecture,
+        family=family,
+        vocab_size=positive_int(settings, "vocab_size"),
+        hidden_size=positive_int(settings, "hidden_size"),
+        intermediate_size=positive_int(settings, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(settings, num_heads),
+        head_dim=head_dim,
+        rms_eps=number(settings, "rms_norm_eps"),
+        max_position=_max_position(settings, rope),
+        tie_embeddings=flag(settings, "tie_word_embeddings"),
+        rope=rope,
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=flag(settings, "mlp_bias"),
+        qk_norm=False,
+        sliding_window=next((window for window in windows if window), None),
+        layer_windows=windows,
+        eos_token_ids=token_ids(settings, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
+        dtype=_dtype(settings),
+        softmax_scale=head_dim**-0.5,
+        quantization=read_quantization(settings),
+    )
+
+
 def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     """Token ids under `key`, which holds an int, a list of ints or null."""
     value = settings.get(key)
@@ -270,25 +195,6 @@ def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ModelLoadError(f"{key}: expected a token id or a list of them, got {value!r}")
     return tuple(dict.fromkeys(ids))
-
-
-def _architecture(config: Settings) -> str:
-    named = config.get("architectures") or [_BY_MODEL_TYPE.get(config.get("model_type", ""))]
-    if named[0] in ARCHITECTURES:
-        return cast(str, named[0])
-    found = named[0] or f"model_type {config.get('model_type')!r}"
-    raise ModelLoadError(f"architectures: {found} is not supported; use {', '.join(ARCHITECTURES)}")
-
-
-def _check_supported(architecture: str, config: Settings, settings: Settings) -> None:
-    if settings["hidden_act"] != "silu":
-        raise ModelLoadError(
-            f"hidden_act: only 'silu' is supported, got {settings['hidden_act']!r}"
-        )
-    for key in _FIXED[architecture]:
-        fixed = ARCHITECTURES[architecture][key]
-        if config.get(key, fixed) != fixed:
-            raise ModelLoadError(f"{key}: {architecture} has {fixed}, got {config[key]!r}")
 
 
 def _max_position(settings: Settings, rope: RopeSpec) -> int:
@@ -333,29 +239,28 @@ def _dtype(settings: Settings) -> str:
     return cast(str, dtype)
 
 
-def _layer_windows(
-    architecture: str, settings: Settings, num_layers: int
-) -> tuple[int | None, ...]:
-    uses_window = settings["use_sliding_window"] and settings["sliding_window"] is not None
-    window = positive_int(settings, "sliding_window") if uses_window else None
-    if window and architecture == "LlamaForCausalLM":
-        raise ModelLoadError(f"sliding_window: LlamaForCausalLM has none, got {window}")
-    first = settings["max_window_layers"] if architecture in _LAYER_TYPES_DECIDE else 0
-    windows = tuple(window if layer >= first else None for layer in range(num_layers))
-    if settings["layer_types"] is None:
-        return windows
-    listed = _listed_windows(settings["layer_types"], window, num_layers)
-    if architecture not in _LAYER_TYPES_DECIDE and listed != windows:
+def read_window(settings: Settings) -> int | None:
+    """The sliding window, where config.json has one that is in use."""
+    in_use = settings["use_sliding_window"] and settings["sliding_window"] is not None
+    return positive_int(settings, "sliding_window") if in_use else None
+
+
+def even_windows(architecture: str, settings: Settings) -> Windows:
+    """The same window for every layer; layer_types may say it again, and nothing else."""
+    window = read_window(settings)
+    windows = (window,) * positive_int(settings, "num_hidden_layers")
+    if settings["layer_types"] is not None and listed_windows(settings) != windows:
         raise ModelLoadError(
             f"layer_types: {architecture} gives every layer sliding_window {window}, "
             "but layer_types says otherwise"
         )
-    return listed
+    return windows
 
 
-def _listed_windows(
-    layer_types: list[str], window: int | None, num_layers: int
-) -> tuple[int | None, ...]:
+def listed_windows(settings: Settings) -> Windows:
+    """The window of each layer by layer_types."""
+    layer_types: list[str] = settings["layer_types"]
+    window, num_layers = read_window(settings), positive_int(settings, "num_hidden_layers")
     if len(layer_types) != num_layers:
         raise ModelLoadError(
             f"layer_types: expected {num_layers} entries as num_hidden_layers says, "

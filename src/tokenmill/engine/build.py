@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -43,7 +42,7 @@ from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
 from tokenmill.layers.linear import ComputeType
-from tokenmill.models import MODELS
+from tokenmill.models import family_of
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.mtp import MTPModule
 from tokenmill.models.names import mtp_spec
@@ -165,9 +164,8 @@ def load_part(
     spec = checkpoint.spec
     layout = plan_layout(spec, setup.parallel, ranks)
     _check_memory(spec, layout, dtype, device)
-    narrow = (
-        dtype == "fp8" and spec.hidden_size < NARROW and spec.family == "llama" and not spec.moe
-    ) and ranks.size == 1
+    dense = spec.moe is None and spec.mla is None
+    narrow = dtype == "fp8" and spec.hidden_size < NARROW and dense and ranks.size == 1
     drafts = setup.execution.mtp > 0
     draft_tensors = _open_mtp(checkpoint, model) if drafts else {}  # a wrong file is found here
     max_len = scheduler.max_model_len
@@ -342,11 +340,8 @@ def _load(
     progress: Progress | None,
 ) -> Decoder:
     spec = checkpoint.spec
-    module, _, name = MODELS[spec.family].partition(":")
-    family = getattr(import_module(module), name)
     tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
-    network: Decoder = family(spec, tensors, dtype, max_len, device, layout)
-    return network
+    return family_of(spec).model(spec, tensors, dtype, max_len, device, layout)
 
 
 def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, ReadableTensor]:

@@ -15,7 +15,7 @@ import torch
 from tokenmill.core.types import Request
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels.matmul import QuantizedRows, Rounding
-from tokenmill.kernels.norm import rms_norm, silu_mul
+from tokenmill.kernels.norm import Activation, act_and_mul, rms_norm
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.parallel import ONE, Ranks
@@ -43,12 +43,27 @@ class ObservedResidual(Residual):
         return linear(self._see(linear, rows))
 
     def gate(
-        self, norm: torch.Tensor, gate_up: Linear, rounding: Rounding | None
+        self,
+        norm: torch.Tensor,
+        gate_up: Linear,
+        rounding: Rounding | None,
+        activation: Activation = "silu",
     ) -> torch.Tensor | QuantizedRows:
-        return silu_mul(gate_up(self._see(gate_up, rms_norm(self.x, norm, self.eps))), rounding)
+        rows = gate_up(self._see(gate_up, rms_norm(self.x, norm, self.eps)))
+        return act_and_mul(rows, rounding, activation)
 
-    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows, ranks: Ranks = ONE) -> None:
-        linear(self._see(linear, rows), add_to=self.x)
+    def add(
+        self,
+        linear: Linear,
+        rows: torch.Tensor | QuantizedRows,
+        ranks: Ranks = ONE,
+        norm: torch.Tensor | None = None,
+    ) -> None:
+        seen = self._see(linear, rows)
+        if norm is None:
+            linear(seen, add_to=self.x)
+        else:
+            self.x.add_(Residual(linear(seen), self.eps).normed(norm))
 
     def _see(self, linear: Linear, rows: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Note each channel's share of every token's product; all tokens count alike."""

@@ -13,7 +13,7 @@ import torch
 
 from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
 from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
-from tokenmill.kernels.norm import silu_mul
+from tokenmill.kernels.norm import Activation, act_and_mul
 
 FEW_ROWS = 4  # up to here fp32 experts on CPU are faster one by one; the bits are the same
 
@@ -119,15 +119,19 @@ def route_reference(
 
 
 def apply_experts(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
     if not ids.numel():
         return x.new_empty(0, down.n)
     apply = triton_kernels("moe").apply_experts if use_triton(x) else apply_experts_reference
     if gate_up.tiled and (gate_up.scales is not None or x.shape[0] > FEW_ROWS):
         apply = _apply_experts_tiled
-    results: torch.Tensor = apply(x, ids, gate_up, down)
+    results: torch.Tensor = apply(x, ids, gate_up, down, activation)
     return results
 
 
@@ -142,13 +146,17 @@ def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tens
 
 
 def _apply_experts_tiled(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: Activation,
 ) -> torch.Tensor:
     """All experts in two launches, over rows sorted by expert."""
     order, segments = compiled("moe").sort_by_expert(ids, gate_up.num_experts)
     rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
     inner = _multiply(_pick(rows, order // ids.shape[1]), gate_up, segments)
-    outer = _multiply(silu_mul(inner, down.rounding), down, segments)
+    outer = _multiply(act_and_mul(inner, down.rounding, activation), down, segments)
     return torch.empty_like(outer).index_copy_(0, order, outer)
 
 
@@ -163,7 +171,11 @@ def _multiply(
 
 
 def apply_experts_reference(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """Expert by expert, all its tokens at once."""
     flat, top_k = ids.flatten().long(), ids.shape[1]
@@ -174,7 +186,8 @@ def apply_experts_reference(
     for expert, places in enumerate(order.split(counts)):
         if places.shape[0]:
             inner = matmul(_pick(rows, places // top_k), gate_up.expert(expert))
-            results[places] = matmul(silu_mul(inner, down.rounding), down.expert(expert))
+            gated = act_and_mul(inner, down.rounding, activation)
+            results[places] = matmul(gated, down.expert(expert))
     return results
 
 

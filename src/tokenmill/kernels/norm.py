@@ -1,6 +1,8 @@
-"""RMSNorm and SiLU-mul, with the rounding of the next linear fused in, and around a linear."""
+"""RMSNorm and gating, with the rounding of the next linear fused in, and around a linear."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -15,6 +17,8 @@ from tokenmill.kernels.matmul import (
     quantize_rows_reference,
 )
 
+Activation = Literal["silu", "gelu_tanh"]  # of the gate; gelu_tanh is GELU by its tanh formula
+
 
 def rms_norm(
     x: torch.Tensor,
@@ -28,7 +32,9 @@ def rms_norm(
         fp8, channels = rounding is not None, rounding and rounding.channels
         found = triton_kernels("rows").rms_norm(x, weight, eps, fp8, delta, channels)
         return _rows(found, rounding)
-    if delta is None and compiled_rows(x, rounding):
+    if compiled_rows(x, rounding):
+        if delta is not None:
+            x.add_(delta)
         limit = rounding.code if rounding else 0
         return _rows(compiled("rows").rms_norm(x, weight, eps, limit), rounding)
     return rms_norm_reference(x, weight, eps, rounding, delta)
@@ -60,24 +66,28 @@ def norm_pair(
     return torch.cat([left, right], dim=1)
 
 
-def silu_mul(
-    gate_up: torch.Tensor, rounding: Rounding | None = None
+def act_and_mul(
+    gate_up: torch.Tensor, rounding: Rounding | None = None, activation: Activation = "silu"
 ) -> torch.Tensor | QuantizedRows:
-    """silu(gate) * up of gate_up[m, 2k] -> [m, k], rounded as asked."""
-    if use_triton(gate_up, "silu_mul"):
+    """activation(gate) * up of gate_up[m, 2k] -> [m, k], rounded as asked."""
+    if use_triton(gate_up, "act_and_mul"):
         fp8, channels = rounding is not None, rounding and rounding.channels
-        return _rows(triton_kernels("rows").silu_mul(gate_up, fp8, channels), rounding)
+        found = triton_kernels("rows").act_and_mul(gate_up, fp8, channels, activation)
+        return _rows(found, rounding)
     if compiled_rows(gate_up, rounding):
         limit = rounding.code if rounding else 0
-        return _rows(compiled("rows").silu_mul(gate_up, limit), rounding)
-    return silu_mul_reference(gate_up, rounding)
+        return _rows(compiled("rows").act_and_mul(gate_up, limit, activation), rounding)
+    return act_and_mul_reference(gate_up, rounding, activation)
 
 
-def silu_mul_reference(
-    gate_up: torch.Tensor, rounding: Rounding | None = None
+def act_and_mul_reference(
+    gate_up: torch.Tensor, rounding: Rounding | None = None, activation: Activation = "silu"
 ) -> torch.Tensor | QuantizedRows:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    y = torch.nn.functional.silu(gate) * up
+    if activation == "silu":
+        y = torch.nn.functional.silu(gate) * up
+    else:
+        y = torch.nn.functional.gelu(gate, approximate="tanh") * up
     return quantize_rows_reference(y, rounding) if rounding else y.to(gate_up.dtype)
 
 
@@ -112,13 +122,14 @@ def norm_matmul_gated(
     bias: torch.Tensor | None = None,
     delta: torch.Tensor | None = None,
     rounding: Rounding | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor | QuantizedRows:
-    """SiLU-mul of the same product with gate and up stacked in W, [m, k] -> [m, n / 2]."""
+    """act_and_mul of the same product with gate and up stacked in W, [m, k] -> [m, n / 2]."""
     if rounding is None and _one_kernel(x, weight, delta):
         skinny = triton_kernels("matmul").skinny_matmul
-        out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps), gated=True)
+        out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps), gated=activation)
         return out
-    return silu_mul(norm_matmul(x, norm, eps, weight, bias, delta), rounding)
+    return act_and_mul(norm_matmul(x, norm, eps, weight, bias, delta), rounding, activation)
 
 
 def _one_kernel(x: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None) -> bool:

@@ -94,7 +94,7 @@ def geometry(
 ) -> KVGeometry:
     """Return the shape of the blocks, which must be equal in both engines."""
     shape = (spec.family, spec.vocab_size, spec.hidden_size, spec.num_heads, spec.rope)
-    rest = (spec.qk_norm, spec.layer_windows)
+    rest = (spec.qk_norm, spec.layer_windows, spec.window_rope)
     return KVGeometry(
         model=blake2b(repr((shape, rest)).encode(), digest_size=8).hexdigest(),
         dtype=dtype,

@@ -82,7 +82,7 @@ class Linear:
 
 
 class Embedding:
-    """Rows of a table by token id; a tied table is the head's own packed weight.
+    """Rows of a table by token id, times `scale`; a tied table is the head's own packed weight.
 
     Of several ranks each has its share of the vocabulary; what the others have is added up.
     """
@@ -93,9 +93,11 @@ class Embedding:
         dtype: ComputeType,
         own: slice = slice(0),
         ranks: Ranks = ONE,
+        scale: float = 1.0,
     ) -> None:
         self.table, self.own, self.ranks = table, own, ranks
         self.dtype = activation_dtype(dtype)
+        self.scale = torch.tensor(scale, dtype=self.dtype).item()
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [m] -> [m, hidden]."""
@@ -107,9 +109,10 @@ class Embedding:
         return self.ranks.add_up(rows.masked_fill_(elsewhere[:, None], 0.0))
 
     def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.table, PackedWeight):
-            return self.table.rows(token_ids).to(self.dtype)
-        return self.table[token_ids].to(self.dtype)
+        table = self.table
+        rows = table.rows(token_ids) if isinstance(table, PackedWeight) else table[token_ids]
+        rows = rows.to(self.dtype)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
     @property
     def num_bytes(self) -> int:

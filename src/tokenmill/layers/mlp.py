@@ -6,7 +6,7 @@ import torch
 
 from tokenmill.core.moe import MoESpec
 from tokenmill.kernels.moe import Routing, add_choices, apply_experts, route, router_logits
-from tokenmill.kernels.norm import silu_mul
+from tokenmill.kernels.norm import Activation, act_and_mul
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import ComputeType, Device, Linear, Tensors, plain_type
 from tokenmill.layers.residual import Residual
@@ -14,7 +14,7 @@ from tokenmill.parallel import ONE, Ranks
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x)) of the normed stream, added to it."""
+    """down(activation(gate(x)) * up(x)) of the normed stream, added to it through `post_norm`."""
 
     def __init__(
         self,
@@ -23,14 +23,17 @@ class MLP:
         dtype: ComputeType,
         device: Device,
         ranks: Ranks = ONE,
+        activation: Activation = "silu",
+        post_norm: torch.Tensor | None = None,
     ) -> None:
-        self.norm, self.ranks = norm, ranks
+        self.norm, self.post_norm, self.ranks = norm, post_norm, ranks
+        self.activation = activation
         self.gate_up = Linear.named(tensors, ["mlp.gate_proj", "mlp.up_proj"], dtype, device)
         self.down = Linear.named(tensors, ["mlp.down_proj"], dtype, device)
 
     def __call__(self, stream: Residual) -> None:
-        gated = stream.gate(self.norm, self.gate_up, self.down.rounding)
-        stream.add(self.down, gated, self.ranks)
+        gated = stream.gate(self.norm, self.gate_up, self.down.rounding, self.activation)
+        stream.add(self.down, gated, self.ranks, self.post_norm)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -95,7 +98,7 @@ class MoE:
         sent = experts.dispatch(x, ids) if experts.layout.ranks.size > 1 else None
         if self.shared is not None:
             gate_up, down = self.shared
-            stream.add(down, silu_mul(gate_up(x), down.rounding))
+            stream.add(down, act_and_mul(gate_up(x), down.rounding))
         if sent is None:
             results = apply_experts(x, ids, experts.gate_up, experts.down)
         else:

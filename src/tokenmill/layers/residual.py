@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenmill.kernels.matmul import QuantizedRows, Rounding
-from tokenmill.kernels.norm import norm_matmul, norm_matmul_gated, rms_norm
+from tokenmill.kernels.norm import Activation, norm_matmul, norm_matmul_gated, rms_norm
 from tokenmill.layers.linear import Linear
 from tokenmill.parallel import ONE, Ranks
 
@@ -36,16 +36,30 @@ class Residual:
         return rows
 
     def gate(
-        self, norm: torch.Tensor, gate_up: Linear, rounding: Rounding | None
+        self,
+        norm: torch.Tensor,
+        gate_up: Linear,
+        rounding: Rounding | None,
+        activation: Activation = "silu",
     ) -> torch.Tensor | QuantizedRows:
-        """silu(gate) * up of gate_up(RMSNorm(x)), [tokens, n / 2], rounded as asked."""
-        weight, bias = gate_up.weight, gate_up.bias
-        return norm_matmul_gated(self.x, norm, self.eps, weight, bias, self._take(), rounding)
+        """activation(gate) * up of gate_up(RMSNorm(x)), [tokens, n / 2], rounded as asked."""
+        weight, bias, delta = gate_up.weight, gate_up.bias, self._take()
+        return norm_matmul_gated(self.x, norm, self.eps, weight, bias, delta, rounding, activation)
 
-    def add(self, linear: Linear, rows: torch.Tensor | QuantizedRows, ranks: Ranks = ONE) -> None:
-        """x += linear(rows), summed over ranks that have a part of its columns each."""
+    def add(
+        self,
+        linear: Linear,
+        rows: torch.Tensor | QuantizedRows,
+        ranks: Ranks = ONE,
+        norm: torch.Tensor | None = None,
+    ) -> None:
+        """x += linear(rows), or its RMSNorm, summed over ranks that have some columns each."""
         assert self.delta is None
-        if ranks.size > 1:
+        if norm is not None:
+            product = linear(rows)
+            product = ranks.add_up(product) if ranks.size > 1 else product
+            self.delta = Residual(product, self.eps).normed(norm)
+        elif ranks.size > 1:
             self.x.add_(ranks.add_up(linear(rows)))
         elif linear.adds_in_place(rows):
             linear(rows, add_to=self.x)

@@ -9,6 +9,8 @@ import torch
 
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.kernels.norm import Activation
+from tokenmill.layers.attention import Attention
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import (
     ComputeType,
@@ -87,12 +89,26 @@ class LayerTensors:
     def linear(self, *names: str) -> Linear:
         return Linear.named(self.plain, list(names), self.dtype, self.device)
 
-    def mlp(self) -> MLP | MoE:
-        """What follows the attention in this layer."""
-        norm = self.norm("post_attention_layernorm")
+    def attention(self, qk_norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> Attention:
+        """The layer's grouped-query attention; norms of q and k as they are, unless given."""
+        qkv = self.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        if self.spec.qk_norm and qk_norms is None:
+            q_norm, k_norm = (self.norm(f"self_attn.{x}_norm", torch.float32) for x in ("q", "k"))
+            qk_norms = q_norm, k_norm
+        window, out = self.spec.layer_windows[self.index], self.linear("self_attn.o_proj")
+        return Attention(self.spec, window, qkv, out, qk_norms, self.layout.tensor_ranks)
+
+    def mlp(
+        self,
+        norm: torch.Tensor,
+        activation: Activation = "silu",
+        post_norm: torch.Tensor | None = None,
+    ) -> MLP | MoE:
+        """What follows the attention in this layer; norms as in MLP."""
         if self.experts is None:
-            return MLP(norm, self.plain, self.dtype, self.device, self.layout.tensor_ranks)
-        assert self.spec.moe is not None
+            ranks = self.layout.tensor_ranks
+            return MLP(norm, self.plain, self.dtype, self.device, ranks, activation, post_norm)
+        assert self.spec.moe is not None and activation == "silu" and post_norm is None
         return MoE(self.spec.moe, norm, self.plain, self.experts, self.dtype, self.device)
 
 
@@ -113,15 +129,29 @@ class Decoder:
         self.full, self.layout, self.spec = spec, layout, local_spec(spec, layout)
         self.dtype, self.device = dtype, device
         self.stream: Callable[[torch.Tensor, float], Residual] = Residual
-        self.cos_sin = rotary_table(spec.rope, spec.cache_dims[0], max_model_len).to(device)
+        tables = {
+            rope: rotary_table(rope, spec.cache_dims[0], max_model_len).to(device)
+            for rope in set(spec.layer_ropes)
+        }
+        self.cos_sin = [tables[rope] for rope in spec.layer_ropes]  # of each layer
         self.layers, outer = self._load(tensors)
         table = outer["model.embed_tokens.weight"]
-        self.norm = outer["model.norm.weight"].to(device, activation_dtype(dtype))
+        self.norm = self.norm_gain(outer["model.norm.weight"].to(device))
         head = table if spec.tie_embeddings else outer.get("lm_head.weight", table[:0])
         self.head = Linear([head], [], "bf16" if dtype == "fp8" else dtype, device)
         ranks = layout.tensor_ranks
         rows = self.head.weight if spec.tie_embeddings else table.to(device, copy=ranks.size > 1)
-        self.embedding = Embedding(rows, dtype, ranks.own(spec.vocab_size), ranks)
+        own = ranks.own(spec.vocab_size)
+        self.embedding = Embedding(rows, dtype, own, ranks, self.embedding_scale)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What rows of the embedding are multiplied with."""
+        return 1.0
+
+    def norm_gain(self, weight: torch.Tensor) -> torch.Tensor:
+        """What the final norm multiplies with, from its stored weight."""
+        return weight.to(activation_dtype(self.dtype))
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
         """Pack each layer as soon as it is complete; the rest belongs to no layer."""
@@ -150,8 +180,8 @@ class Decoder:
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """Embedded tokens through all layers."""
         stream = self.stream(x, self.spec.rms_eps)
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            layer(stream, cache, self.cos_sin, batch)
+        for layer, cache, table in zip(self.layers, kv_cache, self.cos_sin, strict=True):
+            layer(stream, cache, table, batch)
         return stream.complete()
 
     def assist(self) -> None:

@@ -7,9 +7,16 @@ kv_b_proj stacks W_UK and W_UV of each head; only latent and k_rope are cached.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from tokenmill.core.mla import LATENT_NORM_EPS
+from tokenmill.core.fields import Settings, count, flag, number, positive_int
+from tokenmill.core.mla import MLASpec
+from tokenmill.core.moe import MoESpec, read_choice
+from tokenmill.core.rope import mscale, rope_fields
+from tokenmill.core.spec import ModelSpec, read_common
+from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.matmul import pack
 from tokenmill.kernels.mla import latent_attention, latent_cache, per_head
@@ -18,6 +25,134 @@ from tokenmill.kernels.norm import norm_matmul
 from tokenmill.layers.linear import Linear, plain_type
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
+from tokenmill.models.family import Architecture, Family, Shape
+from tokenmill.models.names import feed_forward_tensors, norm_tensors
+
+LATENT_NORM_EPS = 1e-6  # of the norms inside the attention, whatever rms_norm_eps says
+DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    defaults={
+        "max_position_embeddings": 4096,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    fixed={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
+    only={
+        "hidden_act": "silu",
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+)
+
+
+def read_spec(architecture: str, settings: Settings) -> ModelSpec:
+    """All heads share what is cached, so there is one KV head."""
+    mla = _latents(settings)
+    shape = {"head_dim": mla.rope_dim, "num_key_value_heads": 1}
+    spec = read_common(architecture, "deepseek_v3", settings | shape)
+    head_dim = mla.nope_dim + mla.rope_dim
+    # YaRN makes the softmax sharper with the context; RopeSpec.attention_factor is apart from it.
+    sharper = mscale(rope_fields(settings)[1], "mscale_all_dim", spec.rope.factor)
+    return replace(
+        spec,
+        head_dim=head_dim,
+        softmax_scale=head_dim**-0.5 * sharper**2,
+        moe=_experts(settings, spec.num_layers),
+        mla=mla,
+        num_mtp_layers=count(settings, "num_nextn_predict_layers"),
+    )
+
+
+def _latents(settings: Settings) -> MLASpec:
+    heads = positive_int(settings, "num_attention_heads")
+    if settings["num_key_value_heads"] not in (None, heads):
+        raise ModelLoadError(
+            f"num_key_value_heads: expected num_attention_heads {heads}, "
+            f"got {settings['num_key_value_heads']!r}"
+        )
+    nope, rope = (positive_int(settings, f"qk_{part}_head_dim") for part in ("nope", "rope"))
+    if rope % 2:
+        raise ModelLoadError(f"qk_rope_head_dim: rotary embedding needs an even size, got {rope}")
+    ranked = settings["q_lora_rank"] is not None
+    return MLASpec(
+        q_rank=positive_int(settings, "q_lora_rank") if ranked else None,
+        kv_rank=positive_int(settings, "kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=positive_int(settings, "v_head_dim"),
+        interleaved=flag(settings, "rope_interleave"),
+    )
+
+
+def _experts(settings: Settings, num_layers: int) -> MoESpec:
+    top_k, num_experts = read_choice(settings, ("num_local_experts", "n_routed_experts"))
+    num_groups, top_groups = positive_int(settings, "n_group"), positive_int(settings, "topk_group")
+    if num_experts % num_groups or num_experts < 2 * num_groups:
+        raise ModelLoadError(
+            f"n_group: {num_groups} groups of two or more do not divide {num_experts} experts"
+        )
+    if top_groups > num_groups or top_groups * (num_experts // num_groups) < top_k:
+        raise ModelLoadError(
+            f"topk_group: {top_groups} of {num_groups} groups do not hold {top_k} experts"
+        )
+    dense, shared = count(settings, "first_k_dense_replace"), settings["n_shared_experts"]
+    inner = positive_int(settings, "moe_intermediate_size")
+    return MoESpec(
+        layers=tuple(layer >= dense for layer in range(num_layers)),
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        shared_size=inner * (count(settings, "n_shared_experts") if shared else 0),
+        scoring="sigmoid",
+        renormalise=flag(settings, "norm_topk_prob"),
+        scaling=number(settings, "routed_scaling_factor"),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        correction_bias=True,
+    )
+
+
+def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
+    norms = norm_tensors(spec, "input_layernorm", "post_attention_layernorm")
+    assert spec.mla is not None
+    attention = {
+        f"self_attn.{name}.weight": shape for name, shape in _attention(spec, spec.mla).items()
+    }
+    return norms | attention | feed_forward_tensors(spec, index)
+
+
+def _attention(spec: ModelSpec, mla: MLASpec) -> dict[str, Shape]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    queries: dict[str, Shape] = {"q_proj": (spec.q_size, hidden)}
+    if mla.q_rank is not None:
+        queries = {
+            "q_a_proj": (mla.q_rank, hidden),
+            "q_a_layernorm": (mla.q_rank,),
+            "q_b_proj": (spec.q_size, mla.q_rank),
+        }
+    return queries | {
+        "kv_a_proj_with_mqa": (mla.kv_rank + mla.rope_dim, hidden),
+        "kv_a_layernorm": (mla.kv_rank,),
+        "kv_b_proj": (heads * (mla.nope_dim + mla.value_dim), mla.kv_rank),
+        "o_proj": (hidden, heads * mla.value_dim),
+    }
 
 
 class LatentAttention:
@@ -26,7 +161,7 @@ class LatentAttention:
     def __init__(self, tensors: LayerTensors) -> None:
         spec, mla = tensors.spec, tensors.spec.mla
         assert mla is not None
-        self.mla, self.num_heads = mla, spec.num_heads
+        self.mla, self.num_heads, self.scale = mla, spec.num_heads, spec.softmax_scale
         queries = "q_proj" if mla.q_rank is None else "q_a_proj"
         self.down = tensors.linear(f"self_attn.{queries}", "self_attn.kv_a_proj_with_mqa")
         self.q_norm, self.q_up = None, None
@@ -60,7 +195,7 @@ class LatentAttention:
         q = q.unflatten(1, (self.num_heads, -1))
         latent_cache(q, kv, *cache, self.kv_norm, LATENT_NORM_EPS, cos_sin, batch, mla.interleaved)
         q_latent = per_head(q[..., : mla.nope_dim], self.into)
-        latents = latent_attention(q_latent, q, *cache, batch, mla.softmax_scale)
+        latents = latent_attention(q_latent, q, *cache, batch, self.scale)
         return per_head(latents, self.out_of).flatten(1)
 
     @property
@@ -81,7 +216,7 @@ class DecoderLayer:
         self.norm = tensors.norm("input_layernorm")
         self.attention = LatentAttention(tensors)
         self.out = tensors.linear("self_attn.o_proj")
-        self.mlp = tensors.mlp()
+        self.mlp = tensors.mlp(tensors.norm("post_attention_layernorm"))
 
     def __call__(
         self,
@@ -108,3 +243,6 @@ class DeepseekV3(Decoder):
     """A decoder-only transformer with latent attention; models/mtp.py has its MTP layer."""
 
     layer_type = DecoderLayer
+
+
+FAMILY = Family({"DeepseekV3ForCausalLM": DEEPSEEK_V3}, read_spec, layer_tensors, DeepseekV3)

@@ -15,18 +15,13 @@ from tokenmill.core.gguf import Metadata, read_gguf_header
 from tokenmill.core.rope import RopeSpec
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.models import all_families, spec_of
+from tokenmill.models.family import Architecture, GGUFSource
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 _PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: the temporaries fit in a core's L2 cache
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# llama.cpp rotates adjacent pairs for this architecture and stores q and k rows in that order.
-_PERMUTED_ARCHITECTURES = frozenset({"llama"})
 _REQUIRED_KEYS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -114,14 +109,15 @@ def open_gguf(path: Path) -> GGUFFile:
     """Read a GGUF header: metadata as a ModelSpec, tensors under canonical names."""
     metadata, stored = read_header(path)
     try:
-        spec = ModelSpec.from_config(config_from_metadata(metadata, frozenset(stored)))
+        spec = spec_of(config_from_metadata(metadata, frozenset(stored)))
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from None
     if factors := stored.pop(_ROPE_FACTORS, None):
         spec = replace(spec, rope=_with_factors(spec, factors))
     tensors = {}
+    _, _, source = _source(metadata)
     for name, tensor in stored.items():
-        heads = _num_permuted_heads(name, metadata["general.architecture"], spec)
+        heads = _num_permuted_heads(name, spec) if source.permuted else 0
         if not _IGNORABLE.fullmatch(name):
             tensors[canonical_name(name)] = replace(tensor, num_permuted_heads=heads)
     return GGUFFile(spec, _file_type(metadata), tensors)
@@ -138,22 +134,20 @@ def canonical_name(name: str) -> str:
 
 def config_from_metadata(metadata: Metadata, tensor_names: frozenset[str]) -> dict[str, Any]:
     """The config.json that the GGUF metadata and tensor names amount to."""
-    arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"general.architecture: {arch!r} is not supported; use {', '.join(ARCHITECTURES)}"
-        )
+    name, architecture, source = _source(metadata)
     if metadata.get("split.count", 1) > 1:
         raise ModelLoadError("split.count: split GGUF files are not supported; merge them first")
+    arch = source.name
     prefix = f"{arch}."
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
     _check_keys(arch, own)
-    config: dict[str, Any] = {"architectures": [ARCHITECTURES[arch]], "dtype": "float32"}
+    config: dict[str, Any] = {"architectures": [name], "dtype": "float32"}
     config |= {name: own[key] for key, name in _REQUIRED_KEYS.items()}
     config |= {name: own.get(key) or None for key, name in _OPTIONAL_KEYS.items()}
-    config |= _window_config(arch, config["sliding_window"])
+    if config["sliding_window"] is not None:
+        config |= source.windowed
     config |= _rope_config(own, config)
-    if arch != "qwen2":
+    if "attention_bias" not in architecture.fixed:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensor_names
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensor_names
     config["tie_word_embeddings"] = "output.weight" not in tensor_names
@@ -161,6 +155,22 @@ def config_from_metadata(metadata: Metadata, tensor_names: frozenset[str]) -> di
     config["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
     config["eos_token_id"] = eos_token_ids(metadata)
     return config
+
+
+def _source(metadata: Metadata) -> tuple[str, Architecture, GGUFSource]:
+    """The architecture of a file: its name, what its family says of it, and of its GGUF files."""
+    known = {
+        each.gguf.name: (name, each, each.gguf)
+        for family in all_families()
+        for name, each in family.architectures.items()
+        if each.gguf
+    }
+    found = metadata.get("general.architecture")
+    if found not in known:
+        raise ModelLoadError(
+            f"general.architecture: {found!r} is not supported; use {', '.join(known)}"
+        )
+    return known[found]
 
 
 def eos_token_ids(metadata: Metadata) -> list[int]:
@@ -183,14 +193,6 @@ def _check_keys(arch: str, own: Metadata) -> None:
             f"{arch}.attention.value_length: expected the key_length {key_length}, "
             f"got {own['attention.value_length']}"
         )
-
-
-def _window_config(arch: str, window: int | None) -> dict[str, Any]:
-    if window is None:
-        return {}
-    if arch == "llama":
-        return {"architectures": ["MistralForCausalLM"]}
-    return {"use_sliding_window": True, "max_window_layers": 0}
 
 
 def _rope_config(own: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -239,9 +241,7 @@ def _with_factors(spec: ModelSpec, stored: GGUFTensor) -> RopeSpec:
     return replace(spec.rope, kind="factors", factors=tuple(stored.read().tolist()))
 
 
-def _num_permuted_heads(name: str, arch: str, spec: ModelSpec) -> int:
-    if arch not in _PERMUTED_ARCHITECTURES:
-        return 0
+def _num_permuted_heads(name: str, spec: ModelSpec) -> int:
     match = _LAYER_NAME.fullmatch(name)
     heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
     return heads.get(match[2], 0) if match else 0

@@ -1,6 +1,7 @@
-"""The Llama family: Llama 2/3/3.1, SmolLM2, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE.
+"""The Llama family: Llama 2, 3 and 3.1, SmolLM2, and all that is built like them.
 
-ModelSpec tells them apart; a layer of Mixtral or Qwen3-MoE has experts where others have one MLP.
+Mistral, Mixtral and Qwen differ in what config.json says; their layers are these. A layer has an
+attention and one gated MLP, or experts in its place.
 """
 
 from __future__ import annotations
@@ -10,29 +11,45 @@ from typing import Any
 
 import torch
 
-from tokenmill.kernels.attention import AttentionBatch, paged_attention, rope_and_cache
+from tokenmill.core.fields import Settings
+from tokenmill.core.spec import ModelSpec, even_windows, read_common
+from tokenmill.core.types import ModelLoadError
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.stack import DenseLayer, Heads, make_stack, run_stack
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.mlp import MLP
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, KVCache, LayerTensors
+from tokenmill.models.family import Architecture, Family, GGUFSource, Shape
+from tokenmill.models.names import attention_tensors, feed_forward_tensors, norm_tensors
+
+LLAMA = Architecture(
+    model_type="llama",
+    defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    # A file with a window is a Mistral.
+    gguf=GGUFSource("llama", {"architectures": ["MistralForCausalLM"]}, permuted=True),
+)
+
+
+def read_spec(architecture: str, settings: Settings) -> ModelSpec:
+    spec = read_common(architecture, "llama", settings, even_windows(architecture, settings))
+    if spec.sliding_window:
+        raise ModelLoadError(f"sliding_window: {architecture} has none, got {spec.sliding_window}")
+    return spec
+
+
+def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
+    norms = norm_tensors(spec, "input_layernorm", "post_attention_layernorm")
+    return norms | attention_tensors(spec) | feed_forward_tensors(spec, index)
 
 
 class DecoderLayer:
     """Attention and MLP, which both add to the residual stream."""
 
     def __init__(self, tensors: LayerTensors) -> None:
-        self.spec, self.ranks = tensors.spec, tensors.layout.tensor_ranks
-        self.window = self.spec.layer_windows[tensors.index] or 0
         self.norm = tensors.optional_norm("input_layernorm")
-        self.qkv = tensors.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.out = tensors.linear("self_attn.o_proj")
-        self.qk_norms = None
-        if self.spec.qk_norm:
-            names = "self_attn.q_norm", "self_attn.k_norm"
-            q_norm, k_norm = (tensors.norm(name, torch.float32) for name in names)
-            self.qk_norms = q_norm, k_norm
-        self.mlp = tensors.mlp()
+        self.attention = tensors.attention()
+        self.mlp = tensors.mlp(tensors.norm("post_attention_layernorm"))
 
     def __call__(
         self,
@@ -42,41 +59,36 @@ class DecoderLayer:
         batch: AttentionBatch,
     ) -> None:
         """Add this layer's attention and MLP to the stream."""
-        heads, scale, eps = self.spec.num_heads, self.spec.head_dim**-0.5, self.spec.rms_eps
-        qkv = stream.project(self.norm, self.qkv)
-        q = rope_and_cache(qkv, *cache, cos_sin, batch, heads, scale, self.qk_norms, eps)
-        attended = paged_attention(q, *cache, batch, heads, self.window)
-        stream.add(self.out, attended, self.ranks)
+        self.attention(stream, self.norm, cache, cos_sin, batch)
         self.mlp(stream)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, *self.mlp.linears
+        return *self.attention.linears, *self.mlp.linears
 
     @property
     def num_bytes(self) -> int:
-        return self.qkv.num_bytes + self.out.num_bytes + self.mlp.num_bytes
+        return self.attention.num_bytes + self.mlp.num_bytes
 
     @property
     def dense(self) -> DenseLayer | None:
         """Its weights for the kernels that run all layers in one call; None with experts."""
-        mlp, norm = self.mlp, self.norm
-        if norm is None or not isinstance(mlp, MLP) or self.ranks.size > 1:
+        mlp, norm, attention = self.mlp, self.norm, self.attention
+        if norm is None or not isinstance(mlp, MLP) or attention.ranks.size > 1:
             return None
         if mlp.gate_up.bias is not None or mlp.down.bias is not None:
             return None
-        qkv, out = self.qkv, self.out
         return DenseLayer(
             norm,
-            qkv.weight,
-            qkv.bias,
-            self.qk_norms,
-            out.weight,
-            out.bias,
+            attention.qkv.weight,
+            attention.qkv.bias,
+            attention.qk_norms,
+            attention.out.weight,
+            attention.out.bias,
             mlp.norm,
             mlp.gate_up.weight,
             mlp.down.weight,
-            self.window,
+            attention.window,
         )
 
 
@@ -98,13 +110,16 @@ class Llama(Decoder):
             dense = [layer.dense for layer in self.layers if isinstance(layer, DecoderLayer)]
             layers = [layer for layer in dense if layer is not None]
             heads = Heads(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, spec.head_dim**-0.5
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, spec.softmax_scale
             )
             whole = len(layers) == len(self.layers)
             stack = make_stack(layers, heads, spec.rms_eps) if whole else None
             self._stacks[block_size] = stack
-        return run_stack(self._stacks[block_size], x, kv_cache, self.cos_sin, batch)
+        return run_stack(self._stacks[block_size], x, kv_cache, self.cos_sin[0], batch)
 
     @functools.cached_property
     def _stacks(self) -> dict[int, Any]:
         return {}
+
+
+FAMILY = Family({"LlamaForCausalLM": LLAMA}, read_spec, layer_tensors, Llama)

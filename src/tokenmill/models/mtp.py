@@ -56,7 +56,7 @@ class MTPModule:
         else:
             pairs = norm_pair(embedded, states, self.embedding_norm, self.state_norm, self.eps)
         stream = Residual(self.project(pairs), self.eps)
-        self.layer(stream, cache, self.model.cos_sin, batch)
+        self.layer(stream, cache, self.model.cos_sin[-1], batch)
         return stream.complete()
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,18 @@
-"""Which tensors a checkpoint of each family holds: names and shapes are data.
+"""Which tensors a checkpoint holds: names and shapes are data, most of them alike in all families.
 
-Layers are built from the same short names whatever the family calls them; see `canonical`.
+Layers are built from the same short names whatever a checkpoint calls them; see `canonical`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
-from tokenmill.core.mla import MLASpec
 from tokenmill.core.moe import MoESpec
 from tokenmill.core.spec import ModelSpec
-
-Shape = tuple[int, ...]
+from tokenmill.models import family_of
+from tokenmill.models.family import Shape
 
 EMBEDDING = "model.embed_tokens.weight"
 IGNORABLE = (
@@ -30,8 +30,6 @@ MTP_OUTER = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 EAGLE_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _EXPERTS = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_TO_MIXTRAL = {ours: theirs for theirs, ours in _MIXTRAL.items()}
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -47,17 +45,40 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
-    """Short name -> shape of the tensors of one layer."""
+    """Short name -> shape of the tensors of one layer, as the family says."""
+    return family_of(spec).layer_tensors(spec, index)
+
+
+def norm_tensors(spec: ModelSpec, *names: str) -> dict[str, Shape]:
+    """Norms of the stream."""
+    return {f"{name}.weight": (spec.hidden_size,) for name in names}
+
+
+def attention_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Grouped-query attention."""
     hidden = spec.hidden_size
-    expected: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+    matrices: dict[str, tuple[int, int, bool]] = {  # rows, columns, bias
+        "q_proj": (spec.q_size, hidden, spec.attention_bias),
+        "k_proj": (spec.kv_size, hidden, spec.attention_bias),
+        "v_proj": (spec.kv_size, hidden, spec.attention_bias),
+        "o_proj": (hidden, spec.q_size, spec.output_bias),
     }
-    expected |= _latent_attention(spec, spec.mla) if spec.mla else _attention(spec)
+    expected: dict[str, Shape] = {}
+    for name, (rows, columns, bias) in matrices.items():
+        expected[f"self_attn.{name}.weight"] = (rows, columns)
+        if bias:
+            expected[f"self_attn.{name}.bias"] = (rows,)
+    if spec.qk_norm:
+        expected |= {f"self_attn.{x}_norm.weight": (spec.head_dim,) for x in ("q", "k")}
+    return expected
+
+
+def feed_forward_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
+    """One gated MLP, or experts where the layer has them."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
     if spec.moe and spec.moe.layers[index]:
-        return expected | _experts(spec.moe, hidden)
-    inner = spec.intermediate_size
-    expected |= _mlp("mlp", hidden, inner)
+        return _experts(spec.moe, hidden)
+    expected = _mlp("mlp", hidden, inner)
     if spec.mlp_bias:
         expected |= {f"mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
         expected["mlp.down_proj.bias"] = (hidden,)
@@ -100,10 +121,9 @@ def eagle_to_mtp(spec: ModelSpec, name: str) -> str:
 
 
 def canonical(spec: ModelSpec, name: str) -> str:
-    """The short name of a layer's tensor, from the family's own."""
-    if spec.architecture != "MixtralForCausalLM":
-        return name
-    return ".".join(_MIXTRAL.get(part, part) for part in name.split("."))
+    """The short name of a layer's tensor, from the architecture's own."""
+    ours = {theirs: name for name, theirs in _stored_names(spec).items()}
+    return ".".join(ours.get(part, part) for part in name.split("."))
 
 
 def expert_of(name: str) -> tuple[int, str] | None:
@@ -123,45 +143,14 @@ def ignorable(spec: ModelSpec) -> re.Pattern[str]:
 
 
 def _stored(spec: ModelSpec, name: str) -> str:
-    if spec.architecture != "MixtralForCausalLM" or not name.startswith("mlp."):
+    if not name.startswith("mlp."):
         return name
-    return ".".join(_TO_MIXTRAL.get(part, part) for part in name.split("."))
+    theirs = _stored_names(spec)
+    return ".".join(theirs.get(part, part) for part in name.split("."))
 
 
-def _attention(spec: ModelSpec) -> dict[str, Shape]:
-    hidden = spec.hidden_size
-    matrices: dict[str, tuple[int, int, bool]] = {  # rows, columns, bias
-        "q_proj": (spec.q_size, hidden, spec.attention_bias),
-        "k_proj": (spec.kv_size, hidden, spec.attention_bias),
-        "v_proj": (spec.kv_size, hidden, spec.attention_bias),
-        "o_proj": (hidden, spec.q_size, spec.output_bias),
-    }
-    expected: dict[str, Shape] = {}
-    for name, (rows, columns, bias) in matrices.items():
-        expected[f"self_attn.{name}.weight"] = (rows, columns)
-        if bias:
-            expected[f"self_attn.{name}.bias"] = (rows,)
-    if spec.qk_norm:
-        expected |= {f"self_attn.{x}_norm.weight": (spec.head_dim,) for x in ("q", "k")}
-    return expected
-
-
-def _latent_attention(spec: ModelSpec, mla: MLASpec) -> dict[str, Shape]:
-    hidden, heads = spec.hidden_size, spec.num_heads
-    queries: dict[str, Shape] = {"q_proj": (spec.q_size, hidden)}
-    if mla.q_rank is not None:
-        queries = {
-            "q_a_proj": (mla.q_rank, hidden),
-            "q_a_layernorm": (mla.q_rank,),
-            "q_b_proj": (spec.q_size, mla.q_rank),
-        }
-    modules = queries | {
-        "kv_a_proj_with_mqa": (mla.kv_rank + mla.rope_dim, hidden),
-        "kv_a_layernorm": (mla.kv_rank,),
-        "kv_b_proj": (heads * (mla.nope_dim + mla.value_dim), mla.kv_rank),
-        "o_proj": (hidden, heads * mla.value_dim),
-    }
-    return {f"self_attn.{name}.weight": shape for name, shape in modules.items()}
+def _stored_names(spec: ModelSpec) -> Mapping[str, str]:
+    return family_of(spec).architectures[spec.architecture].stored_names
 
 
 def _experts(moe: MoESpec, hidden: int) -> dict[str, Shape]:

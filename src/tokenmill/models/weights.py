@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from tokenmill.core.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import gguf
+from tokenmill.models import gguf, spec_of
+from tokenmill.models.family import Shape
 from tokenmill.models.names import (
     EAGLE_COPIES,
     EMBEDDING,
     MTP_COPIES,
     STATIC_SCALES,
-    Shape,
     eagle_tensors,
     eagle_to_mtp,
     expected_tensors,
@@ -241,6 +241,9 @@ def _open_eagle(
     """The tensors of an EAGLE head under the names that they have in an MTP module."""
     if spec.moe or spec.mla:
         raise ModelLoadError(f"{path}: an EAGLE head is for a dense model, not {spec.architecture}")
+    if spec.num_norms != 2:
+        norms = f"{spec.num_norms} norms in a layer, where an EAGLE head expects 2"
+        raise ModelLoadError(f"{path}: {spec.architecture} has {norms}")
     if "d2t" in stored or any(name.startswith("midlayer.") for name in stored):
         problem = "which reads three layers' states; expected EAGLE's first form, or an MTP module"
         raise ModelLoadError(f"{path}: an EAGLE-3 head, {problem}")
@@ -267,7 +270,7 @@ def read_spec(path: Path) -> ModelSpec:
     if not config.exists():
         raise ModelLoadError(f"{path}: no {CONFIG_FILE} in this folder{_gguf_hint(path)}")
     with _naming(config):
-        spec = ModelSpec.from_config(_read_json(config))
+        spec = spec_of(_read_json(config))
     generation = config.parent / GENERATION_FILE
     if not generation.exists():
         return spec

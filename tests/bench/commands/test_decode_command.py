@@ -10,13 +10,14 @@ from tokenmill.__main__ import run as run_command
 from tokenmill.bench.commands.decode import by_part, least_seconds, part_of
 from tokenmill.bench.roofline import Machine
 from tokenmill.core.spec import ModelSpec
+from tokenmill.models import spec_of
 
 SHAPES = Path(__file__).parents[3] / "src/tokenmill/bench/shapes"
 H200 = Machine({"bf16": 790e12, "fp8": 1480e12}, 4.2e12, 1)
 
 
 def spec(name: str) -> ModelSpec:
-    return ModelSpec.from_config(json.loads((SHAPES / f"{name}.json").read_text()))
+    return spec_of(json.loads((SHAPES / f"{name}.json").read_text()))
 
 
 def test_kernels_belong_to_parts() -> None:
@@ -37,7 +38,7 @@ def test_every_kernel_of_ours_has_its_part() -> None:
     """Those without a ceiling of their own, to be told from a new one that nobody has placed."""
     files = (SHAPES.parents[1] / "kernels/gpu").glob("*.py")
     names = {n for f in files for n in re.findall(r"^def (\w*_kernel)\(", f.read_text(), re.M)}
-    small = {"_rms_norm", "_norm_pair", "_silu_mul", "_quantize", "_rope", "_cache", "_place"}
+    small = {"_rms_norm", "_norm_pair", "_act_and_mul", "_quantize", "_rope", "_cache", "_place"}
     small |= {"_route", "_rank", "_sum", "_accept", "_advance"}
     sampling = {"_chunk_best", "_argmax", "_survey", "_collect", "_threshold", "_chunk_sum"}
     sampling |= {"_draw", "_penalise", "_bias"}

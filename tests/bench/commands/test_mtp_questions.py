@@ -9,7 +9,7 @@ import pytest
 
 from tiny_configs import SIZES
 from tokenmill.bench.commands.mtp import chat_prompts
-from tokenmill.core.spec import ModelSpec
+from tokenmill.models import spec_of
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 QUESTIONS = SCRIPTS / "mtp_questions.toml"
@@ -31,6 +31,6 @@ def test_no_prompt_of_the_benchmark_has_their_form() -> None:
 def test_layers_that_it_does_not_compute_are_refused() -> None:
     pytest.importorskip("triton")
     check = runpy.run_path(str(SCRIPTS / "train_mtp.py"))["check_layers"]
-    check(ModelSpec.from_config(SIZES | {"model_type": "llama"}))
+    check(spec_of(SIZES | {"model_type": "llama"}))
     with pytest.raises(SystemExit, match="layers with qk_norm are not trained here"):
-        check(ModelSpec.from_config(SIZES | {"model_type": "qwen3"}))
+        check(spec_of(SIZES | {"model_type": "qwen3"}))

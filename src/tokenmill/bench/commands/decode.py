@@ -46,7 +46,7 @@ _KERNELS = {
 # Triton kernels that can be left out one by one, and what stands in for them.
 FUSIONS = {
     "rms_norm": "norm, residual and rounding in one pass",
-    "silu_mul": "gate and rounding in one pass",
+    "act_and_mul": "gate and rounding in one pass",
     "quantize_rows": "rounding in one pass",
     "route": "the choice of experts in one kernel",
     "latent_cache": "latent norm, rotation and cache write in one kernel",

@@ -1,4 +1,4 @@
-"""Row-wise kernels: RMSNorm, SiLU-mul and rounding, to int16 rows or by groups, as a finish."""
+"""Row-wise kernels: RMSNorm, gating and rounding, to int16 rows or by groups, as a finish."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tokenmill.kernels.cpu.tiles import (
 
 _VALUE_BYTES = 1 if VNNI else 2  # of rows rounded by groups
 _HEAD = 2 if VNNI else 1  # words of a row in front of its groups' shifts
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_TWICE_ROOT = np.float32((8 / np.pi) ** 0.5)
 
 
 @compiled
@@ -81,10 +83,17 @@ def _normalize(at: int, weight: Any, out: Any, k: int, eps: float) -> None:
 
 
 @compiled
-def _silu_mul(gate: Any, up: Any, out: Any, k: int) -> None:
-    for i in range(k):
-        g = gate[i]
-        out[i] = g / (np.float32(1.0) + exp32(-g)) * up[i]
+def _act_and_mul(gate: Any, up: Any, out: Any, k: int, activation: int) -> None:
+    """gelu_tanh(g) = g * sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3); silu has u = g / 2."""
+    if activation == 0:
+        for i in range(k):
+            g = gate[i]
+            out[i] = g / (np.float32(1.0) + exp32(-g)) * up[i]
+    else:
+        for i in range(k):
+            g = gate[i]
+            u = _TWICE_ROOT * (g + np.float32(0.044715) * g * g * g)
+            out[i] = g / (np.float32(1.0) + exp32(-u)) * up[i]
 
 
 def _norm_body(args: Any, task: int) -> None:
@@ -100,16 +109,16 @@ def _norm_body(args: Any, task: int) -> None:
             _finish(scratch.ctypes.data, args[2], args[3], r, k, limit)
 
 
-def _silu_body(args: Any, task: int) -> None:
+def _act_body(args: Any, task: int) -> None:
     m, k, rows, limit, stride = args[4], args[5], args[6], args[7], args[8]
     scratch = np.zeros((k + 63) // 64 * 64, np.float32)
     for r in range(task * rows, min(m, task * rows + rows)):
         gate = carray(f32_at(args[0] + 4 * r * stride), (k,))
         up = carray(f32_at(args[0] + 4 * (r * stride + k)), (k,))
         if limit == 0:
-            _silu_mul(gate, up, carray(f32_at(args[2] + 4 * r * k), (k,)), k)
+            _act_and_mul(gate, up, carray(f32_at(args[2] + 4 * r * k), (k,)), k, args[1])
         else:
-            _silu_mul(gate, up, scratch, k)
+            _act_and_mul(gate, up, scratch, k, args[1])
             _finish(scratch.ctypes.data, args[2], args[3], r, k, limit)
 
 
@@ -125,7 +134,7 @@ def _quantize_body(args: Any, task: int) -> None:
 
 
 NORM = task_kernel(_norm_body)
-SILU = task_kernel(_silu_body)
+ACT = task_kernel(_act_body)
 QUANTIZE = task_kernel(_quantize_body)
 
 
@@ -167,10 +176,13 @@ def rms_norm(
     return _run(NORM, x, weight.data_ptr(), x.shape[1], limit, float_bits(eps))
 
 
-def silu_mul(gate_up: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up of gate_up[m, 2k]; limit as in rms_norm."""
+def act_and_mul(
+    gate_up: torch.Tensor, limit: int, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """activation(gate) * up of gate_up[m, 2k]; limit as in rms_norm."""
     assert gate_up.stride(1) == 1
-    return _run(SILU, gate_up, 0, gate_up.shape[1] // 2, limit, gate_up.stride(0))
+    code, k = _ACTIVATIONS[activation], gate_up.shape[1] // 2
+    return _run(ACT, gate_up, code, k, limit, gate_up.stride(0))
 
 
 def quantize_rows(x: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:

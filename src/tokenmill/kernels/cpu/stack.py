@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenmill.kernels.matmul import PackedWeight
     from tokenmill.kernels.stack import DenseLayer, Heads
 
-_NORM, _QKV, _ROPE, _ATTEND, _ROUND, _OUT, _MLP_NORM, _GATE_UP, _SILU, _DOWN = range(10)
+_NORM, _QKV, _ROPE, _ATTEND, _ROUND, _OUT, _MLP_NORM, _GATE_UP, _ACT, _DOWN = range(10)
 _KERNELS = (
     rows.NORM,
     groups.KERNEL,
@@ -28,7 +28,7 @@ _KERNELS = (
     groups.KERNEL,
     rows.NORM,
     groups.KERNEL,
-    rows.SILU,
+    rows.ACT,
     groups.KERNEL,
 )
 
@@ -77,7 +77,7 @@ class Stack:
         args[_ATTEND, [9, 14]] = layer.qkv.n, layer.window
         args[_ATTEND, 10:14] = shape
         args[_ROUND, [5, 7, 8]] = layer.out.k, _code(layer.out), layer.out.k
-        args[_SILU, [5, 7, 8]] = inner, _code(layer.down), 2 * inner
+        args[_ACT, [5, 7, 8]] = inner, _code(layer.down), 2 * inner
 
     def run(
         self,
@@ -98,7 +98,7 @@ class Stack:
 
         self._rows((_NORM, _MLP_NORM), x, values, scales, layer.qkv.k)
         self._rows((_ROUND,), attended, values, scales, layer.out.k)
-        self._rows((_SILU,), gate_up, values, scales, layer.down.k)
+        self._rows((_ACT,), gate_up, values, scales, layer.down.k)
         outs = ((_QKV, qkv), (_OUT, x), (_GATE_UP, gate_up), (_DOWN, x))
         weights = layer.qkv, layer.out, layer.gate_up, layer.down
         for (step, out), weight in zip(outs, weights, strict=True):

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.rows import activate
 from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
 
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
@@ -88,6 +89,7 @@ def _skinny_kernel(
     EVEN: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -133,7 +135,7 @@ def _skinny_kernel(
     product = _scale_and_bias(product, row_scales, column_scales, bias, row, column, SCALED, BIAS)
     if GATED:
         up = _scale_and_bias(up, row_scales, column_scales, bias, row, column + n, SCALED, BIAS)
-        product = product * tl.sigmoid(product) * up
+        product = activate(product, ACTIVATION) * up
     _store(product, out, rows, columns, m, n, ADD)
 
 
@@ -234,17 +236,18 @@ def skinny_matmul(
     bias: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
-    gated: bool = False,
+    gated: str | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
     """x[m, k] @ W.T (+ bias) -> [m, n] for few rows; or added to `add_to` in place.
 
-    `norm` (weight, eps) takes the RMSNorm of x first; `gated` gives silu(gate) * up, [m, n / 2].
+    `norm` (weight, eps) takes the RMSNorm of x first; `gated` names an activation and gives
+    activation(gate) * up, [m, n / 2].
     """
     values, scales, dtype = _operands(x, weight)
     (m, k), n = values.shape, weight.n // 2 if gated else weight.n
     assert m <= SKINNY_ROWS
-    bn, bk, warps, stages = tile or skinny_tile(n, k, gated)
+    bn, bk, warps, stages = tile or skinny_tile(n, k, gated is not None)
     bk = min(bk, triton.next_power_of_2(k))
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
@@ -267,7 +270,8 @@ def skinny_matmul(
         STAGES=stages,
         EVEN=k % bk == 0,
         NORM=norm is not None,
-        GATED=gated,
+        GATED=gated is not None,
+        ACTIVATION=gated or "",
         SCALED=scales is not None,
         BIAS=bias is not None,
         ADD=add_to is not None,

@@ -266,11 +266,15 @@ def _rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | Q
 
 
 def apply_experts(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: PackedExperts, down: PackedExperts
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
     count, top_k, num_experts = ids.numel(), ids.shape[1], gate_up.num_experts
-    if _suits_hopper(x, gate_up, down):
+    if activation == "silu" and _suits_hopper(x, gate_up, down):
         grouped = triton_kernels("moe_hopper")
         tiles = sort_by_expert(ids, num_experts, grouped.tile_rows(count, num_experts))
         results: torch.Tensor = grouped.down_product(
@@ -281,7 +285,7 @@ def apply_experts(
     rows = _rows(*gpu_rows.quantize_rows(x)) if fp8 else x
     tiles = sort_by_expert(ids, num_experts)
     inner = grouped_matmul(rows, gate_up, tiles, count, share=top_k)
-    gated = _rows(*gpu_rows.silu_mul(inner, fp8))
+    gated = _rows(*gpu_rows.act_and_mul(inner, fp8, activation=activation))
     return grouped_matmul(gated, down, tiles, count, share=1)
 
 

@@ -1,4 +1,4 @@
-"""Row-wise kernels: RMSNorm, SiLU-mul and rounding, fp32 inside whatever the tensors hold.
+"""Row-wise kernels: RMSNorm, gating and rounding, fp32 inside whatever the tensors hold.
 
 A program takes a whole row, which it reads once: the norm and the scale of an fp8 row need all of
 it. Rows come back as (values, scales), scales being None unless the values are fp8.
@@ -83,9 +83,20 @@ def _norm_pair_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(
+def activate(x, ACTIVATION: tl.constexpr):
+    """silu(x), or gelu_tanh(x) = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _act_and_mul_kernel(
     gate_up, out, scales, channels, k, stride,
-    FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ACTIVATION: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     wait(EARLY)
@@ -94,7 +105,7 @@ def _silu_mul_kernel(
     inside = columns < k
     gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + k + columns, mask=inside, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    y = activate(gate, ACTIVATION) * up
     _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
 
 
@@ -165,16 +176,20 @@ def norm_pair(
     return out
 
 
-def silu_mul(
-    gate_up: torch.Tensor, fp8: bool = False, channels: torch.Tensor | None = None
+def act_and_mul(
+    gate_up: torch.Tensor,
+    fp8: bool = False,
+    channels: torch.Tensor | None = None,
+    activation: str = "silu",
 ) -> Rows:
-    """silu(gate) * up of gate_up[m, 2k] -> [m, k] in its type or fp8."""
+    """activation(gate) * up of gate_up[m, 2k] -> [m, k] in its type or fp8."""
     m, k = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out, scales = _empty_rows(gate_up, k + 2 * _count(channels), fp8)
-    _silu_mul_kernel[(m,)](
-        gate_up, out, scales, channels, k, gate_up.stride(0), FP8=fp8, **_launch(k, channels)
-    )
+    _act_and_mul_kernel[(m,)](
+        gate_up, out, scales, channels, k, gate_up.stride(0),
+        ACTIVATION=activation, FP8=fp8, **_launch(k, channels),
+    )  # fmt: skip
     return out, scales
 
 

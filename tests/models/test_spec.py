@@ -21,6 +21,7 @@ from tokenmill.core.quantization import QuantizationSpec
 from tokenmill.core.rope import RopeSpec
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.models import spec_of
 
 LLAMA_31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,7 +88,7 @@ def saved(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spec_with(**changes: Any) -> ModelSpec:
-    return ModelSpec.from_config(LLAMA_31_8B | changes)
+    return spec_of(LLAMA_31_8B | changes)
 
 
 @pytest.mark.parametrize(("config_class", "changes"), VARIANTS)
@@ -97,7 +98,7 @@ def test_spec_agrees_with_transformers(
     config = config_class(**(SMALL | changes))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        spec = ModelSpec.from_config(saved(config))
+        spec = spec_of(saved(config))
     attention = model.model.layers[0].self_attn
     assert spec.num_params() == model.num_parameters()
     assert spec.q_size == attention.q_proj.out_features
@@ -120,7 +121,7 @@ def test_absent_keys_take_transformers_defaults(config_class: type[PretrainedCon
     sizes |= {"num_attention_heads": 32, "hidden_size": 128}
     config = config_class(**sizes)
     raw = sizes | {"model_type": config.model_type}
-    spec = ModelSpec.from_config(raw)
+    spec = spec_of(raw)
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or 128 // 32)
     assert spec.max_position == config.max_position_embeddings
@@ -145,16 +146,14 @@ def test_absent_keys_take_transformers_defaults(config_class: type[PretrainedCon
 )
 def test_qwen_windows_follow_layer_types(changes: dict[str, Any]) -> None:
     config = Qwen2Config(**(SMALL | changes))
-    spec = ModelSpec.from_config(SMALL | changes | {"architectures": ["Qwen2ForCausalLM"]})
+    spec = spec_of(SMALL | changes | {"architectures": ["Qwen2ForCausalLM"]})
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     assert spec.layer_windows == tuple(windows[kind] for kind in config.layer_types)
     assert spec.sliding_window == (8 if any(spec.layer_windows) else None)
 
 
 def test_mistral_window_covers_every_layer() -> None:
-    spec = ModelSpec.from_config(
-        SMALL | {"architectures": ["MistralForCausalLM"], "sliding_window": 9}
-    )
+    spec = spec_of(SMALL | {"architectures": ["MistralForCausalLM"], "sliding_window": 9})
     assert spec.layer_windows == (9, 9, 9)
 
 
@@ -162,8 +161,8 @@ def test_old_and_new_rope_formats_read_the_same() -> None:
     params = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 500000.0}
     new = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope")}
     expected = RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert ModelSpec.from_config(LLAMA_31_8B).rope == expected
-    assert ModelSpec.from_config(new | {"rope_parameters": params}).rope == expected
+    assert spec_of(LLAMA_31_8B).rope == expected
+    assert spec_of(new | {"rope_parameters": params}).rope == expected
     legacy = {"type": "linear", "factor": 2.5}
     assert spec_with(rope_scaling=legacy).rope == RopeSpec(500000.0, "linear", 2.5)
 
@@ -204,7 +203,7 @@ def test_num_params_of_llama_31_8b() -> None:
 def test_num_params_of_qwen3_14b() -> None:
     # 40 layers x (2*5120*5120 + 2*5120*1024 + 3*5120*17408 + 2*5120 + 2*128)
     # + 2*151936*5120 + 5120: 14.77B
-    spec = ModelSpec.from_config(QWEN3_14B)
+    spec = spec_of(QWEN3_14B)
     assert spec.num_params() == 14_768_307_200
     assert spec.weight_bytes(2) == 29_536_614_400
 
@@ -325,9 +324,9 @@ YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "mscale_all_di
 def test_errors_of_experts_and_latents_name_the_field(
     changes: dict[str, Any], message: str
 ) -> None:
-    assert ModelSpec.from_config(R1).kv_bytes_per_token(2) == 70_272
+    assert spec_of(R1).kv_bytes_per_token(2) == 70_272
     with pytest.raises(ModelLoadError, match=message):
-        ModelSpec.from_config(R1 | changes)
+        spec_of(R1 | changes)
 
 
 def test_what_yarn_leaves_out() -> None:
@@ -336,18 +335,19 @@ def test_what_yarn_leaves_out() -> None:
     saved = {key: value for key, value in QWEN3_14B.items() if key != "rope_theta"}
     saved |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     for config in (QWEN3_14B, saved):
-        spec = ModelSpec.from_config(config | {"rope_scaling": longer})
+        spec = spec_of(config | {"rope_scaling": longer})
         assert (spec.rope.theta, spec.max_position) == (1e6, 131_072)
-    assert ModelSpec.from_config(QWEN3_14B).max_position == 40_960
-    scales = [
-        ModelSpec.from_config(R1 | {"max_position_embeddings": 163_840, "rope_scaling": yarn}).mla
+    assert spec_of(QWEN3_14B).max_position == 40_960
+    specs = [
+        spec_of(R1 | {"max_position_embeddings": 163_840, "rope_scaling": yarn})
         for yarn in (YARN, YARN | {"factor": 40})
     ]
-    assert scales[0] == scales[1] and scales[0] is not None
-    assert scales[0].softmax_scale == pytest.approx(0.135234, abs=1e-6)
+    assert specs[0].mla == specs[1].mla and specs[0].mla is not None
+    assert specs[0].softmax_scale == specs[1].softmax_scale
+    assert specs[0].softmax_scale == pytest.approx(0.135234, abs=1e-6)
 
 
 @pytest.mark.parametrize("none", [0, None])
 def test_experts_without_a_shared_one(none: int | None) -> None:
-    moe = ModelSpec.from_config(R1 | {"n_shared_experts": none}).moe
+    moe = spec_of(R1 | {"n_shared_experts": none}).moe
     assert moe is not None and moe.shared_size == 0
