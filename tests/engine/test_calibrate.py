@@ -12,8 +12,9 @@ from tokenmill.engine import calibrate
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import matmul
+from tokenmill.layers import attention
 from tokenmill.layers.linear import Linear
-from tokenmill.models import decoder, llama
+from tokenmill.models import decoder
 from tokenmill.models.llama import Llama
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
@@ -25,8 +26,8 @@ NUM_TOKENS = 1000
 @pytest.fixture(autouse=True)
 def attention_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU attends in fp32 alone."""
-    rope = llama.rope_and_cache
-    monkeypatch.setattr(llama, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
+    rope = attention.rope_and_cache
+    monkeypatch.setattr(attention, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Experts, latent attention and mixed layers: transformers' tokens, and one answer in every mode."""
+"""Experts, latent attention, mixed layers: transformers' tokens, and one answer in every mode."""
 
 import random
 from pathlib import Path

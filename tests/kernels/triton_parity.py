@@ -264,12 +264,15 @@ def _run_layers(dtype: str, x: torch.Tensor, attended: torch.Tensor) -> list[tor
         return Linear([torch.randn(n, k) / k**0.5], [torch.randn(n)], dtype, device)
 
     stream, results = Residual(x.clone(), 1e-5), []
-    for _ in range(2):
-        norms = torch.rand(2, hidden, dtype=x.dtype).to(device)
-        results.append(stream.project(norms[0], linear(96, hidden)))
-        stream.add(linear(hidden, hidden), attended)
+    plain = (None, None, *torch.rand(2, hidden, dtype=x.dtype).to(device))
+    gains = 1.0 + torch.rand(4, hidden, device=device)  # Gemma's: in fp32, and of what is added
+    layers: tuple[tuple[norm.Activation, Any], ...] = (("silu", plain), ("gelu_tanh", gains))
+    for activation, (post_norm, mlp_post_norm, before, mlp_norm) in layers:
+        results.append(stream.project(before, linear(96, hidden)))
+        stream.add(linear(hidden, hidden), attended, norm=post_norm)
         down = linear(hidden, 160)
-        stream.add(down, stream.gate(norms[1], linear(320, hidden), down.rounding))
+        gated = stream.gate(mlp_norm, linear(320, hidden), down.rounding, activation)
+        stream.add(down, gated, norm=mlp_post_norm)
     return [*results, stream.complete()]
 
 
@@ -290,7 +293,12 @@ def check_layers(device: str) -> None:
         MODE.batch_invariant = False
 
 
-SHAPES = ((6, 2, 32, 16, 0, False), (4, 4, 16, 32, 0, True), (8, 2, 64, 16, 20, True))
+SHAPES = (
+    (6, 2, 32, 16, 0, False),
+    (4, 4, 16, 32, 0, True),
+    (8, 2, 64, 16, 20, True),
+    (4, 1, 256, 16, 20, True),
+)
 
 
 def _inputs(shape: tuple[int, int, int, int, int, bool], device: str) -> tuple:

@@ -321,7 +321,7 @@ def paged_attention(
     rows = max(16, triton.next_power_of_2(tiles.tokens * group))
     splits, tables = tiles.splits, batch.block_tables
     fp8 = k_cache.dtype == torch.float8_e4m3fn
-    keys, warps, stages = launch_shape(rows)
+    keys, warps, stages = launch_shape(rows, dim, k_cache.element_size())
     tma = rows > 16 and block_size % keys == 0 and enabled() and not MODE.batch_invariant
     caches = [_descriptor(c, keys) if tma else c for c in (k_cache, v_cache)]
     assert q.stride(1) == 1 and tables.stride(1) == 1 and dim & (dim - 1) == 0
@@ -346,9 +346,16 @@ def paged_attention(
         )  # fmt: skip
 
 
-def launch_shape(rows: int) -> tuple[int, int, int]:
-    """Keys per turn, warps and pipeline stages of a tile; measured on an H200."""
-    return (32, 1, 2) if rows == 16 else (64, 4, 2)
+def launch_shape(rows: int, dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Keys per turn, warps and pipeline stages of a tile; measured on an H200 for 128 channels.
+
+    Sums of more channels need the registers of more threads; two stages of 256 in fp32 do not fit
+    into shared memory.
+    """
+    keys, warps, stages = (32, 1, 2) if rows == 16 else (64, 4, 2)
+    if dim * itemsize >= 1024:
+        keys, stages = 32, 1
+    return keys, warps * (2 if dim > 128 else 1), stages
 
 
 def _descriptor(cache: torch.Tensor, keys: int) -> TensorDescriptor:
