@@ -105,7 +105,7 @@ def simulated_tok_s(spec: ModelSpec, own: Room, num_seqs: int, load: tuple[int, 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3.1-8b"])
 def test_no_load_is_far_from_its_best_limit(name: str) -> None:
-    spec, own = spec_of(name), room(name, H200)
+    spec, own = shape_spec(name), room(name, H200)
     chosen = choose_num_seqs(own, 40_960)
     for load in LOADS:
         speeds = {n: simulated_tok_s(spec, own, n, load) for n in (448, 1024, chosen)}

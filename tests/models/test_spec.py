@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -115,7 +118,18 @@ def test_spec_agrees_with_transformers(
     assert spec.bos_token_id == config.bos_token_id
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "config_class",
+    [
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        Gemma3TextConfig,
+    ],
+)
 def test_absent_keys_take_transformers_defaults(config_class: type[PretrainedConfig]) -> None:
     sizes = {key: SMALL[key] for key in SMALL if key != "num_key_value_heads"}
     sizes |= {"num_attention_heads": 32, "hidden_size": 128}
