@@ -24,7 +24,7 @@ from api.sim_server import SimServer, sim_server
 from tokenmill.__main__ import run
 from tokenmill.cli.app import app
 from tokenmill.core.config import PoolConfig, SchedulerConfig
-from tokenmill.core.spec import ModelSpec
+from tokenmill.models import spec_of
 
 SERVED = "http://127.0.0.1:8000"
 OTHER_FLAGS = {"--chaos-s", "--check", "--help"}  # of pytest, scripts and others
@@ -216,7 +216,7 @@ def test_the_table_of_memory_agrees_with_the_specs() -> None:
     assert rows
     for name, gigabytes, kib, tokens in rows:
         shape = ROOT / "src" / "tokenmill" / "bench" / "shapes" / f"{name}.json"
-        spec = ModelSpec.from_config(json.loads(shape.read_text(encoding="utf-8")))
+        spec = spec_of(json.loads(shape.read_text(encoding="utf-8")))
         token_bytes = spec.kv_bytes_per_token(2)
         assert f"{spec.weight_bytes(2) / 1e9:.1f}" == gigabytes
         assert float(kib) == pytest.approx(token_bytes / 1024, abs=0.05)
