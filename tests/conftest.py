@@ -32,6 +32,7 @@ LONG = (
     "workers/test_placement.py",
     "e2e/",
     "test_ranks.py",
+    "test_docs.py",
     "sched/test_scheduler_machine.py",
 )
 
