@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def note(message: str) -> None:
     err.print(message, style="dim", markup=False)
 
 
-def print_json(report: dict[str, Any]) -> None:
+def print_json(report: Mapping[str, Any]) -> None:
     """One line of JSON on stdout."""
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()

@@ -8,7 +8,7 @@ from typing import Any
 from tokenmill.bench.client.arrivals import Load
 from tokenmill.bench.client.records import Record
 from tokenmill.bench.client.summary import Price, summarize_point
-from tokenmill.bench.results.manifest import Facts
+from tokenmill.bench.results.reports import Facts
 from tokenmill.core.metrics import RequestTimes, Slo
 
 NUM_TOKENS = 20

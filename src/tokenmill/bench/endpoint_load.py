@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.bench.results.reports import PromptsReport
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.core.bench_config import BenchConfig, EndpointConfig
 from tokenmill.core.mooncake import read_trace
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from tokenmill.bench.client.datasets import Dataset
     from tokenmill.bench.client.records import Target
 
-Report = dict[str, Any]
 Count = Callable[[str], int]
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 16, 100
@@ -131,7 +131,7 @@ class PromptSource:
             return self.dataset
         return fresh(self.dataset, self.seed + (0 if self.same else POINT_SEED * number))
 
-    def report(self) -> Report:
+    def report(self) -> PromptsReport:
         """For the JSON line."""
         return {
             "seed": self.seed,
@@ -148,7 +148,7 @@ def make_target(settings: Settings, config: EndpointConfig) -> Target:
 
     key = next(iter(settings.values.get("api-key", ())), None)
     url = route_url(settings.get("url"), config.api)
-    fields: Report = {"ignore_eos": True} if settings.values.get("ignore-eos", True) else {}
+    fields: dict[str, Any] = {"ignore_eos": True} if settings.values.get("ignore-eos", True) else {}
     if "temperature" in settings:
         fields["temperature"] = settings.get("temperature")
     return Target(
@@ -164,7 +164,7 @@ def make_target(settings: Settings, config: EndpointConfig) -> Target:
     )
 
 
-def _extra_body(text: str | None) -> Report:
+def _extra_body(text: str | None) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except ValueError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenmill import console
+from tokenmill.bench.results.reports import PointReport, SaturationReport
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.metrics import Slo
 from tokenmill.settings import Settings, SettingsError
@@ -14,8 +15,6 @@ from tokenmill.settings import Settings, SettingsError
 if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import Load
     from tokenmill.bench.client.saturation import Goal, Probe
-
-Report = dict[str, Any]
 
 RAMP_SHARE = 0.1  # of a point: users who all begin at once are a burst of prompts, not a load
 START = 4  # users; a knee is looked for from one user on
@@ -32,7 +31,7 @@ class Bench(Protocol):
     @property
     def interrupted(self) -> bool: ...
 
-    def measure(self, load: Load) -> Report: ...
+    def measure(self, load: Load) -> PointReport: ...
 
 
 def check_saturation(settings: Settings, config: EndpointConfig) -> None:
@@ -50,7 +49,7 @@ def check_saturation(settings: Settings, config: EndpointConfig) -> None:
 
 def search_saturation(
     bench: Bench, base: Load, config: EndpointConfig, by_rate: bool = False
-) -> Report:
+) -> SaturationReport:
     """Run points until the load is found; `base` bounds each of them."""
     from tokenmill.bench.client.saturation import Interrupted, find_saturation
     from tokenmill.bench.client.summary import rounded
@@ -65,13 +64,14 @@ def search_saturation(
         return to_probe(load, point)
 
     outcome = find_saturation(probe, goal)
-    report: Report = {
+    report = {
         "by": "rate" if by_rate else "concurrency",
         "criterion": "throughput" if share is None else "goodput",
         "required_share": share,
         **outcome.report(),
     }
-    return dict(rounded(report))
+    found: SaturationReport = rounded(report)
+    return found
 
 
 def _goal(base: Load, config: EndpointConfig, share: float | None, by_rate: bool) -> Goal:
@@ -95,7 +95,7 @@ def _load(base: Load, load: float, by_rate: bool) -> Load:
     return replace(base, concurrency=int(load), ramp_s=ramp_s)
 
 
-def note_client(saturation: Report, points: Sequence[Report]) -> None:
+def note_client(saturation: SaturationReport, points: Sequence[PointReport]) -> None:
     """Where the audit says that the client was the limit, so does the search."""
     decisive = (saturation["found"], saturation["above"])
     saturation["client_limited"] |= any(
@@ -103,7 +103,7 @@ def note_client(saturation: Report, points: Sequence[Report]) -> None:
     )
 
 
-def to_probe(load: float, point: Report) -> Probe:
+def to_probe(load: float, point: PointReport) -> Probe:
     """The figures that the search decides by."""
     from tokenmill.bench.client.saturation import Probe
 
@@ -113,12 +113,12 @@ def to_probe(load: float, point: Report) -> Probe:
     return Probe(load, point["output_tok_s"], max(answered, 1), good, limited)
 
 
-def print_saturation(report: Report) -> None:
+def print_saturation(report: SaturationReport) -> None:
     """What was found, and why the search ended."""
     found, by = report["found"], report["by"]
     unit = "requests/s" if by == "rate" else "users at once"
     if report["criterion"] == "goodput":
-        share = 100 * report["required_share"]
+        share = 100 * (report["required_share"] or 0.0)
         what = f"at least {share:.4g} % of the requests keep the limits"
     else:
         what = "the knee of throughput"

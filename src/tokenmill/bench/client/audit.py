@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tokenmill.bench.client.load_run import ClientBaseline, Run
-from tokenmill.bench.client.summary import Report, rounded, summarize_point
+from tokenmill.bench.client.summary import rounded, summarize_point
+from tokenmill.bench.results.reports import AuditReport, BaselineReport, PointReport
 from tokenmill.core.metrics import NS_PER_MS, summarize
 
 BUSY_SHARE = 0.8  # of one core by one client process
@@ -15,10 +15,10 @@ LATE_MS, LATE_SHARE = 10.0, 0.1  # of the median latency
 STALL_MS = 100.0
 
 
-def audit(run: Run, point: Report) -> Report:
+def audit(run: Run, point: PointReport) -> AuditReport:
     """Lag, CPU and stalls of the client, with a sentence for each that is too much."""
     lag = summarize((r.sent_ns - r.planned_ns) / NS_PER_MS for r in run.records if r.sent_ns)
-    report: Report = {
+    report: AuditReport = {
         "num_processes": len(run.health),
         "scheduled": run.load.rate is not None or run.load.arrival == "trace",
         "lag_ms": lag,
@@ -26,23 +26,26 @@ def audit(run: Run, point: Report) -> Report:
         "num_stalls": sum(h.num_stalls for h in run.health),
         "max_stall_ms": max((h.max_stall_ms for h in run.health), default=0.0),
         "floor": None,
+        "warnings": [],
+        "client_limited": False,
     }
     return _judged(report, point)
 
 
 def add_client_baseline(
-    report: Report, point: Report, baseline: ClientBaseline, stream: bool
-) -> Report:
+    report: AuditReport, point: PointReport, baseline: ClientBaseline, stream: bool
+) -> AuditReport:
     """The same audit beside what the client reaches alone, which is measured later."""
-    return _judged(report | {"floor": baseline_report(baseline, stream)}, point)
+    return _judged({**report, "floor": baseline_report(baseline, stream)}, point)
 
 
-def _judged(report: Report, point: Report) -> Report:
+def _judged(report: AuditReport, point: PointReport) -> AuditReport:
     found = warnings(report, point)
-    return dict(rounded(report | {"warnings": found, "client_limited": bool(found)}))
+    judged: AuditReport = rounded({**report, "warnings": found, "client_limited": bool(found)})
+    return judged
 
 
-def baseline_report(baseline: ClientBaseline, stream: bool) -> Report:
+def baseline_report(baseline: ClientBaseline, stream: bool) -> BaselineReport:
     """What this client does at best here, and what it adds to a latency."""
     full = summarize_point(baseline.full.load, baseline.full.records, stream=stream)
     alone = summarize_point(baseline.alone.load, baseline.alone.records, stream=stream)
@@ -53,7 +56,7 @@ def baseline_report(baseline: ClientBaseline, stream: bool) -> Report:
     }
 
 
-def warnings(report: Report, point: Report) -> list[str]:
+def warnings(report: AuditReport, point: PointReport) -> list[str]:
     """One sentence per sign that the client was the limit."""
     found = []
     if report["cpu_share"] > BUSY_SHARE:
@@ -73,12 +76,15 @@ def warnings(report: Report, point: Report) -> list[str]:
     return found + (_near_baseline(report["floor"], point) if report["floor"] else [])
 
 
-def _near_baseline(baseline: Report, point: Report) -> list[str]:
+def _near_baseline(baseline: BaselineReport, point: PointReport) -> list[str]:
     found = []
-    for key, unit in (("request_s", "requests/s"), ("outputs_s", "outputs/s")):
-        if baseline[key] and point[key] > NEAR_BASELINE * baseline[key]:
+    for unit, most, came in (
+        ("requests/s", baseline["request_s"], point["request_s"]),
+        ("outputs/s", baseline["outputs_s"], point["outputs_s"]),
+    ):
+        if most and came > NEAR_BASELINE * most:
             found.append(
-                f"{point[key]:,.0f} {unit} came, and this client reaches {baseline[key]:,.0f} "
+                f"{came:,.0f} {unit} came, and this client reaches {most:,.0f} "
                 "against a server that answers at once: the client may be the limit"
             )
     own, latency = baseline["latency_ms"].get("p50", 0.0), _median_latency(point)
@@ -89,12 +95,12 @@ def _near_baseline(baseline: Report, point: Report) -> list[str]:
     return found
 
 
-def _median_latency(point: Report) -> float:
-    summary: dict[str, Any] = point.get("ttft_ms") or point["e2e_ms"]
+def _median_latency(point: PointReport) -> float:
+    summary = point.get("ttft_ms") or point["e2e_ms"]
     return float(summary.get("p50", 0.0))
 
 
-def all_warnings(points: Sequence[Report]) -> list[str]:
+def all_warnings(points: Sequence[PointReport]) -> list[str]:
     """Those of every point, with its name where there are several."""
     return [
         f"{point['load']}: {text}" if len(points) > 1 else text

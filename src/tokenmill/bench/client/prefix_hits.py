@@ -7,12 +7,10 @@ figures are those of a cache. Pure.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from tokenmill.bench.client.datasets import Dataset
 from tokenmill.bench.client.records import Record
-
-Report = dict[str, Any]
+from tokenmill.bench.results.reports import HitsReport, Occurrence, PointReport
 
 UNEXPLAINED, DIFFER = "prefix_hits_unexplained", "prefix_hits_differ"
 CLASSES = (UNEXPLAINED, DIFFER)
@@ -25,7 +23,7 @@ def prefix_hits(
     records: Sequence[Record],
     warmup: Sequence[Record] = (),
     server_share: float | None = None,
-) -> Report | None:
+) -> HitsReport | None:
     """Shares of the prompt tokens, by usage or else by the server's counters; None: no usage."""
     whole = [r for r in records if r.error is None and r.prompt_tokens]
     total = sum(r.prompt_tokens or 0 for r in whole)
@@ -119,7 +117,7 @@ def _shared(dataset: Dataset, session: int, seen: set[int]) -> float:
     return same / total if total else 0.0
 
 
-def hit_doubts(hits: Report | None) -> Report:
+def hit_doubts(hits: HitsReport | None) -> dict[str, Occurrence]:
     """A doubt where there were more hits than the data explain."""
     if hits is None or hits["share"] is None or hits["share"] <= hits["explained"] + MARGIN:
         return {}
@@ -130,30 +128,27 @@ def hit_doubts(hits: Report | None) -> Report:
     return {UNEXPLAINED: {"count": hits["num_unexplained"] or 1, "first": text}}
 
 
-def note_differences(points: Sequence[Report]) -> None:
+def note_differences(points: Sequence[PointReport]) -> None:
     """A doubt at every point whose hits are not those of the point with the fewest."""
-    known = [p for p in points if (p.get("prefix_hits") or {}).get("share") is not None]
+    known = [
+        (hits["share"], hits["explained"], point)
+        for point in points
+        if (hits := point.get("prefix_hits")) and hits["share"] is not None
+    ]
     if not known:
         return
-    least = min(known, key=lambda point: float(point["prefix_hits"]["share"]))
-    for point in known:
+    least, explained, first = min(known, key=lambda one: one[0])
+    for share, own, point in known:
         point["doubts"].pop(DIFFER, None)
-        if _differ(least["prefix_hits"], point["prefix_hits"]):
+        if share - least > APART and share - least - (own - explained) > APART:
             text = (
-                f"prefix-cache hits of {point['prefix_hits']['share']:.0%} here and of "
-                f"{least['prefix_hits']['share']:.0%} at {least['load']}: the cache, not the load "
-                "alone, makes the difference between these points"
+                f"prefix-cache hits of {share:.0%} here and of {least:.0%} at {first['load']}: the "
+                "cache, not the load alone, makes the difference between these points"
             )
             point["doubts"][DIFFER] = {"count": 1, "first": text}
 
 
-def _differ(one: Report, other: Report) -> bool:
-    """By more than what their data explain differs."""
-    apart = float(other["share"] - one["share"])
-    return apart > APART and apart - float(other["explained"] - one["explained"]) > APART
-
-
-def hit_sentences(points: Sequence[Report]) -> list[str]:
+def hit_sentences(points: Sequence[PointReport]) -> list[str]:
     """The doubts about hits of all points, a sentence each."""
     return [
         f"{point['load']}: {point['doubts'][name]['first']}"

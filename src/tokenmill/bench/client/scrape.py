@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from tokenmill.bench.client.records import Record, Target
-
-Report = dict[str, Any]
+from tokenmill.bench.results.reports import Occurrence, PointReport, ServerReport
 
 EVERY_S, TIMEOUT_S = 1.0, 5.0
 FIRST_S = 0.05  # until the first reading of a point; twice as long to each next one
@@ -218,7 +217,7 @@ def _counters(reading: Reading) -> Reading:
     return {name: value for name, value in reading.items() if name in COUNTERS}
 
 
-def server_report(readings: Sequence[Reading], num_during: int | None = None) -> Report:
+def server_report(readings: Sequence[Reading], num_during: int | None = None) -> ServerReport:
     """What the server says of one point; a figure that it does not have is None.
 
     Peaks are of the `num_during` readings after the first; one that is 0 although requests ended
@@ -243,7 +242,7 @@ def server_report(readings: Sequence[Reading], num_during: int | None = None) ->
     peaks = {name: max((r[name] for r in during if name in r), default=None) for name in _GAUGES}
     if not peaks["running"] and grown("num_requests"):
         peaks = dict.fromkeys(_GAUGES)
-    return {
+    report: Any = {
         "num_readings": len(readings),
         "num_readings_during": len(during),
         **{name: None if value is None else round(value) for name, value in counts.items()},
@@ -259,9 +258,12 @@ def server_report(readings: Sequence[Reading], num_during: int | None = None) ->
         "ttft_mean_ms": in_ms("ttft"),
         "queue_mean_ms": in_ms("queue"),
     }
+    return cast(ServerReport, report)
 
 
-def server_doubts(server: Report, point: Mapping[str, Any], records: Sequence[Record]) -> Report:
+def server_doubts(
+    server: ServerReport, point: PointReport, records: Sequence[Record]
+) -> dict[str, Occurrence]:
     """Where the server's counts are not the client's: {class: {count, first}} as for other doubts.
 
     What was cut off or failed may have cost the server tokens that never came.
@@ -270,7 +272,7 @@ def server_doubts(server: Report, point: Mapping[str, Any], records: Sequence[Re
     tokens, requests = server["num_output_tokens"], server["num_requests"]
     if min(tokens or 0, requests or 0) < 0:
         return _doubt(RESTARTED, "the server's counters went backwards during the point")
-    doubts: Report = {}
+    doubts: dict[str, Occurrence] = {}
     if tokens is not None:
         least = point["num_output_tokens"]
         most = least + sum(max(r.num_outputs, r.max_tokens or 0) for r in broken)
@@ -287,5 +289,5 @@ def server_doubts(server: Report, point: Mapping[str, Any], records: Sequence[Re
     return doubts
 
 
-def _doubt(name: str, text: str) -> Report:
+def _doubt(name: str, text: str) -> dict[str, Occurrence]:
     return {name: {"count": 1, "first": text}}

@@ -11,6 +11,13 @@ from typing import Any
 from tokenmill.bench.client.arrivals import Load
 from tokenmill.bench.client.connections import CANCELLED
 from tokenmill.bench.client.records import Record
+from tokenmill.bench.results.reports import (
+    GoodputReport,
+    Occurrence,
+    PointReport,
+    PriceReport,
+    TooFew,
+)
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.intervals import interval_95
 from tokenmill.core.metrics import (
@@ -24,7 +31,7 @@ from tokenmill.core.metrics import (
     usd_per_million_tokens,
 )
 
-Report = dict[str, Any]
+Partial = dict[str, Any]  # some of the fields of a point
 
 USAGE_MISSING, USAGE_INCONSISTENT, EMPTY = "usage_missing", "usage_inconsistent", "empty"
 STALLED, NO_DONE, NO_FINISH = "stalled", "no_done", "no_finish_reason"
@@ -120,12 +127,12 @@ def summarize_point(
     slo: Slo | None = None,
     price: Price | None = None,
     stall_s: float = STALL_S,
-) -> Report:
+) -> PointReport:
     """All figures of one point; failed requests are counted by class and are in no average."""
     whole = [r for r in records if r.error is None]
     failed = [r for r in records if r.error not in (None, CANCELLED)]
     seconds = _seconds(whole)
-    report: Report = {
+    report: Partial = {
         "load": load.name,
         "concurrency": load.concurrency,
         "rate": load.rate,
@@ -145,7 +152,8 @@ def summarize_point(
         report["goodput"] = _goodput(whole, len(failed), seconds, slo, stream)
     if price is not None:
         report["price"] = _price(report, price)
-    return dict(rounded(report))
+    point: PointReport = rounded(report)
+    return point
 
 
 def _seconds(whole: Sequence[Record]) -> float:
@@ -171,7 +179,7 @@ def _doubts(record: Record, stall_s: float) -> list[tuple[str, str]]:
     return found
 
 
-def usage_doubts(whole: Sequence[Record]) -> Report:
+def usage_doubts(whole: Sequence[Record]) -> dict[str, Occurrence]:
     """A usage that may count double, told from outputs and bytes; none where a tokenizer counted.
 
     Either every answer has two tokens an output, or outputs have several and tokens hardly a byte.
@@ -195,21 +203,21 @@ def usage_doubts(whole: Sequence[Record]) -> Report:
     return {DOUBLE: {"count": doubled or len(told), "first": text}}
 
 
-def _by_class(found: Iterable[tuple[str, str]]) -> Report:
+def _by_class(found: Iterable[tuple[str, str]]) -> dict[str, Occurrence]:
     """How many of each class, and what the first one said."""
-    classes: Report = {}
+    classes: dict[str, Occurrence] = {}
     for name, detail in found:
         entry = classes.setdefault(name, {"count": 0, "first": detail})
         entry["count"] += 1
     return classes
 
 
-def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Report:
+def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Partial:
     output = sum(num_tokens(r, stream) for r in whole)
     prompt = sum(r.prompt_tokens or 0 for r in whole)
     outputs = sum(r.num_outputs for r in whole)
     per_second = 1 / seconds if seconds else 0.0
-    report: Report = {
+    report: Partial = {
         "num_prompt_tokens": prompt,
         "num_output_tokens": output,
         "request_s": len(whole) * per_second,
@@ -241,10 +249,10 @@ def window_rates(
     return [tokens / width_ns * 1e9 for tokens in windows]
 
 
-def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Report:
+def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Partial:
     times = [times_of(r, stream) for r in whole]
     slots = int(load.concurrency or 1)  # requests that are under way together
-    report: Report = {"e2e_ms": summarize_with_intervals((t.e2e_ms for t in times), slots)}
+    report: Partial = {"e2e_ms": summarize_with_intervals((t.e2e_ms for t in times), slots)}
     if not stream:
         return report
     report["ttft_ms"] = summarize_with_intervals((t.ttft_ms for t in times), slots)
@@ -258,7 +266,7 @@ def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Report:
     return report
 
 
-def _too_few(whole: Sequence[Record], stream: bool) -> Report:
+def _too_few(whole: Sequence[Record], stream: bool) -> dict[str, TooFew]:
     """By latency, how many values there are where some percentile needs more."""
     times = [times_of(r, stream) for r in whole]
     counts = {"e2e_ms": sum(t.e2e_ms is not None for t in times)}
@@ -275,7 +283,7 @@ def _too_few(whole: Sequence[Record], stream: bool) -> Report:
 
 def _goodput(
     whole: Sequence[Record], num_failed: int, seconds: float, slo: Slo, stream: bool
-) -> Report:
+) -> GoodputReport:
     good = [r for r in whole if slo.met_by(times_of(r, stream))]
     tokens = sum(num_tokens(r, stream) for r in good)
     answered = len(whole) + num_failed
@@ -290,11 +298,11 @@ def _goodput(
     }
 
 
-def _price(report: Report, price: Price) -> Report:
+def _price(report: Partial, price: Price) -> PriceReport:
     def usd(tok_s: float) -> float | None:
         return usd_per_million_tokens(price.usd_per_hour, tok_s) if tok_s else None
 
-    found = {
+    found: PriceReport = {
         "gpus": price.num_gpus,
         "usd_per_gpu_hour": price.usd_per_gpu_hour,
         "output_tok_s_gpu": report["output_tok_s"] / price.num_gpus,

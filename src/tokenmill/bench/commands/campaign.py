@@ -20,6 +20,7 @@ from tokenmill.bench.mlperf.regions import (
     official_metrics,
     pareto_front,
 )
+from tokenmill.bench.results.reports import EndpointReport, PointReport, SaturationReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from tokenmill.bench.client.datasets import Dataset
     from tokenmill.bench.mlperf.disclosure import Disclosure
     from tokenmill.bench.mlperf.endpoints_submission import MeasuredPoint
-
-Report = dict[str, Any]
 
 QUICK_S = 5.0  # of a point up to 32 users; twice as much above
 SEARCH_S = 30.0  # of a point of the search for C_max
@@ -128,7 +127,7 @@ class Campaign:
         dataset = make_dataset(settings, config)
         self._pass_size = dataset.size or len(getattr(dataset, "lengths", (0,)))
         self._bench = EndpointBench(settings, config, self._ordered(dataset))
-        self._points: list[Report] = []
+        self._points: list[PointReport] = []
         self._measured: list[MeasuredPoint] = []
 
     def _read_disclosure(self) -> Disclosure | None:
@@ -154,7 +153,7 @@ class Campaign:
             return dataset
         return Shuffled(dataset, dataset.size, self._disclosure.seeds["sample_index_rng_seed"])
 
-    def run(self) -> Report:
+    def run(self) -> EndpointReport:
         """C_max, the points, the curve; Ctrl-C leaves out the rest."""
         c_min = self._settings.get("min-concurrency")
         c_max = self._settings.values.get("max-concurrency")
@@ -171,7 +170,7 @@ class Campaign:
             self._bench.add_client_baseline(self._points)
         return self._report(compute_regions(c_max, c_min), search)
 
-    def _search(self) -> Report:
+    def _search(self) -> SaturationReport:
         from tokenmill.bench.client.arrivals import Load
 
         console.note("--max-concurrency is not given: searching for it")
@@ -232,7 +231,7 @@ class Campaign:
             reasons.append("interrupted before the last point")
         return reasons + hit_sentences(self._points)
 
-    def _report(self, regions: Regions, search: Report | None) -> Report:
+    def _report(self, regions: Regions, search: SaturationReport | None) -> EndpointReport:
         curve = [
             (point["tps_per_user"], point["system_tps"])
             for point in self._points
@@ -240,7 +239,7 @@ class Campaign:
         ]
         front = set(pareto_front(curve))
         for point in self._points:
-            point["region"] = regions.region_of(point["concurrency"])
+            point["region"] = regions.region_of(point["concurrency"] or 0)
             point["on_front"] = (point["tps_per_user"], point["system_tps"]) in front
         report = self._bench.report(self._points)
         return report | {
@@ -255,7 +254,7 @@ class Campaign:
             "submission": None,
         }
 
-    def write(self, report: Report) -> None:
+    def write(self, report: EndpointReport) -> None:
         """The submission, and the files of the result, where folders are given."""
         from tokenmill.bench.report.endpoint_report import PAGE, write_result
         from tokenmill.bench.report.pictures import pareto_svg
@@ -275,7 +274,7 @@ class Campaign:
         write_result(folder, report, None, facts)
         console.note(f"written: {folder / PAGE}, pareto.svg and events beside it")
 
-    def _write_submission(self, report: Report) -> Report:
+    def _write_submission(self, report: EndpointReport) -> dict[str, Any]:
         from tokenmill.bench.mlperf import endpoints_submission as files
 
         assert self._disclosure is not None
@@ -304,11 +303,11 @@ class Campaign:
         return {"folder": str(root), "num_files": len(names)}
 
 
-def _quick_word(report: Report) -> str:
+def _quick_word(report: EndpointReport) -> str:
     return ": a quick run" if report["quick"] else ""
 
 
-def print_report(report: Report) -> None:
+def print_report(report: EndpointReport) -> None:
     """The table of the curve, what the client and the server say, and what is missing."""
     from tokenmill.bench.report.tables import curve_table
 

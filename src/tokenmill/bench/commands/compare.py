@@ -15,9 +15,8 @@ from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
 from tokenmill.settings.commands import COMPARE
 
 if TYPE_CHECKING:
+    from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
     from tokenmill.bench.results.result import Round
-
-Report = dict[str, Any]
 
 
 def _several(key: str, kind_of: str, help: str) -> Setting:
@@ -101,7 +100,7 @@ def set_for_each(rounds: Sequence[Round], key: str, settings: Settings) -> None:
         setattr(one, attribute, values[index % len(values)])
 
 
-def _print(report: Report) -> None:
+def _print(report: CompareReport) -> None:
     for one in report["rounds"]:
         where = f"{one['name']}  {one['source']} ({one['tool']}{_machines(one)})"
         console.out.print(where, markup=False)
@@ -111,7 +110,7 @@ def _print(report: Report) -> None:
         _print_comparison(comparison, report["noise_threshold"])
 
 
-def _machines(one: Report) -> str:
+def _machines(one: RoundReport) -> str:
     if not one["gpus"]:
         return ""
     price = one["usd_per_gpu_hour"]
@@ -119,7 +118,7 @@ def _machines(one: Report) -> str:
     return f", {gpus}" + (f" at ${price:g} an hour each" if price else "")
 
 
-def _print_comparison(comparison: Report, threshold: float) -> None:
+def _print_comparison(comparison: Comparison, threshold: float) -> None:
     first, second = comparison["baseline"], comparison["other"]
     doubts = f": {', '.join(comparison['doubts'])}" if comparison["doubts"] else ""
     verdict = f"{second} against {first}: {comparison['verdict']}{doubts}"
@@ -128,9 +127,9 @@ def _print_comparison(comparison: Report, threshold: float) -> None:
         console.out.print(f"  {name}: {', '.join(texts)}", markup=False)
     for warning in comparison["warnings"]:
         console.out.print(f"  warning: {warning}", markup=False)
-    for name, loads in ((first, "only_baseline"), (second, "only_other")):
-        if comparison[loads]:
-            console.out.print(f"  only {name} has {', '.join(comparison[loads])}", markup=False)
+    for name, loads in ((first, comparison["only_baseline"]), (second, comparison["only_other"])):
+        if loads:
+            console.out.print(f"  only {name} has {', '.join(loads)}", markup=False)
     console.out.print("\nchanged" if comparison["changed"] else "\nno setting changed")
     for key, (one, two) in comparison["changed"].items():
         console.out.print(f"  {key}: {_short(one)} -> {_short(two)}", markup=False)
@@ -148,7 +147,7 @@ def _print_comparison(comparison: Report, threshold: float) -> None:
         console.out.print(DRIFT)
 
 
-def _cells(row: Report, threshold: float) -> list[str]:
+def _cells(row: RowReport, threshold: float) -> list[str]:
     from tokenmill.bench.results.comparison import TOO_FEW
 
     bounds = row["ci95"]

@@ -26,6 +26,7 @@ from tokenmill.bench.endpoint_saturation import (
     print_saturation,
     search_saturation,
 )
+from tokenmill.bench.results.reports import OCCURRENCES, EndpointReport, PointReport, PromptsReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.flags import count
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import Load
     from tokenmill.bench.client.datasets import Dataset
     from tokenmill.bench.client.load_run import Run
-
-Report = dict[str, Any]
 
 
 def here(key: str, help: str) -> Setting:
@@ -110,7 +109,9 @@ def endpoint(settings: Settings) -> None:
     conclude(settings, report, print_report)
 
 
-def conclude(settings: Settings, report: Report, print_report: Callable[[Report], None]) -> None:
+def conclude(
+    settings: Settings, report: EndpointReport, print_report: Callable[[EndpointReport], None]
+) -> None:
     """Print a report, then say if it was interrupted, or too few requests were answered."""
     if not settings.get("json-only"):
         print_report(report)
@@ -123,7 +124,7 @@ def conclude(settings: Settings, report: Report, print_report: Callable[[Report]
         raise BenchError(too_many)
 
 
-def failed_too_often(report: Report) -> str:
+def failed_too_often(report: EndpointReport) -> str:
     """The worst point of those that failed more often than allowed, in a sentence.
 
     A search goes beyond what a server bears: there only the load that was found counts.
@@ -143,7 +144,7 @@ def failed_too_often(report: Report) -> str:
     )
 
 
-def _failed_share(point: Report) -> float:
+def _failed_share(point: PointReport) -> float:
     return float(point["num_failed"] / max(point["num_failed"] + point["num_completed"], 1))
 
 
@@ -204,9 +205,9 @@ class EndpointBench:
             url = config.metrics_url or metrics_url(self.target.url)
             self._scraper = Scraper(url, self.target)
         self._runs: list[Run] = []
-        self._points: list[Report] = []
+        self._points: list[PointReport] = []
 
-    def run(self) -> Report:
+    def run(self) -> EndpointReport:
         """Every point in turn; Ctrl-C leaves out the rest."""
         saturation = None
         if self._config.saturate:
@@ -223,9 +224,9 @@ class EndpointBench:
             return report
         note_client(saturation, self._points)
         saturation["doubts"] = self.doubts_about_hits()
-        return report | {"saturation": saturation}
+        return {**report, "saturation": saturation}
 
-    def report(self, points: list[Report]) -> Report:
+    def report(self, points: list[PointReport]) -> EndpointReport:
         """What the JSON line has around the points."""
         from tokenmill.bench.client.arrivals import as_run
         from tokenmill.bench.client.prefix_hits import note_differences
@@ -239,7 +240,7 @@ class EndpointBench:
             "api": target.api,
             "stream": target.stream,
             "interrupted": self.interrupted,
-            "server_metrics": scraper and {"url": scraper.url, "fault": scraper.fault},
+            "server_metrics": {"url": scraper.url, "fault": scraper.fault} if scraper else None,
             "prompts": self._prompts.report(),
             "points": points,
             "config": as_run(asdict(self._config), points),
@@ -253,7 +254,7 @@ class EndpointBench:
         note_differences(self._points)
         return hit_sentences(self._points)
 
-    def write(self, report: Report) -> None:
+    def write(self, report: EndpointReport) -> None:
         """The files of the result, where a folder is given."""
         if self.folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
@@ -276,7 +277,7 @@ class EndpointBench:
         """By Ctrl-C, in the last point."""
         return bool(self._runs) and self._runs[-1].interrupted
 
-    def measure(self, load: Load) -> Report:
+    def measure(self, load: Load) -> PointReport:
         """The figures of one more point, its audit, and what the server says."""
         run = self._run_point(load)
         readings = self._scraper.end() if self._scraper else []
@@ -316,7 +317,7 @@ class EndpointBench:
         for record in run.records:
             record.point, record.text = len(self._runs), None
 
-    def add_client_baseline(self, points: Sequence[Report]) -> None:
+    def add_client_baseline(self, points: Sequence[PointReport]) -> None:
         """Join the client alone, as the largest point had it, to the audits."""
         from tokenmill.bench.client.audit import add_client_baseline
         from tokenmill.bench.client.load_run import measure_client_baseline
@@ -331,7 +332,7 @@ class EndpointBench:
                 point["audit"], point, baseline, self.target.stream
             )
 
-    def _summarize(self, run: Run, readings: list[dict[str, float]]) -> Report:
+    def _summarize(self, run: Run, readings: list[dict[str, float]]) -> PointReport:
         from tokenmill.bench.client.audit import audit
         from tokenmill.bench.client.prefix_hits import hit_doubts, prefix_hits
         from tokenmill.bench.client.scrape import server_doubts, server_report
@@ -357,16 +358,16 @@ class EndpointBench:
         return point | {"audit": audit(run, point)}
 
 
-def other_settings(settings: Settings, config: EndpointConfig) -> Report:
+def other_settings(settings: Settings, config: EndpointConfig) -> dict[str, Any]:
     """What shapes the requests beside `config`: what was given, and defaults that hold."""
-    held: Report = {"ignore-eos": True}
+    held: dict[str, Any] = {"ignore-eos": True}
     if not (config.prompts or config.trace or "lengths" in settings):
         held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
     given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
     return held | {key: value for key, value in given.items() if key != "json-only"}
 
 
-def print_report(report: Report) -> None:
+def print_report(report: EndpointReport) -> None:
     """The table of the points, the details of a single one, and the client's part in it."""
     from tokenmill.bench.report.tables import latency_table, points_table
 
@@ -386,7 +387,7 @@ def print_report(report: Report) -> None:
         print_saturation(report["saturation"])
 
 
-def prompts_line(prompts: Report) -> str:
+def prompts_line(prompts: PromptsReport) -> str:
     """Which prompts were sent, in a sentence."""
     seed = f"seed {prompts['seed']}" + (" (drawn)" if prompts["seed_drawn"] else "")
     if prompts["same_at_every_point"]:
@@ -395,7 +396,7 @@ def prompts_line(prompts: Report) -> str:
     return f"prompts: fresh at every point, {seed}{salt}"
 
 
-def print_points(points: Sequence[Report]) -> None:
+def print_points(points: Sequence[PointReport]) -> None:
     """Errors and doubts, the server's figures and the client's part."""
     from tokenmill.bench.client.audit import all_warnings
     from tokenmill.bench.report.tables import FEW, audit_line, cautions, server_table
@@ -403,7 +404,7 @@ def print_points(points: Sequence[Report]) -> None:
     for text in cautions(points):
         console.out.print(f"{FEW} {text}", markup=False)
     for point in points:
-        for label in ("errors", "doubts"):
+        for label in OCCURRENCES:
             for name, entry in point[label].items():
                 hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry["first"] else ""
                 text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}{hint}"
@@ -416,7 +417,7 @@ def print_points(points: Sequence[Report]) -> None:
         console.out.print(f"warning: {text}", markup=False)
 
 
-def first_error(points: Sequence[Report]) -> str:
+def first_error(points: Sequence[PointReport]) -> str:
     found = [f"{name}: {e['first']}" for p in points for name, e in p["errors"].items()]
     return found[0] if found else "nothing was sent"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from tokenmill.bench.workload import BenchError
 from tokenmill.settings import SETTINGS, Settings
 
 PANELS = {"Report": (SETTINGS["json-only"],)}
+BROKEN: tuple[Literal["changed", "missing", "extra"], ...] = ("changed", "missing", "extra")
 
 
 def verify(
@@ -28,16 +29,17 @@ def verify(
     tokenmill bench verify results
     """
     report = check(folder)
+    broken = {key: report[key] for key in BROKEN}
     if not settings.get("json-only"):
-        for label in ("changed", "missing", "extra"):
-            for name in report[label]:
+        for label, names in broken.items():
+            for name in names:
                 console.out.print(f"{label}: {name}", markup=False)
         if report["ok"]:
             text = f"{folder}: all {report['num_files']} files are as the run wrote them"
             console.out.print(text, markup=False)
     console.print_json(report)
     if not report["ok"]:
-        counts = ", ".join(f"{len(report[key])} {key}" for key in ("changed", "missing", "extra"))
+        counts = ", ".join(f"{len(names)} {label}" for label, names in broken.items())
         raise BenchError(f"{folder} is not as the run wrote it: {counts}")
 
 

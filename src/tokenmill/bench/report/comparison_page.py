@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.results.comparison import TOO_FEW
+from tokenmill.bench.results.reports import (
+    CompareReport,
+    Comparison,
+    PointComparison,
+    RoundReport,
+    RowReport,
+)
 from tokenmill.bench.workload import BenchError
-
-Report = Mapping[str, Any]
 
 WIDTH, HEIGHT = 160, 18
 CLASSES = {"better": "good", "worse": "bad", "mixed": "warn"}
@@ -49,7 +54,7 @@ def check_page(path: Path) -> None:
         raise BenchError(f"--html {path}: there is no folder {path.parent}")
 
 
-def page(report: Report, footnote: str) -> str:
+def page(report: CompareReport, footnote: str) -> str:
     """The whole page of a report of `compare`."""
     names = ", ".join(one["name"] for one in report["rounds"][1:])
     title = f"{names} against A"
@@ -67,7 +72,7 @@ def page(report: Report, footnote: str) -> str:
     return "\n".join(parts)
 
 
-def _rounds(rounds: Iterable[Report]) -> str:
+def _rounds(rounds: Iterable[RoundReport]) -> str:
     rows = [["", "result", "tool", "GPUs", "$ per GPU and hour", "notes"]]
     rows += [
         [
@@ -83,7 +88,7 @@ def _rounds(rounds: Iterable[Report]) -> str:
     return f"<section>{_table(rows, text_columns=(1, 2, 5))}</section>"
 
 
-def _comparison(one: Report, threshold: float) -> str:
+def _comparison(one: Comparison, threshold: float) -> str:
     first, second, verdict = one["baseline"], one["other"], one["verdict"]
     mark = f'<span class="{_color(verdict)}">{escape(_verdict(one))}</span>'
     facts = [f"{name}: {', '.join(texts)}" for name, texts in one["headline"].items()]
@@ -100,13 +105,13 @@ def _comparison(one: Report, threshold: float) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def _verdict(one: Report) -> str:
+def _verdict(one: Comparison) -> str:
     """With what puts it in doubt."""
     doubts = ", ".join(one["doubts"])
-    return f"{one['verdict']}: {doubts}" if doubts else str(one["verdict"])
+    return f"{one['verdict']}: {doubts}" if doubts else one["verdict"]
 
 
-def _point(point: Report, first: str, second: str, threshold: float) -> str:
+def _point(point: PointComparison, first: str, second: str, threshold: float) -> str:
     rows = point["rows"]
     ratios = [bound for row in rows for bound in (row["ci95"] or []) + [row["speedup"]]]
     reach = max([abs(math.log(ratio)) for ratio in ratios] + [math.log(1.1)])
@@ -116,7 +121,7 @@ def _point(point: Report, first: str, second: str, threshold: float) -> str:
     return f'<div class="wide"><table><tr>{cells}</tr>\n{body}</table></div>'
 
 
-def _row(row: Report, reach: float, threshold: float) -> str:
+def _row(row: RowReport, reach: float, threshold: float) -> str:
     bounds, verdict = row["ci95"], row["verdict"]
     interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "none"
     shown = verdict or "-"
@@ -136,7 +141,7 @@ def _row(row: Report, reach: float, threshold: float) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _whisker(row: Report, reach: float, color: str) -> str:
+def _whisker(row: RowReport, reach: float, color: str) -> str:
     """The speed-up and its interval on a logarithmic scale with 1 in the middle."""
 
     def x(ratio: float) -> float:

@@ -6,12 +6,12 @@ Pure, but for `write_result`: the same records give the same page.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenmill.bench.client.audit import all_warnings
 from tokenmill.bench.client.records import Record, write_records
-from tokenmill.bench.client.summary import Report
 from tokenmill.bench.report import page as html
 from tokenmill.bench.report.charts import in_ms, ms_parts, short
 from tokenmill.bench.report.page import Notice, Page, Section, Tile
@@ -25,18 +25,25 @@ from tokenmill.bench.report.point_charts import (
 )
 from tokenmill.bench.report.tables import (
     FEW,
-    LABELS,
     cautions,
     curve_table,
     error_table,
     events_csv,
     is_thin,
+    label_of,
     latency_table,
     points_table,
     server_table,
     summary_csv,
 )
-from tokenmill.bench.results.manifest import Facts, write_manifest
+from tokenmill.bench.results.manifest import write_manifest
+from tokenmill.bench.results.reports import (
+    LIMITS,
+    EndpointReport,
+    Facts,
+    OccurrenceName,
+    PointReport,
+)
 from tokenmill.core.metrics import USER_PERCENTILE
 
 SUMMARY, PAGE = "summary.json", "report.html"
@@ -47,7 +54,7 @@ THIN = f"Percentiles marked {FEW} stand on too few requests"
 
 
 def write_result(
-    folder: Path, report: Report, records: Sequence[Record] | None, facts: Facts
+    folder: Path, report: EndpointReport, records: Sequence[Record] | None, facts: Facts
 ) -> None:
     """All files of a run; the manifest comes last. Without records theirs are left out."""
     texts = {
@@ -63,7 +70,7 @@ def write_result(
     write_manifest(folder, facts)
 
 
-def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Page:
+def endpoint_page(report: EndpointReport, records: Sequence[Record], facts: Facts) -> Page:
     """The page of a run: one point in full, or a sweep with its points folded."""
     points = [
         Point(summary, [r for r in records if r.point == index], report["stream"])
@@ -98,17 +105,17 @@ def endpoint_page(report: Report, records: Sequence[Record], facts: Facts) -> Pa
     )
 
 
-def _load_order(point: Report) -> tuple[float, float]:
+def _load_order(point: PointReport) -> tuple[float, float]:
     return point["concurrency"] or 0, point["rate"] or 0
 
 
-def _headline(points: Sequence[Report]) -> list[Tile]:
+def _headline(points: Sequence[PointReport]) -> list[Tile]:
     if not points:
         return []
     return _tiles(points[0]) if len(points) == 1 else _sweep_tiles(points)
 
 
-def _saturation_tiles(report: Report) -> list[Tile]:
+def _saturation_tiles(report: EndpointReport) -> list[Tile]:
     """The load that a search found."""
     search = report.get("saturation") or report.get("search")
     if not search or search["found"] is None:
@@ -117,7 +124,7 @@ def _saturation_tiles(report: Report) -> list[Tile]:
     return [Tile("Bears", f"{search['found']:g}", unit, search["stopped"])]
 
 
-def _point_sections(points: Sequence[Point], summaries: Sequence[Report]) -> Iterator[Section]:
+def _point_sections(points: Sequence[Point], summaries: Sequence[PointReport]) -> Iterator[Section]:
     answered = [point for point in points if point.summary["num_completed"]]
     recorded = [point for point in answered if point.whole]
     if len(points) > 1 and answered:
@@ -129,7 +136,7 @@ def _point_sections(points: Sequence[Point], summaries: Sequence[Report]) -> Ite
         yield _timeline_section(recorded[0])
 
 
-def _chips(report: Report, facts: Facts) -> list[str]:
+def _chips(report: EndpointReport, facts: Facts) -> list[str]:
     loads = [point["load"] for point in report["points"]]
     closed = all(point["concurrency"] is not None for point in report["points"])
     points = loads[0] if len(loads) == 1 else f"{len(loads)} points"
@@ -143,7 +150,7 @@ def _chips(report: Report, facts: Facts) -> list[str]:
     ]
 
 
-def _notices(report: Report) -> list[Notice]:
+def _notices(report: EndpointReport) -> list[Notice]:
     points, found = report["points"], []
     if reasons := report.get("not_valid_because"):
         found.append(Notice("warn", "Not a valid submission", reasons))
@@ -167,7 +174,7 @@ def _notices(report: Report) -> list[Notice]:
     return found
 
 
-def _by_class(points: Sequence[Report], key: str) -> list[str]:
+def _by_class(points: Sequence[PointReport], key: OccurrenceName) -> list[str]:
     """A line per class over all points, with what the first one said."""
     counts: dict[str, int] = {}
     said: dict[str, str] = {}
@@ -178,20 +185,20 @@ def _by_class(points: Sequence[Report], key: str) -> list[str]:
     return [f"{counts[name]:,} × {name}: {said[name]}" for name in counts]
 
 
-def _tiles(point: Report) -> list[Tile]:
+def _tiles(point: PointReport) -> list[Tile]:
     """The headline of one point."""
-    low, high = point.get("output_tok_s_ci95", (None, None))
-    bounds = f"95 %: {short(low)} to {short(high)}" if low is not None else ""
+    ends = point.get("output_tok_s_ci95")
+    bounds = f"95 %: {short(ends[0])} to {short(ends[1])}" if ends else ""
     failed = point["num_failed"]
     tiles = [
         Tile("Output throughput", short(point["output_tok_s"]), "tok/s", bounds),
         Tile("Request rate", short(point["request_s"]), "requests/s", _duration_note(point)),
     ]
-    for name in ("ttft", "tpot", "e2e"):
-        if figures := point.get(f"{name}_ms"):
-            few = {p: FEW if is_thin(point, f"{name}_ms", p) else "" for p in ("p90", "p99")}
+    for name in LIMITS:
+        if figures := point.get(name):
+            few = {p: FEW if is_thin(point, name, p) else "" for p in ("p90", "p99")}
             tail = ", ".join(f"{p} {in_ms(figures[p])}{mark}" for p, mark in few.items())
-            tiles.append(Tile(f"{LABELS[name]}, median", *ms_parts(figures["p50"]), tail))
+            tiles.append(Tile(f"{label_of(name)}, median", *ms_parts(figures["p50"]), tail))
     if users := point.get("tok_s_user"):
         tiles.append(Tile("Interactivity", short(users), "tok/s/user", USERS))
     share = failed / (failed + point["num_completed"]) if failed else 0.0
@@ -200,11 +207,11 @@ def _tiles(point: Report) -> list[Tile]:
     return tiles + _value_tiles(point)
 
 
-def _duration_note(point: Report) -> str:
+def _duration_note(point: PointReport) -> str:
     return f"{point['num_completed']:,} in {point['seconds']:,.1f} s"
 
 
-def _value_tiles(point: Report) -> list[Tile]:
+def _value_tiles(point: PointReport) -> list[Tile]:
     tiles = []
     if goodput := point.get("goodput"):
         note = f"{short(goodput['request_s'])} good requests/s"
@@ -218,14 +225,14 @@ def _value_tiles(point: Report) -> list[Tile]:
     return tiles
 
 
-def _sweep_tiles(points: Sequence[Report]) -> list[Tile]:
+def _sweep_tiles(points: Sequence[PointReport]) -> list[Tile]:
     """The best of each figure, and where it was."""
     best = max(points, key=lambda p: p["output_tok_s"])
     tiles = [Tile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
     streamed = [p for p in points if p.get("tok_s_user")]
     if streamed:
-        fast = max(streamed, key=lambda p: p["tok_s_user"])
-        users = short(fast["tok_s_user"])
+        fast = max(streamed, key=lambda p: p["tok_s_user"] or 0.0)
+        users = short(fast["tok_s_user"] or 0.0)
         tiles.append(Tile("Highest interactivity", users, "tok/s/user", fast["load"]))
         quick = min(streamed, key=lambda p: p["ttft_ms"]["p50"])
         tiles.append(Tile("Lowest median TTFT", *ms_parts(quick["ttft_ms"]["p50"]), quick["load"]))
@@ -238,7 +245,7 @@ def _sweep_tiles(points: Sequence[Report]) -> list[Tile]:
         tiles.append(Tile("Highest goodput", value, "requests/s", note))
     priced = [p for p in points if p.get("price", {}).get("usd_per_million_output") is not None]
     if priced:
-        low = min(priced, key=lambda p: p["price"]["usd_per_million_output"])
+        low = min(priced, key=lambda p: p["price"]["usd_per_million_output"] or 0.0)
         value = f"${low['price']['usd_per_million_output']:,.3f}"
         tiles.append(Tile("Lowest price per M output", value, "", low["load"]))
     failed, done = (sum(p[key] for p in points) for key in ("num_failed", "num_completed"))
@@ -261,7 +268,7 @@ def _timeline_section(point: Point) -> Section:
     )
 
 
-def sweep_section(points: Sequence[Point], summaries: Sequence[Report]) -> Section:
+def sweep_section(points: Sequence[Point], summaries: Sequence[PointReport]) -> Section:
     """All points side by side: table, Pareto curve, and each figure against the load."""
     is_campaign = "region" in summaries[0]
     blocks = [html.table("Points of the sweep", points_table(summaries))]
@@ -287,7 +294,7 @@ def _folded_points(points: Sequence[Point]) -> Section:
     return Section("Points", parts, "Each with its distributions and its timeline.")
 
 
-def _value_section(points: Sequence[Report]) -> Section:
+def _value_section(points: Sequence[PointReport]) -> Section:
     blocks = []
     if "goodput" in points[0]:
         blocks.append(html.table("Goodput", _goodput_rows(points), text_columns=2))
@@ -302,19 +309,18 @@ def _value_section(points: Sequence[Report]) -> Section:
     return Section("Goodput and price", blocks)
 
 
-def _goodput_rows(points: Sequence[Report]) -> list[list[str]]:
+def _goodput_rows(points: Sequence[PointReport]) -> list[list[str]]:
     rows = [["load", "limits", "good", "good share", "good requests/s", "good output tok/s"]]
     for point in points:
         good = point["goodput"]
-        names = [name for name in ("ttft", "tpot", "e2e") if good[f"{name}_ms"]]
-        limits = ", ".join(f"{LABELS[name]} {good[f'{name}_ms']:g} ms" for name in names)
+        limits = ", ".join(f"{label_of(n)} {good[n]:g} ms" for n in LIMITS if good[n])
         counts = (f"{good['num_good']:,}", f"{good['good_share']:.1%}")
         rates = (short(good["request_s"]), short(good["output_tok_s"]))
         rows.append([point["load"], limits, *counts, *rates])
     return rows
 
 
-def _price_rows(points: Sequence[Report]) -> list[list[str]]:
+def _price_rows(points: Sequence[PointReport]) -> list[list[str]]:
     columns = {
         "usd_per_million_output": "$/M output",
         "usd_per_million_total": "$/M total",
@@ -323,7 +329,7 @@ def _price_rows(points: Sequence[Report]) -> list[list[str]]:
     keys = [key for key in columns if key in points[0]["price"]]
     rows = [["load", "output tok/s per GPU", *(columns[key] for key in keys)]]
     for point in points:
-        price = point["price"]
+        price: Mapping[str, Any] = point["price"]
         per_gpu = short(price["output_tok_s_gpu"])
         rows.append([point["load"], per_gpu, *(_usd(price[key]) for key in keys)])
     return rows
@@ -333,12 +339,13 @@ def _usd(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3f}"
 
 
-def _error_section(points: Sequence[Report]) -> Section:
+def _error_section(points: Sequence[PointReport]) -> Section:
     blocks = []
-    for key, title, none in (
-        ("errors", "Failed requests", "No request failed."),
-        ("doubts", "Doubts", "Nothing puts these figures in doubt."),
-    ):
+    texts: dict[OccurrenceName, tuple[str, str]] = {
+        "errors": ("Failed requests", "No request failed."),
+        "doubts": ("Doubts", "Nothing puts these figures in doubt."),
+    }
+    for key, (title, none) in texts.items():
         rows = error_table(points, key)
         if len(rows) == 1:
             blocks.append(html.bullets("good", [none]))
@@ -351,13 +358,16 @@ def _error_section(points: Sequence[Report]) -> Section:
     said = ", ".join(f"{name} {count:,}" for name, count in ends.items())
     if said:
         blocks.append(html.paragraph(f"Finish reasons: {said}."))
-    for key, what in (("num_unfinished", "cut off by the end"), ("num_retried", "sent once more")):
-        if count := sum(point[key] for point in points):
+    for what, counts in (
+        ("cut off by the end", [point["num_unfinished"] for point in points]),
+        ("sent once more", [point["num_retried"] for point in points]),
+    ):
+        if count := sum(counts):
             blocks.append(html.paragraph(f"{count:,} requests were {what}."))
     return Section("Errors and doubts", blocks)
 
 
-def _audit_section(points: Sequence[Report]) -> Section:
+def _audit_section(points: Sequence[PointReport]) -> Section:
     warnings = all_warnings(points)
     said = html.bullets("warn", warnings)
     if not warnings:

@@ -23,7 +23,8 @@ from tokenmill.bench.report.charts import (
 )
 from tokenmill.bench.report.page import Notice, Page, Section, Tile
 from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
-from tokenmill.bench.results.manifest import Facts, write_manifest
+from tokenmill.bench.results.manifest import write_manifest
+from tokenmill.bench.results.reports import Facts
 from tokenmill.core.metrics import RequestTimes
 
 SUMMARY, PAGE, EVENTS = "summary.json", "report.html", "events.csv"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from tokenmill import __version__
 from tokenmill.bench.report.charts import Html
+from tokenmill.bench.results.reports import Facts
 
 Tone = Literal["good", "warn", "bad", "note"]
 
@@ -203,9 +204,7 @@ def plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def facts_sections(
-    configuration: Mapping[str, Any], facts: Mapping[str, Any], machine: str
-) -> list[Section]:
+def facts_sections(configuration: Mapping[str, Any], facts: Facts, machine: str) -> list[Section]:
     """The configuration, and hardware and software as a manifest has them."""
     hardware = dict(facts["hardware"])
     hardware["memory"] = f"{hardware.pop('memory_bytes') / 2**30:.0f} GiB"
@@ -217,6 +216,6 @@ def facts_sections(
     ]
 
 
-def started(facts: Mapping[str, Any]) -> str:
+def started(facts: Facts) -> str:
     """When the run began, for a chip."""
-    return str(facts["started_at"]).replace("T", " ").removesuffix("+00:00") + " UTC"
+    return facts["started_at"].replace("T", " ").removesuffix("+00:00") + " UTC"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill.bench.client.connections import CANCELLED
 from tokenmill.bench.client.records import Record
-from tokenmill.bench.client.summary import Report, times_of, window_rates
+from tokenmill.bench.client.summary import times_of, window_rates
 from tokenmill.bench.report.charts import (
     AMBER,
     BLUE,
@@ -31,6 +31,7 @@ from tokenmill.bench.report.charts import (
 )
 from tokenmill.bench.report.tables import LABELS
 from tokenmill.bench.report.timeline import Windows, counted, in_flight, timeline
+from tokenmill.bench.results.reports import PointReport
 from tokenmill.core.metrics import NS_PER_MS, PERCENTS, USER_PERCENTILE, percentile
 
 MAX_CURVES = 6  # in one chart of a sweep
@@ -40,7 +41,7 @@ MAX_CURVES = 6  # in one chart of a sweep
 class Point:
     """One point of the run: its summary and its records."""
 
-    summary: Report
+    summary: PointReport
     records: Sequence[Record]
     stream: bool
 
@@ -62,7 +63,8 @@ class Point:
 
     def limits(self, name: str) -> list[Mark]:
         """The limit of the SLO on a latency."""
-        limit = self.summary.get("goodput", {}).get(f"{name}_ms")
+        goodput: Mapping[str, Any] = self.summary.get("goodput") or {}
+        limit = goodput.get(f"{name}_ms")
         return [Mark("limit", limit, limit=True)] if limit else []
 
 
@@ -127,11 +129,11 @@ def _some(points: Sequence[Point]) -> Sequence[Point]:
     return [points[place] for place in places]
 
 
-def pareto(points: Sequence[Report]) -> Html:
+def pareto(points: Sequence[PointReport]) -> Html:
     """Throughput of the system against that of each user; the frontier joins what nothing beats."""
     per_gpu = all("price" in point for point in points)
-    ordered = sorted(points, key=lambda p: p["tok_s_user"])
-    xs = [point["tok_s_user"] for point in ordered]
+    ordered = sorted(points, key=lambda p: p["tok_s_user"] or 0.0)
+    xs = [point["tok_s_user"] or 0.0 for point in ordered]
     ys = [p["price"]["output_tok_s_gpu"] if per_gpu else p["output_tok_s"] for p in ordered]
     # From the right, a point is on the frontier when it is higher than all before.
     frontier = [y if y > max(ys[i + 1 :], default=-1.0) else None for i, y in enumerate(ys)]
@@ -154,14 +156,14 @@ def pareto(points: Sequence[Report]) -> Html:
     return draw(chart)
 
 
-def _load_name(point: Report) -> str:
+def _load_name(point: PointReport) -> str:
     """The load in a word: 16, or 4/s."""
     if point["concurrency"] is not None:
         return str(point["concurrency"])
     return f"{point['rate']:g}/s" if point["rate"] else str(point["load"])
 
 
-def against_load(points: Sequence[Report]) -> Iterable[Html]:
+def against_load(points: Sequence[PointReport]) -> Iterable[Html]:
     """Throughput and latency percentiles, point by point."""
     unit = "output tok/s"
     yield _by_load("Throughput by load", points, unit, {unit: ["output_tok_s"]}, short)
@@ -173,7 +175,7 @@ def against_load(points: Sequence[Report]) -> Iterable[Html]:
 
 def _by_load(
     title: str,
-    points: Sequence[Report],
+    points: Sequence[PointReport],
     unit: str,
     paths: Mapping[str, Sequence[str]],
     show: Show,
@@ -193,7 +195,7 @@ def _by_load(
     return draw(Chart(title, about, x, y, range(len(points)), loads, series, show))
 
 
-def _at(point: Report, path: Sequence[str]) -> float:
+def _at(point: PointReport, path: Sequence[str]) -> float:
     value: Any = point
     for name in path:
         value = value[name]

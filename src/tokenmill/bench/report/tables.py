@@ -8,19 +8,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenmill.bench.client.records import Record
-from tokenmill.bench.client.summary import Report, num_tokens, times_of
+from tokenmill.bench.client.summary import num_tokens, times_of
+from tokenmill.bench.results.reports import LatencyName, OccurrenceName, PointReport
 from tokenmill.core.metrics import PERCENTS, USER_PERCENTILE, min_values
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
 LEFT_OUT = ("errors", "doubts", "finish_reasons", "warnings", "too_few")
+LATENCIES: tuple[LatencyName, ...] = (
+    *("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "tpot_n1_ms", "itl_ms", "e2e_ms"),
+)
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 LABELS |= {"ttft_from_schedule": "TTFT from schedule", "tpot_n1": "TPOT (n-1)"}
 FEW = "*"  # beside a percentile that too few values bear
 
 
-def points_table(points: Sequence[Report]) -> list[list[str]]:
+def points_table(points: Sequence[PointReport]) -> list[list[str]]:
     """A row per point."""
-    columns: dict[str, Callable[[Report], str]] = {
+    columns: dict[str, Callable[[PointReport], str]] = {
         "load": lambda p: str(p["load"]),
         "answered": lambda p: f"{p['num_completed']:,}",
         "failed": lambda p: f"{p['num_failed']:,}",
@@ -36,16 +40,16 @@ def points_table(points: Sequence[Report]) -> list[list[str]]:
         columns["$/M output"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
         columns["$/M total"] = lambda p: cell(p["price"]["usd_per_million_total"], 3)
     streamed = any("ttft_ms" in point for point in points)
-    latencies = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
+    latencies: tuple[LatencyName, ...] = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
     for key in latencies if len(points) > 1 else ():
         for percent in ("p50", "p99"):
             columns[f"{label_of(key)} {percent} (ms)"] = _latency_column(key, percent)
     return [list(columns), *([show(point) for show in columns.values()] for point in points)]
 
 
-def curve_table(points: Sequence[Report]) -> list[list[str]]:
+def curve_table(points: Sequence[PointReport]) -> list[list[str]]:
     """A row per point of a campaign, in the words of MLPerf Endpoints."""
-    columns: dict[str, Callable[[Report], str]] = {
+    columns: dict[str, Callable[[PointReport], str]] = {
         "concurrency": lambda p: str(p["concurrency"]),
         "region": lambda p: str(p["region"]),
         "answered": lambda p: f"{p['num_completed']:,}",
@@ -66,22 +70,22 @@ def label_of(key: str) -> str:
     return LABELS[key.removesuffix("_ms")]
 
 
-def _latency_column(key: str, percent: str) -> Callable[[Report], str]:
+def _latency_column(key: LatencyName, percent: str) -> Callable[[PointReport], str]:
     return lambda point: _marked(point, key, percent, cell(point.get(key, {}).get(percent)))
 
 
-def _marked(point: Report, key: str, name: str, text: str) -> str:
+def _marked(point: PointReport, key: str, name: str, text: str) -> str:
     return text + FEW if is_thin(point, key, name) else text
 
 
-def is_thin(point: Report, key: str, name: str) -> bool:
+def is_thin(point: PointReport, key: str, name: str) -> bool:
     """True for a percentile that too few values bear."""
     base = key.replace("_from_schedule", "").replace("_n1", "")
-    few = point.get("too_few", {}).get(base, {})
-    return name in few.get("percentiles", ())
+    few = point["too_few"].get(base)
+    return few is not None and name in few["percentiles"]
 
 
-def cautions(points: Sequence[Report]) -> list[str]:
+def cautions(points: Sequence[PointReport]) -> list[str]:
     """A sentence per percentile that stands on too few values at some point."""
     least: dict[str, dict[str, int]] = {}  # of a percentile, by latency
     for point in points:
@@ -97,13 +101,13 @@ def cautions(points: Sequence[Report]) -> list[str]:
     ]
 
 
-def latency_table(point: Report) -> list[list[str]]:
+def latency_table(point: PointReport) -> list[list[str]]:
     """A row per latency of one point."""
     names = ("mean", "p50", "p90", "p99", "max")
     rows = [["latency (ms)", *names, "95 % of p50"]]
-    coalesced = ("tpot_n1_ms",) if point.get("tokens_per_output", 0) > 1 else ()
-    for key in ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", *coalesced, "itl_ms", "e2e_ms"):
-        if summary := point.get(key):
+    coalesced = point.get("tokens_per_output", 0) > 1
+    for key in LATENCIES:
+        if (summary := point.get(key)) and (coalesced or key != "tpot_n1_ms"):
             low, high = summary.get("ci95", {}).get("p50", (None, None))
             bounds = "-" if low is None else f"{low:,.2f} to {high:,.2f}"
             cells = [_marked(point, key, name, cell(summary[name])) for name in names]
@@ -111,7 +115,7 @@ def latency_table(point: Report) -> list[list[str]]:
     return rows
 
 
-def server_table(points: Sequence[Report]) -> list[list[str]]:
+def server_table(points: Sequence[PointReport]) -> list[list[str]]:
     """What the server says of itself, a row per point; what it never says has no column."""
     columns = {
         "requests": ("num_requests", ",.0f"),
@@ -124,6 +128,7 @@ def server_table(points: Sequence[Report]) -> list[list[str]]:
         "accepted drafts": ("acceptance_positions", ".0%"),
         "server's mean TTFT (ms)": ("ttft_mean_ms", ",.2f"),
     }
+    told: list[tuple[str, Mapping[str, Any]]]
     told = [(point["load"], point["server"]) for point in points if point.get("server")]
     known = {
         label: (key, form)
@@ -146,7 +151,7 @@ def cell(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def audit_line(points: Sequence[Report]) -> str:
+def audit_line(points: Sequence[PointReport]) -> str:
     """The client's part in one sentence."""
     audits = [point["audit"] for point in points]
     lag = max((a["lag_ms"].get("p99", 0.0) for a in audits), default=0.0)
@@ -162,7 +167,7 @@ def audit_line(points: Sequence[Report]) -> str:
     return f"{line}; alone it does {alone['request_s']:,.0f} req/s and adds {own:.2f} ms"
 
 
-def error_table(points: Sequence[Report], key: str) -> list[list[str]]:
+def error_table(points: Sequence[PointReport], key: OccurrenceName) -> list[list[str]]:
     """A row per class of `errors` or of `doubts`, with what the first one said."""
     rows = [["load", "class", "first message", "count"]]
     for point in points:
@@ -171,7 +176,7 @@ def error_table(points: Sequence[Report], key: str) -> list[list[str]]:
     return rows
 
 
-def summary_csv(points: Sequence[Report]) -> str:
+def summary_csv(points: Sequence[PointReport]) -> str:
     """A line per point: every figure, under the names of summary.json joined by underscores."""
     rows = [dict(_flat(point)) for point in points]
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -197,7 +202,7 @@ EVENT_COLUMNS = (
 )
 
 
-def events_csv(points: Sequence[Report], records: Sequence[Record], stream: bool) -> str:
+def events_csv(points: Sequence[PointReport], records: Sequence[Record], stream: bool) -> str:
     """A line per request; seconds count from the first one planned at its point."""
     begins: dict[int, int] = {}
     for record in records:

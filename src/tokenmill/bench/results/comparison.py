@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
 from tokenmill.bench.results.result import Point, Round
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.intervals import CONFIDENCE, Estimate, ratio_interval
 from tokenmill.core.metrics import usd_per_million_tokens
-
-Report = dict[str, Any]
 
 BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"
 NOTHING, TOO_FEW = "nothing to compare", "not enough requests"
@@ -107,7 +106,7 @@ class Row:
         )
         return BETTER if low > 1 else WORSE if high < 1 else NOISE
 
-    def report(self, threshold: float, confidence: float, decides: bool) -> Report:
+    def report(self, threshold: float, confidence: float, decides: bool) -> RowReport:
         """For the JSON line."""
         bounds = self.interval(confidence)
         return {
@@ -122,7 +121,7 @@ class Row:
         }
 
 
-def compare(rounds: Sequence[Round], threshold: float) -> Report:
+def compare(rounds: Sequence[Round], threshold: float) -> CompareReport:
     """Every round against the first one."""
     names = [chr(ord("A") + index) for index in range(len(rounds))]
     for one in rounds:
@@ -136,7 +135,7 @@ def compare(rounds: Sequence[Round], threshold: float) -> Report:
     }
 
 
-def _describe(name: str, one: Round) -> Report:
+def _describe(name: str, one: Round) -> RoundReport:
     return {
         "name": name,
         "source": one.source,
@@ -160,7 +159,7 @@ def _add_derived(one: Round) -> None:
                 values[metric.name] = usd_per_million_tokens(per_hour, values[metric.of])
 
 
-def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Report:
+def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Comparison:
     pairs, warnings = _matched(baseline, other)
     warnings += _differences(baseline, other, pairs)
     by_load = []
@@ -173,11 +172,17 @@ def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Repo
     decisive = _decisive([row for _, rows in by_load for row in rows])
     confidence = _joint_confidence(decisive)
     ids = {id(row) for row in decisive}
+    verdict, headline = _overall(by_load, decisive, threshold, confidence)
+    doubts = hit_differences(pairs)
+    if doubts and verdict != NOTHING:  # no verdict stands alone where something else may explain it
+        verdict += ", in doubt"
     return {
         "baseline": "A",
         "other": name,
         "confidence": confidence,
-        **_in_doubt(_overall(by_load, decisive, threshold, confidence), hit_differences(pairs)),
+        "verdict": verdict,
+        "headline": headline,
+        "doubts": doubts,
         "changed": changes(baseline, other),
         "warnings": warnings,
         "only_baseline": alone[0],
@@ -293,8 +298,8 @@ def _overall(
     decisive: Sequence[Row],
     threshold: float,
     confidence: float,
-) -> Report:
-    """The verdict of the rows that decide: the very verdicts that the rows show."""
+) -> tuple[str, dict[str, list[str]]]:
+    """The verdict of the rows that decide, and these: the very verdicts that the rows show."""
     loads = {id(row): load for load, rows in by_load for row in rows}
     found: dict[str, list[str]] = {BETTER: [], WORSE: [], NOISE: [], TOO_FEW: []}
     for row in decisive:
@@ -303,8 +308,8 @@ def _overall(
         found[row.verdict(threshold, confidence)].append(text)
     headline = {name: texts for name, texts in found.items() if texts}
     if found[BETTER] and found[WORSE]:
-        return {"verdict": MIXED, "headline": headline}
-    return {"verdict": next(iter(headline), NOTHING), "headline": headline}
+        return MIXED, headline
+    return next(iter(headline), NOTHING), headline
 
 
 def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:
@@ -317,14 +322,7 @@ def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:
     return found
 
 
-def _in_doubt(overall: Report, doubts: list[str]) -> Report:
-    """No verdict stands alone where something else may explain it."""
-    if not doubts or overall["verdict"] == NOTHING:
-        return overall | {"doubts": doubts}
-    return overall | {"verdict": f"{overall['verdict']}, in doubt", "doubts": doubts}
-
-
-def changes(baseline: Round, other: Round) -> Report:
+def changes(baseline: Round, other: Round) -> dict[str, list[Any]]:
     """What the configurations have different: name -> [baseline, other].
 
     Tools have settings of their own: between two tools only those that both have are compared.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenmill
+from tokenmill.bench.results.reports import Facts, FileDigest, Manifest, VerifyReport
 from tokenmill.bench.versions import package_version
 from tokenmill.bench.workload import BenchError
 
@@ -34,8 +35,6 @@ GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--fo
 GPU_TIMEOUT_S = 10.0
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 HIDDEN = "(not recorded)"
-
-Facts = dict[str, Any]
 
 
 def utc_now() -> str:
@@ -91,7 +90,7 @@ def source_digest() -> str:
     return total.hexdigest()
 
 
-def hardware() -> Facts:
+def hardware() -> dict[str, Any]:
     """The machine that this process runs on."""
     return {
         "cpu": cpu_name(),
@@ -128,15 +127,15 @@ def gpus() -> list[str]:
 
 def write_manifest(folder: Path, facts: Facts) -> None:
     """The last file of a result: it has the digests of all the others."""
-    manifest = facts | {"files": file_digests(folder)}
+    manifest: Manifest = {**facts, "files": file_digests(folder), "digest": ""}
     manifest["digest"] = _digest(manifest)
     text = json.dumps(manifest, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def file_digests(folder: Path) -> dict[str, Facts]:
+def file_digests(folder: Path) -> dict[str, FileDigest]:
     """SHA-256 and size of every file of a folder, but of its manifest."""
-    found = {}
+    found: dict[str, FileDigest] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST:
@@ -146,14 +145,14 @@ def file_digests(folder: Path) -> dict[str, Facts]:
     return found
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Mapping[str, object]) -> str:
     """SHA-256 over everything in the manifest but itself."""
     rest = {name: value for name, value in manifest.items() if name != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Facts:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder, or one sentence on why there is none."""
     if not folder.is_dir():
         raise BenchError(f"{folder} is not a folder")
@@ -163,7 +162,7 @@ def read_manifest(folder: Path) -> Facts:
         hint = f"; {below.parent} is one" if below else ""
         raise BenchError(f"{folder} has no {MANIFEST}: it is not the folder of a result{hint}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BenchError(f"{path} is not JSON ({error}): it was edited") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
@@ -171,7 +170,7 @@ def read_manifest(folder: Path) -> Facts:
     return manifest
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> VerifyReport:
     """Which files are not as the manifest has them; the manifest itself is one of them."""
     manifest = read_manifest(folder)
     listed, found = manifest["files"], file_digests(folder)
