@@ -19,9 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOG = ROOT / "docs" / "log.md"  # of the past: its commands may be gone
-PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("docs/*.md") if path != LOG)]
+DOCS = sorted(path for path in ROOT.glob("docs/*.md") if path != LOG)
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *DOCS]
 MARKER = re.compile(r"<!-- (run|run, same output|server|not run: .+) -->")
 SAME_OUTPUT = "run, same output"
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Block:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{page_name(self.page)}:{self.line}"
 
     @property
     def commands(self) -> list[list[str]]:

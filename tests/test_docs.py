@@ -17,7 +17,7 @@ from typing import Any
 import module_table
 import pytest
 import typer
-from page_outputs import PAGES, ROOT, SAME_OUTPUT, Block, blocks_of
+from page_outputs import PAGES, ROOT, SAME_OUTPUT, Block, blocks_of, page_name
 
 from api.sim import MODEL
 from api.sim_server import SimServer, sim_server
@@ -27,7 +27,13 @@ from tokenmill.core.config import PoolConfig, SchedulerConfig
 from tokenmill.models import spec_of
 
 SERVED = "http://127.0.0.1:8000"
-OTHER_FLAGS = {"--chaos-s", "--check", "--help"}  # of pytest, scripts and others
+OTHER_FLAGS = {
+    "--chaos-s",
+    "--check",
+    "--help",
+    "--config",
+    "--build-arg",
+}  # of pytest, scripts and others
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -65,7 +71,7 @@ def test_commands_parse(words: list[str]) -> None:
         command.make_context(command.name, list(words))  # raises where a flag is not known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_flags_in_the_text_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     spans = re.findall(r"`([^`]+)`", text)
@@ -132,7 +138,7 @@ def curl(words: list[str], server: SimServer) -> None:
 SERVER_PAGES = sorted({block.page for block in BLOCKS if block.marker == "server"})
 
 
-@pytest.mark.parametrize("page", SERVER_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", SERVER_PAGES, ids=page_name)
 def test_commands_run_against_a_server(
     page: Path, server: SimServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +157,7 @@ def test_commands_run_against_a_server(
             assert run(arguments) == 0, f"{block}: {' '.join(words)}"
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=page_name)
 def test_python_runs(page: Path, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks of a page share their names, as in one file."""
     names: dict[str, Any] = {}
@@ -171,7 +177,7 @@ def anchors(page: Path) -> set[str]:
     return {text.strip().replace(" ", "-") for text in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith("http"):
@@ -182,7 +188,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_modules_in_the_text_exist(page: Path) -> None:
     """`engine/build.py` is a module of the package, or a file of the repository."""
     if page.name == "changes.md":

@@ -45,6 +45,17 @@ def test_a_recipe_sets_what_its_command_takes(path: Path) -> None:
     assert values.keys() == keys.keys()  # and each could be read
 
 
+def test_the_page_names_every_recipe() -> None:
+    page = (RECIPES / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([^)]+)\)", page))
+    assert linked == {path.name for path in RECIPES.iterdir()} - {"README.md"}
+    for path in TOMLS:
+        said = [
+            line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line[0] == "#"
+        ]
+        assert f"| {' '.join(said[1:])} |" in page, f"recipes/README.md says else of {path.name}"
+
+
 def test_the_kuberay_manifest_serves_by_the_cluster() -> None:
     documents = list(yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text(encoding="utf-8")))
     cluster, service = documents
