@@ -209,3 +209,18 @@ for name in {names!r}:
 print(sorted(REFUSED & {{name.split(".")[0] for name in sys.modules}}))
 """
     assert run_python(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=str)
+def test_tests_stand_alone(path: Path) -> None:
+    """They import no other test module, read no private names of a pool, and hash no strings."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            last = (node.module or "").rpartition(".")[2]
+            assert not last.startswith("test_"), f"line {node.lineno} imports {node.module}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "hash", f"line {node.lineno}: hash() differs by process"
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            is_pool = owner == "pool" and "sched" not in path.parts  # a block pool there
+            assert not is_pool, f"line {node.lineno} reads pool.{node.attr}"

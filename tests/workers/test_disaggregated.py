@@ -240,7 +240,10 @@ def test_one_and_two_and_two_and_one(pair: Pair) -> None:
         await pool.scale(2, "prefill")
         await pair.check(requests("2:1"))
         assert [w.role for w in pool.view().workers] == ["prefill", "decode", "prefill"]
-        with pytest.raises(PoolError, match="this pool has decode and prefill"):
+        with pytest.raises(
+            PoolError,
+            match="workers: this server has none of these; give a number of decode and prefill",
+        ):
             await pool.scale(2)
         pair.decode.argv += ["--block-size", "32"]
         with pytest.raises(WorkerStartError, match="block size: the prefill engine has 16"):

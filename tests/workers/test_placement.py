@@ -21,8 +21,8 @@ from tokenmill.workers.placement import (
     PlacementError,
     ProcessPlacement,
     RayPlacement,
-    _wants_ray,
     open_placement,
+    wants_ray,
 )
 from tokenmill.workers.pool import WorkerPool
 from workers.pools import request, states, told
@@ -59,7 +59,7 @@ def processes(word: str, start: str = "") -> list[int]:
 
 def test_one_worker_and_plain_processes_need_no_ray() -> None:
     for several in (PoolConfig(workers=2), PoolConfig(ranks=2)):
-        assert _wants_ray(several)
+        assert wants_ray(several)
     for config in (PoolConfig(), PoolConfig(workers=3, placement="process")):
         with open_placement(config) as placement:
             assert isinstance(placement, ProcessPlacement) and placement.host is None

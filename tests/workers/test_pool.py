@@ -18,7 +18,7 @@ import zmq
 
 from api.sim import BLOCK_SIZE, MAX_MODEL_LEN, make_tokenizer, worker_argv
 from api.streams import GENEROUS_S, Spawner, read, until
-from tokenmill.cli.worker_commands import _notes
+from tokenmill.cli.worker_commands import notes_of
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import (
     FinishReason,
@@ -32,7 +32,7 @@ from tokenmill.workers.link import WorkerLink
 from tokenmill.workers.messages import FromWorker, Outputs, Ready, Submit, decode_to_worker
 from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.slot import WorkerSlot
-from tokenmill.workers.worker_process import KEY_VARIABLE, _Link
+from tokenmill.workers.worker_process import KEY_VARIABLE, FrontLink
 from workers.counting_engine import EXIT, FACTS
 from workers.pools import kill, request, states
 
@@ -116,7 +116,7 @@ def test_only_handovers_that_began_can_fail(fault_rate: float) -> None:
         assert view.workers[0].routed == 8 and 0 < begun < 8
         assert view.transfers + view.failed_transfers == begun
         assert view.failed_transfers == (begun if fault_rate else 0)
-        said = list(_notes(msgspec.to_builtins(view)))[1]
+        said = list(notes_of(msgspec.to_builtins(view)))[1]
         assert said.startswith(f"{view.transfers} prompts went from prefill to decode workers, ")
         assert said.endswith(f"{view.failed_transfers} more were lost on the way")
 
@@ -336,16 +336,16 @@ def test_a_worker_on_another_host_has_another_clock(monkeypatch: pytest.MonkeyPa
         link = WorkerLink(lambda message: received.append(message), "127.0.0.2")
         address, _, key = link.address.partition("#")
         monkeypatch.setenv(KEY_VARIABLE, key)
-        peer = await asyncio.to_thread(_Link, address)
+        peer = await asyncio.to_thread(FrontLink, address)
         try:
-            link._handle(Ready(FACTS, time.monotonic_ns() + 10**15))
+            link.handle(Ready(FACTS, time.monotonic_ns() + 10**15))
             link.send(Submit([Request("r", [1], arrival_ns=5, deadline_ns=7)]))
             (data,), _ = await asyncio.to_thread(peer.receive, True)
             sent = decode_to_worker(data)
             assert isinstance(sent, Submit)
             assert abs(sent.requests[0].arrival_ns - 10**15) < 10**9
             assert sent.requests[0].deadline_ns == sent.requests[0].arrival_ns + 2
-            link._handle(Outputs([RequestOutput("r", [1], scheduled_ns=10**15 + 9)]))
+            link.handle(Outputs([RequestOutput("r", [1], scheduled_ns=10**15 + 9)]))
             (message,) = received
             assert isinstance(message, Outputs) and abs(message.outputs[0].scheduled_ns) < 10**9
         finally:
@@ -364,9 +364,9 @@ def test_a_link_by_tcp_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(worker, "CONNECT_TIMEOUT_MS", 300)
             monkeypatch.setenv(KEY_VARIABLE, bytes(40).hex())
             with pytest.raises((TokenmillError, zmq.ZMQError)):
-                await asyncio.to_thread(_Link, address)
+                await asyncio.to_thread(FrontLink, address)
             monkeypatch.setenv(KEY_VARIABLE, key)
-            (await asyncio.to_thread(_Link, address)).close()
+            (await asyncio.to_thread(FrontLink, address)).close()
         finally:
             await link.close(0.0)
 

@@ -19,7 +19,7 @@ from tokenmill.workers.pool import WorkerPool
 
 async def ask(pool: WorkerPool) -> dict[str, object]:
     from api.streams import read
-    from workers.test_pool import request
+    from workers.pools import request
 
     try:
         await pool.start()

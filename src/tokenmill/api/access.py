@@ -46,7 +46,11 @@ def note_key(scope: Scope, config: ServerConfig, number: int) -> None:
 
 def wrong_key() -> ApiError:
     """401 for a call without a known key."""
-    return ApiError(401, "missing or wrong API key", code="invalid_api_key")
+    return ApiError(
+        401,
+        "missing or wrong API key; send the header 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+    )
 
 
 def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:

@@ -64,7 +64,7 @@ def add_workers(app: FastAPI, state: ApiState) -> None:
     async def scale(request: Request) -> Response:
         counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
         if not counts:
-            message = "workers, prefill or decode: how many there shall be"
+            message = "send how many workers there shall be: workers, or prefill and decode"
             raise ApiError(400, message, "workers", "missing_field")
         try:
             for role, count in counts.items():
@@ -119,7 +119,9 @@ def _controller(config: ServerConfig) -> Callable[[Request], None]:
     def check(request: Request) -> None:
         if token is not None:
             if bears_token(request) is None:
-                raise ApiError(401, "missing or wrong control token", code="invalid_token")
+                message = "missing or wrong control token; send the server's --control-token in "
+                message += "the header 'Authorization: Bearer TOKEN'"
+                raise ApiError(401, message, code="invalid_token")
         else:
             if not _is_local(request):
                 message = "/workers answers callers on this machine; set --control-token for others"

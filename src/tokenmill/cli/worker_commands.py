@@ -124,7 +124,7 @@ def _show(view: dict[str, Any], settings: Settings) -> None:
     rows = [[title for title, _ in COLUMNS]]
     rows += [[_cell(worker[name]) for _, name in COLUMNS] for worker in view["workers"]]
     console.print_table(rows)
-    for line in _notes(view):
+    for line in notes_of(view):
         console.note(line)
 
 
@@ -132,7 +132,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _notes(view: dict[str, Any]) -> Iterator[str]:
+def notes_of(view: dict[str, Any]) -> Iterator[str]:
     """What the table does not say."""
     yield (
         f"router {view['router']}, {view['num_open']} requests open, "

@@ -65,7 +65,9 @@ class Handovers:
             one, other = _address(source), _address(target)
             if one is None or other is None:
                 name = source.name if one is None else target.name
-                raise WorkerStartError(f"worker {name} moves no KV: give it a kv-connector")
+                raise WorkerStartError(
+                    f"worker {name} cannot move KV: start it with --kv-connector auto"
+                )
             if (reason := mismatch(one, other)) is not None:
                 raise WorkerStartError(f"{source.name} cannot hand over to {target.name}: {reason}")
 

@@ -50,7 +50,9 @@ def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
     for name in ("vocab_size", "block_size"):
         ours, theirs = getattr(known, name), getattr(new, name)
         if ours != theirs:
-            raise WorkerStartError(f"{name}: the pool has {ours}, a new worker {theirs}")
+            raise WorkerStartError(
+                f"{name}: the other workers have {ours}, the new one has {theirs}"
+            )
     queues = [n for n in (known.max_waiting, new.max_waiting) if n is not None]
     return msgspec.structs.replace(
         known,
@@ -125,12 +127,12 @@ class Lifecycle:
         """Have this many workers of a role: start new ones, or drain the youngest."""
         what = "workers" if role == "both" else role
         if num_workers < 1:
-            raise PoolError(f"{what}: at least 1 is needed, got {num_workers}")
+            raise PoolError(f"{what}: must be at least 1, got {num_workers}")
         async with self._changing:
             roles = {slot.role for slot in self._slots.values()}
             if role not in roles:
                 have = " and ".join(sorted("workers" if r == "both" else r for r in roles))
-                raise PoolError(f"{what}: this pool has {have}")
+                raise PoolError(f"{what}: this server has none of these; give a number of {have}")
             staying = [slot for slot in self.of_role(role) if slot.state != "draining"]
             await self.start([role] * (num_workers - len(staying)))
             for slot in reversed(staying[num_workers:]):
@@ -144,7 +146,9 @@ class Lifecycle:
                 known = ", ".join(self._slots)
                 raise PoolError(f"worker: there is no {name!r}; the pool has {known}")
             if slot.role != "prefill" and not set(self._routers.main.workers) - {name}:
-                raise PoolError(f"worker: {name!r} is the only one that takes requests")
+                raise PoolError(
+                    f"worker: {name!r} is the only one that takes requests; start another"
+                )
             await self._remove(slot, timeout_s)
 
     async def close(self, grace_s: float) -> None:
@@ -220,7 +224,11 @@ class Lifecycle:
     def _give_up(self, slot: WorkerSlot) -> None:
         """No worker could be started in a slot any more; with the last one the pool is given up."""
         slot.state = "failed"
-        _log.error("worker %s is given up", slot.name)
+        _log.error(
+            "worker %s is given up: its last %d restarts failed",
+            slot.name,
+            self._config.max_restarts,
+        )
         if all(other.state == "failed" for other in self._slots.values()):
             self._requests.fail_all(f"the engine stopped: {slot.last_failure}", "worker_died")
             self.gave_up.set()

@@ -182,7 +182,7 @@ class WorkerLink:
             return
         try:
             for _ in range(self._num_at_once):
-                self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
+                self.handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
         except zmq.Again:
             self._num_at_once = 1
         else:
@@ -193,9 +193,10 @@ class WorkerLink:
         """Take all there is."""
         with contextlib.suppress(zmq.Again):
             while not self._socket.closed:
-                self._handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
+                self.handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
 
-    def _handle(self, message: FromWorker) -> None:
+    def handle(self, message: FromWorker) -> None:
+        """Take a message of the worker: some are for the link, the rest is passed on."""
         if self.dead.is_set():
             return
         self.num_unanswered = 0

@@ -55,18 +55,18 @@ class Placement(Protocol):
 @contextlib.contextmanager
 def open_placement(config: PoolConfig) -> Iterator[Placement]:
     """The placement that the config asks for."""
-    if not _wants_ray(config):
+    if not wants_ray(config):
         yield ProcessPlacement()
         return
     with _connected(config.ray_address) as host:
         yield RayPlacement(host, config.num_processes)
 
 
-def _wants_ray(config: PoolConfig) -> bool:
+def wants_ray(config: PoolConfig) -> bool:
     installed = importlib.util.find_spec("ray") is not None
     wanted = config.placement == "ray" or config.ray_address is not None
     if wanted and config.placement == "process":
-        raise PlacementError("ray-address does not go with placement process")
+        raise PlacementError("--ray-address needs --placement ray, got --placement process")
     if wanted and not installed:
         raise PlacementError("ray is not installed: pip install 'tokenmill[ray]'")
     return wanted or (config.placement == "auto" and config.num_processes > 1 and installed)
@@ -133,7 +133,7 @@ class RayPlacement:
         except (TimeoutError, ray.exceptions.RayError) as error:
             for actor in actors:
                 ray.kill(actor)
-            reason = str(error) or f"no room was found in {PLACE_TIMEOUT_S:g} s"
+            reason = str(error) or f"no node had room for it within {PLACE_TIMEOUT_S:g} s"
             raise WorkerStartError(f"Ray cannot place the worker: {reason}") from None
         first, *rest = map(_RayProcess, actors)
         return _RayRanks(first, rest) if rest else first

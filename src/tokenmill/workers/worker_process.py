@@ -62,7 +62,7 @@ def run_worker(
     An exception out of the engine is sent to the API process as its last words, then raised.
     """
     _leave_signals_to_the_parent()
-    link = _Link(address)
+    link = FrontLink(address)
     try:
         link.send(Ready(facts, time.monotonic_ns()))
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
@@ -76,7 +76,7 @@ def run_worker(
 
 def send_failure(address: str, error: BaseException) -> None:
     """Tell the API process that the engine could not be built."""
-    with contextlib.closing(_Link(address)) as link:
+    with contextlib.closing(FrontLink(address)) as link:
         link.send(Failed(describe(error)))
 
 
@@ -96,7 +96,7 @@ def _leave_signals_to_the_parent() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class _Link:
+class FrontLink:
     """The worker's end of the socket."""
 
     def __init__(self, address: str) -> None:
@@ -154,7 +154,7 @@ class KVSource(Protocol):
 
 
 class _Loop:
-    def __init__(self, engine: Engine, link: _Link, kv: KVExchange | None) -> None:
+    def __init__(self, engine: Engine, link: FrontLink, kv: KVExchange | None) -> None:
         self._engine = engine
         self._link = link
         self._kv = kv
@@ -209,7 +209,7 @@ class _Loop:
                 case message if self._kv is not None:
                     self._move_kv(message, self._kv)
                 case ConnectKV(peer=peer):
-                    self._link.send(KVConnected(peer.engine_id, "the worker has no kv_connector"))
+                    self._link.send(KVConnected(peer.engine_id, "it has no --kv-connector"))
 
     def _publish(self) -> None:
         if isinstance(self._engine, KVSource):

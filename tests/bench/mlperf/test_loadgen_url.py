@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.mlperf.test_mlperf import about, drive, near, report_of
+from bench.mlperf.known_latencies import about, drive, near, report_of
 from bench.scripted_server import FIRST_S, NEXT_S, NUM_TOKENS, ScriptedServer, scripted_server
 from tokenmill.__main__ import run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from bench.mlperf.known_latencies import about, drive, near, report_of
 from tokenmill.bench.mlperf import runs as mlperf
 from tokenmill.bench.mlperf.presets import PRESETS, Preset
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import SETTINGS
 
-DRIVER = Path(__file__).with_name("mlperf_driver.py")
 NUM_TOKENS = 5
 LIMITS = """
 import json, sys, tempfile
@@ -29,33 +28,6 @@ print(json.dumps([settings.ttft_latency, settings.tpot_latency, settings.use_tok
                   settings.performance_sample_count_override, settings.min_duration_ms,
                   settings.server_target_latency_percentile]))
 """
-
-
-def drive(folder: Path, scenario: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    known = {"qps": 100, "ttft_s": 0.04, "tpot_s": 0.01, "end": "length"}
-    text = json.dumps({"scenario": scenario} | known | options)
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, str(DRIVER), str(folder), text]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environ, timeout=120, check=False
-    )
-
-
-def report_of(folder: Path, scenario: str, **options: Any) -> dict[str, Any]:
-    result = drive(folder, scenario, **options)
-    assert result.returncode == 0, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return report
-
-
-def near(value_ms: float, expected_ms: float, late_ms: float = 8) -> bool:
-    """Never early, and late by no more than a busy machine's wake-up."""
-    return expected_ms - 0.1 <= value_ms < expected_ms + late_ms
-
-
-def about(value_ms: float, expected_ms: float) -> bool:
-    """A time between two outputs, of which the first may have been late too."""
-    return abs(value_ms - expected_ms) < 5
 
 
 def test_server_has_the_latencies_of_the_engine(tmp_path: Path) -> None:

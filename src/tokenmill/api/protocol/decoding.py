@@ -71,7 +71,7 @@ class IgnoredFields:
         new = sorted(set(names) - self._noted)[: MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
-            _log.info("accepted without effect (told once): %s", ", ".join(new))
+            _log.info("calls have fields without effect here (told once): %s", ", ".join(new))
 
 
 def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None) -> T:

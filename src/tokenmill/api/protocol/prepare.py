@@ -145,7 +145,9 @@ class Preparer:
     async def completion(self, call: CompletionRequest) -> Job:
         """Tokenise every prompt of a text completion."""
         if call.best_of is not None and call.best_of != (call.n or 1):
-            raise InvalidRequestError("best_of is only supported when it equals n", "best_of")
+            raise InvalidRequestError(
+                "best_of is only supported when it equals n; leave it out", "best_of"
+            )
         if call.max_tokens == 0 and not call.echo:
             raise InvalidRequestError("max_tokens must be at least 1 without echo", "max_tokens")
         special = call.add_special_tokens is not False
@@ -285,7 +287,7 @@ class Preparer:
         limit = self._facts.max_model_len
         left = limit - num_prompt
         if num_prompt == 0:
-            raise InvalidRequestError("the prompt has no tokens", param)
+            raise InvalidRequestError("the prompt has no tokens; send some text", param)
         if left < 1:
             raise context_exceeded(no_room(num_prompt, limit), param)
         if wanted is not None and wanted > left:

@@ -34,7 +34,7 @@ def structured_output(call: GenerationRequest) -> StructuredOutput | None:
         found["structured_outputs"] = _structured_outputs(call.structured_outputs)
     if len(found) > 1:
         names = " and ".join(found)
-        raise InvalidRequestError(f"{names} exclude each other", list(found)[1])
+        raise InvalidRequestError(f"{names} exclude each other; send one of them", list(found)[1])
     return next(iter(found.values()), None)
 
 

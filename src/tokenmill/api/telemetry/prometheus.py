@@ -31,8 +31,12 @@ _WORKER_GAUGES = (
     ("queued_tokens", "Tokens of prompts that wait for prefill there.", "queued_tokens"),
     ("busy", "Share of the last minute with something to compute.", "busy"),
     ("tokens_per_second", "Tokens sent by the worker, over ten seconds.", "tokens_per_s"),
-    ("prompt_tokens_per_second", "Of prompts, computed there, ten seconds.", "prompt_tokens_per_s"),
-    ("cached_blocks", "KV blocks that it told it has cached.", "cached_blocks"),
+    (
+        "prompt_tokens_per_second",
+        "Prompt tokens computed there, over ten seconds.",
+        "prompt_tokens_per_s",
+    ),
+    ("cached_blocks", "KV blocks that it has cached, by its events.", "cached_blocks"),
 )
 _WORKER_COUNTERS = (
     ("routed_requests", "Requests routed there.", "routed"),
@@ -201,8 +205,12 @@ class ServerMetrics:
             ("engine_steps", "Steps the engine ran.", s.num_steps),
             ("mtp_runs", "Runs of drafts verified.", s.num_drafted[0] if s.num_drafted else 0),
             ("expert_rebalances", "Times that experts were moved.", s.num_rebalances),
-            ("expert_bytes_moved", "Of experts, between ranks.", s.num_expert_bytes_moved),
-            ("expert_rebalance_seconds", "Time that steps waited for it.", s.rebalance_s),
+            (
+                "expert_bytes_moved",
+                "Bytes of experts moved between ranks.",
+                s.num_expert_bytes_moved,
+            ),
+            ("expert_rebalance_seconds", "Time that steps waited for experts.", s.rebalance_s),
             ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
             ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
         ):
