@@ -54,6 +54,12 @@ def test_prefill_is_arithmetic_alone() -> None:
     assert roof.bytes_read == roof.num_steps == 0
 
 
+def test_attention_over_an_fp16_cache_runs_at_the_rate_of_int16() -> None:
+    machine = Machine({"int8": 4e6, "int16": 2e6}, read_bytes_per_s=1e-3, num_threads=1)
+    roof = roofline(Cell.equal("p", 1, 10, 1), SPEC, Setup("int8", "fp16", **ROOMY), machine)
+    assert roof.serial_s == pytest.approx((10 * LAYERS + HEAD) / 4e6 + 110 * SEEN_FLOPS / 2e6)
+
+
 def test_decode_of_one_stream_reads_weights_and_cache() -> None:
     # Three steps: 1,952 weights of a byte each, and 11 + 12 + 13 positions of two layers in fp32.
     machine = Machine({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)

@@ -1,5 +1,6 @@
 """Where a model runs, and what is refused before anything is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,18 @@ def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:
                 Setup(ModelConfig(str(folder)), CacheConfig(dtype="fp8"), SchedulerConfig())
             )
         )
+
+
+def test_the_cache_of_int8_is_fp16(tmp_path: Path) -> None:
+    folder = str(save(make_model("llama"), tmp_path / "llama"))
+    cache, found = CacheConfig(num_blocks=8), {}
+    for dtype, asked in (("int8", cache), ("fp32", cache), ("int8", replace(cache, dtype="fp32"))):
+        built = build_engine(ModelConfig(folder, dtype), asked, SchedulerConfig())
+        found[dtype, asked.dtype] = built.kv_dtype
+    assert list(found.values()) == ["fp16", "fp32", "fp32"]
+    latent = str(save(make_model("deepseek-v3"), tmp_path / "deepseek"))
+    with pytest.raises(ModelLoadError, match="fp16 does not run with latent attention: use fp32"):
+        build_engine(ModelConfig(latent), replace(cache, dtype="fp16"), SchedulerConfig())
 
 
 def test_invariance_without_fused_kernels_is_refused(tmp_path: Path) -> None:

@@ -33,11 +33,12 @@ for m, n, k in ((1, 40, 80), (2, 16, 48), (13, 96, 576), (131, 48, 64)):
     found.append(packed.rows(torch.arange(n)))
 for dim, block_size, window in ((64, 16, 0), (48, 32, 70)):
     batch = make_batch([1, 70, 200], [37, 100, 0], block_size, 3)
-    k_cache = torch.randn(NUM_BLOCKS, 2, dim, block_size)
-    v_cache = torch.randn(NUM_BLOCKS, 2, block_size, dim)
-    qkv, table = torch.randn(271, 10 * dim), torch.randn(512, dim)
-    q = attention.rope_and_cache(qkv, k_cache, v_cache, table, batch, 6, dim**-0.5)
-    found.append(attention.paged_attention(q, k_cache, v_cache, batch, 6, window))
+    for kind in (torch.float32, torch.float16):
+        k_cache = torch.randn(NUM_BLOCKS, 2, dim, block_size).to(kind)
+        v_cache = torch.randn(NUM_BLOCKS, 2, block_size, dim).to(kind)
+        qkv, table = torch.randn(271, 10 * dim), torch.randn(512, dim)
+        q = attention.rope_and_cache(qkv, k_cache, v_cache, table, batch, 6, dim**-0.5)
+        found.append(attention.paged_attention(q, k_cache, v_cache, batch, 6, window))
 digests = [hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for t in found]
 from tokenmill.kernels.cpu.build import VNNI
 print(VNNI, *digests, sep="\\n")

@@ -54,7 +54,7 @@ class SimCache:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.engine_id = uuid4().hex[:12]
         self.pages = SharedPages(self.engine_id)
-        self.slots = self.pages.zeros((num_blocks, block_size))
+        self.slots = self.pages.zeros((num_blocks, block_size), np.float32)
 
     def compute(self, items: Items[tuple[Sequence, int]]) -> None:
         """Write the KV of a batch, then check all that its sequences read.

@@ -16,7 +16,7 @@ from tokenmill.bench.roofline import Machine
 from tokenmill.bench.versions import package_version
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels import cpu_kernels
-from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
+from tokenmill.kernels.matmul import activation_limit, by_groups, matmul, pack, quantize_rows
 
 ROWS = 512
 READ_BYTES = 2**29
@@ -129,6 +129,7 @@ def _measure_cpu(spec: ModelSpec, num_threads: int) -> Machine:
             gemm_flops={
                 "fp32": flops / _best_seconds(_fp32_products(n, k)),
                 "int8": flops / _best_seconds(_int8_products(n, k)),
+                "int16": flops / _best_seconds(_int16_products(n, k)),
             },
             read_bytes_per_s=READ_BYTES / _best_seconds([_read()]),
             num_threads=num_threads,
@@ -156,6 +157,13 @@ def _int8_products(n: int, k: int) -> list[Callable[[], object]]:
         prepacked = torch.ops.quantized.linear_prepack(quantized, None)
         products.append(lambda: torch.ops.quantized.linear_dynamic(x, prepacked, True))
     return products
+
+
+def _int16_products(n: int, k: int) -> list[Callable[[], object]]:
+    """What attention over an fp16 cache consists of: products of pairs of int16."""
+    packed = pack(torch.randn(n, k), "int8")
+    rows = quantize_rows(torch.randn(ROWS, k), activation_limit(k))
+    return [lambda: matmul(rows, packed)]
 
 
 def _read() -> Callable[[], object]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from tokenmill.bench.workload import Cell
 from tokenmill.core.spec import ModelSpec
 
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "fp8": 1}
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
+ATTENTION_DTYPE = {"fp16": "int16"}  # what a cache of this type is multiplied in, if not its own
 HEAD_DTYPE = {"fp8": "bf16"}  # the output head keeps this type; others are as the layers
 
 
@@ -68,7 +69,7 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     layers = spec.flops_per_token(0) - head
     layer_rate = machine.flops_per_s(setup.dtype)
     head_rate = machine.flops_per_s(HEAD_DTYPE.get(setup.dtype, setup.dtype))
-    attention_rate = machine.flops_per_s(setup.kv_dtype)
+    attention_rate = machine.flops_per_s(ATTENTION_DTYPE.get(setup.kv_dtype, setup.kv_dtype))
 
     num_decoded = cell.num_output_tokens - cell.num_prompts
     prefill_seen = sum(spec.attended_positions(i) for i, _ in cell.lengths)

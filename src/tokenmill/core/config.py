@@ -54,9 +54,9 @@ class CacheConfig:
     block_size: int | None = setting(
         None, "Tokens in one block of the KV cache; 16 on CPU, 64 on a GPU.", count(1, 1024)
     )
-    dtype: Literal["auto", "fp32", "bf16", "fp8"] = setting(
+    dtype: Literal["auto", "fp32", "fp16", "bf16", "fp8"] = setting(
         "auto",
-        "Type of the cached keys and values; auto: fp32 on CPU, bf16 on a GPU.",
+        "Type of cached keys and values; auto: bf16 on a GPU, on CPU fp16 with int8, else fp32.",
         flag="kv-cache-dtype",
     )
     memory_bytes: int | None = setting(

@@ -34,8 +34,8 @@ from tokenmill.models.shards import plan_layout
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.parallel import Ranks
 
-KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
-KVType = Literal["fp32", "bf16", "fp8"]
+KV_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+KVType = Literal["fp32", "fp16", "bf16", "fp8"]
 _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
@@ -54,7 +54,7 @@ def resolve_setup(asked: Setup) -> Setup:
     num_threads = max(1, (model.num_threads or os.cpu_count() or 1) // size)
     set_num_threads(num_threads)
     dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
-    kv_dtype = _kv_dtype(cache, spec, device)
+    kv_dtype = _kv_dtype(cache, spec, device, dtype)
     _check_compute(spec, dtype, device)
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
         raise ModelLoadError("batch_invariant does not run with latent attention on cuda")
@@ -176,16 +176,19 @@ def _check_compute(spec: ModelSpec, dtype: str, device: str) -> None:
         )
 
 
-def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str) -> KVType:
-    known: tuple[KVType, ...] = ("bf16", "fp8") if device == "cuda" else ("fp32",)
+def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str, dtype: str) -> KVType:
+    known: tuple[KVType, ...] = ("bf16", "fp8") if device == "cuda" else ("fp32", "fp16")
     if cache.dtype == "auto":
-        return known[0]
+        rounded = dtype == "int8" and spec.mla is None
+        return "fp16" if rounded else known[0]
     if cache.dtype not in known:
         raise ModelLoadError(
             f"kv_cache_dtype {cache.dtype} does not run on {device}: use {' or '.join(known)}"
         )
-    if cache.dtype == "fp8" and spec.mla is not None:
-        raise ModelLoadError("kv_cache_dtype fp8 does not run with latent attention: use bf16")
+    if cache.dtype in ("fp8", "fp16") and spec.mla is not None:
+        raise ModelLoadError(
+            f"kv_cache_dtype {cache.dtype} does not run with latent attention: use {known[0]}"
+        )
     if cache.dtype == "fp8" and spec.head_dim < 32:
         raise ModelLoadError(
             f"kv_cache_dtype fp8 needs a head_dim of 32 or more, the model has {spec.head_dim}"

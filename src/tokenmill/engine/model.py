@@ -17,7 +17,12 @@ from tokenmill.layers.residual import Residual
 from tokenmill.parallel import Layout
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
-KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+KV_TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 class Model(Protocol):
@@ -68,7 +73,8 @@ def allocate_kv_cache(
     def zeros(block: tuple[int, int]) -> torch.Tensor:
         shape = (num_blocks, spec.num_kv_heads, *block)
         if on_cpu:
-            return torch.from_numpy(pages.zeros(shape) if pages else np.zeros(shape, np.float32))
+            kind = np.float16 if dtype == "fp16" else np.float32
+            return torch.from_numpy(pages.zeros(shape, kind) if pages else np.zeros(shape, kind))
         return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
 
     return [(zeros(keys), zeros((block_size, value_dim))) for _ in range(spec.num_layers)]

@@ -21,7 +21,7 @@ from tokenmill.kernels import (
     use_triton,
 )
 
-TILE_ROWS = 24  # query rows that share one pass over the keys on CPU: four register tiles
+TILE_ROWS = 96  # query rows that share one pass over the keys on CPU
 GPU_TILE_ROWS = 128
 SHORT = 9  # most queries of a sequence that splits its keys: a token and its drafts
 NARROW_ROWS = 16  # of the narrowest tile on a GPU, whatever it needs

@@ -29,14 +29,15 @@ class SharedPages:
         self.fd = os.memfd_create(f"tokenmill-{engine_id}")
         self.num_bytes = 0
 
-    def zeros(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """An fp32 array in pages of its own, which take no memory before their first use."""
+    def zeros(self, shape: tuple[int, ...], kind: type[np.floating]) -> NDArray[np.floating]:
+        """An array in pages of its own, which take no memory before their first use."""
         count = int(np.prod(shape))
-        size = 4 * count + -4 * count % mmap.ALLOCATIONGRANULARITY
+        used = count * np.dtype(kind).itemsize
+        size = used + -used % mmap.ALLOCATIONGRANULARITY
         os.ftruncate(self.fd, self.num_bytes + size)
         pages = mmap.mmap(self.fd, size, offset=self.num_bytes)
         self.num_bytes += size
-        return np.frombuffer(pages, np.float32, count).reshape(shape)
+        return np.frombuffer(pages, kind, count).reshape(shape)
 
     def close(self) -> None:
         os.close(self.fd)

@@ -14,12 +14,26 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.int_spans import (
+    MASKED,
+    WEIGHT_LIMIT,
+    half_bits,
+    limit_of,
+    round_by,
+    round_keys,
+    round_values,
+    row_inverse,
+    weigh_span,
+)
+from tokenmill.kernels.cpu.int_spans import add_span as add_rounded
+from tokenmill.kernels.cpu.int_spans import score_span as score_rounded
 from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.spans import add_span, prefetch, score_span
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,
     f32_at,
+    i16_at,
     i32_at,
     i64_at,
     span_exp,
@@ -31,7 +45,7 @@ from tokenmill.kernels.cpu.tiles import (
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
-_MASKED = np.float32(-1e30)
+_PASS_ROWS = 24  # of a tile, whose scores lie in L1: four register tiles
 
 
 @compiled
@@ -45,29 +59,81 @@ def _fill(at: int, low: int, high: int, value: Any) -> None:
 
 
 @compiled
-def _softmax_span(at: int, acc: Any, peaks: Any, sums: Any, low: int, high: int, r: int) -> None:
-    """One online-softmax step of row r: its scores become weights, what was summed shrinks."""
+def softmax_span(at: int, state: int, acc_at: int, dim: int, low: int, high: int) -> None:
+    """One online-softmax step of a row: its scores become weights, what was summed shrinks.
+
+    `state` has the row's peak and sum. Addresses, since arrays would be counted in every call.
+    """
     if low >= high:
         _fill(at, 64, 64, np.float32(0.0))
         return
     partial = low > 0 or high < 64
     if partial:
-        _fill(at, low, high, _MASKED)
-    before = peaks[r]
+        _fill(at, low, high, MASKED)
+    row = carray(f32_at(state), (2,))
+    before = row[0]
     top = max(before, span_max(at))
     span_exp(at, top)
     if partial:
         _fill(at, low, high, np.float32(0.0))
     total = span_sum(at)
     if top == before:
-        sums[r] += total
+        row[1] += total
         return
     shrink = exp32(before - top)
-    peaks[r] = top
-    sums[r] = sums[r] * shrink + total
-    dim = len(acc) // len(sums)
-    for i in range(r * dim, r * dim + dim):
+    row[0] = top
+    row[1] = row[1] * shrink + total
+    acc = carray(f32_at(acc_at), (dim,))
+    for i in range(dim):
         acc[i] *= shrink
+
+
+@compiled
+def _raise_peak(
+    at: int, state: int, weight: int, acc_at: int, dim: int, low: int, high: int
+) -> Any:
+    """Mask a row's scores; returns their peak, and stores at `weight` what the span counts.
+
+    A higher peak than before shrinks what was summed.
+    """
+    counts = carray(f32_at(weight), (1,))
+    if low >= high:
+        _fill(at, 64, 64, MASKED)
+        counts[0] = np.float32(0.0)
+        return np.float32(0.0)
+    if low > 0 or high < 64:
+        _fill(at, low, high, MASKED)
+    row = carray(f32_at(state), (2,))
+    before, peak = row[0], span_max(at)
+    smaller = exp32(-abs(peak - before))
+    if peak <= before:
+        counts[0] = smaller
+        return peak
+    counts[0] = np.float32(1.0)
+    row[0], row[1] = peak, row[1] * smaller
+    acc = carray(f32_at(acc_at), (dim,))
+    for i in range(dim):
+        acc[i] *= smaller
+    return peak
+
+
+@compiled
+def reset_rows(acc: Any, states: Any) -> None:
+    """Nothing has been summed yet; states are [rows, 2]."""
+    acc[:] = np.float32(0.0)
+    for r in range(len(states) // 2):
+        states[2 * r], states[2 * r + 1] = MASKED, np.float32(0.0)
+
+
+@compiled
+def finish_rows(acc: Any, states: Any) -> None:
+    """Divide each row by the sum of its weights."""
+    rows = len(states) // 2
+    dim = len(acc) // rows
+    for r in range(rows):
+        inverse = np.float32(1.0) / states[2 * r + 1]
+        for i in range(r * dim, r * dim + dim):
+            acc[i] *= inverse
 
 
 @compiled
@@ -90,13 +156,11 @@ def _attend(
     rows = (last - first + 1) * group
     dim = len(queries) // rows
     scratch = np.empty(rows * 66, np.float32)
-    peaks, sums = scratch[rows * 64 : rows * 65], scratch[rows * 65 :]
-    scores_at = scratch.ctypes.data
+    states, scores_at = scratch[rows * 64 :], scratch.ctypes.data
+    states_at = states.ctypes.data
     addresses = np.empty(8, np.int64)
     key_slices, value_slices = addresses[:4], addresses[4:]
-    peaks[:] = _MASKED
-    sums[:] = np.float32(0.0)
-    acc[:] = np.float32(0.0)
+    reset_rows(acc, states)
     span = 0 if window == 0 else max(0, first - window + 1) // 64 * 64
     while span <= last:
         slices = min(4, (last - span) // 16 + 1)
@@ -111,40 +175,166 @@ def _attend(
             position = first + r // group
             low = 0 if window == 0 else max(0, position - window + 1 - span)
             high = min(64, position - span + 1)
-            _softmax_span(scores_at + 256 * r, acc, peaks, sums, low, high, r)
+            acc_row = acc_at + 4 * r * dim
+            softmax_span(scores_at + 256 * r, states_at + 8 * r, acc_row, dim, low, high)
         if rows <= 6:
             for j in range(min(4, (last - span - 64) // 16 + 1)):
                 block, offset = divmod(span + 64 + 16 * j, block_size)
                 prefetch(keys + table[block] * page + offset * 4, 64 * dim)
         add_span(scores_at, value_slices, slices, dim, rows, acc_at)
         span += 64
-    for r in range(rows):
-        inverse = np.float32(1.0) / sums[r]
-        for i in range(r * dim, r * dim + dim):
-            acc[i] *= inverse
+    finish_rows(acc, states)
 
 
-def _attention_body(args: Any, task: int) -> None:
-    q, out, q_stride, heads, kv_heads = args[0], args[3], args[9], args[10], args[11]
-    dim, block_size, window, tile_tokens = args[12], args[13], args[14], args[15]
-    tile, head = task // kv_heads, task % kv_heads
+@compiled
+def _place(args: Any, task: int) -> Any:
+    """(head, sequence, first row, tokens, first position) of a task."""
+    tile, head = task // args[11], task % args[11]
     seq = np.int64(carray(i32_at(args[4] + 4 * tile), (1,))[0])
     start = np.int64(carray(i32_at(args[5] + 4 * tile), (1,))[0])
     bounds = carray(i32_at(args[6] + 4 * seq), (2,))
     context = np.int64(carray(i32_at(args[7] + 4 * seq), (1,))[0])
+    tokens = min(args[15], bounds[1] - bounds[0] - start)
+    return head, seq, bounds[0] + start, tokens, context + start
+
+
+def _attention_body(args: Any, task: int) -> None:
+    q, out, q_stride, heads, kv_heads = args[0], args[3], args[9], args[10], args[11]
+    dim, block_size, window = args[12], args[13], args[14]
+    head, seq, row, left, first = _place(args, task)
     table = carray(i32_at(args[8] + 4 * seq * args[16]), (args[16],))
-    tokens = min(tile_tokens, bounds[1] - bounds[0] - start)
-    row, width = bounds[0] + start, heads // kv_heads * dim
+    group = heads // kv_heads
+    width = group * dim
     page, offset = kv_heads * dim * block_size * 4, head * dim * block_size * 4
-    scratch = np.empty(2 * tokens * width, np.float32)
-    queries, acc = scratch[: tokens * width], scratch[tokens * width :]
-    for t in range(tokens):
-        source = carray(f32_at(q + 4 * ((row + t) * q_stride + head * width)), (width,))
-        queries[t * width : t * width + width] = source
-    first = context + start
-    _attend(
-        queries,
-        queries.ctypes.data,
+    most = max(1, _PASS_ROWS // group)
+    scratch = np.empty(2 * most * width, np.float32)
+    while left > 0:
+        tokens = min(left, most)
+        queries, acc = scratch[: tokens * width], scratch[most * width :][: tokens * width]
+        for t in range(tokens):
+            source = carray(f32_at(q + 4 * ((row + t) * q_stride + head * width)), (width,))
+            queries[t * width : t * width + width] = source
+        _attend(
+            queries,
+            queries.ctypes.data,
+            acc,
+            acc.ctypes.data,
+            args[1] + offset,
+            args[2] + offset,
+            table,
+            page,
+            block_size,
+            window,
+            first,
+            first + tokens - 1,
+            group,
+        )
+        for t in range(tokens):
+            target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
+            target[:] = acc[t * width : t * width + width]
+        row, first, left = row + tokens, first + tokens, left - tokens
+
+
+@compiled
+def _prefetch_span(
+    keys: int, values: int, table: Any, page: int, block_size: int, dim: int, span: int, last: int
+) -> None:
+    """Ask for a span of an fp16 cache ahead of its use: few rows wait for memory."""
+    for j in range(span, min(span + 64, last + 1), 16):
+        block, offset = divmod(j, block_size)
+        here = table[block] * page
+        prefetch(values + here + offset * dim * 2, 32 * dim)
+        prefetch(keys + here + offset * 2, 32 * dim)
+
+
+@compiled
+def _attend_rounded(
+    queries: int,
+    query_scales: int,
+    acc: Any,
+    acc_at: int,
+    keys: int,
+    values: int,
+    table: Any,
+    page: int,
+    block_size: int,
+    window: int,
+    first: int,
+    last: int,
+    group: int,
+    limit: Any,
+) -> None:
+    """As _attend, of int16 queries[rows, dim] over an fp16 cache, all products in integers."""
+    rows = (last - first + 1) * group
+    dim = len(acc) // rows
+    scratch = np.empty(_PASS_ROWS * 97 + 192 + 64 * dim + 2 * rows, np.float32)
+    scratch[97 * _PASS_ROWS : 97 * _PASS_ROWS + 192] = np.float32(0.0)  # of keys that are not there
+    scores = scratch.ctypes.data
+    weights = scores + 256 * _PASS_ROWS
+    counts = weights + 128 * _PASS_ROWS
+    columns = counts + 4 * _PASS_ROWS  # key scales, logarithms of value scales, their inverses
+    keys_at = columns + 768
+    values_at = keys_at + 128 * dim
+    states = scratch[-2 * rows :]
+    states_at = states.ctypes.data
+    span_counts = scratch[96 * _PASS_ROWS : 97 * _PASS_ROWS]
+    peaks = np.empty(_PASS_ROWS, np.float32)
+    reset_rows(acc, states)
+    span = 0 if window == 0 else max(0, first - window + 1) // 64 * 64
+    if rows <= 6:
+        _prefetch_span(keys, values, table, page, block_size, dim, span, last)
+    while span <= last:
+        slices = min(4, (last - span) // 16 + 1)
+        if rows <= 6:
+            _prefetch_span(keys, values, table, page, block_size, dim, span + 64, last)
+        for j in range(slices):
+            block, offset = divmod(span + 16 * j, block_size)
+            here = keys + table[block] * page + offset * 2
+            round_keys(here, 2 * block_size, dim, keys_at + 64 * j, columns + 64 * j, limit)
+            here = values + table[block] * page + offset * dim * 2
+            logs = columns + 256 + 64 * j
+            round_values(here, dim, values_at + 32 * j * dim, logs, logs + 256)
+        for low in range(0, rows, _PASS_ROWS):
+            count = min(_PASS_ROWS, rows - low)
+            q, q_scales = queries + 2 * low * dim, query_scales + 4 * low
+            score_rounded(q, q_scales, dim, keys_at, columns, slices, count, scores)
+            for r in range(count):
+                position = first + (low + r) // group
+                start = 0 if window == 0 else max(0, position - window + 1 - span)
+                end = min(64, position - span + 1)
+                peaks[r] = _raise_peak(
+                    scores + 256 * r, states_at + 8 * (low + r), counts + 4 * r,
+                    acc_at + 4 * (low + r) * dim, dim, start, end,
+                )  # fmt: skip
+            for r in range(count):
+                total = weigh_span(scores + 256 * r, peaks[r], columns + 512, weights + 128 * r)
+                states[2 * (low + r) + 1] += total * span_counts[r]
+                span_counts[r] *= np.float32(1 / WEIGHT_LIMIT)
+            add_rounded(weights, counts, values_at, slices, dim, count, acc_at + 4 * low * dim)
+        span += 64
+    finish_rows(acc, states)
+
+
+def _rounded_body(args: Any, task: int) -> None:
+    q, out, q_stride, heads, kv_heads = args[0], args[3], args[9], args[10], args[11]
+    dim, block_size = args[12], args[13]
+    head, seq, row, tokens, first = _place(args, task)
+    table = carray(i32_at(args[8] + 4 * seq * args[16]), (args[16],))
+    group = heads // kv_heads
+    width = group * dim
+    page, offset = kv_heads * dim * block_size * 2, head * dim * block_size * 2
+    scratch = np.empty(2 * tokens * width + tokens * group, np.float32)
+    acc = scratch[: tokens * width]  # in use to the end: it keeps the memory of the others
+    queries_at = scratch.ctypes.data + 4 * tokens * width
+    scales_at = queries_at + 4 * tokens * width
+    limit = np.float32(args[17])
+    for r in range(tokens * group):
+        source = q + 4 * ((row + r // group) * q_stride + head * width + r % group * dim)
+        inverse = row_inverse(source, dim, scales_at + 4 * r, limit)
+        round_by(source, dim, queries_at + 2 * r * dim, inverse)
+    _attend_rounded(
+        queries_at,
+        scales_at,
         acc,
         acc.ctypes.data,
         args[1] + offset,
@@ -152,10 +342,11 @@ def _attention_body(args: Any, task: int) -> None:
         table,
         page,
         block_size,
-        window,
+        args[14],
         first,
         first + tokens - 1,
-        heads // kv_heads,
+        group,
+        limit,
     )
     for t in range(tokens):
         target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
@@ -199,6 +390,13 @@ def _rope_body(args: Any, task: int) -> None:
             k = carray(f32_at(args[0] + 4 * (t * stride + (heads + h) * dim)), (dim,))
             v = carray(f32_at(args[0] + 4 * (t * stride + (heads + kv_heads + h) * dim)), (dim,))
             base = (block * kv_heads + h) * dim * block_size
+            if args[17] != 0:
+                short_keys = carray(i16_at(args[1] + 2 * base), (dim * block_size,))
+                short_values = carray(i16_at(args[2] + 2 * (base + offset * dim)), (dim,))
+                for i in range(dim):
+                    short_keys[i * block_size + offset] = half_bits(k[i])
+                    short_values[i] = half_bits(v[i])
+                continue
             keys = carray(f32_at(args[1] + 4 * base), (dim * block_size,))
             values = carray(f32_at(args[2] + 4 * (base + offset * dim)), (dim,))
             for i in range(dim):
@@ -207,7 +405,12 @@ def _rope_body(args: Any, task: int) -> None:
 
 
 ATTEND = task_kernel(_attention_body)
+ATTEND_ROUNDED = task_kernel(_rounded_body)
 ROPE = task_kernel(_rope_body)
+
+
+def attend_kernel(cache_type: torch.dtype) -> Any:
+    return ATTEND_ROUNDED if cache_type == torch.float16 else ATTEND
 
 
 def supports(head_dim: int, block_size: int) -> bool:
@@ -252,6 +455,7 @@ def rope_and_cache(
         qkv.stride(0),
         float_bits(scale),
         float_bits(eps),
+        k_cache.dtype == torch.float16,
     )
 
 
@@ -273,7 +477,7 @@ def paged_attention(
     tables = batch.block_tables
     assert q.stride(1) == 1 and out.is_contiguous() and tables.is_contiguous()
     launch(
-        ATTEND,
+        attend_kernel(k_cache.dtype),
         tiles.seqs.shape[0] * kv_heads,
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -292,4 +496,5 @@ def paged_attention(
         window,
         tiles.tokens,
         tables.shape[1],
+        limit_of(dim),
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from tokenmill.kernels.cpu.attention import _MASKED, _softmax_span
+from tokenmill.kernels.cpu.attention import finish_rows, reset_rows, softmax_span
 from tokenmill.kernels.cpu.build import compiled
 from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import as_float, f32_at, f32_rows, i32_at, i64_at, square_sum
@@ -84,14 +84,11 @@ def _attend(
     """
     width, line = (rows + 15) // 16 * 16, kv_rank + 16  # a power of two would share cache sets
     scratch = np.empty(rows * 66 + 64 * (width + line), np.float32)
-    scores, peaks, sums = scratch[: rows * 64], scratch[rows * 64 :], scratch[rows * 65 : rows * 66]
+    scores, states = scratch[: rows * 64], scratch[rows * 64 : rows * 66]
     across, latents = scratch[rows * 66 :], scratch[rows * 66 + 64 * width :]
     scores_at, across_at, latents_at = scores.ctypes.data, across.ctypes.data, latents.ctypes.data
-    acc_at = acc.ctypes.data
-    for r in range(rows):
-        peaks[r] = _MASKED
-    sums[:] = np.float32(0.0)
-    acc[:] = np.float32(0.0)
+    acc_at, states_at = acc.ctypes.data, states.ctypes.data
+    reset_rows(acc[: rows * kv_rank], states)
     for span in range(0, last + 1, 64):
         slices = min(4, (last - span) // 16 + 1)
         for j in range(slices):
@@ -115,15 +112,13 @@ def _attend(
             for j in range(keys):
                 scores[r * 64 + j] += across[j * width + r]
             high = min(64, first + r // heads - span + 1)
-            _softmax_span(scores_at + 256 * r, acc, peaks, sums, 0, high, r)
+            acc_row = acc_at + 4 * r * kv_rank
+            softmax_span(scores_at + 256 * r, states_at + 8 * r, acc_row, kv_rank, 0, high)
         for d in range(0, kv_rank * 4, 64):
             f32_rows(
                 scores_at, 256, latents_at + d, line * 4, keys, rows, acc_at + d, kv_rank * 4, 1
             )
-    for r in range(rows):
-        inverse = np.float32(1.0) / sums[r]
-        for i in range(r * kv_rank, r * kv_rank + kv_rank):
-            acc[i] *= inverse
+    finish_rows(acc[: rows * kv_rank], states)
 
 
 def _attention_body(args: Any, task: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tokenmill.kernels.cpu import attention, groups, rows
+from tokenmill.kernels.cpu.int_spans import limit_of
 from tokenmill.kernels.cpu.pool import MAX_ARGS, float_bits, launch_all, rows_of_task
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Stack:
         args[_ROPE, 6:8], args[_ROPE, 8:12] = norms, shape
         args[_ROPE, [14, 15, 16]] = layer.qkv.n, float_bits(heads.scale), bits
         args[_ATTEND, [9, 14]] = layer.qkv.n, layer.window
-        args[_ATTEND, 10:14] = shape
+        args[_ATTEND, 10:14], args[_ATTEND, 17] = shape, limit_of(heads.dim)
         args[_ROUND, [5, 7, 8]] = layer.out.k, _code(layer.out), layer.out.k
         args[_ACT, [5, 7, 8]] = inner, _code(layer.down), 2 * inner
 
@@ -163,3 +164,6 @@ class Stack:
             self._caches = places
             for step in (_ROPE, _ATTEND):
                 self._args[:, step, 1:3] = np.array(places).reshape(-1, 2)
+            cache_type = kv_cache[0][0].dtype
+            self._table[:, _ATTEND, 0] = attention.attend_kernel(cache_type).address
+            self._args[:, _ROPE, 17] = cache_type == torch.float16

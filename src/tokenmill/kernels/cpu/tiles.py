@@ -59,7 +59,7 @@ def _constant(kind: ir.Type, value: float) -> ir.Constant:
     return ir.Constant(kind, [exact] * kind.count if isinstance(kind, ir.VectorType) else exact)
 
 
-def _emit_exp(b: ir.IRBuilder, x: Any) -> Any:
+def emit_exp(b: ir.IRBuilder, x: Any) -> Any:
     """exp(x) to about 2 ulp, x clamped to [-87, 88]; straight-line code for scalars and vectors."""
     kind = x.type
     lanes = f".v{kind.count}f32" if isinstance(kind, ir.VectorType) else ".f32"
@@ -86,12 +86,12 @@ def exp32(typing_context: Any, x: Any) -> Any:
     """exp of a float32; loops over it vectorise."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return _emit_exp(b, args[0])
+        return emit_exp(b, args[0])
 
     return types.float32(types.float32), generate
 
 
-def _fold(b: ir.IRBuilder, vectors: list[Any], combine: Any) -> Any:
+def fold(b: ir.IRBuilder, vectors: list[Any], combine: Any) -> Any:
     """Combine vectors pairwise, then the lanes of the last one, always in the same order."""
     while len(vectors) > 1:
         vectors = [combine(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
@@ -109,7 +109,7 @@ def _fold(b: ir.IRBuilder, vectors: list[Any], combine: Any) -> Any:
     return b.extract_element(lanes, ir.Constant(I32, 0))
 
 
-def _larger(b: ir.IRBuilder) -> Any:
+def larger(b: ir.IRBuilder) -> Any:
     return lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -119,7 +119,7 @@ def span_max(typing_context: Any, scores: Any) -> Any:
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         vectors = [load(b, args[0], 32 * i, _V8F32) for i in range(8)]
-        return _fold(b, vectors, _larger(b))
+        return fold(b, vectors, larger(b))
 
     return types.float32(types.int64), generate
 
@@ -132,7 +132,7 @@ def span_exp(typing_context: Any, scores: Any, top: Any) -> Any:
         kind = ir.VectorType(F32, LANES)
         top = splat(b, args[1], kind)
         for i in range(0, 256, 4 * LANES):
-            store(b, _emit_exp(b, b.fsub(load(b, args[0], i, kind), top)), args[0], i)
+            store(b, emit_exp(b, b.fsub(load(b, args[0], i, kind), top)), args[0], i)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), generate
@@ -143,9 +143,9 @@ def _emit_shifts(b: ir.IRBuilder, lanes: list[Any], inverse: Any, most: Any) -> 
     fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
     peaks = [b.call(fabs, [x]) for x in lanes]
     while len(peaks) > 1:
-        peaks = [_larger(b)(x, y) for x, y in zip(peaks[::2], peaks[1::2], strict=True)]
+        peaks = [larger(b)(x, y) for x, y in zip(peaks[::2], peaks[1::2], strict=True)]
     halves = ir.Constant(_V8I32, [4, 5, 6, 7, 0, 1, 2, 3])
-    peak = _larger(b)(peaks[0], b.shuffle_vector(peaks[0], peaks[0], halves))
+    peak = larger(b)(peaks[0], b.shuffle_vector(peaks[0], peaks[0], halves))
     steps = b.fmul(peak, splat(b, b.fmul(inverse, _constant(F32, 1 / 127)), _V8F32))
     bits = b.add(b.bitcast(steps, _V8I32), ir.Constant(_V8I32, [(1 << 23) - 1] * 8))
     shift = b.sub(b.ashr(bits, ir.Constant(_V8I32, [23] * 8)), ir.Constant(_V8I32, [127] * 8))
@@ -184,7 +184,7 @@ def round_block(
                 store(b, b.trunc(b.shl(x, shift), ir.VectorType(ir.IntType(16), 8)), values, 16 * i)
         while len(rounded) > 1:
             rounded = [b.add(x, y) for x, y in zip(rounded[::2], rounded[1::2], strict=True)]
-        return b.sext(_fold(b, [b.shl(rounded[0], shift)], b.add), I64)
+        return b.sext(fold(b, [b.shl(rounded[0], shift)], b.add), I64)
 
     return types.int64(*[types.int64] * 3, types.float32, types.int64), generate
 
@@ -214,8 +214,8 @@ def row_peak(typing_context: Any, row: Any, k: Any) -> Any:
             at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
             for v, slot in enumerate(peaks):
                 x = b.call(fabs, [load(b, at, 32 * v, _V8F32)])
-                b.store(_larger(b)(x, b.load(slot)), slot)
-        return _fold(b, [b.load(slot) for slot in peaks], _larger(b))
+                b.store(larger(b)(x, b.load(slot)), slot)
+        return fold(b, [b.load(slot) for slot in peaks], larger(b))
 
     return types.float32(types.int64, types.int64), generate
 
@@ -225,7 +225,7 @@ def span_sum(typing_context: Any, scores: Any) -> Any:
     """The sum of the 64 floats at an address."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return _fold(b, [load(b, args[0], 32 * i, _V8F32) for i in range(8)], b.fadd)
+        return fold(b, [load(b, args[0], 32 * i, _V8F32) for i in range(8)], b.fadd)
 
     return types.float32(types.int64), generate
 
@@ -248,7 +248,7 @@ def square_sum(typing_context: Any, row: Any, k: Any) -> Any:
             for v, slot in enumerate(sums):
                 x = load(b, at, 32 * v, _V8F32)
                 b.store(b.call(wide, [x, x, b.load(slot)]), slot)
-        total = cgutils.alloca_once_value(b, _fold(b, [b.load(slot) for slot in sums], b.fadd))
+        total = cgutils.alloca_once_value(b, fold(b, [b.load(slot) for slot in sums], b.fadd))
         with cgutils.for_range_slice(b, whole, k, ir.Constant(I64, 1)) as (i, _):
             x = load(b, b.add(row, b.shl(i, ir.Constant(I64, 2))), 0, F32)
             b.store(b.call(one, [x, x, b.load(total)]), total)
