@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tokenmill.console import fetch
-from tokenmill.core.kv import KVAddress, KVGeometry
+from tokenmill.core.kv import KVAddress
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.engine.model import allocate_kv_cache
-from tokenmill.kv.connectors import CONNECTORS, KVLink, geometry
+from tokenmill.kv.connectors import CONNECTORS, KVLink
 from tokenmill.kv.transfer import OwnConnector, Run
 from tokenmill.models.weights import open_checkpoint
 
@@ -94,10 +94,8 @@ def _cache(
     link = KVLink.plan(name, "cpu")
     assert link is not None
     cache = allocate_kv_cache(spec, num_blocks, block_size, pages=link.pages)
-    tensors = [tensor for layer in cache for tensor in layer]
-    (connector,) = link.connect(tensors)
-    shape: KVGeometry = geometry(spec, tensors, "fp32", block_size)
-    return tensors, connector, link.address([connector], shape, num_blocks)
+    (connector,), address = link.reach(cache, spec, "fp32", block_size, num_blocks)
+    return [tensor for layer in cache for tensor in layer], connector, address
 
 
 @contextmanager

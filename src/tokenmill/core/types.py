@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tokenmill.core.flags import INTEGER, Flag, Kind, count, number
 
@@ -207,6 +207,28 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
     error: str | None = None  # for REJECT and ERROR: one sentence for the user
     scheduled_ns: int = 0  # monotonic: the start of the first step it ran in; 0 when unknown
+
+
+class End(NamedTuple):
+    """How a request ends without a new token."""
+
+    reason: FinishReason
+    stop_reason: str | None = None
+    error: str | None = None  # for REJECT and ERROR: one sentence for the user
+
+    def output(
+        self, request_id: str, num_cached_tokens: int = 0, scheduled_ns: int = 0
+    ) -> RequestOutput:
+        """The terminal output."""
+        return RequestOutput(
+            request_id,
+            [],
+            finish_reason=self.reason,
+            stop_reason=self.stop_reason,
+            num_cached_tokens=num_cached_tokens,
+            error=self.error,
+            scheduled_ns=scheduled_ns,
+        )
 
 
 @dataclass(slots=True)

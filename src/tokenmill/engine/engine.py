@@ -10,6 +10,7 @@ from typing import Protocol
 
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import (
+    End,
     EngineStats,
     FinishReason,
     RanksLostError,
@@ -97,7 +98,7 @@ class LanguageEngine:
         """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
         refusal = self._refusal(request)
         if refusal is not None:
-            self._tell(request.request_id, FinishReason.REJECT, *refusal)
+            self._tell(request.request_id, End(FinishReason.REJECT, *refusal))
             return
         if self.kv is not None and request.kv_from is not None:
             self.kv.expect(request, self._clock())
@@ -138,7 +139,7 @@ class LanguageEngine:
     def abort(self, request_id: str) -> None:
         """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
         if self._structured.cancel(request_id):
-            self._end(request_id, FinishReason.ABORT)
+            self._end(request_id, End(FinishReason.ABORT))
         else:
             self._scheduler.abort(request_id)
 
@@ -221,31 +222,16 @@ class LanguageEngine:
             return "invalid_request", problem
         return self._scheduler.limits.queue_full(request, self.stats().num_waiting)
 
-    def _end(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        stop_reason: str | None = None,
-        error: str | None = None,
-    ) -> None:
+    def _end(self, request_id: str, end: End) -> None:
         """End a request that was taken."""
-        self._tell(request_id, reason, stop_reason, error)
+        self._tell(request_id, end)
         if self.kv is not None:
             self.kv.forget(request_id)
 
-    def _tell(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        stop_reason: str | None = None,
-        error: str | None = None,
-    ) -> None:
-        self._num_finished[reason.value] = self._num_finished.get(reason.value, 0) + 1
-        self._finished.append(
-            RequestOutput(
-                request_id, [], finish_reason=reason, stop_reason=stop_reason, error=error
-            )
-        )
+    def _tell(self, request_id: str, end: End) -> None:
+        reason = end.reason.value
+        self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
+        self._finished.append(end.output(request_id))
 
     def _take_finished(self) -> list[RequestOutput]:
         """Return the terminal outputs that no batch produces."""
@@ -265,7 +251,7 @@ class LanguageEngine:
     def _lose(self, request_id: str, stop_reason: str, message: str) -> None:
         """End a request whose KV will not come."""
         if self._structured.cancel(request_id):
-            self._end(request_id, FinishReason.ERROR, stop_reason, message)
+            self._end(request_id, End(FinishReason.ERROR, stop_reason, message))
         else:
             self._scheduler.receiving.lose(request_id, stop_reason, message)
 
@@ -284,7 +270,7 @@ class LanguageEngine:
             if end is None:
                 self._add(request)
             else:
-                self._end(request.request_id, *end)
+                self._end(request.request_id, end)
 
     def _idle(self) -> None:
         """Give others a moment instead of spinning: compile threads, engines that read blocks."""

@@ -45,11 +45,6 @@ class KVLink:
         shared = any(CONNECTORS[name].needs_pages for name in names)
         return cls(engine_id, names, SharedPages(engine_id) if shared else None)
 
-    def connect(self, tensors: list[torch.Tensor]) -> list[OwnConnector]:
-        """The connectors over the tensors of a cache."""
-        named = [CONNECTORS[name] for name in self.connectors]
-        return [connector.over(self.engine_id, tensors, self.pages) for connector in named]
-
     def open(
         self,
         scheduler: Scheduler,
@@ -72,18 +67,13 @@ class KVLink:
     ) -> tuple[list[OwnConnector], KVAddress]:
         """Connectors over a cache, and how a peer reaches it."""
         tensors = [tensor for layer in kv_cache for tensor in layer]
-        connectors = self.connect(tensors)
-        shape = geometry(spec, tensors, dtype, block_size)
-        return connectors, self.address(connectors, shape, num_blocks)
-
-    def address(
-        self, connectors: list[OwnConnector], shape: KVGeometry, num_blocks: int
-    ) -> KVAddress:
-        """Return what a peer has to know to read from this engine."""
-        return KVAddress(
+        connectors: list[OwnConnector] = [
+            CONNECTORS[name].over(self.engine_id, tensors, self.pages) for name in self.connectors
+        ]
+        return connectors, KVAddress(
             engine_id=self.engine_id,
             host=host_identity(),
-            geometry=shape,
+            geometry=geometry(spec, tensors, dtype, block_size),
             num_blocks=num_blocks,
             ways=tuple(KVWay(c.name, c.regions, c.endpoint) for c in connectors),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.core.types import EngineStats, FinishReason, RequestOutput
+from tokenmill.core.types import End, EngineStats, FinishReason, RequestOutput
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.request_queues import RequestQueues
@@ -31,44 +31,16 @@ class Endings:
     def reject(self, request_id: str, stop_reason: str, error: str) -> None:
         """Refuse a request; take() has its terminal output."""
         self._count(FinishReason.REJECT)
-        self._outputs.append(
-            RequestOutput(
-                request_id,
-                [],
-                finish_reason=FinishReason.REJECT,
-                stop_reason=stop_reason,
-                error=error,
-            )
-        )
+        self._outputs.append(End(FinishReason.REJECT, stop_reason, error).output(request_id))
 
-    def end_between_steps(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        stop_reason: str | None = None,
-        error: str | None = None,
-    ) -> None:
+    def end_between_steps(self, seq: Sequence, end: End) -> None:
         """End a request outside a batch; take() has its terminal output."""
-        self._outputs.append(self.end(seq, reason, stop_reason, error))
+        self._outputs.append(self.end(seq, end))
 
-    def end(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        stop_reason: str | None = None,
-        error: str | None = None,
-    ) -> RequestOutput:
+    def end(self, seq: Sequence, end: End) -> RequestOutput:
         """End a request that has no new token; returns its terminal output."""
-        self.finish(seq, reason)
-        return RequestOutput(
-            seq.request_id,
-            [],
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=seq.num_cached_tokens,
-            error=error,
-            scheduled_ns=seq.scheduled_ns,
-        )
+        self.finish(seq, end.reason)
+        return end.output(seq.request_id, seq.num_cached_tokens, seq.scheduled_ns)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Mark a request as ended, and free what it holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.core.types import EngineStats, FinishReason
+from tokenmill.core.types import End, EngineStats, FinishReason
 from tokenmill.sched import stops
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.endings import Endings
@@ -64,13 +64,14 @@ class Receiving:
         self._queues.run(seq)
         if seq.num_tokens >= seq.max_len:
             reason = stops.length_reason(seq, self._max_model_len)
-            self._endings.end_between_steps(seq, FinishReason.LENGTH, reason)
+            self._endings.end_between_steps(seq, End(FinishReason.LENGTH, reason))
 
     def lose(self, request_id: str, stop_reason: str, message: str) -> None:
         """End a request whose KV will not come; unknown ids are ignored."""
         seq = self._queues.get(request_id)
         if seq is not None:
-            self._endings.end_between_steps(seq, FinishReason.ERROR, stop_reason, message)
+            end = End(FinishReason.ERROR, stop_reason, message)
+            self._endings.end_between_steps(seq, end)
 
     def release(self, seq: Sequence) -> None:
         """Free the blocks of an ended sequence: no transfer writes to them any more."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
 from tokenmill.core.kv import PREFILLED
 from tokenmill.core.types import (
+    End,
     EngineStats,
     FinishReason,
     Request,
@@ -27,7 +28,10 @@ from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Step
 
 __all__ = ["Batch", "Scheduler", "Sequence"]
 
-_MISCOUNT = "the step sampled tokens for an unfinished prompt, or none for a finished one"
+_MISCOUNT = End(
+    FinishReason.ERROR,
+    error="the step sampled tokens for an unfinished prompt, or none for a finished one",
+)
 _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 
 
@@ -99,7 +103,7 @@ class Scheduler:
         """End a request with ABORT, or its lease; unknown or finished ids are ignored."""
         seq = self._queues.get(request_id)
         if seq is not None:
-            self._endings.end_between_steps(seq, FinishReason.ABORT)
+            self._endings.end_between_steps(seq, End(FinishReason.ABORT))
         else:
             self.leases.release(request_id)
 
@@ -192,7 +196,7 @@ class Scheduler:
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):
-            self._endings.end_between_steps(seq, FinishReason.ABORT, "deadline")
+            self._endings.end_between_steps(seq, End(FinishReason.ABORT, "deadline"))
         if self.leases:
             self.leases.expire(self._now_ns)
 
@@ -294,7 +298,7 @@ class Scheduler:
             if not sampled and not tokens:
                 continue
             if not sampled or not tokens:
-                outputs.append(self._endings.end(seq, FinishReason.ERROR, error=_MISCOUNT))
+                outputs.append(self._endings.end(seq, _MISCOUNT))
                 continue
             output = RequestOutput(
                 seq.request_id,
@@ -374,7 +378,7 @@ class Scheduler:
                 self._queues.running.remove(seq)
                 self._requeue(seq)
         self._ledger.tell_again(batch)
-        return [self._endings.end(seq, FinishReason.ERROR, error=message) for seq in lost]
+        return [self._endings.end(seq, End(FinishReason.ERROR, error=message)) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
         """End the items of a failed step and their readers in ERROR; nothing of it stays cached."""
@@ -384,8 +388,8 @@ class Scheduler:
         self.pool.forget(self._ledger.dropped)
         self._late = []  # these sampled in the batch and end with it
         self._ledger.collect(batch)
-        error = FinishReason.ERROR
-        outputs = [self._endings.end(seq, error, error=message) for seq in seqs if not seq.finished]
+        end = End(FinishReason.ERROR, error=message)
+        outputs = [self._endings.end(seq, end) for seq in seqs if not seq.finished]
         self._ledger.tell_again(batch)
         return outputs
 

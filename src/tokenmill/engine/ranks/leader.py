@@ -16,6 +16,7 @@ from tokenmill.core.kv_events import (
     unpack_events,
 )
 from tokenmill.core.types import (
+    End,
     EngineStats,
     FinishReason,
     Request,
@@ -50,6 +51,7 @@ class LeadingEngine:
         self._engine, self._group, self._rebalancer = engine, group, rebalancer
         self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
         self.warm_up, self.kv = engine.warm_up, engine.kv
+        self.kv_events, self.kv_dump = engine.kv_events, engine.kv_dump
 
     def step(self) -> list[RequestOutput]:
         """Run one batch on all ranks."""
@@ -60,12 +62,6 @@ class LeadingEngine:
         """Return the scheduler's stats, and how balanced the experts are if they move."""
         self._group.check()
         return with_balance(self._engine.stats(), self._rebalancer)
-
-    def kv_events(self) -> EventPublisher:
-        return self._engine.kv_events()
-
-    def kv_dump(self) -> Dump:
-        return self._engine.kv_dump()
 
 
 class OwnEngine:
@@ -146,11 +142,8 @@ class DataParallelEngine:
         request_id = request.request_id
         if request_id in self._new or request_id in self._rank_of:
             message = f"request_id {request_id!r} is already in use"
-            refusal = RequestOutput(
-                request_id, [], finish_reason=FinishReason.REJECT, stop_reason="duplicate_id",
-                error=message,
-            )  # fmt: skip
-            self._refused.append(refusal)
+            end = End(FinishReason.REJECT, "duplicate_id", message)
+            self._refused.append(end.output(request_id))
         else:
             self._new[request_id] = request
 

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from tokenmill.core.types import (
+    End,
     FinishReason,
     InvalidRequestError,
     Request,
@@ -20,7 +21,6 @@ from tokenmill.sched.sequence import Batch, Sequence, num_drafts
 COMPILE_TIMEOUT_NS = 60 * 10**9
 _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
 
-End = tuple[FinishReason, str | None, str | None]  # how a request ends, stop_reason and a sentence
 _log = logging.getLogger(__name__)
 
 
@@ -76,12 +76,12 @@ class StructuredOutputs:
         for request_id, entry in list(self._compiling.items()):
             deadline_ns = entry.request.deadline_ns
             if deadline_ns is not None and deadline_ns <= now_ns:
-                ready.append((entry.request, (FinishReason.ABORT, "deadline", None)))
+                ready.append((entry.request, End(FinishReason.ABORT, "deadline")))
             elif entry.grammar.done():
                 ready.append((entry.request, self._take(request_id, entry.grammar)))
             elif entry.give_up_ns <= now_ns:
                 message = f"the grammar was not compiled within {COMPILE_TIMEOUT_NS // 10**9} s"
-                ready.append((entry.request, (FinishReason.REJECT, "invalid_grammar", message)))
+                ready.append((entry.request, End(FinishReason.REJECT, "invalid_grammar", message)))
             else:
                 continue
             del self._compiling[request_id]
@@ -93,9 +93,9 @@ class StructuredOutputs:
             self._compiled[request_id] = grammar.result()
             return None
         if isinstance(error, InvalidRequestError):
-            return FinishReason.REJECT, "invalid_grammar", str(error)
+            return End(FinishReason.REJECT, "invalid_grammar", str(error))
         _log.error("the grammar compiler failed", exc_info=error)
-        return FinishReason.ERROR, None, f"{type(error).__name__}: {error}"
+        return End(FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
 
     def wait(self) -> None:
         """Give the compile threads a moment."""
