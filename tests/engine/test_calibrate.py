@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tiny_models import make_model, save, tame
 from tokenmill.core.types import Request
 from tokenmill.engine import calibrate
 from tokenmill.engine.model import allocate_kv_cache
@@ -14,8 +15,7 @@ from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import matmul
 from tokenmill.layers import attention
 from tokenmill.layers.linear import Linear
-from tokenmill.models import decoder
-from tokenmill.models.llama import Llama
+from tokenmill.models import decoder, family_of
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.text.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ class CastingLinear(Linear):
 def load(path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     monkeypatch.setattr(decoder, "Linear", CastingLinear)
     checkpoint = open_checkpoint(path)
-    model = Llama(checkpoint.spec, checkpoint.tensors(), dtype, 1024)
+    model = family_of(checkpoint.spec).model(checkpoint.spec, checkpoint.tensors(), dtype, 1024)
     return ModelRunner(model, allocate_kv_cache(checkpoint.spec, 80, 16), 16, 4, 1024)
 
 
@@ -83,3 +83,14 @@ def test_fp8_perplexity_stays_close(smollm2_path: Path, monkeypatch: pytest.Monk
     cost = perplexity(runner, token_ids) / expected - 1
     print(f"fp8 costs {cost:.2%}")
     assert abs(cost) < 0.015
+
+
+def test_products_between_two_norms_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(save(tame(make_model("gemma3")), tmp_path), "bf16", monkeypatch)
+    token_ids = [i * 7 % 64 for i in range(100)]
+    expected = perplexity(runner, token_ids)
+    calibrate.quantize(runner)
+    assert all(linear.weight.channels is not None for linear in runner.model.linears)
+    assert perplexity(runner, token_ids) == pytest.approx(expected, rel=0.05)

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from tokenmill.models import store
 from tokenmill.models.weights import open_checkpoint
 
 Device = Literal["cpu", "cuda"]
-CONFIG = {
+CONFIG: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 512,
     "hidden_size": 256,
@@ -35,6 +36,14 @@ CONFIG = {
     "max_position_embeddings": 2048,
     "rope_theta": 1e6,
 }
+GEMMA3 = CONFIG | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,  # as all published sizes have
+    "sliding_window": 32,
+    "sliding_window_pattern": 3,
+}
 LLAMA = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 512}
 DEFAULT = ExecutionConfig()
 PLAIN = ExecutionConfig(cuda_graphs=False, overlap=False)
@@ -44,10 +53,12 @@ CONTEXT = 2048  # of the default model's real weights
 HEAD = "head.safetensors"
 
 
-def make_qwen3(folder: Path) -> None:
+def make_random(folder: Path, config: dict[str, object] = CONFIG) -> None:
     """Random weights in a file: made anew they would differ by device."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     weights = dict(open_checkpoint(folder, random_weights=True).tensors())
+    if config is GEMMA3:  # whose norms multiply with 1 + w
+        weights = {n: torch.zeros_like(t) if "norm" in n else t for n, t in weights.items()}
     save_file(weights, folder / "model.safetensors")
 
 
@@ -75,7 +86,8 @@ def make_drafted_llama(folder: Path) -> None:
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
-    "qwen3": make_qwen3,
+    "qwen3": make_random,
+    "gemma3": partial(make_random, config=GEMMA3),
     "drafted-qwen3": make_drafted_qwen3,
     "drafted-llama": make_drafted_llama,
 }
@@ -147,6 +159,12 @@ QWEN3 = {
 }
 
 
+GEMMA3_SETUPS = {
+    "gemma3": EngineSetup("gemma3"),
+    "gemma3-fp8": EngineSetup("gemma3", dtype="fp8", kv_dtype="fp8"),
+}
+
+
 def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
     return replace(execution, mtp=depth, mtp_adaptive=False)
 
@@ -186,7 +204,7 @@ SMOLLM2 = {
     for dtype in ("bf16", "fp8")
     for kv_dtype in ("bf16", "fp8")
 }
-SETUPS: dict[str, EngineSetup] = QWEN3 | DRAFTED_QWEN3 | DRAFTED_LLAMA | SMOLLM2
+SETUPS: dict[str, EngineSetup] = QWEN3 | GEMMA3_SETUPS | DRAFTED_QWEN3 | DRAFTED_LLAMA | SMOLLM2
 
 
 def random_prompts(lengths: tuple[int, ...], vocab_size: int, seed: int) -> list[list[int]]:

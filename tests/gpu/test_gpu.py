@@ -84,6 +84,14 @@ def test_fp8_weights_and_cache_stay_close(build: Build, name: str) -> None:
     assert len(found) == 614 and 0 < np.abs(found - expected).mean() < 0.05
 
 
+@pytest.mark.parametrize(("name", "bound"), [("gemma3", 0.03), ("gemma3-fp8", 0.1)])
+def test_gemma3_follows_the_cpu(
+    build: Build, checkpoints: Checkpoints, name: str, bound: float
+) -> None:
+    expected = scores(SETUPS["gemma3"].build(checkpoints, "cpu"))
+    assert 0 < np.abs(scores(build(name)) - expected).mean() < bound
+
+
 @pytest.mark.parametrize("name", ["invariant", "invariant-fp8"])
 def test_batch_invariance_is_bitwise(build: Build, name: str) -> None:
     together = complete(build(name).engine, prompts(), GREEDY)
