@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS, TraceRequest
@@ -122,17 +122,9 @@ class Synthetic:
     prefix_len: int = 0
     num_prefixes: int = 1
 
-    @property
-    def size(self) -> int | None:
-        return None
-
-    @property
-    def units_per_token(self) -> float:
-        return 1.0
-
-    @property
-    def warmup_words(self) -> int | None:
-        return None
+    size: ClassVar[int | None] = None
+    units_per_token: ClassVar[float] = 1.0
+    warmup_words: ClassVar[int | None] = None
 
     def parts(self, index: int) -> list[Part]:
         number = index * self.num_turns
@@ -185,13 +177,8 @@ class Prompts:
     def size(self) -> int | None:
         return len(self.turns)
 
-    @property
-    def units_per_token(self) -> float:
-        return CHARS_PER_TOKEN
-
-    @property
-    def warmup_words(self) -> int | None:
-        return WARMUP_WORDS
+    units_per_token: ClassVar[float] = CHARS_PER_TOKEN
+    warmup_words: ClassVar[int | None] = WARMUP_WORDS
 
     def session(self, index: int) -> Session:
         number, place = divmod(index, len(self.turns))
@@ -338,13 +325,8 @@ class Trace:
     def size(self) -> int | None:
         return len(self.rows)
 
-    @property
-    def units_per_token(self) -> float:
-        return 1.0
-
-    @property
-    def warmup_words(self) -> int | None:
-        return WARMUP_WORDS
+    units_per_token: ClassVar[float] = 1.0
+    warmup_words: ClassVar[int | None] = WARMUP_WORDS
 
     def session(self, index: int) -> Session:
         number, place = divmod(index, len(self.rows))
