@@ -1,4 +1,4 @@
-"""The offline benchmark: contestants, turns, counts and the report of a cell."""
+"""The offline benchmark: engines, turns, counts and the report of a cell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def engine(eos: frozenset[int] = frozenset()) -> LanguageEngine:
 
 
 class Fixed:
-    """A contestant that notes its turns and takes a second for each."""
+    """An engine that notes its turns and takes a second for each."""
 
     def __init__(self, name: str, turns: list[str], fails_at: str = "") -> None:
         self.name = name
@@ -76,7 +76,7 @@ def test_a_request_that_cannot_run_is_an_error() -> None:
         OurEngine(engine()).run(cell, make_prompts(cell, 0, 0, 1000))
 
 
-def test_contestants_take_turns_on_the_same_prompts() -> None:
+def test_engines_take_turns_on_the_same_prompts() -> None:
     turns: list[str] = []
     config = BenchConfig(rounds=2, num_prompts=1, output_len=64, cells=("batch", "single"))
     rivals = [Fixed("tokenmill", turns), Fixed("good", turns), Fixed("bad", turns, "single")]

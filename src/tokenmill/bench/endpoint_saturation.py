@@ -40,7 +40,7 @@ def check_saturation(settings: Settings, config: EndpointConfig) -> None:
         if len(values) > 1:
             raise SettingsError(f"--saturate begins at one --{name}, got {len(values)}")
     if config.trace is not None:
-        raise SettingsError("--saturate and --trace do not go together")
+        raise SettingsError("--saturate and --trace do not go together: leave one out")
     if config.concurrency and "arrival" in settings:
         raise SettingsError("--saturate with --arrival searches a rate, not --concurrency")
     if "slo-percentile" in settings and not config.goodput:
@@ -127,5 +127,5 @@ def print_saturation(report: SaturationReport) -> None:
     for doubt in report.get("doubts", ()):
         console.out.print(f"warning: {doubt}", markup=False)
     if report["client_limited"]:
-        text = "warning: the client may have been the limit there: the server may bear more"
+        text = "warning: the client may have been the limit there: the server may take more load"
         console.out.print(text, markup=False)

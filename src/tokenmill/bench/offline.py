@@ -1,4 +1,4 @@
-"""Offline throughput: the same cells for every contestant, round by round, beside their ceiling."""
+"""Offline throughput: the same cells for every engine, round by round, beside their ceiling."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Update = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class CellRun:
-    """One run of a cell; `times` has one entry per request where the contestant stamps them."""
+    """One run of a cell; `times` has one entry per request where the engine stamps them."""
 
     seconds: float
     times: list[RequestTimes] = field(default_factory=list)
     num_accepted: int = 0  # drafts that came true
 
 
-class Contestant(Protocol):
+class CellEngine(Protocol):
     """Something that can run a cell: this engine or a peer."""
 
     @property
@@ -43,7 +43,7 @@ class Contestant(Protocol):
 
 
 class OurEngine:
-    """An Engine as a contestant."""
+    """An engine of this package."""
 
     name = OURS
 
@@ -97,41 +97,41 @@ def _check_counts(cell: Cell, counts: Sequence[int]) -> None:
 
 @dataclass(slots=True)
 class Measured:
-    """Runs by cell and contestant, and why a contestant has none."""
+    """Runs by cell and engine, and why an engine has none."""
 
     runs: dict[str, dict[str, list[CellRun]]]
     failures: dict[str, str]
 
 
 def measure(
-    contestants: Sequence[Contestant],
+    engines: Sequence[CellEngine],
     cells: Sequence[Cell],
     config: BenchConfig,
     vocab_size: int,
     progress: Update = lambda done, total: None,
 ) -> Measured:
-    """Warm up, then `config.num_rounds` rounds of every cell; in a round each contestant runs once.
+    """Warm up, then `config.num_rounds` rounds of every cell; in a round each engine runs once.
 
     Drift of a shared machine so hits all alike. Only our own failure is an error.
     """
     measured = Measured({cell.name: {} for cell in cells}, {})
-    total = len(cells) * (config.num_rounds + 1) * len(contestants)
+    total = len(cells) * (config.num_rounds + 1) * len(engines)
     done = 0
     for cell in cells:
         for round_index in range(WARMUP_ROUND, config.num_rounds):
             runs = None if round_index == WARMUP_ROUND else measured.runs[cell.name]
             this = cell.warmup() if runs is None else cell
             prompts = make_prompts(this, round_index, config.seed, vocab_size)
-            for contestant in contestants:
-                if contestant.name not in measured.failures:
-                    _run_once(contestant, this, prompts, runs, measured.failures)
+            for engine in engines:
+                if engine.name not in measured.failures:
+                    _run_once(engine, this, prompts, runs, measured.failures)
                 done += 1
                 progress(done, total)
     return measured
 
 
 def _run_once(
-    contestant: Contestant,
+    engine: CellEngine,
     cell: Cell,
     prompts: Prompts,
     runs: dict[str, list[CellRun]] | None,
@@ -139,18 +139,18 @@ def _run_once(
 ) -> None:
     """Add a run to `runs`, unless it is the warm-up's, or the reason why there is none."""
     try:
-        run = contestant.run(cell, prompts)
+        run = engine.run(cell, prompts)
     except BenchError as error:
-        if contestant.name == OURS:
+        if engine.name == OURS:
             raise
-        failures[contestant.name] = str(error)
+        failures[engine.name] = str(error)
         return
     if runs is not None:
-        runs.setdefault(contestant.name, []).append(run)
+        runs.setdefault(engine.name, []).append(run)
 
 
 def cell_report(cell: Cell, runs: Sequence[CellRun]) -> dict[str, Any]:
-    """Figures of one contestant in one cell; the median run counts."""
+    """Figures of one engine in one cell; the median run counts."""
     seconds = statistics.median(run.seconds for run in runs)
     times = [t for run in runs for t in run.times]
     num_tokens = cell.num_input_tokens + cell.num_output_tokens
@@ -195,9 +195,9 @@ def with_ceiling(
 def ratios(reports: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float | None]:
     """Ours over the best peer by cell; None where no peer ran."""
     result: dict[str, float | None] = {}
-    for name, by_contestant in reports.items():
-        peers = [r["tok_s"] for who, r in by_contestant.items() if who != OURS]
-        result[name] = round(by_contestant[OURS]["tok_s"] / max(peers), 3) if peers else None
+    for name, by_engine in reports.items():
+        peers = [r["tok_s"] for who, r in by_engine.items() if who != OURS]
+        result[name] = round(by_engine[OURS]["tok_s"] / max(peers), 3) if peers else None
     return result
 
 

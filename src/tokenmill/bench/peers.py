@@ -1,4 +1,4 @@
-"""Other engines as contestants: each in its own process, on the same file and the same tokens."""
+"""Other engines beside ours: each in its own process, on the same file and the same tokens."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _FILE_SEED, _FILE_TOKENS = 7, range(10, 128_000)
 
 
 class BenchError(TokenmillError):
-    """A benchmark cannot run, or a contestant did not do what the cell asks for."""
+    """A benchmark cannot run, or an engine did not do what the cell asks for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Results of every tool in the neutral form.
 
-The files in foreign/ are trimmed from real runs of AIPerf 0.13.0, guidellm 0.8.1 and vLLM 0.32.0
+The files in external/ are trimmed from real runs of AIPerf 0.13.0, guidellm 0.8.1 and vLLM 0.32.0
 against a simulated server (20 ms a token, concurrency 4); mlcommons/endpoints' is made up after
 the result_summary.json of its version 0.1.0.
 """
@@ -16,7 +16,7 @@ import pytest
 from tokenmill.bench.results.reading import read_round
 from tokenmill.bench.results.result import flat
 
-FOREIGN = Path(__file__).parent / "foreign"
+EXTERNAL = Path(__file__).parent / "external"
 LATENCIES = ("ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50", "e2e_ms.p50")
 
 
@@ -30,8 +30,8 @@ LATENCIES = ("ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50", "e2e_ms.p50")
         ("vllm_bench_detailed.json", "vllm bench"),
     ],
 )
-def test_foreign_results(file: str, tool: str) -> None:
-    found = read_round(FOREIGN / file)
+def test_external_results(file: str, tool: str) -> None:
+    found = read_round(EXTERNAL / file)
     (point,) = found.points
     assert found.tool == tool and point.key == ("concurrency", 4.0)
     assert {"output_tok_s", "request_s", *LATENCIES} <= point.values.keys()
@@ -43,7 +43,7 @@ def test_foreign_results(file: str, tool: str) -> None:
 
 
 def test_aiperf_by_hand(tmp_path: Path) -> None:
-    data = json.loads((FOREIGN / "profile_export_aiperf.json").read_text())
+    data = json.loads((EXTERNAL / "profile_export_aiperf.json").read_text())
     data["request_latency"] |= {"unit": "sec", "avg": 1.5}
     data["error_request_count"] = {"unit": "requests", "avg": 3.0}
     data["input_config"]["phases"][-1] |= {"type": "poisson", "rate": 2.5}
@@ -74,7 +74,7 @@ def record(start: int, phase: str = "profiling") -> dict[str, Any]:
 
 
 def test_guidellm_by_hand(tmp_path: Path) -> None:
-    data = json.loads((FOREIGN / "benchmarks.json").read_text())
+    data = json.loads((EXTERNAL / "benchmarks.json").read_text())
     (first,) = data["benchmarks"]
     second = json.loads(json.dumps(first))
     second["config"]["strategy"] = {"type_": "constant", "rate": 3.0}
@@ -92,7 +92,7 @@ def test_guidellm_by_hand(tmp_path: Path) -> None:
 
 
 def test_guidellm_without_streams_has_no_ttft(tmp_path: Path) -> None:
-    data = json.loads((FOREIGN / "benchmarks.json").read_text())
+    data = json.loads((EXTERNAL / "benchmarks.json").read_text())
     for name in ("time_to_first_token_ms", "inter_token_latency_ms"):
         data["benchmarks"][0]["metrics"][name]["successful"] = {"mean": 0.0, "max": 0.0}
     (tmp_path / "benchmarks.json").write_text(json.dumps(data))
@@ -105,7 +105,7 @@ def median_latency(benchmark: dict[str, Any]) -> float:
 
 
 def test_endpoints_by_hand() -> None:
-    found = read_round(FOREIGN / "result_summary.json")
+    found = read_round(EXTERNAL / "result_summary.json")
     (point,) = found.points
     assert point.values["ttft_ms.p99"] == 80 and point.values["tpot_ms.p90"] == 22
     assert (point.values["output_tok_s"], point.values["request_s"]) == (480, 20)
@@ -113,12 +113,12 @@ def test_endpoints_by_hand() -> None:
 
 
 def test_vllm_details_are_its_summary() -> None:
-    data = json.loads((FOREIGN / "vllm_bench_detailed.json").read_text())
-    (point,) = read_round(FOREIGN / "vllm_bench_detailed.json").points
+    data = json.loads((EXTERNAL / "vllm_bench_detailed.json").read_text())
+    (point,) = read_round(EXTERNAL / "vllm_bench_detailed.json").points
     for name in ("ttft", "tpot"):
         values = point.samples[f"{name}_ms"]
         assert sum(values) / len(values) == pytest.approx(data[f"mean_{name}_ms"], rel=0.01)
-    (plain,) = read_round(FOREIGN / "vllm_bench.json").points
+    (plain,) = read_round(EXTERNAL / "vllm_bench.json").points
     assert plain.estimate("ttft_ms.p50") is None and plain.estimate("e2e_ms.p50")
 
 

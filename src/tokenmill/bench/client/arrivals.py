@@ -16,7 +16,7 @@ Arrival = Literal["poisson", "constant", "burst", "trace"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One point: a fixed concurrency, or arrivals that wait for nobody."""
+    """One point: a fixed concurrency, or arrivals that do not wait for answers."""
 
     concurrency: int | None = None  # closed loop; None: open
     rate: float | None = None  # mean arrivals per second; None: all at once
@@ -31,7 +31,9 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.num_sessions is None and self.duration_s is None:
-            raise BenchError("a load needs a number of requests or a duration")
+            raise BenchError(
+                "a load needs a number of requests or a duration: give --num-requests or --duration"
+            )
         unbounded = self.num_sessions is None and self.arrival != "trace"
         if self.concurrency is None and self.rate is None and unbounded:
             raise BenchError("requests that arrive at once need a number: give --num-requests")

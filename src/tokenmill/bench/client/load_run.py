@@ -89,9 +89,9 @@ def run_load(
             )
             for shard in range(num_processes)
         ]
-        with _crew(tasks) as crew:
-            interrupted = crew.work(watch, begin)
-            health = crew.health()
+        with contextlib.closing(ClientProcesses(tasks)) as processes:
+            interrupted = processes.work(watch, begin)
+            health = processes.health()
         records = _read_all(task.events for task in tasks)
         warmup = _read_all(task.warmup_events for task in tasks)
     return Run(load, records, health, interrupted, warmup)
@@ -103,7 +103,7 @@ def _read_all(paths: Iterable[Path]) -> list[Record]:
     return sorted(records, key=lambda record: record.sent_ns or record.planned_ns)
 
 
-class _Crew:
+class ClientProcesses:
     """The client processes of one run."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -168,15 +168,6 @@ class _Crew:
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-@contextlib.contextmanager
-def _crew(tasks: Sequence[Task]) -> Iterator[_Crew]:
-    crew = _Crew(tasks)
-    try:
-        yield crew
-    finally:
-        crew.close()
 
 
 @contextlib.contextmanager

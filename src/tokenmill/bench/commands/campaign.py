@@ -89,7 +89,7 @@ def _write_template(path: Path) -> None:
     from tokenmill.bench.mlperf.disclosure import template
 
     if path.exists():
-        raise BenchError(f"--write-disclosure {path}: exists already")
+        raise BenchError(f"--write-disclosure {path}: the file exists already; give a new name")
     try:
         path.write_text(template(), encoding="utf-8")
     except OSError as error:

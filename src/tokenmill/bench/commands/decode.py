@@ -80,7 +80,7 @@ def decode(settings: Settings) -> None:
     largest = max(sizes)
     device = choose_device(model)
     if settings.get("fusions") and device != "cuda":
-        raise BenchError("--fusions: single kernels can be left out on a GPU alone")
+        raise BenchError("--fusions needs a GPU: on a CPU no kernel can be left out alone")
     cache = setup.cache
     if device == "cpu" and cache.num_blocks is None and cache.memory_bytes is None:
         cache = replace(cache, num_blocks=largest * (context // (cache.block_size or 16) + 1))

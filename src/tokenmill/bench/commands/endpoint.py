@@ -127,7 +127,7 @@ def conclude(
 def failed_too_often(report: EndpointReport) -> str:
     """The worst point of those that failed more often than allowed, in a sentence.
 
-    A search goes beyond what a server bears: there only the load that was found counts.
+    A search tries loads that are too much for the server: only the load that it found counts.
     """
     points, most = report["points"], report["config"]["max_error_rate"]
     if search := report.get("saturation"):
@@ -161,10 +161,12 @@ def terminated_as_interrupted() -> Iterator[None]:
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
     """What cannot go together is refused in one sentence."""
     if not settings.get("url"):
-        raise SettingsError("--url is missing: the server to measure")
+        raise SettingsError(
+            "--url is missing: give the server to measure, such as http://127.0.0.1:8000/v1"
+        )
     for one, other in CLASHES:
         if one in settings and other in settings:
-            raise SettingsError(f"--{one} and --{other} do not go together")
+            raise SettingsError(f"--{one} and --{other} do not go together: leave one out")
     if (config.gpus is None) != (config.price_per_gpu_hour is None):
         raise SettingsError("a price needs both --gpus and --price-per-gpu-hour")
     if config.turns > 1 and config.api != "chat":
@@ -248,7 +250,7 @@ class EndpointBench:
         }
 
     def doubts_about_hits(self) -> list[str]:
-        """Points, of a search too, that a prefix cache may have flattered."""
+        """Points, those of a search too, whose figures a prefix cache may have improved."""
         from tokenmill.bench.client.prefix_hits import hit_sentences, note_differences
 
         note_differences(self._points)

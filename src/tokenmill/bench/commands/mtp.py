@@ -109,7 +109,9 @@ def _prompts(path: Path, count: int | None) -> list[list[int]]:
 
     known = chat_prompts()
     if count is not None and count > len(known):
-        raise BenchError(f"--num-prompts {count}: there are {len(known)} prompts")
+        raise BenchError(
+            f"--num-prompts {count}: there are {len(known)} prompts; give {len(known)} or fewer"
+        )
     known = known[:count]
     if path.name == CATALOG["smollm2"].file_name:
         return [prompt.token_ids for prompt in known]

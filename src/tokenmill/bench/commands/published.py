@@ -55,7 +55,9 @@ def published(settings: Settings) -> None:
     table = read_table()
     if benchmark is None:
         if mine or "tok-s" in settings:
-            raise SettingsError("--benchmark is missing: among which rows to place the result")
+            raise SettingsError(
+                "--benchmark is missing: name the benchmark among whose rows the result is placed"
+            )
         _print_overview(settings, overview(table))
         return
     filters = {key: settings.values.get(key) for key in FILTERS}

@@ -220,7 +220,7 @@ def cumulative(
 
 
 def _percentile_marks(values: Sequence[float]) -> list[Mark]:
-    """Of the percentiles that so many values bear."""
+    """Of the percentiles for which there are enough values."""
     few = too_few_for(len(values))
     return [Mark(n, percentile(values, p)) for n, p in PERCENTS.items() if n not in few]
 

@@ -121,7 +121,7 @@ def _saturation_tiles(report: EndpointReport) -> list[Tile]:
     if not search or search["found"] is None:
         return []
     unit = "users" if search["by"] == "concurrency" else "requests/s"
-    return [Tile("Bears", f"{search['found']:g}", unit, search["stopped"])]
+    return [Tile("Highest load", f"{search['found']:g}", unit, search["stopped"])]
 
 
 def _point_sections(points: Sequence[Point], summaries: Sequence[PointReport]) -> Iterator[Section]:

@@ -19,7 +19,7 @@ LATENCIES: tuple[LatencyName, ...] = (
 )
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 LABELS |= {"ttft_from_schedule": "TTFT from schedule", "tpot_n1": "TPOT (n-1)"}
-FEW = "*"  # beside a percentile that too few values bear
+FEW = "*"  # beside a percentile of too few values
 
 
 def points_table(points: Sequence[PointReport]) -> list[list[str]]:
@@ -79,7 +79,7 @@ def _marked(point: PointReport, key: str, name: str, text: str) -> str:
 
 
 def is_thin(point: PointReport, key: str, name: str) -> bool:
-    """True for a percentile that too few values bear."""
+    """True for a percentile of too few values."""
     base = key.replace("_from_schedule", "").replace("_n1", "")
     few = point["too_few"].get(base)
     return few is not None and name in few["percentiles"]

@@ -194,7 +194,7 @@ def _without(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
 def result_folder(name: str) -> Path:
     """A folder for one result, made now: what cannot be written should fail before the run.
 
-    A folder with other things in it is refused: the manifest would vouch for them.
+    A folder with other files in it is refused: the manifest would list them as part of the result.
     """
     folder = Path(name).expanduser()
     folder.mkdir(parents=True, exist_ok=True)

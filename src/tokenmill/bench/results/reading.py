@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.mlperf import loadgen
-from tokenmill.bench.results import external_results as foreign
+from tokenmill.bench.results import external_results
 from tokenmill.bench.results import native_results as own
 from tokenmill.bench.results.result import Round, flat
 from tokenmill.bench.workload import BenchError
@@ -22,7 +22,10 @@ FILES = (
 )
 MANIFEST = "manifest.json"
 KNOWN = ", ".join(
-    ["tokenmill bench (summary.json or the last line)", *(name for *_, name in foreign.READERS)]
+    [
+        "tokenmill bench (summary.json or the last line)",
+        *(name for *_, name in external_results.READERS),
+    ]
 )
 
 
@@ -90,7 +93,7 @@ def _read(data: dict[str, Any], path: Path) -> Round:
         found = read(data, path)
         found.config |= _machine(path.with_name(MANIFEST)) if path.name == FILES[0] else {}
         return found
-    for matches, read, _ in foreign.READERS:
+    for matches, read, _ in external_results.READERS:
         if matches(data):
             return read(data, path)
     raise BenchError(f"{path}: is no result of a known tool; understood are {KNOWN}")

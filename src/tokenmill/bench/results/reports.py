@@ -26,7 +26,7 @@ class Occurrence(TypedDict):
 
 
 class TooFew(TypedDict):
-    """Percentiles that so few values do not bear."""
+    """Percentiles for which there are too few values."""
 
     num_values: int
     percentiles: list[str]
