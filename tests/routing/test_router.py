@@ -34,12 +34,20 @@ def hold(target: Router, name: str, tokens: list[int]) -> None:
     target.apply(name, EventBatch(1, [Stored(None, block_hashes(tokens, SIZE))]))
 
 
+def others(target: Router, count: int) -> None:
+    """Requests that share nothing came and went."""
+    for number in range(count):
+        target.route(f"other-{number}", prompt(10_000 * (number + 1), 8), 0.0)
+        target.free(f"other-{number}")
+
+
 RATES = StepRates(base=10.0, mixed=2.0, prefill=1.0, sequence=0.5, kv=0.01)
 
 
 def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
-    target = router("a", "b", "c", prefill_weight=2.0, decode_weight=0.5, stall_weight=0.5)
+    target = router("a", "b", "c", prefill_weight=2.0, decode_weight=0.5)
     target.learn_rates(RATES)
+    others(target, 20)
     hold(target, "b", prompt(0)[:20])
     decision = target.route("r", prompt(0), 0.0)
     assert decision.worker == "b" and decision.num_cached_tokens == 20
@@ -93,12 +101,35 @@ def test_a_burst_with_one_prefix_is_spread_over_idle_workers(
     assert max(chosen.values()) <= 2 / 3 * num_requests, chosen
 
 
-def test_an_expensive_prefix_attracts_the_next_request() -> None:
+def test_an_expensive_prefix_attracts_the_few_that_ask_for_it() -> None:
     target = router("a", "b")
     target.learn_rates(replace(RATES, kv=0.0005))
     hold(target, "a", prompt(0, 4000))
+    others(target, 20)
     chosen = [target.route(str(i), [*prompt(0, 4000), i], 0.1).worker for i in range(4)]
     assert chosen == ["a"] * 4, "four seconds of prefill for a second copy"
+
+
+def test_a_prefix_that_all_ask_for_is_copied_while_others_wait_for_it() -> None:
+    target = router("a", "b")
+    target.learn_rates(replace(RATES, kv=0.0005))
+    chosen = [target.route(str(i), [*prompt(0, 4000), i], 0.1 * i).worker for i in range(4)]
+    assert len(set(chosen)) == 2, "nobody would wait less than the time of a copy"
+
+
+def test_a_prefix_has_as_many_workers_as_its_share_of_the_requests() -> None:
+    source = random.Random(2)
+    target = router(*"abcdefgh", predict_s=1e9)
+    target.learn_rates(RATES)
+    used: dict[int, set[str]] = {0: set(), 1: set()}
+    for number in range(400):
+        which = 0 if number % 2 else 1 + source.randrange(40)
+        tokens = [*prompt(10_000 * which, 2000), number]
+        used.setdefault(which, set()).add(target.route(str(number), tokens, 0.1 * number).worker)
+        target.prefill_done(str(number))
+        target.free(str(number - 32))
+    rare = [len(names) for which, names in used.items() if which and names]
+    assert 1 < len(used[0]) <= 5 and sum(rare) / len(rare) < 1.5, used
 
 
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:
@@ -116,7 +147,8 @@ def test_one_token_is_always_computed() -> None:
 
 
 def test_what_was_routed_counts_as_cached_before_the_first_event() -> None:
-    target = router(*"abcdefgh", predict_s=1.0)
+    target = router("a", "b", predict_s=1.0)
+    others(target, 3)
     first = target.route("x", prompt(0, 4000), 0.0).worker
     second = target.route("y", prompt(0, 4000), 0.1)
     assert second.worker == first and second.num_cached_tokens > 3900
@@ -159,7 +191,7 @@ def test_who_was_tried_is_left_out(policy: Any) -> None:
     assert target.route("1", prompt(0), 0.0, without={"a", "b"}).worker == "c"
     with pytest.raises(NoWorkerError):
         target.route("1", prompt(0), 0.0, without={"a", "b", "c"})
-    assert sum(target.account().num_requests) == 1
+    assert sum(load.num_requests for load in target.loads()) == 1
 
 
 def test_the_account_is_empty_when_all_has_ended() -> None:

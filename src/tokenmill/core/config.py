@@ -231,12 +231,11 @@ class RouterConfig:
         flag="router-prefill-weight",
     )
     decode_weight: float = setting(
-        1.0,
+        0.5,
         "kv: weight of slower answers against time to first token.",
         number(0, math.inf),
         flag="router-decode-weight",
     )
-    stall_weight: float = 0.1  # of the time in which requests there get no token
     events: bool = setting(
         True,
         "Workers tell which blocks they hold; off: predicted from what was routed.",

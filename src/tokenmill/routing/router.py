@@ -5,14 +5,14 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
     wait    = until the step that runs there ends, which may compute prompts
     queue   = prefill of the prompts that wait for the next step
     prefill = the uncached tokens of this prompt; they count twice: whoever comes next waits too.
-              Those that another worker has are shared by all who will use the copy: as many
-              more are expected as asked for this prefix of late
+              Those that another worker has are shared by all who are expected to use the copy
     stall   = the requests there get no token while this prompt is computed
     decode  = in the steps that this request shares with those there, each slows down the others
 
-The lowest sum wins, ties at random. A stall counts a tenth: another prompt would stall those there.
-Rates are fitted to the workers' own steps (step_cost.py); how many steps an answer takes is the
-mean of those that ended. What was routed counts at once.
+The lowest sum wins, ties at random. Stall and decode count half: requests that come later even out
+what this one does. A prefix deserves as many workers as its share of the latest requests: what
+exceeds the share of the workers that have it will use another copy. Rates are fitted to the
+workers' own steps (step_cost.py); how many steps an answer takes is the mean of those that ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
@@ -33,7 +33,8 @@ from tokenmill.sched.blocks import U64, hash_chain
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
 MEMORY = 256  # answers whose mean length is expected
 MAX_PREFIXES = 4096  # whose uses are counted
-USES_MEMORY = 256  # decisions after which a use counts half
+USE_DECAY = 0.5 ** (1 / 256)  # of a use with each decision
+AHEAD = 16  # requests of each worker that a copy of a prefix is made for
 LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
 
 
@@ -41,31 +42,22 @@ class NoWorkerError(TokenmillError):
     """There is no worker to route to."""
 
 
-@dataclass(slots=True)
-class Account:
-    """What was routed to each worker and has not ended, and the step that it runs; by slot."""
+class Load(NamedTuple):
+    """What was routed to a worker and has not ended, and the step that it runs."""
 
-    queued_tokens: list[int] = field(default_factory=list)  # uncached and not computed yet
-    kv_tokens: list[int] = field(default_factory=list)  # of KV blocks; shared ones count twice
-    num_requests: list[int] = field(default_factory=list)
-    num_pending: list[int] = field(default_factory=list)  # of these, without a first token
-    step_began_ms: list[float] = field(default_factory=list)
-    step_tokens: list[int] = field(default_factory=list)  # of queued_tokens, those it computes
-    step_pending: list[int] = field(default_factory=list)  # of num_pending, those it computes
+    queued_tokens: int = 0  # uncached and not computed yet
+    kv_tokens: int = 0  # of KV blocks; shared ones count twice
+    num_requests: int = 0
+    num_pending: int = 0  # of these, without a first token
+    step_began_ms: float = 0.0
+    step_tokens: int = 0  # of queued_tokens, those it computes
+    step_pending: int = 0  # of num_pending, those it computes
 
-    def columns(self) -> tuple[list[Any], ...]:
-        return (
-            self.queued_tokens,
-            self.kv_tokens,
-            self.num_requests,
-            self.num_pending,
-            self.step_began_ms,
-            self.step_tokens,
-            self.step_pending,
-        )
 
-    def copy(self) -> Account:
-        return Account(*[column.copy() for column in self.columns()])
+IDLE = Load()
+# A worker's cost as a function of time and tokens: that of a prompt without tokens at time 0 if
+# the step there is in time, and if it is late; how the latter grows with time; that of each token.
+Line = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,40 +76,52 @@ class Prices:
         steps = config.decode_weight * num_output_tokens / 2
         uncached = config.prefill_weight * rates.prefill
         request, kv = 2 * steps * rates.sequence, steps * rates.kv
-        return cls(rates, uncached, request, kv, config.stall_weight)
+        return cls(rates, uncached, request, kv, config.decode_weight)
 
-    def step_ms(self, account: Account, slot: int) -> float:
+    def step_ms(self, load: Load) -> float:
         """How long the step that runs on a worker should take."""
-        rates, pending = self.rates, account.step_pending[slot]
-        decode = rates.sequence * account.num_requests[slot] + rates.kv * account.kv_tokens[slot]
-        prefill = rates.prefill * account.step_tokens[slot] + (rates.mixed if pending else 0.0)
+        rates = self.rates
+        decode = rates.sequence * load.num_requests + rates.kv * load.kv_tokens
+        prefill = rates.prefill * load.step_tokens + (rates.mixed if load.step_pending else 0.0)
         return rates.base + decode + prefill
 
+    def queue_ms(self, load: Load) -> float:
+        return self.rates.prefill * max(load.queued_tokens - load.step_tokens, 0)
+
+    def mixed_ms(self, load: Load) -> float:
+        """What a prompt adds to a step, unless another one does so already."""
+        return 0.0 if load.num_pending > load.step_pending else self.rates.mixed
+
+    def decode_ms(self, load: Load, num_tokens: int) -> float:
+        count = load.num_requests
+        return self.request * count + self.kv * (load.kv_tokens + count * num_tokens)
+
     def terms(
-        self,
-        account: Account,
-        slot: int,
-        now_ms: float,
-        num_tokens: int,
-        uncached: int,
-        paid: float,
+        self, load: Load, now_ms: float, num_tokens: int, uncached: int, paid: float
     ) -> dict[str, float]:
         """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
-        rates, count = self.rates, account.num_requests[slot]
-        ran_ms = now_ms - account.step_began_ms[slot]
-        wait = max(self.step_ms(account, slot) - ran_ms, LATE * ran_ms)
-        behind = max(account.queued_tokens[slot] - account.step_tokens[slot], 0)
-        joins = account.num_pending[slot] > account.step_pending[slot]
-        stall = rates.prefill * uncached + (0.0 if joins else rates.mixed)
-        decode = self.request * count + self.kv * (account.kv_tokens[slot] + count * num_tokens)
+        ran_ms = now_ms - load.step_began_ms
+        wait = max(self.step_ms(load) - ran_ms, LATE * ran_ms)
+        stall = self.rates.prefill * uncached + self.mixed_ms(load)
         terms = {
-            "wait_ms": wait if count else 0.0,
-            "queue_ms": rates.prefill * behind,
+            "wait_ms": wait if load.num_requests else 0.0,
+            "queue_ms": self.queue_ms(load),
             "prefill_ms": self.uncached * paid,
-            "stall_ms": self.stall * count * stall,
-            "decode_ms": decode,
+            "stall_ms": self.stall * load.num_requests * stall,
+            "decode_ms": self.decode_ms(load, num_tokens),
         }
         return terms | {"cost_ms": sum(terms.values())}
+
+    def line(self, load: Load) -> Line:
+        """terms() of a prompt, but for its tokens and the time."""
+        count, began_ms = load.num_requests, load.step_began_ms
+        rest = self.queue_ms(load) + self.decode_ms(load, 0)
+        if not count:
+            return rest, rest, 0.0, 0.0
+        rest += self.stall * count * self.mixed_ms(load)
+        by_token = count * (self.stall * self.rates.prefill + self.kv)
+        in_time = rest + self.step_ms(load) + began_ms
+        return in_time, rest - LATE * began_ms, LATE, by_token
 
 
 @dataclass(slots=True)
@@ -128,25 +132,26 @@ class Decision:
     num_prompt_tokens: int
     num_cached_tokens: int  # on the worker chosen, as far as is known
     workers: list[str]
-    account: Account  # before this request
+    loads: list[Load]  # by worker, before this request
     cached_tokens: dict[str, int]  # by worker; those without any are left out
     prices: Prices
     now_ms: float
-    num_uses: float  # that are expected of the longest prefix that a worker has
+    num_uses: float  # that are expected of another copy of the longest prefix that a worker has
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
-        return {name: self._terms(slot, name) for slot, name in enumerate(self.workers)}
+        pairs = zip(self.workers, self.loads, strict=True)
+        return {name: self._terms(name, load) for name, load in pairs}
 
-    def _terms(self, slot: int, name: str) -> dict[str, float]:
-        num_tokens, account = self.num_prompt_tokens, self.account
+    def _terms(self, name: str, load: Load) -> dict[str, float]:
+        num_tokens = self.num_prompt_tokens
         uncached = num_tokens - self.cached_tokens.get(name, 0)
         held = max(self.cached_tokens.values(), default=0)
         paid = num_tokens - held + (held + uncached - num_tokens) / self.num_uses
-        costs = self.prices.terms(account, slot, self.now_ms, num_tokens, uncached, paid)
+        costs = self.prices.terms(load, self.now_ms, num_tokens, uncached, paid)
         return {
             "uncached_tokens": uncached,
-            "num_requests": account.num_requests[slot],
+            "num_requests": load.num_requests,
             **{term: round(cost, 3) for term, cost in costs.items()},
         }
 
@@ -170,17 +175,16 @@ class Router:
         self._num_answers = 0
         self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config)
         self._priced_tokens = OUTPUT_TOKENS
-        # By slot, at time 0: the cost of a prompt without tokens if the step there is in time, and
-        # if it is late; how the latter grows with time; the cost of each token.
-        self._open: tuple[list[float], ...] = ([], [], [], [])
         self._rng = random.Random(config.seed)
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
-        self._account = Account()
+        self._loads: list[Load] = []  # by slot
+        self._lines: list[Line] = []
         self._routed: dict[str, _Routed] = {}
         self._turn = 0
         self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
         self._num_decisions = 0
+        self._num_recent = 0.0  # decisions, counted as uses are
 
     @property
     def num_open(self) -> int:
@@ -192,9 +196,9 @@ class Router:
         """What steps cost, as far as workers have shown."""
         return self._prices.rates
 
-    def account(self) -> Account:
+    def loads(self) -> list[Load]:
         """What each worker has to do, by the order of `workers`; a copy."""
-        return self._account.copy()
+        return self._loads.copy()
 
     # Workers come and go.
 
@@ -208,8 +212,8 @@ class Router:
         self.index.add_worker(name)
         self._slots[name] = len(self._names)
         self._names = [*self._names, name]
-        for column in (*self._account.columns(), *self._open):
-            column.append(0)
+        self._loads.append(IDLE)
+        self._lines.append(self._prices.line(IDLE))
 
     def remove_worker(self, name: str) -> list[str]:
         """Forget a worker; returns the requests that were routed there."""
@@ -219,8 +223,7 @@ class Router:
         self.index.remove_worker(name)
         self._names = [other for other in self._names if other != name]
         self._slots = {other: i for i, other in enumerate(self._names)}
-        for column in (*self._account.columns(), *self._open):
-            del column[slot]
+        del self._loads[slot], self._lines[slot]
         lost = [key for key, routed in self._routed.items() if routed.worker == name]
         for request_id in lost:
             del self._routed[request_id]
@@ -259,7 +262,7 @@ class Router:
             num_tokens,
             num_cached,
             self._names,
-            self._account.copy(),
+            self._loads.copy(),
             cached,
             self._prices,
             1e3 * now_s,
@@ -270,7 +273,7 @@ class Router:
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
         self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
-        if self._account.num_requests[self._slots[name]] == 1:  # it begins at once
+        if self._loads[self._slots[name]].num_requests == 1:  # it begins at once
             self.stepped(name, now_s)
         return decision
 
@@ -312,11 +315,8 @@ class Router:
         slot = self._slots.get(worker)
         if slot is None:
             return
-        account = self._account
-        account.step_began_ms[slot] = 1e3 * now_s
-        account.step_tokens[slot] = account.queued_tokens[slot]
-        account.step_pending[slot] = account.num_pending[slot]
-        self._open_slot(slot)
+        queued, kv, count, pending, *_ = self._loads[slot]
+        self._set(slot, Load(queued, kv, count, pending, 1e3 * now_s, queued, pending))
 
     def learn_rates(self, rates: StepRates) -> None:
         """Workers have shown what their steps cost."""
@@ -332,31 +332,19 @@ class Router:
     def _set_prices(self, rates: StepRates) -> None:
         self._priced_tokens = self._num_output_tokens
         self._prices = Prices.of(rates, self._num_output_tokens, self.config)
-        for slot in range(len(self._names)):
-            self._open_slot(slot)
+        self._lines = [self._prices.line(load) for load in self._loads]
 
     def _add(
         self, name: str, queued_tokens: int, kv_tokens: int, num_requests: int, num_pending: int
     ) -> None:
-        account, slot = self._account, self._slots[name]
-        account.queued_tokens[slot] += queued_tokens
-        account.kv_tokens[slot] += kv_tokens
-        account.num_requests[slot] += num_requests
-        account.num_pending[slot] += num_pending
-        self._open_slot(slot)
+        slot = self._slots[name]
+        queued, kv, count, pending, *step = self._loads[slot]
+        queued, kv = queued + queued_tokens, kv + kv_tokens
+        self._set(slot, Load(queued, kv, count + num_requests, pending + num_pending, *step))
 
-    def _open_slot(self, slot: int) -> None:
-        """Have ready what _costs() needs: terms() of a prompt, but for its tokens and the time."""
-        account, prices = self._account, self._prices
-        count = account.num_requests[slot]
-        began_ms = account.step_began_ms[slot] if count else 0.0
-        none = prices.terms(account, slot, began_ms, 0, 0, 0.0)
-        rest = none["cost_ms"] - none["wait_ms"]
-        in_time, late, growth, by_token = self._open
-        in_time[slot] = none["cost_ms"] + began_ms
-        late[slot] = rest - LATE * began_ms
-        growth[slot] = LATE if count else 0.0
-        by_token[slot] = count * (prices.stall * prices.rates.prefill + prices.kv)
+    def _set(self, slot: int, load: Load) -> None:
+        self._loads[slot] = load
+        self._lines[slot] = self._prices.line(load)
 
     def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
         """Prompt tokens that each worker has cached, as far as is known; one is always computed."""
@@ -370,18 +358,25 @@ class Router:
         return {name: min(depth * size, most) for name, depth in overlaps.items()}
 
     def _num_uses(self, chain: U64, cached: dict[str, int]) -> float:
-        """How many will use a copy of the longest prefix that a worker has: as many more as did."""
-        depth = max(cached.values(), default=0) // self.config.block_size
-        if not depth:
-            return 1.0
+        """How many are expected to use another copy of the longest prefix that a worker has."""
         self._num_decisions += 1
-        prefix, uses, now = chain.item(depth - 1), self._uses, self._num_decisions
-        count, last = uses.pop(prefix, (0.0, now))
-        count *= math.exp2((last - now) / USES_MEMORY)
-        uses[prefix] = (count + 1.0, now)
+        self._num_recent = 1.0 + self._num_recent * USE_DECAY
+        held = max(cached.values(), default=0)
+        if not held:
+            return 1.0
+        prefix, uses, now = (
+            chain.item(held // self.config.block_size - 1),
+            self._uses,
+            self._num_decisions,
+        )
+        count, last = uses.pop(prefix, (1.0, now - 1))  # someone has computed it
+        count = 1.0 + count * USE_DECAY ** (now - last)
+        uses[prefix] = (count, now)
         if len(uses) > MAX_PREFIXES:
             del uses[next(iter(uses))]
-        return 1.0 + count
+        num_copies = list(cached.values()).count(held)
+        share = count / (1.0 + self._num_recent)
+        return 1.0 + AHEAD * max(0.0, share * len(self._names) - num_copies)
 
     def _choose(
         self,
@@ -412,17 +407,17 @@ class Router:
     ) -> list[float]:
         """By slot, up to a constant."""
         if self.config.policy == "least-loaded":
-            return [float(count) for count in self._account.num_requests]
+            return [float(load.num_requests) for load in self._loads]
         if self.config.policy == "random":
             return [0.0] * len(self._names)
         costs = [
-            (cost if (cost := begun - now_ms) > (least := late + growth * now_ms) else least)
+            (cost if (cost := in_time - now_ms) > (least := late + growth * now_ms) else least)
             + num_tokens * each
-            for begun, late, growth, each in zip(*self._open, strict=True)
+            for in_time, late, growth, each in self._lines
         ]
-        prices, slots, num_requests = self._prices, self._slots, self._account.num_requests
+        prices, slots, loads = self._prices, self._slots, self._loads
         uncached, stall = prices.uncached / num_uses, prices.stall * prices.rates.prefill
         for name, num_cached in cached.items():
             slot = slots[name]
-            costs[slot] -= num_cached * (uncached + stall * num_requests[slot])
+            costs[slot] -= num_cached * (uncached + stall * loads[slot].num_requests)
         return costs
