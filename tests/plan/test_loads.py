@@ -5,24 +5,61 @@ Everything is in virtual time and drawn from seeds: the figures are the same on 
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tokenmill.plan.load_table import HIGH, POLICIES, Cell, compare
+from tokenmill.__main__ import run
+from tokenmill.plan import load_table
+from tokenmill.plan.load_table import FIGURES, HIGH, MACHINES, POLICIES, Cell, Row, Run, compare
 from tokenmill.plan.loads import KINDS
 
 WORSE = 1.05  # than the best other policy
-P99 = 1.15  # of 64 requests and two seeds, where the p99 is the second worst
-# Where it is worse: one long system prompt on cold CPU workers, decoding beside long prompts there.
-KNOWN = {("cpu", "system-huge", "ttft_ms"): 1.15, ("cpu", "mixed", "tpot_ms"): 1.15}
 
 
 @pytest.mark.parametrize("machine", ["gpu", "cpu"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_is_not_much_worse_than_the_best_other_policy(machine: str, kind: str) -> None:
-    (row,) = compare([Cell(machine, kind, 2, HIGH)], num_requests=64, num_seeds=2)
+    """A p99 of 256 requests is the luck of three, so that only its interval is judged."""
+    (row,) = compare([Cell(machine, kind, 2, HIGH)], num_requests=64, num_seeds=4)
     assert row.figures.keys() == set(POLICIES)
-    limits = {"ttft_ms": WORSE, "ttft_p99_ms": P99, "tpot_ms": WORSE, "duration_s": WORSE}
-    for name, limit in limits.items():
-        assert row.ratios[name] <= KNOWN.get((machine, kind, name), limit), (name, row.ratios)
+    for name in ("ttft_ms", "tpot_ms", "duration_s"):
+        assert row.ratios[name] <= WORSE, (name, row.ratios)
+    assert row.intervals()["ttft_p99_ms"][0] <= WORSE, row.intervals()
     if kind in ("documents", "skewed"):
         assert row.ratios["ttft_ms"] < 0.8, "it wins where prefixes are many"
+
+
+def test_an_interval_tells_luck_from_a_difference() -> None:
+    def runs(*ttft_ms: float) -> list[Run]:
+        return [Run([value] * 4, [1.0] * 4, 1.0) for value in ttft_ms]
+
+    made = {"kv": runs(20.0, 12.0, 44.0, 31.0), "random": runs(10.0, 6.0, 22.0, 15.5)}
+    made["round-robin"] = runs(40.0, 50.0, 60.0, 70.0)
+    figures = {
+        policy: dict.fromkeys(FIGURES, 1.0) | {"ttft_ms": sum(r.ttft_ms[0] for r in all_runs) / 4}
+        for policy, all_runs in made.items()
+    }
+    row = Row(Cell("gpu", "unique", 2, HIGH), made, figures)
+    assert row.ratios["ttft_ms"] == 2.0, "of the best of the others"
+    assert row.intervals()["ttft_ms"] == pytest.approx((2.0, 2.0)), "twice as long in each load"
+    made["kv"] = runs(2.0, 3.0, 90.0, 12.0)
+    low, high = row.intervals()["ttft_ms"]
+    assert low < 1.0 < 2.0 < high, "one load decides"
+
+
+def test_the_command_compares_all_policies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_table, "MACHINES", {"gpu": MACHINES["gpu"]})
+    flags = ["--loads", "--workers", "2", "--load-requests", "24", "--load-seeds", "1"]
+    assert run(["plan", "replay", *flags]) == 0
+    output = capsys.readouterr().out
+    report = json.loads(output.splitlines()[-1])
+    assert len(report["loads"]) == len(KINDS) * 2
+    for row in report["loads"]:
+        assert row["figures"].keys() == set(POLICIES)
+        others = [row["figures"][policy]["ttft_ms"] for policy in POLICIES if policy != "kv"]
+        ratio = row["figures"]["kv"]["ttft_ms"] / min(others)
+        assert row["kv_over_best_other"]["ttft_ms"] == pytest.approx(ratio, rel=0.01)
+    assert "worst: kv is" in output and "system-huge" in output

@@ -403,6 +403,32 @@ def test_round_robin_scatters(pair: tuple[SimServer, list[Scripted]]) -> None:
 # Without processes.
 
 
+def test_the_length_of_answers_is_learnt() -> None:
+    def behave(handler: Handler) -> None:
+        if json.loads(handler.body).get("stream"):
+            return count_to(1000, gap_s=0.1)(handler)
+        handler.reply(200, b'{"usage": {"completion_tokens": 1}}')
+
+    def decode_ms(router: SimServer) -> float:
+        """What the open stream costs the next call, in the router's view."""
+        ask(router)
+        terms = router.call("GET", "/workers").json["decisions"][-1]["terms"]
+        return max(worker["decode_ms"] for worker in terms.values())
+
+    with scripted(MODEL, MODEL) as backends:
+        for backend in backends:
+            backend.behaviour = behave
+        urls = tuple(backend.url for backend in backends)
+        with router_process(urls, ServerConfig(), RouterConfig("kv")) as router:
+            body = {"model": MODEL, "messages": [], "stream": True}
+            with router.open_call("/v1/chat/completions", body) as connection:
+                connection.recv(1 << 16)
+                before = decode_ms(router)
+                for _ in range(10):
+                    ask(router)
+                assert 0 < decode_ms(router) < before / 4
+
+
 def test_prompts_without_a_tokenizer_begin_alike() -> None:
     def prompt(*contents: str, **more: Any) -> Any:
         messages = [{"role": "user", "content": content} for content in contents]

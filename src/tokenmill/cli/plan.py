@@ -134,14 +134,15 @@ def _replay_loads(settings: Settings) -> None:
 def _print_loads(rows: list[Row]) -> None:
     policies = list(rows[0].figures)
     names = {"ttft_ms": "TTFT ms", "ttft_p99_ms": "p99", "tpot_ms": "TPOT ms", "duration_s": "s"}
-    table = [["load", "rate", "figure", *policies, "kv / best other"]]
+    table = [["load", "rate", "figure", *policies, "kv / best other", "90 % interval"]]
     for row in rows:
-        cell = row.cell
+        cell, intervals = row.cell, row.intervals()
         for figure, name in names.items():
             values = [f"{row.figures[policy][figure]:.1f}" for policy in policies]
             load = f"{cell.machine} {cell.kind}"
             ratio = f"{row.ratios[figure]:.2f}"
-            table.append([load, f"{cell.utilization:.0%}", name, *values, ratio])
+            interval = "{:.2f} to {:.2f}".format(*intervals[figure])
+            table.append([load, f"{cell.utilization:.0%}", name, *values, ratio, interval])
     console.print_table(table)
     worst = max(rows, key=lambda row: row.worst)
     console.out.print(

@@ -2,22 +2,25 @@
 
 A cell is one load at one rate. Its requests of all seeds are pooled for each policy: a p99 over the
 few hundred requests of one seed is the luck of three of them. Caches are empty at first, and all
-requests count.
+requests count. All policies get the same loads, so that seeds drawn again and again, the same for
+each policy, tell how far a ratio is luck.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
-from tokenmill.core.metrics import RequestTimes, summarize
+from tokenmill.core.metrics import percentile
 from tokenmill.plan.loads import BLOCK_TOKENS, make_load
 from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 FIGURES = ("ttft_ms", "ttft_p99_ms", "tpot_ms", "duration_s")
+NUM_DRAWS = 100  # of seeds, for the interval of a ratio
 LOW, HIGH = 0.3, 0.7  # share of the workers' time
 _BLOCKS = ReplayConfig(block_size=BLOCK_TOKENS, trace_block_tokens=BLOCK_TOKENS)
 MACHINES = {
@@ -48,51 +51,82 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """One load under one policy."""
+
+    ttft_ms: list[float]
+    tpot_ms: list[float]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A cell's figures by policy, and kv's over the best of the others'."""
 
     cell: Cell
-    figures: dict[str, dict[str, float]]
+    runs: dict[str, list[Run]]  # by policy, one for each seed
+    figures: dict[str, dict[str, float]]  # of all seeds together
 
     @property
     def ratios(self) -> dict[str, float]:
         """1.05: kv is 5 % worse than the best other policy in that figure."""
-        others = [self.figures[policy] for policy in POLICIES if policy != "kv"]
         ours = self.figures["kv"]
-        return {name: ours[name] / min(other[name] for other in others) for name in FIGURES}
+        return {name: ours[name] / self.figures[self._best(name)][name] for name in FIGURES}
 
     @property
     def worst(self) -> float:
         return max(self.ratios.values())
 
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Where 90 % of the ratios lie if as many seeds are drawn from these."""
+        rng = random.Random(0)
+        num_seeds = len(self.runs["kv"])
+        best = {name: self._best(name) for name in FIGURES}
+        drawn: dict[str, list[float]] = {name: [] for name in FIGURES}
+        for _ in range(NUM_DRAWS):
+            seeds = rng.choices(range(num_seeds), k=num_seeds)
+            figures = {
+                policy: _figures([self.runs[policy][seed] for seed in seeds])
+                for policy in {"kv", *best.values()}
+            }
+            for name in FIGURES:
+                drawn[name].append(figures["kv"][name] / figures[best[name]][name])
+        return {name: (percentile(r, 5), percentile(r, 95)) for name, r in drawn.items()}
+
+    def _best(self, figure: str) -> str:
+        others = [policy for policy in self.figures if policy != "kv"]
+        return min(others, key=lambda policy: self.figures[policy][figure])
+
 
 def compare(cells: Sequence[Cell], num_requests: int, num_seeds: int) -> Iterator[Row]:
     """A row for each cell, as they are done."""
     for cell in cells:
-        yield Row(
-            cell, {policy: _pooled(cell, policy, num_requests, num_seeds) for policy in POLICIES}
-        )
+        runs = {
+            policy: [_run(cell, policy, num_requests, seed) for seed in range(num_seeds)]
+            for policy in POLICIES
+        }
+        yield Row(cell, runs, {policy: _figures(made) for policy, made in runs.items()})
 
 
-def _pooled(
-    cell: Cell, policy: RouterPolicy, num_requests: int, num_seeds: int
-) -> dict[str, float]:
-    times: list[RequestTimes] = []
-    duration_s = 0.0
+def _run(cell: Cell, policy: RouterPolicy, num_requests: int, seed: int) -> Run:
     config = replace(MACHINES[cell.machine], num_workers=cell.num_workers)
-    for seed in range(num_seeds):
-        load = make_load(cell.kind, seed, num_requests, cell.utilization, config)
-        router = RouterConfig(policy=policy, block_size=config.block_size, seed=seed)
-        replay = Replay(load, config, router)
-        duration_s += replay.run()["duration_s"]
-        times += replay.times
-    ttft = summarize(t.ttft_ms for t in times)
-    tpot = summarize(t.tpot_ms for t in times)
+    load = make_load(cell.kind, seed, num_requests, cell.utilization, config)
+    router = RouterConfig(policy=policy, block_size=config.block_size, seed=seed)
+    replay = Replay(load, config, router)
+    duration_s = replay.run()["duration_s"]
+    ttft_ms = [t.ttft_ms for t in replay.times if t.ttft_ms is not None]
+    tpot_ms = [t.tpot_ms for t in replay.times if t.tpot_ms is not None]
+    return Run(ttft_ms, tpot_ms, duration_s)
+
+
+def _figures(runs: Sequence[Run]) -> dict[str, float]:
+    ttft = [value for run in runs for value in run.ttft_ms]
+    tpot = [value for run in runs for value in run.tpot_ms]
     return {
-        "ttft_ms": round(ttft["mean"], 2),
-        "ttft_p99_ms": round(ttft["p99"], 2),
-        "tpot_ms": round(tpot["mean"], 3),
-        "duration_s": round(duration_s / num_seeds, 3),
+        "ttft_ms": sum(ttft) / len(ttft),
+        "ttft_p99_ms": percentile(ttft, 99),
+        "tpot_ms": sum(tpot) / len(tpot),
+        "duration_s": sum(run.duration_s for run in runs) / len(runs),
     }
 
 
@@ -104,6 +138,10 @@ def as_json(row: Row) -> dict[str, Any]:
         "load": cell.kind,
         "workers": cell.num_workers,
         "utilization": cell.utilization,
-        "figures": row.figures,
+        "figures": {
+            policy: {name: round(value, 3) for name, value in figures.items()}
+            for policy, figures in row.figures.items()
+        },
         "kv_over_best_other": {name: round(ratio, 3) for name, ratio in row.ratios.items()},
+        "interval_90": {name: [round(x, 3) for x in i] for name, i in row.intervals().items()},
     }

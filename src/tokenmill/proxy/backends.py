@@ -29,6 +29,7 @@ class Attempt:
     backend: Backend
     decision: Decision
     is_pending: bool = True
+    num_output_tokens: int = 0  # of an answer that came to its end, as far as the proxy sees them
 
     @property
     def num_uncached(self) -> int:
@@ -97,7 +98,7 @@ class Backends:
         """A backend is done with a call, or will not do it."""
         self.first_byte(attempt)
         attempt.backend.num_open -= 1
-        self._router.free(attempt.call_id)
+        self._router.free(attempt.call_id, attempt.num_output_tokens)
 
     async def models(self, headers: Headers) -> list[Any]:
         """The cards of all models, asked for with the client's headers where there is no key."""

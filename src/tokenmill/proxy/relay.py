@@ -181,6 +181,7 @@ class Relay:
         while True:
             self._count_tokens(attempt, data, is_stream)
             if answer.is_whole:
+                attempt.num_output_tokens = self._times.num_tokens
                 return await send({"type": "http.response.body", "body": data})
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._tail = data[-4:]
