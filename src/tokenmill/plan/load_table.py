@@ -101,7 +101,7 @@ class Row:
 def compare(cells: Sequence[Cell], num_requests: int, num_seeds: int) -> Iterator[Row]:
     """A row for each cell, as they are done."""
     for cell in cells:
-        runs = {
+        runs: dict[str, list[Run]] = {
             policy: [_run(cell, policy, num_requests, seed) for seed in range(num_seeds)]
             for policy in POLICIES
         }

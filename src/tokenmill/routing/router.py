@@ -338,9 +338,10 @@ class Router:
         self, name: str, queued_tokens: int, kv_tokens: int, num_requests: int, num_pending: int
     ) -> None:
         slot = self._slots[name]
-        queued, kv, count, pending, *step = self._loads[slot]
+        queued, kv, count, pending, began_ms, tokens, step_pending = self._loads[slot]
         queued, kv = queued + queued_tokens, kv + kv_tokens
-        self._set(slot, Load(queued, kv, count + num_requests, pending + num_pending, *step))
+        count, pending = count + num_requests, pending + num_pending
+        self._set(slot, Load(queued, kv, count, pending, began_ms, tokens, step_pending))
 
     def _set(self, slot: int, load: Load) -> None:
         self._loads[slot] = load
