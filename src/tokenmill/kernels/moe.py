@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
+from tokenmill.kernels import (
+    MODE,
+    compiled,
+    cpu_kernels,
+    cpu_twin,
+    gpu_twin,
+    triton_kernels,
+    use_triton,
+)
 from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
 from tokenmill.kernels.norm import Activation, act_and_mul
 
@@ -88,13 +96,12 @@ def route(
 
     `bias` is added to the scores for the choice alone.
     """
+    choose = route_reference
     if use_triton(logits, "route"):
-        ids, weights = triton_kernels("moe").route(logits, bias, routing)
-        return ids, weights
-    if _compiled(logits):
-        ids, weights = compiled("moe").route(logits, bias, routing)
-        return ids, weights
-    return route_reference(logits, bias, routing)
+        choose = gpu_twin(route_reference)
+    elif _compiled(logits):
+        choose = cpu_twin(route_reference)
+    return choose(logits, bias, routing)
 
 
 def _compiled(x: torch.Tensor) -> bool:
@@ -128,20 +135,19 @@ def apply_experts(
     """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
     if not ids.numel():
         return x.new_empty(0, down.n)
-    apply = triton_kernels("moe").apply_experts if use_triton(x) else apply_experts_reference
+    apply = gpu_twin(apply_experts_reference) if use_triton(x) else apply_experts_reference
     if gate_up.tiled and (gate_up.scales is not None or x.shape[0] > FEW_ROWS):
         apply = _apply_experts_tiled
-    results: torch.Tensor = apply(x, ids, gate_up, down, activation)
-    return results
+    return apply(x, ids, gate_up, down, activation)
 
 
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
     """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order."""
     if not weights.numel():
         return
-    add = triton_kernels("moe").add_choices if use_triton(results) else add_choices_reference
+    add = gpu_twin(add_choices_reference) if use_triton(results) else add_choices_reference
     if _compiled(results):
-        add = compiled("moe").add_choices
+        add = cpu_twin(add_choices_reference)
     add(results, weights, add_to)
 
 
@@ -150,7 +156,7 @@ def _apply_experts_tiled(
     ids: torch.Tensor,
     gate_up: PackedExperts,
     down: PackedExperts,
-    activation: Activation,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """All experts in two launches, over rows sorted by expert."""
     order, segments = compiled("moe").sort_by_expert(ids, gate_up.num_experts)
