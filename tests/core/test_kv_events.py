@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -9,10 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_cases import make, sampled
-from tokenmill.core.kv_events import Cleared, EventPublisher, Removed, Stored
+from tokenmill.core.kv_events import (
+    Cleared,
+    Event,
+    EventBatch,
+    EventPublisher,
+    Removed,
+    Stored,
+    pack_events,
+    unpack_events,
+)
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.routing.kv_index import KVIndex
 from tokenmill.sched.blocks import BlockPool, block_hashes, chain_seed
+from tokenmill.workers.messages import KVEvents, decode_from_worker, encode
 
 
 def test_events_of_a_pool() -> None:
@@ -97,3 +108,12 @@ def test_runs_of_this_test_do_preempt_and_evict() -> None:
         events = taken.events if taken else []
         removed += sum(len(e.hashes) for e in events if isinstance(e, Removed))
     assert scheduler.stats().num_preemptions > 0 and removed > 0
+
+
+def test_events_are_the_same_over_both_wires() -> None:
+    """Workers pack them as msgpack, ranks as JSON: one packed form, nothing is lost."""
+    events: list[Event] = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([1]), Cleared()]
+    packed = pack_events(events)
+    assert unpack_events(json.loads(json.dumps(packed))) == events
+    sent = decode_from_worker(encode(KVEvents.of(EventBatch(7, events))))
+    assert isinstance(sent, KVEvents) and sent.batch() == EventBatch(7, events)

@@ -48,7 +48,7 @@ class CallRecord:
         return cls(given.decode("ascii") if is_sane else new_request_id(), scope["path"])
 
     def fail(self, error: ApiError) -> None:
-        """It is answered with an error."""
+        """Note the error that the call is answered with."""
         self.status, self.error = error.status, error.code
 
     def line(self) -> str:

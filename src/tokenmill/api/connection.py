@@ -218,7 +218,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect(self, part: Literal["idle", "head", "body"]) -> None:
-        """From now on the client has to send this."""
+        """Set what the client has to send next, and by when."""
         self._reading, now_s = part, self.loop.time()
         limits = self._limits
         if part == "body":

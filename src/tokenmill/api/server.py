@@ -181,7 +181,7 @@ class Signals:
         self._came.set()
 
     async def wait(self) -> None:
-        """Until the first one."""
+        """Wait for the first signal."""
         await self._came.wait()
 
     async def interrupt(self, work: Coroutine[Any, Any, T]) -> T | None:

@@ -42,7 +42,7 @@ SSE_START: Message = {
 
 @dataclass(slots=True)
 class ApiState:
-    """What the handlers share."""
+    """What all handlers of a server share."""
 
     client: WorkerPool
     tokenizer: Tokenizer

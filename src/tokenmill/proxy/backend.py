@@ -99,7 +99,7 @@ class Backend:
         return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     async def start(self) -> None:
-        """Look once, then go on looking."""
+        """Probe the backend once, then go on probing in the background."""
         await self._probe()
         self._task = asyncio.create_task(self._watch())
 
@@ -111,7 +111,7 @@ class Backend:
         self.upstream.close()
 
     def fail(self, error: UpstreamError) -> None:
-        """It takes no connections, or one was lost: then it is looked at at once."""
+        """Note a failed or lost connection; the backend is probed at once."""
         self.num_failures += 1
         self.last_failure = str(error)
         if isinstance(error, ConnectError):
@@ -119,7 +119,7 @@ class Backend:
         self._doubted.set()
 
     def rest(self, retry_after: bytes) -> None:
-        """It is busy: others are asked first for as long as it says."""
+        """Ask other backends first for as long as this one says that it is busy."""
         wanted_s = float(retry_after) if retry_after.isdigit() else 0.0
         self.rests_until_s = time.monotonic() + min(wanted_s, MAX_REST_S)
 

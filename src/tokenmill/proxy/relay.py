@@ -194,7 +194,7 @@ class Relay:
             attempt.backend.tokens.add(num_tokens)
 
     async def _note_refusal(self, attempt: Attempt, answer: Answer) -> Refusal:
-        """Take down what a backend says that does not want the call."""
+        """Read the answer of a backend that refuses the call."""
         status, name = answer.status, attempt.backend.name
         self._count(name, str(status))
         if status in (429, 503):

@@ -35,7 +35,7 @@ class UpstreamError(Exception):
 
 
 class ConnectError(UpstreamError):
-    """It takes no connections."""
+    """The backend takes no connections."""
 
 
 class Answer:
@@ -124,7 +124,7 @@ class Answer:
             self._wake()
 
     def begin_again(self) -> None:
-        """Nothing has come, and another connection shall bring it."""
+        """Forget the first connection, on which nothing came; another one brings the answer."""
         self.ended, self._error = False, None
 
     async def _wait(self) -> None:

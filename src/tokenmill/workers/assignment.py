@@ -17,7 +17,7 @@ from tokenmill.workers.slot import WorkerSlot
 
 
 class Assignment:
-    """Requests on their way to workers, and the latest choices."""
+    """Sends requests to workers, and remembers the latest choices."""
 
     def __init__(
         self,

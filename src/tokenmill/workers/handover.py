@@ -80,7 +80,7 @@ class Handovers:
             target.send(ConnectKV(address))
 
     def on_connected(self, target: WorkerSlot, message: KVConnected) -> None:
-        """The answer of a decode worker."""
+        """Note what a decode worker answered to ConnectKV."""
         pair = (message.engine_id, target.name)
         self._asked.discard(pair)
         if message.error is None:
@@ -99,7 +99,7 @@ class Handovers:
             raise WorkerStartError(problem)
 
     def disconnect(self, slot: WorkerSlot) -> None:
-        """A worker is gone."""
+        """Forget the connections of a worker that is gone, and tell its peers."""
         engine_id = _engine_id(slot)
         for pairs in (self._asked, self._connected):
             pairs -= {p for p in pairs if p[0] == engine_id or p[1] == slot.name}
@@ -156,7 +156,7 @@ class Handovers:
         target.send(KVNotices([notice]))
 
     def on_received(self, entry: OpenRequest) -> None:
-        """The KV is where it is needed: its lease ends."""
+        """Release the lease: the decode worker has the KV."""
         if entry.handover is not None:
             self.num_received += 1
             self._routers.prefill.free(entry.sent_as)

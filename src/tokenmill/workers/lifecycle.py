@@ -62,7 +62,7 @@ def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
 
 
 class Lifecycle:
-    """Who works in a pool; it alone changes `slots`.
+    """Owns the slots of a pool; it alone changes `slots`.
 
     When no slot has a worker any more and none can be started, `gave_up` is set.
     """
@@ -185,7 +185,7 @@ class Lifecycle:
             raise
 
     def _agree(self, slot: WorkerSlot, facts: ModelFacts) -> None:
-        """Hold to what this worker can do, too, and tell what it warns of."""
+        """Limit the pool to what this worker can do, too, and log its warnings."""
         binding = of_role(facts, slot.role)
         self.facts = agreed(self.facts or binding, binding)
         for warning in facts.warnings:
@@ -222,7 +222,7 @@ class Lifecycle:
         return attempts
 
     def _give_up(self, slot: WorkerSlot) -> None:
-        """No worker could be started in a slot any more; with the last one the pool is given up."""
+        """Give up a slot whose restarts failed; with the last slot, give up the pool."""
         slot.state = "failed"
         _log.error(
             "worker %s is given up: its last %d restarts failed",

@@ -42,7 +42,7 @@ NOT_HERE = (*BUSY, "no_capacity", "too_long")  # why a prefill worker may refuse
 
 
 class Migration:
-    """All requests that have not ended, and how they come from one worker to the next."""
+    """Owns all requests that have not ended, and moves them from one worker to the next."""
 
     def __init__(
         self, routers: Routers, handovers: Handovers, assignment: Assignment, suspects: Suspects
@@ -90,13 +90,13 @@ class Migration:
     # Workers come and go.
 
     def worker_ready(self, slot: WorkerSlot) -> None:
-        """A worker takes requests from now on; those that waited for one go first."""
+        """Let a worker take requests; those that waited for one go first."""
         self._routers.welcome(slot, self.open.values())
         self._handovers.connect(slot)
         self._send_held()
 
     def worker_down(self, slot: WorkerSlot) -> None:
-        """Whatever the worker had goes on elsewhere."""
+        """Send the requests of a worker that died to others, or end them."""
         self._routers.remove(slot)
         lost = self.at(slot)
         self._handovers.disconnect(slot)
@@ -107,13 +107,13 @@ class Migration:
         self._migrate([e for e in lost if e.request.request_id in self.open], slot.last_failure)
 
     def worker_left(self, slot: WorkerSlot) -> None:
-        """A worker that is still there has left the pool; its requests go on elsewhere."""
+        """Abort the requests of a worker that leaves the pool, and send them to others."""
         late = self.at(slot)
         slot.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {slot.name} left the pool")
 
     def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
-        """Outputs go to their streams, events to the router."""
+        """Pass outputs to their streams, KV events to the routers, notices to the handovers."""
         match message:
             case Outputs(outputs=outputs):
                 slot.tokens.add(sum([len(o.token_ids) for o in outputs]))
@@ -206,7 +206,7 @@ class Migration:
         return False
 
     def _close(self, entry: OpenRequest, failed: bool = False) -> None:
-        """A request has ended, in whatever way."""
+        """Forget a request that has ended, in whatever way."""
         entry.trace.ended()
         self._routers.free(entry, len(entry.token_ids))
         self._handovers.end(entry, failed)
@@ -228,7 +228,7 @@ class Migration:
     def _keep_and_migrate(
         self, entries: list[OpenRequest], reason: str, refused: bool = False
     ) -> None:
-        """There is no handover: the prompt is computed where it will decode."""
+        """Send requests on without a handover: their prompts are computed where they decode."""
         for entry in entries:
             _log.warning("%s was not handed over: %s", entry.sent_as, reason)
             entry.stays = True
@@ -242,7 +242,7 @@ class Migration:
         self._held.append(entry)
 
     def _try_next(self) -> None:
-        """Another suspect may be tried, once what is being done is done."""
+        """Send a held suspect on, once the current callback is done."""
         asyncio.get_running_loop().call_soon(self._send_held)
 
     def _send_held(self) -> None:

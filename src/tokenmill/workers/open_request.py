@@ -49,7 +49,7 @@ class OpenRequest:
         return None if self.handover is None else self.handover.source
 
     def take_back(self) -> None:
-        """No worker has it; a new id tells late answers from those of the next one."""
+        """Take it off its worker; a new id tells late answers from those of the next worker."""
         self.slot = None
         self.num_sent += 1
         self.sent_as = f"{self.request.request_id}~{self.num_sent}"

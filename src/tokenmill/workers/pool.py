@@ -182,7 +182,7 @@ class WorkerPool:
         return total
 
     def view(self, decisions: bool = True) -> PoolView:
-        """The pool now."""
+        """The pool as data, as /workers and /metrics show it."""
         slots = list(self.slots.values())
         roles: tuple[Role, Role] = ("prefill", "decode")
         sides = [[slot.busy() for slot in self._lifecycle.of_role(role)] for role in roles]

@@ -17,7 +17,7 @@ from tokenmill.workers.slot import WorkerSlot
 
 
 class Routers:
-    """Which policy they have, whom they know, and what is on their accounts."""
+    """The one owner of both routers: their policy, their workers, and what is on their accounts."""
 
     def __init__(self, config: RouterConfig, slots: Mapping[str, WorkerSlot]) -> None:
         self._asked = config
@@ -37,11 +37,11 @@ class Routers:
         return self.prefill if slot.role == "prefill" else self.main
 
     def set_policy(self, policy: RouterPolicy) -> None:
-        """The policy of the next routers."""
+        """Set the policy of the next routers; renew() makes them."""
         self._asked = replace(self._asked, policy=policy)
 
     def welcome(self, slot: WorkerSlot, requests: Iterable[OpenRequest]) -> None:
-        """A worker is ready.
+        """Let a worker that is ready be chosen.
 
         One worker needs no choice and no events; with a second slot comes the real policy.
         """
@@ -51,7 +51,7 @@ class Routers:
             self._introduce(slot)
 
     def remove(self, slot: WorkerSlot) -> None:
-        """A worker may not be chosen any more."""
+        """Let a worker not be chosen any more."""
         self.of(slot).remove_worker(slot.name)
 
     def renew(self, requests: Iterable[OpenRequest]) -> None:
@@ -69,23 +69,23 @@ class Routers:
             self._account(entry)
 
     def free(self, entry: OpenRequest, num_output_tokens: int = 0) -> None:
-        """A request is at no worker any more."""
+        """Take a request that has left its workers off the accounts."""
         self.main.free(entry.sent_as, num_output_tokens)
         self.prefill.free(entry.sent_as)
 
     def on_events(self, slot: WorkerSlot, message: KVEvents) -> None:
-        """What a worker has stored and removed."""
+        """Take a worker's events; where some are missing, ask for a dump."""
         if not self.of(slot).apply(slot.name, message.batch()):
             self._pull(slot)
 
     def on_dump(self, slot: WorkerSlot, message: KVDump) -> None:
-        """All that a worker holds."""
+        """Take a worker's dump: the hashes of all blocks that it has cached."""
         self._pulled.discard(slot.name)
         if not self.of(slot).load(slot.name, message.dump):
             self._pull(slot)
 
     def learn(self) -> None:
-        """What the steps of all workers cost, as they have told."""
+        """Fit the cost of a step to what all workers have reported."""
         if len(self._slots) > 1:
             told = [slot.stats().step_sums for slot in self._slots.values()]
             sums = [sum(column) for column in zip(*(s for s in told if s), strict=True)]

@@ -102,7 +102,7 @@ class WorkerSlot:
             await link.close(grace_s)
 
     def send(self, message: ToWorker) -> None:
-        """Tell the worker, if there is one."""
+        """Send a message to the worker, if there is one."""
         if self._link is not None:
             self._link.send(message)
 

@@ -1,4 +1,4 @@
-"""Which request may be what its worker died of: suspects are tried one at a time.
+"""Finds the request that makes workers die: suspects run one at a time.
 
 Whoever was at a dying worker goes on elsewhere with all the others. One that was there at
 `max_deaths` deaths, and got no further between them, is a suspect: only one of these is at work at

@@ -1,4 +1,4 @@
-"""Who hears what becomes of a request: this one does nothing; a front that traces has its own."""
+"""The null trace of a request: the pool reports each stage to it, and it does nothing."""
 
 from __future__ import annotations
 

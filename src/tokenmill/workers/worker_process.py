@@ -81,12 +81,12 @@ def send_failure(address: str, error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """One sentence: the message of an error meant for users, else its type, message and slot."""
+    """The message of an error that is meant for users; of others type, text and line."""
     if isinstance(error, TokenmillError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    slot = f" (in {frames[-1].name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{slot}"
+    where = f" (in {frames[-1].name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _leave_signals_to_the_parent() -> None:
@@ -190,7 +190,7 @@ class _Loop:
             self._link.send(LeasesExpired(events.expired))
 
     def _receive(self, wait_ms: int | None) -> None:
-        """Apply what arrived."""
+        """Apply the messages that have arrived."""
         messages, self._running = self._link.receive(wait_ms)
         for data in messages:
             match decode_to_worker(data):

@@ -41,11 +41,11 @@ class CallTrace:
             self._span.end(f"{getattr(error, 'code', None) or type(error).__name__}: {error}")
 
     def parsed(self) -> None:
-        """The body has come and is a call."""
+        """End the stage `parse`: the body is read and valid."""
         self._stage("parse")
 
     def prepared(self, job: Job, model: str) -> None:
-        """The prompt is rendered and tokenised."""
+        """End the stage `tokenize`, and set what was asked for."""
         self._stage("tokenize")
         sampling = job.requests[0].sampling
         facts = {
@@ -67,7 +67,7 @@ class CallTrace:
         return [RequestSpans(self._span, index) for index in range(len(job.requests))]
 
     def end(self, usage: Usage, reasons: list[str], error: ApiError | None) -> None:
-        """The call is answered, or will not be."""
+        """End the span of the call, with its usage or its error."""
         facts = {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,

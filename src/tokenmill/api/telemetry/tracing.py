@@ -53,11 +53,11 @@ class Span:
         return []
 
     def end(self, error: str | None = None, end_ns: int | None = None) -> None:
-        """Over; an error is its status, and its first word, up to a colon, error.type."""
+        """End the span; an error is its status, and the word before its colon error.type."""
 
 
 class Tracing:
-    """Makes the spans of a process: this one, none."""
+    """Makes the spans of a process; this base class makes none."""
 
     def begin(
         self, path: str, headers: Iterable[tuple[bytes, bytes]], start_ns: int | None = None
