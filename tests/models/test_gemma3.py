@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from harness import Harness, assert_same_logits
@@ -14,7 +15,7 @@ from tokenmill.core.rope import RopeSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers import attention
 from tokenmill.models import spec_of
-from tokenmill.models.weights import read_spec
+from tokenmill.models.weights import open_mtp, read_spec
 
 CASES: dict[str, dict[str, Any]] = {
     "windows": {},
@@ -122,3 +123,10 @@ def test_the_published_1b() -> None:
 def test_errors_name_the_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of(GEMMA3_1B | changes)
+
+
+def test_an_eagle_head_is_refused(tmp_path: Path) -> None:
+    spec, file = spec_of(GEMMA3_1B), tmp_path / "head.safetensors"
+    save_file({"fc.weight": torch.zeros(2, 4)}, file)
+    with pytest.raises(ModelLoadError, match="Gemma3ForCausalLM has 4 norms in a layer, where an"):
+        open_mtp(file, spec)
