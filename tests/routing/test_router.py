@@ -6,12 +6,13 @@ import random
 from array import array
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from tokenmill.core.config import RouterConfig
+from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.core.kv_events import Dump, EventBatch, Stored
+from tokenmill.routing.policies import POLICIES
 from tokenmill.routing.router import OUTPUT_TOKENS, NoWorkerError, Router
 from tokenmill.routing.step_cost import StepRates
 from tokenmill.sched.blocks import block_hashes, byte_tokens
@@ -182,7 +183,14 @@ def test_policies() -> None:
     assert {chance.route(str(i), prompt(0), 0.0).worker for i in range(30)} == {"a", "b"}
 
 
-@pytest.mark.parametrize("policy", ["kv", "round-robin", "least-loaded", "random"])
+def test_every_policy_has_a_name_and_says_why() -> None:
+    assert tuple(POLICIES) == get_args(RouterPolicy)
+    for name, policy in POLICIES.items():
+        decision = router("a", "b", policy=name).route("1", prompt(0), 0.0)
+        assert policy.reason or policy.term in decision.terms()["a"], name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_who_was_tried_is_left_out(policy: Any) -> None:
     target = router("a", "b", "c", policy=policy)
     hold(target, "a", prompt(0))

@@ -16,7 +16,7 @@ from tokenmill.proxy.backend import Backend, ask_models, base_urls
 from tokenmill.proxy.call_prompt import RoutedPrompt
 from tokenmill.proxy.upstream import UpstreamError
 from tokenmill.routing.router import Decision, NoWorkerError, Router
-from tokenmill.workers.pool_view import Choices, PoolView, WorkerView
+from tokenmill.workers.pool_view import Choices, PoolView, WorkerView, policy_view
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +129,7 @@ class Backends:
         """The backends now."""
         return PoolView(
             router=self._router.config.policy,
+            policy=policy_view(self._router.policy),
             num_open=sum(backend.num_open for backend in self._all.values()),
             num_held=0,
             migrations=self.num_moved,

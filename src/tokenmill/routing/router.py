@@ -1,4 +1,4 @@
-"""Which worker takes a request: policies over one account of what was routed.
+"""Which worker takes a request: a policy over the account of what was routed.
 
 The KV policy predicts, in milliseconds, what a request costs on each worker:
 
@@ -21,12 +21,13 @@ import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
+from tokenmill.routing.policies import POLICIES, Choice
+from tokenmill.routing.prices import IDLE, Line, Load, Prices
 from tokenmill.routing.step_cost import PRIOR, StepRates
 from tokenmill.sched.blocks import U64, hash_chain
 
@@ -35,93 +36,10 @@ MEMORY = 256  # answers whose mean length is expected
 MAX_PREFIXES = 4096  # whose uses are counted
 USE_DECAY = 0.5 ** (1 / 256)  # of a use with each decision
 AHEAD = 16  # requests of each worker that a copy of a prefix is made for
-LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
 
 
 class NoWorkerError(TokenmillError):
     """There is no worker to route to."""
-
-
-class Load(NamedTuple):
-    """What was routed to a worker and has not ended, and the step that it runs."""
-
-    queued_tokens: int = 0  # uncached and not computed yet
-    kv_tokens: int = 0  # of KV blocks; shared ones count twice
-    num_requests: int = 0
-    num_pending: int = 0  # of these, without a first token
-    step_began_ms: float = 0.0
-    step_tokens: int = 0  # of queued_tokens, those it computes
-    step_pending: int = 0  # of num_pending, those it computes
-
-
-IDLE = Load()
-# A worker's cost as a function of time and tokens: that of a prompt without tokens at time 0 if
-# the step there is in time, and if it is late; how the latter grows with time; that of each token.
-Line = tuple[float, float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Milliseconds of what a request brings and finds, weighted."""
-
-    rates: StepRates
-    uncached: float  # a prompt token that is not cached
-    request: float  # by request there: both decode
-    kv: float  # by token of KV that one of both has
-    stall: float  # by millisecond in which those there get no token
-
-    @classmethod
-    def of(cls, rates: StepRates, num_output_tokens: float, config: RouterConfig) -> Prices:
-        """Two requests share half of an answer's steps: one of them came before."""
-        steps = config.decode_weight * num_output_tokens / 2
-        uncached = config.prefill_weight * rates.prefill
-        request, kv = 2 * steps * rates.sequence, steps * rates.kv
-        return cls(rates, uncached, request, kv, config.decode_weight)
-
-    def step_ms(self, load: Load) -> float:
-        """How long the step that runs on a worker should take."""
-        rates = self.rates
-        decode = rates.sequence * load.num_requests + rates.kv * load.kv_tokens
-        prefill = rates.prefill * load.step_tokens + (rates.mixed if load.step_pending else 0.0)
-        return rates.base + decode + prefill
-
-    def queue_ms(self, load: Load) -> float:
-        return self.rates.prefill * max(load.queued_tokens - load.step_tokens, 0)
-
-    def mixed_ms(self, load: Load) -> float:
-        """What a prompt adds to a step, unless another one does so already."""
-        return 0.0 if load.num_pending > load.step_pending else self.rates.mixed
-
-    def decode_ms(self, load: Load, num_tokens: int) -> float:
-        count = load.num_requests
-        return self.request * count + self.kv * (load.kv_tokens + count * num_tokens)
-
-    def terms(
-        self, load: Load, now_ms: float, num_tokens: int, uncached: int, paid: float
-    ) -> dict[str, float]:
-        """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
-        ran_ms = now_ms - load.step_began_ms
-        wait = max(self.step_ms(load) - ran_ms, LATE * ran_ms)
-        stall = self.rates.prefill * uncached + self.mixed_ms(load)
-        terms = {
-            "wait_ms": wait if load.num_requests else 0.0,
-            "queue_ms": self.queue_ms(load),
-            "prefill_ms": self.uncached * paid,
-            "stall_ms": self.stall * load.num_requests * stall,
-            "decode_ms": self.decode_ms(load, num_tokens),
-        }
-        return terms | {"cost_ms": sum(terms.values())}
-
-    def line(self, load: Load) -> Line:
-        """terms() of a prompt, but for its tokens and the time."""
-        count, began_ms = load.num_requests, load.step_began_ms
-        rest = self.queue_ms(load) + self.decode_ms(load, 0)
-        if not count:
-            return rest, rest, 0.0, 0.0
-        rest += self.stall * count * self.mixed_ms(load)
-        by_token = count * (self.stall * self.rates.prefill + self.kv)
-        in_time = rest + self.step_ms(load) + began_ms
-        return in_time, rest - LATE * began_ms, LATE, by_token
 
 
 @dataclass(slots=True)
@@ -170,6 +88,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
+        self.policy = POLICIES[config.policy]
         self.index = KVIndex()
         self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
         self._num_answers = 0
@@ -252,7 +171,7 @@ class Router:
             raise NoWorkerError("no worker is ready")
         config, num_tokens = self.config, len(token_ids)
         size = config.block_size
-        chain = hash_chain(token_ids, size, salt=salt) if config.policy == "kv" else None
+        chain = hash_chain(token_ids, size, salt=salt) if self.policy.knows_blocks else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
         num_uses = 1.0 if chain is None else self._num_uses(chain, cached)
         name = self._choose(num_tokens, cached, num_uses, without, now_s)
@@ -387,13 +306,21 @@ class Router:
         without: Collection[str],
         now_s: float,
     ) -> str:
-        """The worker with the lowest cost, any of several; round-robin takes them in turn."""
+        """The worker with the lowest cost, any of several."""
         names = self._names
-        if self.config.policy == "round-robin":
-            names = [name for name in names if name not in without] if without else names
-            self._turn += 1
-            return names[self._turn % len(names)]
-        costs = self._costs(num_tokens, cached, num_uses, 1e3 * now_s)
+        self._turn += 1
+        choice = Choice(
+            num_tokens,
+            1e3 * now_s,
+            self._turn,
+            self._loads,
+            self._lines,
+            self._prices,
+            self._slots,
+            cached,
+            num_uses,
+        )
+        costs = self.policy.costs(choice)
         if without:
             pairs = zip(names, costs, strict=True)
             costs = [math.inf if name in without else cost for name, cost in pairs]
@@ -402,23 +329,3 @@ class Router:
             return names[costs.index(lowest)]
         best = [name for name, cost in zip(names, costs, strict=True) if cost == lowest]
         return self._rng.choice(best)
-
-    def _costs(
-        self, num_tokens: int, cached: dict[str, int], num_uses: float, now_ms: float
-    ) -> list[float]:
-        """By slot, up to a constant."""
-        if self.config.policy == "least-loaded":
-            return [float(load.num_requests) for load in self._loads]
-        if self.config.policy == "random":
-            return [0.0] * len(self._names)
-        costs = [
-            (cost if (cost := in_time - now_ms) > (least := late + growth * now_ms) else least)
-            + num_tokens * each
-            for in_time, late, growth, each in self._lines
-        ]
-        prices, slots, loads = self._prices, self._slots, self._loads
-        uncached, stall = prices.uncached / num_uses, prices.stall * prices.rates.prefill
-        for name, num_cached in cached.items():
-            slot = slots[name]
-            costs[slot] -= num_cached * (uncached + stall * loads[slot].num_requests)
-        return costs

@@ -25,7 +25,7 @@ from tokenmill.workers.migration import Migration
 from tokenmill.workers.open_request import OpenRequest, seeded
 from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.pool_routers import Routers
-from tokenmill.workers.pool_view import PoolView, worker_view
+from tokenmill.workers.pool_view import PoolView, policy_view, worker_view
 from tokenmill.workers.slot import Role, WorkerSlot
 from tokenmill.workers.suspects import Suspects
 from tokenmill.workers.trace import NO_TRACE, RequestTrace
@@ -189,6 +189,7 @@ class WorkerPool:
         at, router_of = self._requests.at, self.routers.of
         return PoolView(
             router=self.routers.main.config.policy,
+            policy=policy_view(self.routers.main.policy),
             num_open=self.num_open,
             num_held=sum(entry.slot is None for entry in self.open_requests.values()),
             migrations=self.num_migrations,

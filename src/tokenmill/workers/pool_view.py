@@ -8,6 +8,7 @@ from collections import deque
 
 import msgspec
 
+from tokenmill.routing.policies import Policy
 from tokenmill.routing.role_balance import RateMatch
 from tokenmill.routing.router import Decision, Router
 from tokenmill.workers.open_request import OpenRequest
@@ -63,10 +64,20 @@ class DecisionView(msgspec.Struct, frozen=True):
     note: str = ""  # who computes the prompt, where there are prefill and decode workers
 
 
+class PolicyView(msgspec.Struct, frozen=True):
+    """How a router chooses, in a few words."""
+
+    rule: str
+    term: str  # of a decision, by which workers are compared
+    reason: str  # why a worker, where no term says it
+    knows_blocks: bool
+
+
 class PoolView(msgspec.Struct, frozen=True):
     """All workers and what the router did of late."""
 
     router: str
+    policy: PolicyView
     num_open: int
     num_held: int  # wait for a worker to go on
     migrations: int
@@ -76,6 +87,11 @@ class PoolView(msgspec.Struct, frozen=True):
     failed_transfers: int = 0  # beside these: taken up by a prefill worker, and lost on the way
     transferred_bytes: int = 0  # of KV
     rates: RateMatch | None = None  # where there are prefill and decode workers
+
+
+def policy_view(policy: Policy) -> PolicyView:
+    """A policy, but for its arithmetic."""
+    return PolicyView(policy.rule, policy.term, policy.reason, policy.knows_blocks)
 
 
 class Choices:

@@ -184,7 +184,7 @@ function drawWorker(card, worker, knowsBlocks) {
 function drawWorkers({ pool }) {
   const ready = pool.workers.filter((w) => w.state === "ready").length;
   set(byId("workers-hint"), `${ready} of ${pool.workers.length} ready`);
-  const knowsBlocks = pool.router === "kv"; // no other policy asks what workers have cached
+  const knowsBlocks = pool.policy.knows_blocks;
   keyed(byId("workers"), pool.workers, (w) => w.name, makeWorker, (card, w) => drawWorker(card, w, knowsBlocks));
 }
 

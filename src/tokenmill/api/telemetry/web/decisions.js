@@ -4,30 +4,19 @@ import { clock, el } from "./charts.js";
 import { num, percent, plural, share, time } from "./format.js";
 
 const NUM_DECISIONS = 12;
-const POLICIES = {
-  "kv": "the lowest cost wins",
-  "round-robin": "workers take turns",
-  "least-loaded": "the fewest requests win",
-  "random": "any worker, at random",
-};
 
 /* The name of a term without its unit: "num_requests" is "requests", "queue_ms" is "queue". */
 const label = (term) => term.replace(/^num_/, "").replace(/_(ms|tokens)$/, "").replaceAll("_", " ");
 const unit = (term) => /_(ms|tokens)$/.exec(term)?.[1] ?? "";
 const value = (term, number) => unit(term) === "ms" ? time(number) : num(number);
 
-/* The total is the term that is called cost, in whatever unit. */
-const costOf = (terms) => Object.keys(terms).find((term) => /^cost(_|$)/.test(term));
-
 /* Why this worker, in a few words. */
 function reason(decision, policy) {
   const mine = decision.terms[decision.worker];
   const others = Object.entries(decision.terms).filter(([name]) => name !== decision.worker);
   if (!mine || !others.length) return decision.role === "both" ? "the only worker" : `the only ${decision.role} worker`;
-  if (policy === "round-robin") return "its turn";
-  if (policy === "random") return "drawn at random";
-  const field = policy === "kv" ? costOf(mine) : "num_requests";
-  if (!field || !(field in mine)) return "";
+  const field = policy.term;
+  if (!(field in mine)) return policy.reason;
   const [next, terms] = others.reduce((best, each) => each[1][field] < best[1][field] ? each : best);
   if (terms[field] === mine[field]) return `a tie with ${next}, drawn`;
   const compared = `${label(field)} ${value(field, mine[field])} against ${value(field, terms[field])} at ${next}`;
@@ -54,7 +43,7 @@ function makeDecision(decision, policy) {
 
 function termsTable(decision, policy) {
   const all = [...new Set(Object.values(decision.terms).flatMap(Object.keys))];
-  const columns = policy === "kv" ? all : all.filter((term) => unit(term) !== "ms" && term !== "cost");
+  const columns = policy.knows_blocks ? all : all.filter((term) => unit(term) !== "ms");
   const table = el("table"), head = table.createTHead().insertRow(), body = table.createTBody();
   const titles = columns.map((term) => unit(term) === "tokens" ? `${label(term)}, tokens` : label(term));
   head.append(el("th", "text", "worker"), ...titles.map((title) => el("th", "", title)));
@@ -79,9 +68,9 @@ export function drawDecisions(list, hint, pool, { keyed, set }) {
   }
   const last = pool.decisions.slice(-NUM_DECISIONS).reverse();
   const alone = pool.workers.length < 2, roles = pool.workers.some((w) => w.role === "prefill");
-  const policy = `${pool.router}: ${POLICIES[pool.router] ?? "decides"}${roles ? ", among prefill and among decode workers" : ""}`;
+  const policy = `${pool.router}: ${pool.policy.rule}${roles ? ", among prefill and among decode workers" : ""}`;
   const none = last.length ? "" : " · no request has come yet";
   set(hint, alone ? "One worker: there is nothing to choose" : `${policy}${none}`);
   list.parentElement.classList.toggle("bare", !last.length);
-  keyed(list, last, (d) => `${d.request_id} ${d.worker} ${d.time_s}`, (d) => makeDecision(d, pool.router));
+  keyed(list, last, (d) => `${d.request_id} ${d.worker} ${d.time_s}`, (d) => makeDecision(d, pool.policy));
 }

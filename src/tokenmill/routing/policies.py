@@ -1,0 +1,74 @@
+"""Router policies: what each worker would cost. The lowest cost wins, ties are drawn at random.
+
+A policy is an entry of POLICIES, and its name is in core/config.RouterPolicy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokenmill.routing.prices import Line, Load, Prices
+
+
+@dataclass(slots=True)
+class Choice:
+    """A request and the workers that may take it, by slot."""
+
+    num_tokens: int
+    now_ms: float
+    turn: int  # how many were chosen before
+    loads: list[Load]
+    lines: list[Line]
+    prices: Prices
+    slots: dict[str, int]
+    cached: dict[str, int]  # prompt tokens by worker; those without any are left out
+    num_uses: float  # that are expected of another copy of the longest prefix that a worker has
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How to choose, and how to explain a choice."""
+
+    costs: Callable[[Choice], list[float]]
+    rule: str  # a sentence without its subject, such as "the lowest cost wins"
+    term: str = ""  # of a decision, by which workers are compared
+    reason: str = ""  # why a worker, where no term says it
+    knows_blocks: bool = False  # what workers have cached counts
+
+
+def _kv(choice: Choice) -> list[float]:
+    """Up to a constant: see router.py."""
+    now_ms, num_tokens = choice.now_ms, choice.num_tokens
+    costs = [
+        (cost if (cost := in_time - now_ms) > (least := late + growth * now_ms) else least)
+        + num_tokens * each
+        for in_time, late, growth, each in choice.lines
+    ]
+    prices, slots, loads = choice.prices, choice.slots, choice.loads
+    uncached, stall = prices.uncached / choice.num_uses, prices.stall * prices.rates.prefill
+    for name, num_cached in choice.cached.items():
+        slot = slots[name]
+        costs[slot] -= num_cached * (uncached + stall * loads[slot].num_requests)
+    return costs
+
+
+def _round_robin(choice: Choice) -> list[float]:
+    count = len(choice.loads)
+    return [float((slot - choice.turn) % count) for slot in range(count)]
+
+
+def _least_loaded(choice: Choice) -> list[float]:
+    return [float(load.num_requests) for load in choice.loads]
+
+
+def _random(choice: Choice) -> list[float]:
+    return [0.0] * len(choice.loads)
+
+
+POLICIES = {
+    "kv": Policy(_kv, "the lowest cost wins", term="cost_ms", knows_blocks=True),
+    "round-robin": Policy(_round_robin, "workers take turns", reason="its turn"),
+    "least-loaded": Policy(_least_loaded, "the fewest requests win", term="num_requests"),
+    "random": Policy(_random, "any worker, at random", reason="drawn at random"),
+}

@@ -1,0 +1,93 @@
+"""What a worker has to do, and what one more request costs there, in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenmill.core.config import RouterConfig
+from tokenmill.routing.step_cost import StepRates
+
+LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
+
+
+class Load(NamedTuple):
+    """What was routed to a worker and has not ended, and the step that it runs."""
+
+    queued_tokens: int = 0  # uncached and not computed yet
+    kv_tokens: int = 0  # of KV blocks; shared ones count twice
+    num_requests: int = 0
+    num_pending: int = 0  # of these, without a first token
+    step_began_ms: float = 0.0
+    step_tokens: int = 0  # of queued_tokens, those it computes
+    step_pending: int = 0  # of num_pending, those it computes
+
+
+IDLE = Load()
+# A worker's cost as a function of time and tokens: that of a prompt without tokens at time 0 if
+# the step there is in time, and if it is late; how the latter grows with time; that of each token.
+Line = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Milliseconds of what a request brings and finds, weighted."""
+
+    rates: StepRates
+    uncached: float  # a prompt token that is not cached
+    request: float  # by request there: both decode
+    kv: float  # by token of KV that one of both has
+    stall: float  # by millisecond in which those there get no token
+
+    @classmethod
+    def of(cls, rates: StepRates, num_output_tokens: float, config: RouterConfig) -> Prices:
+        """Two requests share half of an answer's steps: one of them came before."""
+        steps = config.decode_weight * num_output_tokens / 2
+        uncached = config.prefill_weight * rates.prefill
+        request, kv = 2 * steps * rates.sequence, steps * rates.kv
+        return cls(rates, uncached, request, kv, config.decode_weight)
+
+    def step_ms(self, load: Load) -> float:
+        """How long the step that runs on a worker should take."""
+        rates = self.rates
+        decode = rates.sequence * load.num_requests + rates.kv * load.kv_tokens
+        prefill = rates.prefill * load.step_tokens + (rates.mixed if load.step_pending else 0.0)
+        return rates.base + decode + prefill
+
+    def queue_ms(self, load: Load) -> float:
+        return self.rates.prefill * max(load.queued_tokens - load.step_tokens, 0)
+
+    def mixed_ms(self, load: Load) -> float:
+        """What a prompt adds to a step, unless another one does so already."""
+        return 0.0 if load.num_pending > load.step_pending else self.rates.mixed
+
+    def decode_ms(self, load: Load, num_tokens: int) -> float:
+        count = load.num_requests
+        return self.request * count + self.kv * (load.kv_tokens + count * num_tokens)
+
+    def terms(
+        self, load: Load, now_ms: float, num_tokens: int, uncached: int, paid: float
+    ) -> dict[str, float]:
+        """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
+        ran_ms = now_ms - load.step_began_ms
+        wait = max(self.step_ms(load) - ran_ms, LATE * ran_ms)
+        stall = self.rates.prefill * uncached + self.mixed_ms(load)
+        terms = {
+            "wait_ms": wait if load.num_requests else 0.0,
+            "queue_ms": self.queue_ms(load),
+            "prefill_ms": self.uncached * paid,
+            "stall_ms": self.stall * load.num_requests * stall,
+            "decode_ms": self.decode_ms(load, num_tokens),
+        }
+        return terms | {"cost_ms": sum(terms.values())}
+
+    def line(self, load: Load) -> Line:
+        """terms() of a prompt, but for its tokens and the time."""
+        count, began_ms = load.num_requests, load.step_began_ms
+        rest = self.queue_ms(load) + self.decode_ms(load, 0)
+        if not count:
+            return rest, rest, 0.0, 0.0
+        rest += self.stall * count * self.mixed_ms(load)
+        by_token = count * (self.stall * self.rates.prefill + self.kv)
+        in_time = rest + self.step_ms(load) + began_ms
+        return in_time, rest - LATE * began_ms, LATE, by_token
