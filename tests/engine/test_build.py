@@ -137,12 +137,13 @@ def test_the_cache_of_int8_is_fp16(tmp_path: Path) -> None:
     folder = str(save(make_model("llama"), tmp_path / "llama"))
     cache, found = CacheConfig(num_blocks=8), {}
     for dtype, asked in (("int8", cache), ("fp32", cache), ("int8", replace(cache, dtype="fp32"))):
-        built = build_engine(ModelConfig(folder, dtype), asked, SchedulerConfig())
+        setup = Setup(ModelConfig(folder, dtype), asked, SchedulerConfig())
+        built = build_engine(resolve_setup(setup))
         found[dtype, asked.dtype] = built.kv_dtype
     assert list(found.values()) == ["fp16", "fp32", "fp32"]
     latent = str(save(make_model("deepseek-v3"), tmp_path / "deepseek"))
     with pytest.raises(ModelLoadError, match="fp16 does not run with latent attention: use fp32"):
-        build_engine(ModelConfig(latent), replace(cache, dtype="fp16"), SchedulerConfig())
+        resolve_setup(Setup(ModelConfig(latent), replace(cache, dtype="fp16"), SchedulerConfig()))
 
 
 def test_invariance_without_fused_kernels_is_refused(tmp_path: Path) -> None:
