@@ -135,7 +135,7 @@ def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
 def set_num_threads(num_threads: int) -> None:
     """Set the threads of the compiled kernels, beside which torch keeps one; else torch's."""
     if cpu_kernels():
-        from tokenmill.kernels.cpu.pool import set_num_threads as set_kernel_threads
+        from tokenmill.kernels.cpu.threads import set_num_threads as set_kernel_threads
 
         set_kernel_threads(num_threads)
         torch.set_num_threads(1)

@@ -27,8 +27,8 @@ from tokenmill.kernels.cpu.int_spans import (
 )
 from tokenmill.kernels.cpu.int_spans import add_span as add_rounded
 from tokenmill.kernels.cpu.int_spans import score_span as score_rounded
-from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.spans import add_span, prefetch, score_span
+from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,

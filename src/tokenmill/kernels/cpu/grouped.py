@@ -13,7 +13,7 @@ from numba import carray
 from numpy.typing import NDArray
 
 from tokenmill.kernels.cpu.matmul import COLUMNS, _f32_tile, _int_tile
-from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import i64_at
 
 MAX_ROWS = 128  # of a group: the rows of A that stay in L2 while a tile of weights passes over them

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from tokenmill.kernels.cpu import matmul
 from tokenmill.kernels.cpu.build import VNNI, compiled
-from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     I32,
     I64,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokenmill.kernels.cpu.build import compiled
-from tokenmill.kernels.cpu.pool import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     f32_rows,
     make_f32_tile,

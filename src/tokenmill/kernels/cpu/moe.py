@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tokenmill.kernels.cpu.build import compiled
 from tokenmill.kernels.cpu.grouped import MAX_ROWS
-from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
+from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import as_float, exp32, f32_at, i32_at
 
 if TYPE_CHECKING:

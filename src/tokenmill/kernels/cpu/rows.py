@@ -10,7 +10,7 @@ from numba import carray
 
 from tokenmill.kernels.cpu.build import VNNI, compiled
 from tokenmill.kernels.cpu.groups import empty_rows
-from tokenmill.kernels.cpu.pool import float_bits, launch, rows_of_task, task_kernel
+from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     as_float,
     exp32,

@@ -12,7 +12,7 @@ import torch
 
 from tokenmill.kernels.cpu import attention, groups, rows
 from tokenmill.kernels.cpu.int_spans import limit_of
-from tokenmill.kernels.cpu.pool import MAX_ARGS, float_bits, launch_all, rows_of_task
+from tokenmill.kernels.cpu.threads import MAX_ARGS, float_bits, launch_all, rows_of_task
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenmill.kernels.cpu.pool import launch, set_num_threads, task_kernel
+from tokenmill.kernels.cpu.threads import launch, set_num_threads, task_kernel
 from tokenmill.kernels.cpu.tiles import i64_at
 
 
