@@ -20,7 +20,7 @@ built = build_engine(
     resolve_setup(Setup(ModelConfig(model=model, dtype=dtype), cache, SchedulerConfig()))
 )
 source, most_used = random.Random(0), 0
-for i in range(8):
+for i in range(built.num_blocks // 14):  # 15 blocks each
     prompt = [source.randrange(built.spec.vocab_size) for _ in range(200)]
     built.engine.submit(Request(str(i), prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
 while built.engine.has_work():

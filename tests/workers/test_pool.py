@@ -128,9 +128,11 @@ def test_requests_that_come_at_once_with_one_prefix_are_spread(
     num_requests: int, num_shared: int
 ) -> None:
     shared = [3 + number % 300 for number in range(num_shared)]
+    # Without heartbeats no rates are learnt: how busy the machine is decides nothing.
+    config = PoolConfig(workers=2, backoff_s=0.01, heartbeat_s=3600.0)
 
     async def main() -> None:
-        async with running(Spawner(SIM)) as pool:
+        async with running(Spawner(SIM), config) as pool:
             await read(pool.submit([request("first", 3, shared)]))
             await until(lambda: any(w.cached_blocks for w in pool.view().workers))
             before = [w.routed for w in pool.view().workers]

@@ -67,17 +67,16 @@ class DecisionView(msgspec.Struct, frozen=True):
 class PolicyView(msgspec.Struct, frozen=True):
     """How a router chooses, in a few words."""
 
-    rule: str
-    term: str  # of a decision, by which workers are compared
-    reason: str  # why a worker, where no term says it
-    knows_blocks: bool
+    rule: str = ""
+    term: str = ""  # of a decision, by which workers are compared
+    reason: str = ""  # why a worker, where no term says it
+    knows_blocks: bool = False
 
 
 class PoolView(msgspec.Struct, frozen=True):
     """All workers and what the router did of late."""
 
     router: str
-    policy: PolicyView
     num_open: int
     num_held: int  # wait for a worker to go on
     migrations: int
@@ -87,6 +86,7 @@ class PoolView(msgspec.Struct, frozen=True):
     failed_transfers: int = 0  # beside these: taken up by a prefill worker, and lost on the way
     transferred_bytes: int = 0  # of KV
     rates: RateMatch | None = None  # where there are prefill and decode workers
+    policy: PolicyView = PolicyView()
 
 
 def policy_view(policy: Policy) -> PolicyView:
