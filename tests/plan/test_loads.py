@@ -17,6 +17,12 @@ from tokenmill.plan.loads import KINDS
 WORSE = 1.05  # than the best other policy
 
 
+def test_bursts_on_busy_workers_are_spread() -> None:
+    """Ten bursts: all but the first two come while the workers decode."""
+    (row,) = compare([Cell("gpu", "bursts", 4, HIGH)], num_requests=256, num_seeds=2)
+    assert row.ratios["ttft_ms"] <= WORSE, row.ratios
+
+
 @pytest.mark.parametrize("machine", ["gpu", "cpu"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_is_not_much_worse_than_the_best_other_policy(machine: str, kind: str) -> None:

@@ -67,9 +67,9 @@ def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
         "wait_ms": pytest.approx(step_ms - 3),
         "queue_ms": 0.0,
         "prefill_ms": 80.0,
-        "stall_ms": 0.5 * (40 + 2),
+        "stall_ms": 0.5 * 40,
         "decode_ms": pytest.approx(decode_ms),
-        "cost_ms": pytest.approx(step_ms - 3 + 80 + 21 + decode_ms),
+        "cost_ms": pytest.approx(step_ms - 3 + 80 + 20 + decode_ms),
     }
 
 

@@ -57,10 +57,6 @@ class Prices:
     def queue_ms(self, load: Load) -> float:
         return self.rates.prefill * max(load.queued_tokens - load.step_tokens, 0)
 
-    def mixed_ms(self, load: Load) -> float:
-        """What a prompt adds to a step, unless another one does so already."""
-        return 0.0 if load.num_pending > load.step_pending else self.rates.mixed
-
     def decode_ms(self, load: Load, num_tokens: int) -> float:
         count = load.num_requests
         return self.request * count + self.kv * (load.kv_tokens + count * num_tokens)
@@ -71,12 +67,11 @@ class Prices:
         """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
         ran_ms = now_ms - load.step_began_ms
         wait = max(self.step_ms(load) - ran_ms, LATE * ran_ms)
-        stall = self.rates.prefill * uncached + self.mixed_ms(load)
         terms = {
             "wait_ms": wait if load.num_requests else 0.0,
             "queue_ms": self.queue_ms(load),
             "prefill_ms": self.uncached * paid,
-            "stall_ms": self.stall * load.num_requests * stall,
+            "stall_ms": self.stall * load.num_requests * self.rates.prefill * uncached,
             "decode_ms": self.decode_ms(load, num_tokens),
         }
         return terms | {"cost_ms": sum(terms.values())}
@@ -87,7 +82,6 @@ class Prices:
         rest = self.queue_ms(load) + self.decode_ms(load, 0)
         if not count:
             return rest, rest, 0.0, 0.0
-        rest += self.stall * count * self.mixed_ms(load)
         by_token = count * (self.stall * self.rates.prefill + self.kv)
         in_time = rest + self.step_ms(load) + began_ms
         return in_time, rest - LATE * began_ms, LATE, by_token

@@ -6,7 +6,8 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
     queue   = prefill of the prompts that wait for the next step
     prefill = the uncached tokens of this prompt; they count twice: whoever comes next waits too.
               Those that another worker has are shared by all who are expected to use the copy
-    stall   = the requests there get no token while this prompt is computed
+    stall   = the requests there get no token while this prompt is computed. What a step takes once
+              for all of its prompts is left out: it would gather a burst on few workers
     decode  = in the steps that this request shares with those there, each slows down the others
 
 The lowest sum wins, ties at random. Stall and decode count half: requests that come later even out
