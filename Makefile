@@ -52,7 +52,7 @@ serve: setup
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	PYTHONHASHSEED=0 $(BIN)/mypy  # its order of work, and so its verdict, is the same each time
 
 test: lint $(VENV)/.browser
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
