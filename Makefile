@@ -49,10 +49,11 @@ demo: setup
 serve: setup
 	$(BIN)/tokenmill serve $(ARGS)
 
+# With a fixed hash seed mypy works in the same order each time.
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONHASHSEED=0 $(BIN)/mypy  # its order of work, and so its verdict, is the same each time
+	PYTHONHASHSEED=0 $(BIN)/mypy
 
 test: lint $(VENV)/.browser
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -10,6 +10,7 @@ import asyncio
 import resource
 import ssl
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 from urllib.parse import SplitResult
 
@@ -31,7 +32,7 @@ def tls_of(parts: SplitResult, insecure: bool = False) -> ssl.SSLContext | None:
     return context
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol, ABC):
     """At most one request at a time; a subclass takes the head, the body and the end of its answer.
 
     The parser calls the methods that begin with `on_`; a body's parts of one read come together.
@@ -48,25 +49,25 @@ class HttpConnection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self.on_body = self._parts.append
 
+    @abstractmethod
     def take_head(self, status: int, headers: Headers) -> None:
         """The status and the headers, their names in lower case."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_body(self, parts: list[bytes]) -> None:
         """What one read has brought of the body."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, keep_alive: bool) -> None:
         """The answer is whole; the connection can be used again if `keep_alive`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self, reason: str) -> None:
         """What came cannot be read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lose(self, error: Exception | None) -> None:
         """The connection has ended, and an answer on it is not whole."""
-        raise NotImplementedError
 
     def write(self, request: bytes) -> None:
         """Send a request; what comes from now on is its answer."""

@@ -35,7 +35,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Run language models: an engine, an OpenAI-compatible server and the scales beside them.
+    """Run language models: an engine, an OpenAI-compatible server and benchmarks.
 
     [bold]First steps[/bold]
 
@@ -44,7 +44,7 @@ def root(
     tokenmill serve                         OpenAI-compatible, 127.0.0.1:8000
     tokenmill bench throughput              tokens per second
 
-    The first of them downloads SmolLM2-135M-Instruct (93 MB).
+    The first of them downloads SmolLM2-135M-Instruct (98 MB).
     Each command has its own --help.
     """
 

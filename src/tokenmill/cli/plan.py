@@ -43,11 +43,11 @@ def register(app: typer.Typer) -> None:
     command(group, "attention-dp", attention_dp.PANELS, defaults=attention_dp.DEFAULTS)(
         attention_dp.attention_dp
     )
-    app.add_typer(group, name="plan", help="Try a pool of workers without one, in virtual time.")
+    app.add_typer(group, name="plan", help="Simulate workers that you do not have, in virtual time.")
 
 
 def _group() -> None:
-    """Try a pool of workers without one, in virtual time."""
+    """Simulate workers that you do not have, in virtual time."""
 
 
 def replay(settings: Settings) -> None:
