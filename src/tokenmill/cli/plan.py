@@ -43,7 +43,9 @@ def register(app: typer.Typer) -> None:
     command(group, "attention-dp", attention_dp.PANELS, defaults=attention_dp.DEFAULTS)(
         attention_dp.attention_dp
     )
-    app.add_typer(group, name="plan", help="Simulate workers that you do not have, in virtual time.")
+    app.add_typer(
+        group, name="plan", help="Simulate workers that you do not have, in virtual time."
+    )
 
 
 def _group() -> None:
