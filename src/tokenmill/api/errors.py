@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.api.protocol.responses import ErrorAnswer, ErrorBody, json_encode
+from tokenmill.api.protocol.answers import ErrorAnswer, ErrorBody, json_encode
 from tokenmill.core.types import FinishReason, InvalidRequestError, RequestOutput
 
 RETRY_AFTER_S = 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tokenmill.api.call import CallRecord
 from tokenmill.api.errors import of_output
+from tokenmill.api.protocol.answers import FinishText, Usage, usage_of
 from tokenmill.api.protocol.prepare import Job
-from tokenmill.api.protocol.responses import FinishText, Usage, usage_of
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs

@@ -12,6 +12,13 @@ from tokenmill.api.access import Calls, authorizer, read_body
 from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.openapi import docs_page, document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
+from tokenmill.api.protocol.answers import (
+    DetokenizeAnswer,
+    ModelCard,
+    ModelList,
+    Service,
+    TokenizeAnswer,
+)
 from tokenmill.api.protocol.format_chat import ChatFormat
 from tokenmill.api.protocol.format_completion import CompletionFormat
 from tokenmill.api.protocol.format_stream import UsageIn
@@ -22,13 +29,6 @@ from tokenmill.api.protocol.requests import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-)
-from tokenmill.api.protocol.responses import (
-    DetokenizeAnswer,
-    ModelCard,
-    ModelList,
-    Service,
-    TokenizeAnswer,
 )
 from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.stream import ApiState, GenerationResponse

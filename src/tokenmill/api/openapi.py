@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.api.protocol import answers
 from tokenmill.api.protocol import requests as protocol
-from tokenmill.api.protocol import responses
 
 Json = dict[str, Any]
 
@@ -34,17 +34,17 @@ _REQUESTS = (
     protocol.DetokenizeRequest,
 )
 _ANSWERS = (
-    responses.ChatCompletion,
-    responses.ChatCompletionChunk,
-    responses.Completion,
-    responses.ModelList,
-    responses.ModelCard,
-    responses.TokenizeAnswer,
-    responses.DetokenizeAnswer,
-    responses.Health,
-    responses.Version,
-    responses.Service,
-    responses.ErrorAnswer,
+    answers.ChatCompletion,
+    answers.ChatCompletionChunk,
+    answers.Completion,
+    answers.ModelList,
+    answers.ModelCard,
+    answers.TokenizeAnswer,
+    answers.DetokenizeAnswer,
+    answers.Health,
+    answers.Version,
+    answers.Service,
+    answers.ErrorAnswer,
 )
 
 
@@ -160,10 +160,10 @@ def _operation(
     content: Json = {"application/json": {"schema": _ref(answer)}}
     if events is not None:
         content["text/event-stream"] = {"schema": _event(events)}
-    answers: Json = {"200": {"description": "OK", "content": content}}
+    by_status: Json = {"200": {"description": "OK", "content": content}}
     for status in errors:
-        answers[str(status)] = _error(status)
-    operation: Json = {"summary": summary, "responses": answers}
+        by_status[str(status)] = _error(status)
+    operation: Json = {"summary": summary, "responses": by_status}
     if body is not None:
         operation["requestBody"] = {
             "required": True,

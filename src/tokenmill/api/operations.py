@@ -14,7 +14,7 @@ from tokenmill import __version__
 from tokenmill.api.access import Calls
 from tokenmill.api.call import GONE, record_of
 from tokenmill.api.errors import ApiError, of_invalid
-from tokenmill.api.protocol.responses import Health, Service, Version, json_encode
+from tokenmill.api.protocol.answers import Health, Service, Version, json_encode
 from tokenmill.api.telemetry.prometheus import CONTENT_TYPE
 from tokenmill.core.types import InvalidRequestError
 

@@ -15,9 +15,9 @@ from tokenmill.api.access import Calls
 from tokenmill.api.call import GONE, record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
+from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.format_stream import EventFrame
 from tokenmill.api.protocol.prepare import Job
-from tokenmill.api.protocol.responses import Usage
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.request_trace import CallTrace
 from tokenmill.api.telemetry.tracing import NO_TRACING, OPERATIONS, Tracing

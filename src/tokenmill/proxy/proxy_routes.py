@@ -26,7 +26,7 @@ from tokenmill.api.access import (
 from tokenmill.api.call import record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
-from tokenmill.api.protocol.responses import Service
+from tokenmill.api.protocol.answers import Service
 from tokenmill.api.stream import send_error
 from tokenmill.api.telemetry.dashboard import add_page
 from tokenmill.api.telemetry.dashboard_view import DashboardView

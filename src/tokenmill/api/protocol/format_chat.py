@@ -7,32 +7,22 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from tokenmill.api.generation import TextDelta
-from tokenmill.api.protocol.format_stream import EventFrame, UsageIn
-from tokenmill.api.protocol.logprobs import chat_logprobs, prompt_logprobs
-from tokenmill.api.protocol.prepare import Job
-from tokenmill.api.protocol.responses import (
+from tokenmill.api.protocol.answers import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
     ChatFinish,
     ChatLogprobs,
-    ChatMessage,
     FinishText,
-    FunctionCall,
-    FunctionCallDelta,
-    ToolCall,
-    ToolCallDelta,
     Usage,
     json_encode,
 )
+from tokenmill.api.protocol.format_stream import EventFrame, UsageIn
+from tokenmill.api.protocol.logprobs import chat_logprobs, prompt_logprobs
+from tokenmill.api.protocol.message_parser import MessageParser
+from tokenmill.api.protocol.prepare import Job
 from tokenmill.core.types import TokenLogprobs
-from tokenmill.text.parsers import (
-    ContentDelta,
-    Event,
-    ReasoningParser,
-    ToolParser,
-)
 from tokenmill.text.tokenizer import Tokenizer
 
 _AFTER = b'},"logprobs":null,"finish_reason":null}'
@@ -45,7 +35,7 @@ class ChatFormat:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
-        self._choices = [_ChatChoice(job) for _ in job.requests]
+        self._choices = [MessageParser(job) for _ in job.requests]
         sampling = job.requests[0].sampling
         self._wants_logprobs = sampling.logprobs is not None
         parses = job.tool_use is not None or job.reasoning_opened is not None
@@ -113,7 +103,7 @@ class ChatFormat:
             choice.token_ids = delta.token_ids
         return self.frame.head + json_encode(choice) + self.frame.tail
 
-    def _finish_event(self, state: _ChatChoice, delta: TextDelta) -> bytes:
+    def _finish_event(self, state: MessageParser, delta: TextDelta) -> bytes:
         choice = ChatChunkChoice(
             index=delta.index,
             delta=ChatDelta(),
@@ -137,80 +127,6 @@ class ChatFormat:
         if self._job.return_token_ids:
             choice.token_ids = delta.token_ids
         return choice
-
-
-class _ChatChoice:
-    """The parsers and the collected parts of one choice."""
-
-    def __init__(self, job: Job) -> None:
-        opened = job.reasoning_opened
-        self._reasoning = ReasoningParser(opened) if opened is not None else None
-        self._tools: ToolParser | None = job.tool_use.parser() if job.tool_use else None
-        self.started = False
-        self.called = False
-
-    def split(self, delta: TextDelta) -> ChatDelta:
-        """The delta's text as reasoning, content and tool calls."""
-        content = delta.text
-        message = ChatDelta()
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning.push(content)
-            if delta.finish_reason is not None:
-                last_reasoning, last_content = self._reasoning.finish()
-                reasoning, content = reasoning + last_reasoning, content + last_content
-            if reasoning:
-                message.reasoning_content = reasoning
-        if self._tools is not None:
-            events = self._tools.push(content)
-            if delta.finish_reason is not None:
-                events += self._tools.finish(delta.cut_off)
-            content = "".join(e.text for e in events if isinstance(e, ContentDelta))
-            self._add_calls(message, events)
-        if content:
-            message.content = content
-        return message
-
-    def _add_calls(self, message: ChatDelta, events: list[Event]) -> None:
-        calls: list[ToolCallDelta] = []
-        for event in events:
-            if isinstance(event, ContentDelta):
-                continue
-            if event.id is not None and event.name is not None:
-                self.called = True
-                function = FunctionCallDelta(name=event.name, arguments=event.arguments)
-                calls.append(
-                    ToolCallDelta(
-                        index=event.index, id=event.id, type="function", function=function
-                    )
-                )
-            elif calls and calls[-1].index == event.index:
-                calls[-1].function.arguments += event.arguments
-            else:
-                function = FunctionCallDelta(arguments=event.arguments)
-                calls.append(ToolCallDelta(index=event.index, function=function))
-        if calls:
-            message.tool_calls = calls
-
-    def message(self, delta: TextDelta) -> tuple[ChatMessage, bool]:
-        """The whole message of a text, and whether it calls tools."""
-        content = delta.text
-        message = ChatMessage(content=content)
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning.parse(content)
-            message.content = content
-            if reasoning:
-                message.reasoning_content = reasoning
-        if self._tools is None:
-            return message, False
-        content, calls = self._tools.parse(content, delta.cut_off)
-        message.content = content
-        if calls:
-            message.content = content or None
-            message.tool_calls = [
-                ToolCall(id=c.id, function=FunctionCall(name=c.name, arguments=c.arguments))
-                for c in calls
-            ]
-        return message, bool(calls)
 
 
 def _finish_reason(reason: FinishText | None, called: bool) -> ChatFinish:

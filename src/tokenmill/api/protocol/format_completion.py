@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from tokenmill.api.generation import TextDelta
-from tokenmill.api.protocol.format_stream import EventFrame, UsageIn
-from tokenmill.api.protocol.logprobs import completion_logprobs, prompt_logprobs
-from tokenmill.api.protocol.prepare import Job
-from tokenmill.api.protocol.responses import (
+from tokenmill.api.protocol.answers import (
     Completion,
     CompletionChoice,
     Usage,
     json_encode,
 )
+from tokenmill.api.protocol.format_stream import EventFrame, UsageIn
+from tokenmill.api.protocol.logprobs import completion_logprobs, prompt_logprobs
+from tokenmill.api.protocol.prepare import Job
 from tokenmill.core.types import TokenLogprobs
 from tokenmill.text.tokenizer import Tokenizer
 

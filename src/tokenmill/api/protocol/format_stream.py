@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tokenmill.api.protocol.answers import Usage, json_encode
 from tokenmill.api.protocol.prepare import Job
-from tokenmill.api.protocol.responses import Usage, json_encode
 
 UsageIn = Literal["none", "end", "every"]  # the events that say how many tokens there are
 DONE = b"data: [DONE]\n\n"

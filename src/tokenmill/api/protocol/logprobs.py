@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmill.api.protocol.responses import (
+from tokenmill.api.protocol.answers import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,

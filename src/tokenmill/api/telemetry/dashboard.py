@@ -15,7 +15,7 @@ from starlette.responses import Response
 from tokenmill import __version__
 from tokenmill.api.access import authorizer
 from tokenmill.api.errors import ApiError
-from tokenmill.api.protocol.responses import json_encode
+from tokenmill.api.protocol.answers import json_encode
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.dashboard_view import DashboardView
 from tokenmill.api.telemetry.history import History

@@ -10,8 +10,8 @@ import time
 from types import TracebackType
 
 from tokenmill.api.errors import ApiError
+from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.prepare import Job
-from tokenmill.api.protocol.responses import Usage
 from tokenmill.api.telemetry.tracing import Attributes, Span, terms_of
 from tokenmill.core.types import RequestOutput
 from tokenmill.routing.router import Decision
