@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_batches import NUM_BLOCKS, make_batch
-from tokenmill.kernels import attention
+from tokenmill.kernels import MODE, attention
 
 SHAPES = [  # heads, kv_heads, dim, block_size, window
     (9, 3, 64, 16, 0),
@@ -45,6 +45,38 @@ def test_matches_reference(
     )
     bound = 1e-5 if kind == torch.float32 else 5e-3  # products of an fp16 cache are in integers
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks(
+    window: int, kind: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sink is one more key that every query sees, whose value is zero; written out here."""
+    monkeypatch.setattr(MODE, "fused", fused)
+    torch.manual_seed(4)
+    heads, kv_heads, dim, lens, contexts = 6, 2, 32, [1, 70, 3], [90, 0, 11]
+    batch = make_batch(lens, contexts, 16, heads // kv_heads)
+    k_cache = torch.randn(NUM_BLOCKS, kv_heads, dim, 16).to(kind)
+    v_cache = torch.randn(NUM_BLOCKS, kv_heads, 16, dim).to(kind)
+    q, sinks = torch.randn(sum(lens), heads * dim), torch.linspace(-40.0, 9.0, heads)
+    found = attention.paged_attention(q, k_cache, v_cache, batch, heads, window, sinks)
+    without = attention.paged_attention(q, k_cache, v_cache, batch, heads, window)
+    positions = [c + i for n, c in zip(lens, contexts, strict=True) for i in range(n)]
+    seqs = [seq for seq, n in enumerate(lens) for _ in range(n)]
+    rows = q.view(-1, heads, dim)
+    weights = torch.empty(len(seqs), heads)  # what all other keys have of one
+    for row, (seq, position) in enumerate(zip(seqs, positions, strict=True)):
+        keys = range(max(0, position - window + 1) if window else 0, position + 1)
+        places = [(int(batch.block_tables[seq, key // 16]), key % 16) for key in keys]
+        for head in range(heads):
+            of_head = [k_cache[block, head // 3, :, at].float() for block, at in places]
+            total = (torch.stack(of_head) @ rows[row, head]).logsumexp(0)
+            weights[row, head] = torch.sigmoid(total - sinks[head])
+    expected = without.view(-1, heads, dim) * weights[..., None]
+    bound = 1e-5 if kind == torch.float32 or not fused else 5e-3
+    torch.testing.assert_close(found.view(-1, heads, dim), expected, atol=bound, rtol=bound)
 
 
 def test_values_of_any_size_are_kept_in_fp16() -> None:
@@ -92,7 +124,8 @@ def test_reference_is_causal_attention() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
-def test_chunks_and_neighbours_do_not_change_a_bit(kind: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 20])
+def test_chunks_and_neighbours_do_not_change_a_bit(kind: torch.dtype, window: int) -> None:
     torch.manual_seed(1)
     heads, kv_heads, dim = 6, 2, 32
     k_cache = torch.randn(NUM_BLOCKS, kv_heads, dim, 16).to(kind)
@@ -100,13 +133,15 @@ def test_chunks_and_neighbours_do_not_change_a_bit(kind: torch.dtype) -> None:
     q = torch.randn(150, heads * dim)
     whole = make_batch([150, 3], [0, 9], 16, heads // kv_heads)
     together = torch.cat([q, torch.randn(3, heads * dim)])
-    expected = attention.paged_attention(together, k_cache, v_cache, whole, heads)[:150]
+    sinks, paged_attention = torch.randn(heads), attention.paged_attention
+    expected = paged_attention(together, k_cache, v_cache, whole, heads, window, sinks)[:150]
     done = 0
     for size in (1, 40, 64, 2, 43):
         part = make_batch([size], [done], 16, heads // kv_heads)
         tables = whole.block_tables[:1, : part.block_tables.shape[1]].contiguous()
         chunk = replace(part, block_tables=tables)
-        found = attention.paged_attention(q[done : done + size], k_cache, v_cache, chunk, heads)
+        rows = q[done : done + size]
+        found = paged_attention(rows, k_cache, v_cache, chunk, heads, window, sinks)
         assert torch.equal(found, expected[done : done + size])
         done += size
 

@@ -42,6 +42,18 @@ def test_act_and_mul(
     torch.testing.assert_close(found, expected, atol=1e-2 if rounding else 1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rounding", [None, INT16])
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("width", [8, 100])
+def test_clamped_swiglu(rows: int, width: int, rounding: Rounding | None) -> None:
+    gate_up = 6 * torch.randn(rows, 2 * width)
+    gate_up[0, :2] = torch.tensor([-1e4, 1e4])
+    found = _dense(norm.act_and_mul(gate_up, rounding, norm.ClampedSwiGLU(1.3, 5.0)))
+    gate, up = gate_up[:, ::2].clamp(max=5.0), gate_up[:, 1::2].clamp(-5.0, 5.0)
+    expected = gate * (1.3 * gate).sigmoid() * (up + 1.0)
+    torch.testing.assert_close(found, expected, atol=1e-2 if rounding else 1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("activation", GATES)
 def test_extreme_gates_do_not_overflow(activation: norm.Activation) -> None:
     gate_up = torch.tensor([[-1e4, -90.0, 0.0, 90.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])

@@ -383,7 +383,9 @@ def check_paged_attention(device: str) -> None:
         )
         out = torch.empty_like(expected, device=device)
         for tiles in batch.tiles:
-            gpu_attention.paged_attention(q, out, k_cache, v_cache, tiles, batch, heads, window)
+            gpu_attention.paged_attention(
+                q, out, k_cache, v_cache, tiles, batch, heads, window, None
+            )
         torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 

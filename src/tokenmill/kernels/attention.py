@@ -261,18 +261,20 @@ def paged_attention(
     batch: AttentionBatch,
     num_heads: int,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of scaled q[t, heads * dim] over each sequence's blocks -> [t, heads * dim].
 
-    With window > 0 a query sees itself and the window - 1 keys before it.
+    With window > 0 a query sees itself and the window - 1 keys before it. sinks[heads], fp32, are
+    scores of one more key for each head, which every query sees and whose value is zero.
     """
     if not (use_triton(q) or _compiled(v_cache)):
-        return paged_attention_reference(q, k_cache, v_cache, batch, num_heads, window)
+        return paged_attention_reference(q, k_cache, v_cache, batch, num_heads, window, sinks)
     kernels = triton_kernels if q.is_cuda else compiled
     out = torch.empty(q.shape[0], num_heads * v_cache.shape[3], dtype=q.dtype, device=q.device)
     for tiles in batch.tiles:
         kernels("attention").paged_attention(
-            q, out, k_cache, v_cache, tiles, batch, num_heads, window
+            q, out, k_cache, v_cache, tiles, batch, num_heads, window, sinks
         )
     return out
 
@@ -284,6 +286,7 @@ def paged_attention_reference(
     batch: AttentionBatch,
     num_heads: int,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _, kv_heads, block_size, dim = v_cache.shape
     out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
@@ -298,12 +301,23 @@ def paged_attention_reference(
         keys = torch.arange(length, device=q.device)
         distance = keys[context:, None] - keys
         seen = distance >= 0 if not window else (distance >= 0) & (distance < window)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            queries[None],
-            k.repeat_interleave(num_heads // kv_heads, 0)[None],
-            v.repeat_interleave(num_heads // kv_heads, 0)[None],
-            attn_mask=seen,
-            scale=1.0,
-        )
-        out[rows] = attended[0].transpose(0, 1).flatten(1)
+        k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
+        out[rows] = _attend(queries, k, v, seen, sinks).transpose(0, 1).flatten(1)
     return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(q k^T) v of [heads, tokens, dim] each, over the keys that seen[queries, keys] has."""
+    if sinks is None:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q[None], k[None], v[None], attn_mask=seen, scale=1.0)[0]
+    scores = (q @ k.mT).float().masked_fill(~seen, -torch.inf)
+    sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(v.dtype) @ v

@@ -23,6 +23,10 @@ from tokenmill.kernels import (
 from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
 from tokenmill.kernels.norm import Activation, act_and_mul
 
+MXFP4_BLOCK = 32  # weights that share a scale, which is a power of two
+MXFP4_BIAS = 127  # of a scale's exponent
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))  # of each four-bit code
 FEW_ROWS = 4  # up to here fp32 experts on CPU are faster one by one; the bits are the same
 
 
@@ -39,7 +43,11 @@ class Routing(NamedTuple):
 
 @dataclass(slots=True)
 class PackedExperts:
-    """The same matrix W[n, k] of every expert, packed one by one into one tensor."""
+    """The same matrix W[n, k] of every expert, packed one by one into one tensor.
+
+    MXFP4 codes stay as a checkpoint has them: `data` is uint8 [experts, n, k / 32, 16], of two
+    codes a byte, the lower four bits first; `scales` is uint8 [experts, n, k / 32].
+    """
 
     num_experts: int
     data: torch.Tensor | None = None  # [experts, ...] as PackedWeight.data
@@ -47,46 +55,81 @@ class PackedExperts:
     n: int = 0
     k: int = 0
     tiled: bool = False
+    bias: torch.Tensor | None = None  # [experts, n], added to each row of a product
 
     def put(self, expert: int, weight: PackedWeight) -> None:
         """Keep an expert's weight; the first one decides the shape."""
-        if self.data is None:
-            self.n, self.k, self.tiled = weight.n, weight.k, weight.tiled
-            self.data = weight.data.new_empty(self.num_experts, *weight.data.shape)
-            if weight.scales is not None:
-                self.scales = weight.scales.new_empty(self.num_experts, *weight.scales.shape)
-        self.data[expert] = weight.data
+        self.n, self.k, self.tiled = weight.n, weight.k, weight.tiled
+        self.data = self._kept(self.data, expert, weight.data)
         if weight.scales is not None:
-            assert self.scales is not None
-            self.scales[expert] = weight.scales
+            self.scales = self._kept(self.scales, expert, weight.scales)
 
-    def expert(self, index: int) -> PackedWeight:
-        """One expert's weight."""
+    def put_mxfp4(self, expert: int, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Keep an expert's codes uint8 [n, k / 32, 16] and their scales uint8 [n, k / 32]."""
+        self.n, self.k = blocks.shape[0], blocks.shape[1] * MXFP4_BLOCK
+        self.data = self._kept(self.data, expert, blocks)
+        self.scales = self._kept(self.scales, expert, scales)
+
+    def put_bias(self, expert: int, bias: torch.Tensor) -> None:
+        """Keep what is added to an expert's rows."""
+        self.bias = self._kept(self.bias, expert, bias)
+
+    def _kept(self, of_all: torch.Tensor | None, expert: int, part: torch.Tensor) -> torch.Tensor:
+        of_all = part.new_empty(self.num_experts, *part.shape) if of_all is None else of_all
+        of_all[expert] = part
+        return of_all
+
+    def expert(self, index: int, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+        """One expert's weight; MXFP4 codes come out as a matrix of this type."""
         assert self.data is not None
-        scales = None if self.scales is None else self.scales[index]
-        return PackedWeight(self.data[index], scales, self.n, self.k, self.tiled)
+        data, scales = self.data[index], None if self.scales is None else self.scales[index]
+        if self.mxfp4:
+            assert scales is not None
+            data, scales = dequantize_mxfp4(data, scales, dtype), None
+        return PackedWeight(data, scales, self.n, self.k, self.tiled)
+
+    def parts(self, index: int) -> list[torch.Tensor]:
+        """What there is of an expert, as views."""
+        return [part[index] for part in (self.data, self.scales, self.bias) if part is not None]
+
+    @property
+    def mxfp4(self) -> bool:
+        return self.data is not None and self.data.dtype == torch.uint8
 
     @property
     def rounding(self) -> Rounding | None:
-        return self.expert(0).rounding
+        return None if self.mxfp4 else self.expert(0).rounding
 
     @property
     def num_bytes(self) -> int:
-        assert self.data is not None
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(part.nbytes for part in (self.data, self.scales, self.bias) if part is not None)
 
 
-def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """x[t, k] times the router's W[experts, k], in fp32 whatever x is: [t, experts]."""
+def dequantize_mxfp4(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Codes uint8 [..., k / 32, 16] times their scales uint8 [..., k / 32] -> [..., k]."""
+    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    powers = scales.to(torch.int32)[..., None] - MXFP4_BIAS
+    return torch.ldexp(values[codes.int()], powers).flatten(-2).to(dtype)
+
+
+def router_logits(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x[t, k] times the router's W[experts, k] (+ bias), in fp32 whatever x is: [t, experts]."""
     if weight.tiled:
-        return matmul(x, weight)
+        return matmul(x, weight, bias)
+    out: torch.Tensor
     if not use_triton(x):
-        return x.float() @ weight.data.float().T
-    if MODE.batch_invariant:
+        out = x.float() @ weight.data.float().T
+    elif MODE.batch_invariant:
         zeros = torch.zeros(x.shape[0], weight.n, device=x.device)
-        out: torch.Tensor = triton_kernels("matmul").matmul(x, weight, None, zeros)
-        return out
-    return torch.mm(x, weight.data.T, out_dtype=torch.float32)
+        out = triton_kernels("matmul").matmul(x, weight, None, zeros)
+    else:
+        out = torch.mm(x, weight.data.T, out_dtype=torch.float32)
+    return out if bias is None else out.add_(bias)
 
 
 def route(
@@ -161,19 +204,21 @@ def _apply_experts_tiled(
     """All experts in two launches, over rows sorted by expert."""
     order, segments = compiled("moe").sort_by_expert(ids, gate_up.num_experts)
     rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
-    inner = _multiply(_pick(rows, order // ids.shape[1]), gate_up, segments)
-    outer = _multiply(act_and_mul(inner, down.rounding, activation), down, segments)
+    experts = ids.flatten()[order]
+    inner = _multiply(_pick(rows, order // ids.shape[1]), gate_up, segments, experts)
+    outer = _multiply(act_and_mul(inner, down.rounding, activation), down, segments, experts)
     return torch.empty_like(outer).index_copy_(0, order, outer)
 
 
 def _multiply(
-    x: torch.Tensor | QuantizedRows, weight: PackedExperts, segments: object
+    x: torch.Tensor | QuantizedRows, weight: PackedExperts, segments: object, experts: torch.Tensor
 ) -> torch.Tensor:
-    """Each segment's rows x[m, k] by the weight of its expert, [m, n]."""
+    """Each segment's rows x[m, k] by the weight of its expert, experts[m] by row: [m, n]."""
     values, scales = x if isinstance(x, QuantizedRows) else (x, None)
     out = torch.empty(values.shape[0], weight.n + -weight.n % 8)
     compiled("grouped").multiply_segments(values, scales, weight.data, weight.scales, segments, out)
-    return out[:, : weight.n].contiguous()
+    out = out[:, : weight.n].contiguous()
+    return out if weight.bias is None else out.add_(weight.bias[experts])
 
 
 def apply_experts_reference(
@@ -191,10 +236,18 @@ def apply_experts_reference(
     counts = torch.bincount(flat, minlength=gate_up.num_experts).tolist()
     for expert, places in enumerate(order.split(counts)):
         if places.shape[0]:
-            inner = matmul(_pick(rows, places // top_k), gate_up.expert(expert))
+            inner = _product(_pick(rows, places // top_k), gate_up, expert, x.dtype)
             gated = act_and_mul(inner, down.rounding, activation)
-            results[places] = matmul(gated, down.expert(expert))
+            results[places] = _product(gated, down, expert, x.dtype)
     return results
+
+
+def _product(
+    x: torch.Tensor | QuantizedRows, weight: PackedExperts, expert: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """One expert's product, with its bias."""
+    out = matmul(x, weight.expert(expert, dtype))
+    return out if weight.bias is None else out.add_(weight.bias[expert])
 
 
 def add_choices_reference(

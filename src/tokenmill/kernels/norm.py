@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,7 +17,19 @@ from tokenmill.kernels.matmul import (
     quantize_rows_reference,
 )
 
-Activation = Literal["silu", "gelu_tanh"]  # of the gate; gelu_tanh is GELU by its tanh formula
+
+class ClampedSwiGLU(NamedTuple):
+    """g * sigmoid(alpha * g) * (u + 1) of a gate g up to `limit` and an up u within +-limit.
+
+    Gate and up lie in turns, g0 u0 g1 u1 ...; those of other activations one after the other.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+# Of the gate; gelu_tanh is GELU by its tanh formula.
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
 
 
 def rms_norm(
@@ -84,11 +96,20 @@ def act_and_mul_reference(
     gate_up: torch.Tensor, rounding: Rounding | None = None, activation: Activation = "silu"
 ) -> torch.Tensor | QuantizedRows:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation == "silu":
+    if isinstance(activation, ClampedSwiGLU):
+        y = _clamped_swiglu(gate_up.float(), activation)
+    elif activation == "silu":
         y = torch.nn.functional.silu(gate) * up
     else:
         y = torch.nn.functional.gelu(gate, approximate="tanh") * up
     return quantize_rows_reference(y, rounding) if rounding else y.to(gate_up.dtype)
+
+
+def _clamped_swiglu(gate_up: torch.Tensor, activation: ClampedSwiGLU) -> torch.Tensor:
+    alpha, limit = activation
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
 
 
 def _rows(

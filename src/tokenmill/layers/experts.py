@@ -107,11 +107,8 @@ class RoutedExperts:
         return results
 
     def parts(self, slot: int) -> list[torch.Tensor]:
-        """What an own slot holds: views of its matrices and their scales."""
-        packed = (self.gate_up.expert(slot), self.down.expert(slot))
-        return [
-            part for weight in packed for part in (weight.data, weight.scales) if part is not None
-        ]
+        """What an own slot holds: views of its matrices, their scales and biases."""
+        return [*self.gate_up.parts(slot), *self.down.parts(slot)]
 
     @property
     def elsewhere(self) -> set[int]:

@@ -126,6 +126,16 @@ def reset_rows(acc: Any, states: Any) -> None:
 
 
 @compiled
+def _add_sinks(states: Any, sinks: int, group: int) -> None:
+    """Begin each row with its head's sink, a key without a value, at an address; 0: no sinks."""
+    if sinks == 0:
+        return
+    scores = carray(f32_at(sinks), (group,))
+    for r in range(len(states) // 2):
+        states[2 * r], states[2 * r + 1] = scores[r % group], np.float32(1.0)
+
+
+@compiled
 def finish_rows(acc: Any, states: Any) -> None:
     """Divide each row by the sum of its weights."""
     rows = len(states) // 2
@@ -151,6 +161,7 @@ def _attend(
     first: int,
     last: int,
     group: int,
+    sinks: int,
 ) -> None:
     """Attention of rows queries[rows, dim], of positions first..last, into acc[rows, dim]."""
     rows = (last - first + 1) * group
@@ -161,6 +172,7 @@ def _attend(
     addresses = np.empty(8, np.int64)
     key_slices, value_slices = addresses[:4], addresses[4:]
     reset_rows(acc, states)
+    _add_sinks(states, sinks, group)
     span = 0 if window == 0 else max(0, first - window + 1) // 64 * 64
     while span <= last:
         slices = min(4, (last - span) // 16 + 1)
@@ -207,6 +219,7 @@ def _attention_body(args: Any, task: int) -> None:
     width = group * dim
     page, offset = kv_heads * dim * block_size * 4, head * dim * block_size * 4
     most = max(1, _PASS_ROWS // group)
+    sinks = args[18] + 4 * head * group if args[18] != 0 else 0
     scratch = np.empty(2 * most * width, np.float32)
     while left > 0:
         tokens = min(left, most)
@@ -228,6 +241,7 @@ def _attention_body(args: Any, task: int) -> None:
             first,
             first + tokens - 1,
             group,
+            sinks,
         )
         for t in range(tokens):
             target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
@@ -263,6 +277,7 @@ def _attend_rounded(
     last: int,
     group: int,
     limit: Any,
+    sinks: int,
 ) -> None:
     """As _attend, of int16 queries[rows, dim] over an fp16 cache, all products in integers."""
     rows = (last - first + 1) * group
@@ -280,6 +295,7 @@ def _attend_rounded(
     span_counts = scratch[96 * _PASS_ROWS : 97 * _PASS_ROWS]
     peaks = np.empty(_PASS_ROWS, np.float32)
     reset_rows(acc, states)
+    _add_sinks(states, sinks, group)
     span = 0 if window == 0 else max(0, first - window + 1) // 64 * 64
     if rows <= 6:
         _prefetch_span(keys, values, table, page, block_size, dim, span, last)
@@ -347,6 +363,7 @@ def _rounded_body(args: Any, task: int) -> None:
         first + tokens - 1,
         group,
         limit,
+        args[18] + 4 * head * group if args[18] != 0 else 0,
     )
     for t in range(tokens):
         target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
@@ -468,6 +485,7 @@ def paged_attention(
     batch: AttentionBatch,
     num_heads: int,
     window: int,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles.
 
@@ -476,6 +494,7 @@ def paged_attention(
     _, kv_heads, dim, block_size = k_cache.shape
     tables = batch.block_tables
     assert q.stride(1) == 1 and out.is_contiguous() and tables.is_contiguous()
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     launch(
         attend_kernel(k_cache.dtype),
         tiles.seqs.shape[0] * kv_heads,
@@ -497,4 +516,5 @@ def paged_attention(
         tiles.tokens,
         tables.shape[1],
         limit_of(dim),
+        0 if sinks is None else sinks.data_ptr(),
     )

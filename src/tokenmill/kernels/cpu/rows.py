@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,9 +22,13 @@ from tokenmill.kernels.cpu.tiles import (
     square_sum,
 )
 
+if TYPE_CHECKING:
+    from tokenmill.kernels.norm import Activation
+
 _VALUE_BYTES = 1 if VNNI else 2  # of rows rounded by groups
 _HEAD = 2 if VNNI else 1  # words of a row in front of its groups' shifts
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_CLAMPED_SWIGLU = 2
 _TWICE_ROOT = np.float32((8 / np.pi) ** 0.5)
 
 
@@ -96,6 +100,23 @@ def _act_and_mul(gate: Any, up: Any, out: Any, k: int, activation: int) -> None:
             out[i] = g / (np.float32(1.0) + exp32(-u)) * up[i]
 
 
+@compiled
+def _clamped_swiglu(gate_up: Any, out: Any, k: int, alpha: Any, limit: Any) -> None:
+    one = np.float32(1.0)
+    for i in range(k):
+        g, u = min(gate_up[2 * i], limit), max(-limit, min(gate_up[2 * i + 1], limit))
+        out[i] = g / (one + exp32(-alpha * g)) * (u + one)
+
+
+@compiled
+def _gate_row(at: int, out: Any, k: int, activation: int, alpha: Any, limit: Any) -> None:
+    if activation == _CLAMPED_SWIGLU:
+        _clamped_swiglu(carray(f32_at(at), (2 * k,)), out, k, alpha, limit)
+    else:
+        up = carray(f32_at(at + 4 * k), (k,))
+        _act_and_mul(carray(f32_at(at), (k,)), up, out, k, activation)
+
+
 def _norm_body(args: Any, task: int) -> None:
     m, k, rows, limit, eps = args[4], args[5], args[6], args[7], as_float(args[8])
     weight = carray(f32_at(args[1]), (k,))
@@ -111,14 +132,15 @@ def _norm_body(args: Any, task: int) -> None:
 
 def _act_body(args: Any, task: int) -> None:
     m, k, rows, limit, stride = args[4], args[5], args[6], args[7], args[8]
+    alpha, clamp = np.float32(as_float(args[9])), np.float32(as_float(args[10]))
     scratch = np.zeros((k + 63) // 64 * 64, np.float32)
     for r in range(task * rows, min(m, task * rows + rows)):
-        gate = carray(f32_at(args[0] + 4 * r * stride), (k,))
-        up = carray(f32_at(args[0] + 4 * (r * stride + k)), (k,))
+        at = args[0] + 4 * r * stride
         if limit == 0:
-            _act_and_mul(gate, up, carray(f32_at(args[2] + 4 * r * k), (k,)), k, args[1])
+            out = carray(f32_at(args[2] + 4 * r * k), (k,))
+            _gate_row(at, out, k, args[1], alpha, clamp)
         else:
-            _act_and_mul(gate, up, scratch, k, args[1])
+            _gate_row(at, scratch, k, args[1], alpha, clamp)
             _finish(scratch.ctypes.data, args[2], args[3], r, k, limit)
 
 
@@ -139,7 +161,7 @@ QUANTIZE = task_kernel(_quantize_body)
 
 
 def _run(
-    kernel: Any, x: torch.Tensor, weight: int, k: int, limit: int, extra: int
+    kernel: Any, x: torch.Tensor, weight: int, k: int, limit: int, *extra: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch over chunks of rows; returns ([m, k] int16 or fp32, [m] scales).
 
@@ -163,7 +185,7 @@ def _run(
         k,
         rows,
         limit,
-        extra,
+        *extra,
     )
     return out, scales
 
@@ -177,12 +199,15 @@ def rms_norm(
 
 
 def act_and_mul(
-    gate_up: torch.Tensor, limit: int, activation: str
+    gate_up: torch.Tensor, limit: int, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """activation(gate) * up of gate_up[m, 2k]; limit as in rms_norm."""
     assert gate_up.stride(1) == 1
-    code, k = _ACTIVATIONS[activation], gate_up.shape[1] // 2
-    return _run(ACT, gate_up, code, k, limit, gate_up.stride(0))
+    k, stride = gate_up.shape[1] // 2, gate_up.stride(0)
+    if isinstance(activation, str):
+        return _run(ACT, gate_up, _ACTIVATIONS[activation], k, limit, stride, 0, 0)
+    clamp = float_bits(activation.alpha), float_bits(activation.limit)
+    return _run(ACT, gate_up, _CLAMPED_SWIGLU, k, limit, stride, *clamp)
 
 
 def quantize_rows(x: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -314,8 +314,11 @@ def paged_attention(
     batch: AttentionBatch,
     num_heads: int,
     window: int,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
+    if sinks is not None:
+        raise NotImplementedError("attention sinks: the GPU kernel has none, run the model on CPU")
     _, kv_heads, block_size, dim = v_cache.shape
     group = num_heads // kv_heads
     rows = max(16, triton.next_power_of_2(tiles.tokens * group))

@@ -273,6 +273,9 @@ def apply_experts(
     activation: str = "silu",
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    if gate_up.mxfp4 or gate_up.bias is not None or not isinstance(activation, str):
+        problem = "experts in MXFP4, with biases or a clamped SwiGLU: the GPU kernels take none"
+        raise NotImplementedError(f"{problem}, run the model on CPU")
     count, top_k, num_experts = ids.numel(), ids.shape[1], gate_up.num_experts
     if activation == "silu" and _suits_hopper(x, gate_up, down):
         grouped = triton_kernels("moe_hopper")
