@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 from tokenmill.api.call import CallRecord
 from tokenmill.api.errors import of_output
-from tokenmill.api.protocol.answers import FinishText, Usage, usage_of
+from tokenmill.api.protocol.answers import (
+    CompletionTokensDetails,
+    FinishText,
+    Usage,
+    usage_of,
+)
 from tokenmill.api.protocol.prepare import Job
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from tokenmill.text.detokenize import Detokenizer
-from tokenmill.text.parsers import ReasoningParser, ToolParser
+from tokenmill.text.message import MessageReader
+from tokenmill.text.parsers import ContentDelta, MessageEvent
 from tokenmill.text.tokenizer import Tokenizer
 
 _FINISH: dict[FinishReason, FinishText] = {
@@ -33,28 +39,14 @@ class TextDelta:
     prompt_logprobs: list[TokenLogprobs | None] | None
     finish_reason: FinishText | None
     stop_reason: int | str | None
+    events: list[MessageEvent] | None = None  # the text's parts; None: all of it is content
 
     @property
-    def cut_off(self) -> bool:
-        """True where the model had more to say: max_tokens was reached, or a stop string."""
-        return self.finish_reason == "length" or isinstance(self.stop_reason, str)
-
-
-class CallWatch:
-    """Tells when the one call that is wanted is complete, wherever reasoning ends."""
-
-    __slots__ = ("_reasoning", "_tools")
-
-    def __init__(self, tools: ToolParser, reasoning_opened: bool | None) -> None:
-        self._tools = tools
-        self._reasoning = None if reasoning_opened is None else ReasoningParser(reasoning_opened)
-
-    def is_done(self, text: str) -> bool:
-        """Read on; True once the call is complete."""
-        if self._reasoning is not None:
-            text = self._reasoning.push(text)[1]
-        self._tools.push(text)
-        return self._tools.done
+    def parts(self) -> list[MessageEvent]:
+        """The parts of the message that this adds, in order."""
+        if self.events is not None:
+            return self.events
+        return [ContentDelta(self.text)] if self.text else []
 
 
 def join_deltas(deltas: list[TextDelta]) -> TextDelta:
@@ -69,6 +61,7 @@ def join_deltas(deltas: list[TextDelta]) -> TextDelta:
         prompt_logprobs=deltas[0].prompt_logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        events=None if last.events is None else [e for d in deltas for e in d.events or ()],
     )
 
 
@@ -78,16 +71,16 @@ class Choice:
     __slots__ = (
         "_detokenizer",
         "_echo_only",
+        "_reader",
         "_request",
         "_stop_ids",
-        "_watch",
         "finished",
         "num_tokens",
         "reason",
         "times",
     )
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, job: Job) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, job: Job, streams: bool) -> None:
         sampling = request.sampling
         self._request = request
         self._detokenizer = Detokenizer(
@@ -99,9 +92,9 @@ class Choice:
             continues=job.continues,
         )
         self._echo_only = job.echo_only
-        self._watch: CallWatch | None = None
-        if job.tool_use is not None and job.tool_use.one_call:
-            self._watch = CallWatch(job.tool_use.parser(), job.reasoning_opened)
+        self._reader: MessageReader | None = None
+        if job.make_reader is not None:
+            self._reader = job.make_reader(self._detokenizer, streams)
         self._stop_ids = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
         self.times = RequestTimes(request.arrival_ns)
         self.num_tokens = 0
@@ -113,36 +106,47 @@ class Choice:
         if self._echo_only:
             self.finished = True
             return TextDelta(index, "", [], [], output.prompt_logprobs, "length", None)
+        if self._reader is not None:
+            return self._read(self._reader, index, output)
         detokenizer = self._detokenizer
+        text = detokenizer.push(self._visible(output))
+        delta = self._delta(index, output, detokenizer.stop_reason is not None)
+        if delta.finish_reason is not None:
+            text += detokenizer.finish()
+        delta.text = text
+        return delta
+
+    def _read(self, reader: MessageReader, index: int, output: RequestOutput) -> TextDelta:
+        """The same with the parts of the message apart; the one call that is wanted ends it."""
+        events = reader.push(self._visible(output))
+        delta = self._delta(index, output, reader.done or reader.stop_reason is not None)
+        if delta.finish_reason is not None:
+            cut = delta.finish_reason == "length" or isinstance(delta.stop_reason, str)
+            events += reader.finish(cut)
+        delta.text = "".join([e.text for e in events if isinstance(e, ContentDelta)])
+        delta.events = events
+        return delta
+
+    def _delta(self, index: int, output: RequestOutput, stopped: bool) -> TextDelta:
+        """What the output says beside its text; `stopped`: what was read last ends the choice."""
         token_ids, logprobs = output.token_ids, output.logprobs
         finish_reason = _FINISH[output.finish_reason] if output.finish_reason else None
         stop_reason = output.stop_reason
-        num_before = self.num_tokens
-        text, called = self._push_tokens(self._visible(output))
-        if called or detokenizer.stop_reason is not None:
-            num_used = detokenizer.num_tokens - num_before
+        if stopped:
+            num_used = self._detokenizer.num_tokens - self.num_tokens
             token_ids = token_ids[:num_used]
             logprobs = logprobs[:num_used] if logprobs is not None else None
-            finish_reason, stop_reason = "stop", detokenizer.stop_reason
-        elif finish_reason is not None:
-            text += detokenizer.finish()
+            finish_reason, stop_reason = "stop", self._detokenizer.stop_reason
         self.num_tokens += len(token_ids)
         self.finished = finish_reason is not None
         return TextDelta(
-            index, text, token_ids, logprobs, output.prompt_logprobs, finish_reason, stop_reason
+            index, "", token_ids, logprobs, output.prompt_logprobs, finish_reason, stop_reason
         )
 
-    def _push_tokens(self, token_ids: list[int]) -> tuple[str, bool]:
-        """Their text, and whether the one call that is wanted ends in it."""
-        if self._watch is None:
-            return self._detokenizer.push(token_ids), False
-        text = ""
-        for token_id in token_ids:
-            piece = self._detokenizer.push((token_id,))
-            text += piece
-            if self._watch.is_done(piece):
-                return text, True
-        return text, False
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens of the reasoning, its marks left out."""
+        return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def _visible(self, output: RequestOutput) -> list[int]:
         """The tokens without the stop token that ended them, unless its text is wanted."""
@@ -160,10 +164,12 @@ class Choice:
 class Generation:
     """The choices of one job."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, job: Job, tokenizer: Tokenizer, metrics: ServerMetrics, streams: bool
+    ) -> None:
         self.job = job
         self._metrics = metrics
-        self.choices = [Choice(tokenizer, request, job) for request in job.requests]
+        self.choices = [Choice(tokenizer, request, job, streams) for request in job.requests]
         self._num_cached = [0] * len(job.requests)
         self.num_open = len(job.requests)
         self.stopped: list[str] = []  # ended by a stop string, still running in the engine
@@ -201,7 +207,12 @@ class Generation:
         """Each prompt once, all choices; cached tokens as the first choice found them."""
         num_prompt = sum(len(p.token_ids) for p in self.job.prompts)
         num_output = sum(c.num_tokens for c in self.choices)
-        return usage_of(num_prompt, num_output, sum(self._num_cached[:: self.job.n]))
+        usage = usage_of(num_prompt, num_output, sum(self._num_cached[:: self.job.n]))
+        if self.job.make_reader is not None:
+            num_reasoning = sum(c.num_reasoning_tokens for c in self.choices)
+            details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
+            usage.completion_tokens_details = details
+        return usage
 
     def describe(self, record: CallRecord) -> None:
         """Put the counts, times and ends of all choices into the call's record."""

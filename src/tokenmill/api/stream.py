@@ -114,7 +114,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace, error, record = self._trace, None, record_of(scope)
-        generation = Generation(self._job, self._state.tokenizer, self._state.metrics)
+        state = self._state
+        generation = Generation(self._job, state.tokenizer, state.metrics, self._streams)
         try:
             self._state.admit(self._key, len(self._job.requests))
             requests, traces = self._job.requests, trace.requests(self._job)

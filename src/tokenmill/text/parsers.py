@@ -34,6 +34,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ContentDelta:
     """More of the message's text."""
 
@@ -51,6 +58,8 @@ class ToolCallDelta:
 
 
 Event = ContentDelta | ToolCallDelta
+MessageEvent = ReasoningDelta | Event
+Tags = tuple[str, str]  # what opens the reasoning, and what ends it
 
 
 def detect_tool_parser(chat_template: str | None) -> Literal["hermes", "llama3_json"] | None:
@@ -82,12 +91,23 @@ class ReasoningParser:
     `opened`: the prompt has opened the block already.
     """
 
-    __slots__ = ("_buffer", "_opened", "_state")
+    __slots__ = ("_buffer", "_close", "_open", "_opened", "_state")
 
-    def __init__(self, opened: bool = False) -> None:
+    def __init__(self, opened: bool = False, tags: Tags = (_THINK, _END_THINK)) -> None:
         self._opened = opened
+        self._open, self._close = tags
         self._buffer = ""
         self._state: Literal["start", "gap", "reasoning", "end_gap", "content"] = "start"
+
+    @property
+    def inside(self) -> bool:
+        """True while the text is reasoning."""
+        return self._state in ("gap", "reasoning") or (self._state == "start" and self._opened)
+
+    @property
+    def ended(self) -> bool:
+        """True once all that follows is content."""
+        return self._state in ("end_gap", "content")
 
     def parse(self, text: str) -> tuple[str, str]:
         """(reasoning, content) of a whole message."""
@@ -119,10 +139,10 @@ class ReasoningParser:
 
     def _start(self) -> None:
         text = self._buffer.lstrip()
-        if text.startswith(_THINK):
-            self._buffer = text.removeprefix(_THINK)
+        if text.startswith(self._open):
+            self._buffer = text.removeprefix(self._open)
             self._state = "gap"
-        elif not _THINK.startswith(text):
+        elif not self._open.startswith(text):
             self._state = "gap" if self._opened else "content"
 
     def _skip_newlines(self) -> bool:
@@ -130,11 +150,11 @@ class ReasoningParser:
         return bool(self._buffer)
 
     def _take_reasoning(self) -> str:
-        text, tag, rest = self._buffer.partition(_END_THINK)
+        text, tag, rest = self._buffer.partition(self._close)
         if tag:
             self._buffer, self._state = rest, "end_gap"
             return text.rstrip("\n")
-        cut = len(text[: len(text) - _num_held(text, _END_THINK)].rstrip("\n"))
+        cut = len(text[: len(text) - _num_held(text, self._close)].rstrip("\n"))
         self._buffer = text[cut:]
         return text[:cut]
 

@@ -19,11 +19,16 @@ class PromptTokensDetails(Answer, kw_only=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Answer, kw_only=True):
+    reasoning_tokens: int = 0
+
+
 class Usage(Answer, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(Answer, kw_only=True):

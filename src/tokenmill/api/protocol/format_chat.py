@@ -35,10 +35,10 @@ class ChatFormat:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
-        self._choices = [MessageParser(job) for _ in job.requests]
+        self._choices = [MessageParser() for _ in job.requests]
         sampling = job.requests[0].sampling
         self._wants_logprobs = sampling.logprobs is not None
-        parses = job.tool_use is not None or job.reasoning_opened is not None
+        parses = job.make_reader is not None
         # Plain text needs no struct: only the JSON string between two constant pieces changes.
         self._plain = not (parses or self._wants_logprobs or job.return_token_ids)
         self.frame = EventFrame(job, model, "chat.completion.chunk", usage_in)

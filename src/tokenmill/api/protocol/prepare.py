@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -34,13 +35,16 @@ from tokenmill.core.types import (
     no_room,
 )
 from tokenmill.sched.blocks import U64, hash_input
-from tokenmill.text.parsers import detect_reasoning, opens_reasoning
+from tokenmill.text.detokenize import Detokenizer
+from tokenmill.text.message import ContentReader, MessageReader, TaggedReader
+from tokenmill.text.parsers import ReasoningParser, detect_reasoning, opens_reasoning
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.messages import ModelFacts
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
 MAX_CHOICES = 2048  # of one call
+MakeReader = Callable[[Detokenizer, bool], MessageReader]  # the bool: the answer is streamed
 _RESERVED_KWARGS = {
     "self",
     "messages",
@@ -76,8 +80,7 @@ class Job:
     continues: bool = False  # the answer goes on in the middle of the prompt's last text
     prompt_logprobs: int | None = None  # how many alternatives the answer shows, if any
     echo_only: bool = False  # the prompt's logprobs are wanted, the sampled token is not
-    tool_use: ToolUse | None = None
-    reasoning_opened: bool | None = None  # None: reasoning is not split off
+    make_reader: MakeReader | None = None  # None: all text is content
 
     @property
     def hash_inputs(self) -> list[U64]:
@@ -139,8 +142,10 @@ class Preparer:
         )
         job = self._job("chatcmpl", call, [Prompt.of(text, token_ids)], [sampling])
         opened = opens_reasoning(text) if self._splits_reasoning(structured) else None
-        continues = bool(call.continue_final_message)
-        return replace(job, continues=continues, tool_use=tools, reasoning_opened=opened)
+        reader = None
+        if tools is not None or opened is not None:
+            reader = partial(_tagged_reader, tools, opened)
+        return replace(job, continues=bool(call.continue_final_message), make_reader=reader)
 
     async def completion(self, call: CompletionRequest) -> Job:
         """Tokenise every prompt of a text completion."""
@@ -366,6 +371,14 @@ class Preparer:
         self._note_ignored(call)
         shown = call.prompt_logprobs
         return Job(job_id, int(time.time()), prompts, requests, n, token_ids, prompt_logprobs=shown)
+
+
+def _tagged_reader(
+    tools: ToolUse | None, opened: bool | None, detokenizer: Detokenizer, streams: bool
+) -> MessageReader:
+    reasoning = None if opened is None else ReasoningParser(opened)
+    parser, one_call = (None, False) if tools is None else (tools.parser, tools.one_call)
+    return TaggedReader(detokenizer, reasoning, ContentReader(parser, streams, one_call))
 
 
 def _prompt_logprobs(call: GenerationRequest) -> int | None:
