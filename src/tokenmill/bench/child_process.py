@@ -13,7 +13,7 @@ from typing import Any
 
 def run_benchmark(
     command: Sequence[str], environ: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Any, str]:
     """The report and no error, or {} and the error; what the child writes to stderr passes on.
 
     `environ` joins the environment: what a process list must not show, such as keys.

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from tokenmill.bench.results.reports import CellReport
 from tokenmill.bench.roofline import Machine, Roofline
 from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
 from tokenmill.core.bench_config import BenchConfig
@@ -149,13 +150,13 @@ def _run_once(
         runs.setdefault(engine.name, []).append(run)
 
 
-def cell_report(cell: Cell, runs: Sequence[CellRun]) -> dict[str, Any]:
+def cell_report(cell: Cell, runs: Sequence[CellRun]) -> CellReport:
     """Figures of one engine in one cell; the median run counts."""
     seconds = statistics.median(run.seconds for run in runs)
     times = [t for run in runs for t in run.times]
     num_tokens = cell.num_input_tokens + cell.num_output_tokens
     rates = [round(cell.num_counted_tokens / run.seconds, 2) for run in runs]
-    report: dict[str, Any] = {
+    report: CellReport = {
         "tok_s": round(cell.num_counted_tokens / seconds, 2),
         "tok_s_runs": rates,
         "output_tok_s": round(cell.num_output_tokens / seconds, 2),
@@ -179,8 +180,8 @@ def tokens_per_step(cell: Cell, runs: Sequence[CellRun]) -> float:
 
 
 def with_ceiling(
-    report: dict[str, Any], cell: Cell, roof: Roofline, machine: Machine, dtype: str
-) -> dict[str, Any]:
+    report: CellReport, cell: Cell, roof: Roofline, machine: Machine, dtype: str
+) -> CellReport:
     """Add both bounds of the cell, and how near to the serial one the report is."""
     seconds = report["seconds"]
     return report | {
@@ -192,7 +193,7 @@ def with_ceiling(
     }
 
 
-def ratios(reports: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float | None]:
+def ratios(reports: dict[str, dict[str, CellReport]]) -> dict[str, float | None]:
     """Ours over the best peer by cell; None where no peer ran."""
     result: dict[str, float | None] = {}
     for name, by_engine in reports.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 NS_PER_MS = 1_000_000
 
@@ -143,7 +143,15 @@ def summarize_with_intervals(values: Iterable[float | None], min_batch: int = 1)
     return summarize(present) | ({"ci95": known} if known else {})
 
 
-def acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> dict[str, Any]:
+class Acceptance(TypedDict):
+    """How many drafts were accepted; None: nothing was drafted."""
+
+    first: float | None
+    length: float | None
+    positions: list[float]
+
+
+def acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> Acceptance:
     """Share of right first drafts, tokens per verified step, and the share by position.
 
     `drafted` and `accepted` count drafts by position; a step brings one token besides.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from tokenmill.bench.results.reports import OutcomeReport
 
 TOLERANCE = 0.05  # width of the bracket of a limit, as a share of the load
 KNEE = 0.05  # throughput that may be left on the table
@@ -78,7 +79,7 @@ class Outcome:
     client_limited: bool  # where the server's limit should have been
     tried: dict[float, Tried]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> OutcomeReport:
         """For the JSON line."""
         return {
             "found": self.found,

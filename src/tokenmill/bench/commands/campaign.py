@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmill import __version__, console
 from tokenmill.bench.commands import BenchCommand, endpoint
@@ -20,7 +20,12 @@ from tokenmill.bench.mlperf.regions import (
     official_metrics,
     pareto_front,
 )
-from tokenmill.bench.results.reports import EndpointReport, PointReport, SaturationReport
+from tokenmill.bench.results.reports import (
+    EndpointReport,
+    PointReport,
+    SaturationReport,
+    SubmissionReport,
+)
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
@@ -274,7 +279,7 @@ class Campaign:
         write_result(folder, report, None, facts)
         console.note(f"written: {folder / PAGE}, pareto.svg and events beside it")
 
-    def _write_submission(self, report: EndpointReport) -> dict[str, Any]:
+    def _write_submission(self, report: EndpointReport) -> SubmissionReport:
         from tokenmill.bench.mlperf import endpoints_submission as files
 
         assert self._disclosure is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,12 @@ from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
 from tokenmill.bench.report.pictures import check_plot, write_plot
+from tokenmill.bench.results.reports import (
+    CellReport,
+    LadderReport,
+    RungReport,
+    ThroughputReport,
+)
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import ModelConfig
@@ -65,7 +71,7 @@ class Attempt:
     """A rung and its figures, or why there are none."""
 
     rung: Rung
-    figures: Values = field(default_factory=dict)  # ours in the only cell
+    figures: CellReport | None = None  # ours in the only cell
     skipped: str = ""
     error: str = ""
 
@@ -99,6 +105,7 @@ def missing(rung: Rung, features: Collection[str]) -> str:
 
 def run_rung(rung: Rung, command: Sequence[str]) -> Attempt:
     """Run a throughput benchmark in a process of its own; what it writes to stderr passes on."""
+    report: ThroughputReport
     report, error = run_benchmark(command)
     if error:
         return Attempt(rung, error=error)
@@ -106,15 +113,15 @@ def run_rung(rung: Rung, command: Sequence[str]) -> Attempt:
     return Attempt(rung, figures=cell[OURS])
 
 
-def ladder_rows(attempts: Sequence[Attempt], usd_per_hour: float) -> list[Values]:
+def ladder_rows(attempts: Sequence[Attempt], usd_per_hour: float) -> list[RungReport]:
     """One dict per rung; speed-ups are over the last and the first rung that ran."""
-    rows: list[Values] = []
+    rows: list[RungReport] = []
     rates: list[float] = []
     for attempt in attempts:
-        row: Values = {"rung": attempt.rung.key, "name": attempt.rung.name}
+        row: RungReport = {"rung": attempt.rung.key, "name": attempt.rung.name}
         if attempt.figures:
             rates.append(attempt.figures["tok_s"])
-            row |= _figures(attempt.figures, rates, usd_per_hour)
+            _add_figures(row, attempt.figures, rates, usd_per_hour)
         elif attempt.skipped:
             row["skipped"] = attempt.skipped
         else:
@@ -123,17 +130,17 @@ def ladder_rows(attempts: Sequence[Attempt], usd_per_hour: float) -> list[Values
     return rows
 
 
-def _figures(figures: Mapping[str, Any], rates: Sequence[float], usd_per_hour: float) -> Values:
-    return {
-        "tok_s": rates[-1],
-        "speedup": round(rates[-1] / rates[max(0, len(rates) - 2)], 3),
-        "cumulative": round(rates[-1] / rates[0], 3),
-        "usd_per_million": round(usd_per_million_tokens(usd_per_hour, rates[-1]), 6),
-        "ceiling_tok_s": figures["ceiling_tok_s"],
-        "share_of_ceiling": figures["share_of_ceiling"],
-        "mfu": figures["mfu"],
-        "mbu": figures["mbu"],
-    }
+def _add_figures(
+    row: RungReport, figures: CellReport, rates: Sequence[float], usd_per_hour: float
+) -> None:
+    row["tok_s"] = rates[-1]
+    row["speedup"] = round(rates[-1] / rates[max(0, len(rates) - 2)], 3)
+    row["cumulative"] = round(rates[-1] / rates[0], 3)
+    row["usd_per_million"] = round(usd_per_million_tokens(usd_per_hour, rates[-1]), 6)
+    row["ceiling_tok_s"] = figures["ceiling_tok_s"]
+    row["share_of_ceiling"] = figures["share_of_ceiling"]
+    row["mfu"] = figures["mfu"]
+    row["mbu"] = figures["mbu"]
 
 
 NOT_OFFERED = CHANGED | {"cell", "peers", "skip-peer"}
@@ -175,16 +182,15 @@ def ladder(settings: Settings) -> None:
         write_plot(plot, title, rows)
     if not settings.get("json-only"):
         _print(title, rows, device, settings.get("gpu-price"))
-    console.print_json(
-        {
-            "benchmark": "ladder",
-            "model": model.model,
-            "device": device,
-            "workload": _workload(settings),
-            "usd_per_hour": settings.get("gpu-price"),
-            "rungs": rows,
-        }
-    )
+    report: LadderReport = {
+        "benchmark": "ladder",
+        "model": model.model,
+        "device": device,
+        "workload": _workload(settings),
+        "usd_per_hour": settings.get("gpu-price"),
+        "rungs": rows,
+    }
+    console.print_json(report)
     if failed := [attempt.rung.name for attempt in attempts if attempt.error]:
         raise BenchError(f"{len(failed)} of {len(attempts)} rungs failed: {', '.join(failed)}")
 
@@ -200,7 +206,7 @@ def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
 
 
 def _climb(
-    rungs: list[Rung], values: dict[str, Any], device: str, features: frozenset[str]
+    rungs: list[Rung], values: Values, device: str, features: frozenset[str]
 ) -> list[Attempt]:
     """Run rung after rung; Ctrl-C ends the climb, and what was measured is reported."""
     attempts: list[Attempt] = []
@@ -214,7 +220,7 @@ def _climb(
     return attempts
 
 
-def _attempt(rung: Rung, values: dict[str, Any], device: str, features: frozenset[str]) -> Attempt:
+def _attempt(rung: Rung, values: Values, device: str, features: frozenset[str]) -> Attempt:
     if reason := missing(rung, features):
         return Attempt(rung, skipped=reason)
     console.note(f"Rung: {rung.name}")
@@ -224,7 +230,7 @@ def _attempt(rung: Rung, values: dict[str, Any], device: str, features: frozense
     return run_rung(rung, _command(kept | switched))
 
 
-def _command(values: dict[str, Any]) -> list[str]:
+def _command(values: Values) -> list[str]:
     """The throughput benchmark of one cell with these settings."""
     cells = {} if "lengths" in values else {"cell": ("batch",)}
     offered = [setting for group in throughput.PANELS.values() for setting in group]
@@ -237,19 +243,20 @@ def _workload(settings: Settings) -> str:
     return f"{cell.name} {cell.shape}"
 
 
-def _print(title: str, rows: list[dict[str, Any]], device: str, usd_per_hour: float) -> None:
+def _print(title: str, rows: Sequence[RungReport], device: str, usd_per_hour: float) -> None:
     console.out.print(f"[bold]{title}[/bold]")
     rate = "tok/s/GPU" if device == "cuda" else "tok/s"
     head = ["rung", rate, "speed-up", "cumulative", "$/M output", "of its roofline"]
     console.print_table([head, *(_cells(row) for row in rows if "tok_s" in row)])
     for row in rows:
-        for word in ("skipped", "error"):
-            if word in row:
-                console.out.print(f"{row['name']}: {word}: {row[word]}", markup=False)
+        if "skipped" in row:
+            console.out.print(f"{row['name']}: skipped: {row['skipped']}", markup=False)
+        if "error" in row:
+            console.out.print(f"{row['name']}: error: {row['error']}", markup=False)
     console.out.print(f"at ${usd_per_hour:g} an hour (--gpu-price)")
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: RungReport) -> list[str]:
     return [
         row["name"],
         f"{row['tok_s']:,.1f}",

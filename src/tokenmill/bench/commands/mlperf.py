@@ -20,6 +20,7 @@ from tokenmill.bench.mlperf import test_process as mlperf_child
 from tokenmill.bench.mlperf.presets import PRESETS
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
+from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.config import ModelConfig
@@ -60,7 +61,7 @@ SHOWN = tuple(setting for setting in OFFERED if setting.key != "api-key")  # a k
 REMOTE = ("model", "max-model-len")  # what of an engine's settings a server has too
 MODES = {"submission": ("performance", "accuracy")}  # the others are themselves
 
-Report = dict[str, Any]
+Reports = dict[str, MlperfReport]  # by the test's name
 
 
 def mlperf(settings: Settings) -> None:
@@ -107,10 +108,10 @@ def _model(settings: Settings) -> str:
     return make_target(settings, config).model
 
 
-def _tests(settings: Settings, run: bench.Run, values: Report, scratch: Path) -> dict[str, Report]:
+def _tests(settings: Settings, run: bench.Run, values: dict[str, Any], scratch: Path) -> Reports:
     """The tests of the mode in turn; one that was given up is the last."""
     mode = settings.get("test-mode")
-    reports: dict[str, Report] = {}
+    reports: Reports = {}
     names = MODES.get(mode, (mode,))
     if settings.get("compliance"):
         names = (*names, *(name for name in run.preset.compliance if name not in names))
@@ -124,7 +125,7 @@ def _tests(settings: Settings, run: bench.Run, values: Report, scratch: Path) ->
     return reports
 
 
-def _given_up(reports: dict[str, Report]) -> bool:
+def _given_up(reports: Reports) -> bool:
     return any(report.get("given_up") for report in reports.values())
 
 
@@ -198,7 +199,7 @@ def _check_server(settings: Settings) -> None:
             raise SettingsError(f"--{setting.key} goes with --url")
 
 
-def _test(values: dict[str, Any], mode: str, target_qps: float, folder: Path) -> Report:
+def _test(values: dict[str, Any], mode: str, target_qps: float, folder: Path) -> MlperfReport:
     """One test in a process of its own; its logs stay in `folder`."""
     folder.mkdir(parents=True)
     changed = {"test-mode": mode, "target-qps": target_qps, "submission-dir": str(folder)}
@@ -207,30 +208,37 @@ def _test(values: dict[str, Any], mode: str, target_qps: float, folder: Path) ->
     keys = {SETTINGS["api-key"].variable: ",".join(given)} if given else {}
     console.note(f"MLPerf {mode} run at {target_qps:g} queries/s")
     command = [sys.executable, "-P", "-m", "tokenmill", "bench", CHILD, *flags]
+    report: MlperfReport
     report, error = run_benchmark(command, keys)
     if error:
         raise BenchError(f"the {mode} run failed: {error}")
-    return report | {"logs": str(folder)}
+    report["logs"] = str(folder)
+    return report
 
 
-def _peak(run: bench.Run, values: dict[str, Any], scratch: Path) -> Report:
+def _peak(run: bench.Run, values: dict[str, Any], scratch: Path) -> MlperfReport:
     """The report of the highest valid rate, or of the last one where none is."""
-    tried: list[Report] = []
+    tried: list[MlperfReport] = []
 
     def is_valid(target_qps: float) -> bool:
         folder = scratch / f"run_{len(tried)}"
-        report = _test(values, "performance", target_qps, folder) | {"target_qps": target_qps}
+        report = _test(values, "performance", target_qps, folder)
+        report["target_qps"] = target_qps
         tried.append(report)
         why = "; ".join([report["result"], *report["reasons"]])
         console.note(f"{target_qps:g} queries/s: {why}")
         if report.get("given_up"):
             raise BenchError(report["reasons"][0])
-        return bool(report["result"] == "VALID")
+        return report["result"] == "VALID"
 
     peak = bench.find_peak(is_valid, run.target_qps)
     best = next((r for r in tried if r["target_qps"] == peak), tried[-1])
-    runs = [{key: r[key] for key in ("target_qps", "result", "reasons")} for r in tried]
-    return best | {"peak_qps": peak, "runs": runs}
+    best["peak_qps"] = peak
+    best["runs"] = [
+        {"target_qps": r["target_qps"], "result": r["result"], "reasons": r["reasons"]}
+        for r in tried
+    ]
+    return best
 
 
 def run_child(settings: Settings) -> None:
@@ -249,34 +257,41 @@ def run_child(settings: Settings) -> None:
     console.print_json(report)
 
 
-def _joined(settings: Settings, run: bench.Run, reports: dict[str, Report]) -> Report:
+def _joined(settings: Settings, run: bench.Run, reports: Reports) -> MlperfReport:
     """One object: what was asked for, the performance run, and the scores beside it."""
-    joined: Report = {
+    tests = {name: report for name, report in reports.items() if name in compliance.NAMES}
+    measured = [report for name, report in reports.items() if name not in tests]
+    joined: MlperfReport = {
         "benchmark": "mlperf",
         "mlperf_benchmark": run.preset.name,
         "scenario": run.scenario,
         "test_mode": settings.get("test-mode"),
         "target_qps": run.target_qps,
     }
-    reasons: list[str] = []
-    tests = {name: report for name, report in reports.items() if name in compliance.NAMES}
+    for report in measured or tests.values():
+        joined |= report
     if tests:
         joined["compliance"] = {name: report["passed"] for name, report in tests.items()}
-    for name, report in reports.items():
-        reasons += report.get("reasons", [])
-        if name in tests and len(tests) < len(reports):
-            continue
-        joined |= report
+    reasons = _reasons(reports)
+    joined["reasons"], joined["result"] = reasons, "INVALID" if reasons else "VALID"
+    joined.pop("logs", None)
+    joined.pop("passed", None)
+    joined.pop("verified", None)
+    return joined
+
+
+def _reasons(reports: Reports) -> list[str]:
+    """Why a run is INVALID, test by test."""
+    found: list[str] = []
+    for report in reports.values():
+        found += report.get("reasons", [])
         if "accuracy" in report:
             num_unscored = report["accuracy"]["num_unscored"]
-            reasons += scoring.missed_gates(report["accuracy_gates"], num_unscored)
-    joined |= {"reasons": reasons, "result": "INVALID" if reasons else "VALID"}
-    return {k: v for k, v in joined.items() if k not in ("logs", "passed", "verified")}
+            found += scoring.missed_gates(report["accuracy_gates"], num_unscored)
+    return found
 
 
-def write_submission(
-    settings: Settings, run: bench.Run, reports: dict[str, Report], started_at: str
-) -> None:
+def write_submission(settings: Settings, run: bench.Run, reports: Reports, started_at: str) -> None:
     """The result folder, as a submission has it; SingleStream's is like the others."""
     layout = submission.Layout(
         root=Path(settings.get("submission-dir")),
@@ -321,7 +336,7 @@ def write_submission(
         console.note(f"A closed submission also needs {', '.join(missing)}: add --compliance")
 
 
-def _configuration(settings: Settings, report: Report) -> Report:
+def _configuration(settings: Settings, report: MlperfReport) -> dict[str, Any]:
     """The settings that the run had; those of an engine say nothing of a server, and vice versa."""
     if not settings.get("url"):
         return {s.key: settings.get(s.key) for s in OFFERED if s not in SERVER}
@@ -330,7 +345,7 @@ def _configuration(settings: Settings, report: Report) -> Report:
     return given | {"model": report["model"], "api": report["api"]}
 
 
-def _print(report: Report) -> None:
+def _print(report: MlperfReport) -> None:
     title = f"MLPerf {report['mlperf_benchmark']}, {report['scenario']}: {report['result']}"
     console.out.print(f"[bold]{title}[/bold]")
     for reason in report["reasons"]:
@@ -340,8 +355,8 @@ def _print(report: Report) -> None:
     if "peak_qps" in report:
         console.out.print(f"highest valid rate: {report['peak_qps'] or 'none'} queries/s")
     limits = report.get("limits_ms") or {}
-    for name in ("ttft", "tpot"):
-        if figures := report.get(f"{name}_ms"):
+    for name, figures in (("ttft", report.get("ttft_ms")), ("tpot", report.get("tpot_ms"))):
+        if figures:
             shown = ", ".join(f"{k} {v:,.1f}" for k, v in figures.items())
             limit = f"; limit at p{report['percentile']} {limits[name]}" if limits else ""
             console.out.print(f"{name.upper()} ms: {shown}{limit}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.results.reports import PlacedReport, PublishedReport
 from tokenmill.core.flags import TEXT
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
 from tokenmill.settings.commands import PUBLISHED
@@ -16,8 +17,6 @@ from tokenmill.settings.commands import PUBLISHED
 if TYPE_CHECKING:
     from tokenmill.bench.results.published_results import Entry, Ours
     from tokenmill.bench.results.result import Round
-
-Report = dict[str, Any]
 
 
 def _any(key: str, help: str) -> Setting:
@@ -62,13 +61,13 @@ def published(settings: Settings) -> None:
         return
     filters = {key: settings.values.get(key) for key in FILTERS}
     entries = choose(table, benchmark, scenario, **filters)
-    report: Report = {
+    report: PublishedReport = {
         "benchmark": "published",
         "mlperf_benchmark": entries[0].benchmark,
         "scenario": entries[0].scenario,
         "unit": entries[0].unit,
         "filters": {key: text for key, text in filters.items() if text},
-        "rows": [asdict(e) | {"per_accelerator": e.per_accelerator} for e in entries],
+        "rows": [entry.report() for entry in entries],
     }
     if ours := _ours(settings, mine, entries[0]):
         report["placed"] = place(entries, ours)
@@ -116,7 +115,7 @@ def _print_overview(settings: Settings, found: dict[str, dict[str, int]]) -> Non
     console.print_json({"benchmark": "published", "rows": found})
 
 
-def _print(report: Report, entries: Sequence[Entry], limit: int) -> None:
+def _print(report: PublishedReport, entries: Sequence[Entry], limit: int) -> None:
     title = f"{report['mlperf_benchmark']}, {report['scenario']}, {report['unit']}"
     shown = "".join(f", {key} {text}" for key, text in report["filters"].items())
     console.out.print(f"[bold]{title}[/bold]{shown}: {len(entries)} rows")
@@ -130,7 +129,7 @@ def _print(report: Report, entries: Sequence[Entry], limit: int) -> None:
             console.out.print(f"note: {notice}", markup=False)
 
 
-def _table(entries: Sequence[Entry], placed: Report | None) -> list[list[str]]:
+def _table(entries: Sequence[Entry], placed: PlacedReport | None) -> list[list[str]]:
     """The rows with ours between them, or after them where it is worse than all of them."""
     head = ["", "per accelerator", "result", "x", "round", "division", "submitter", "accelerator"]
     rows = [_cells(str(index + 1), entry) for index, entry in enumerate(entries)]
@@ -155,7 +154,7 @@ def _cells(rank: str, entry: Entry) -> list[str]:
     ]
 
 
-def _our_cells(placed: Report) -> list[str]:
+def _our_cells(placed: PlacedReport) -> list[str]:
     values = (_number(placed["per_accelerator"]), _number(placed["result"]))
     gpus = str(placed["accelerators"] or "-")
     return [str(placed["rank"]), *values, gpus, "", "", "<- yours", "", ""]

@@ -91,16 +91,18 @@ def throughput(settings: Settings) -> None:
         if lineup:
             lineup.close()
     # Before the buffers of the next measurement.
-    peaks = {"peak_rss_mib": bench.peak_rss_mib(), "peak_gpu_mib": peak_memory_mib(built.device)}
+    peaks = bench.peak_rss_mib(), peak_memory_mib(built.device)
     console.note("Measuring the machine")
     machine = measure_machine(built.spec, num_threads, built.device)
     parallel = settings.build(ParallelConfig)
     if built.device == "cuda":
         machine = machine.times(parallel.num_ranks)
-    report = throughput_report(cells, measured, machine, built, setup, lineup) | peaks
-    report |= ranks_report(parallel)
-    for warning in report.get("cuda_graphs", {}).get("warnings", []):
-        console.note(f"warning: {warning}")
+    report = throughput_report(cells, measured, machine, built, setup, lineup, peaks)
+    if parallel.num_ranks > 1:
+        report["ranks"] = ranks_report(parallel)
+    if graphs := report.get("cuda_graphs"):
+        for warning in graphs["warnings"]:
+            console.note(f"warning: {warning}")
     if not settings.get("json-only"):
         print_throughput(cells, report)
     console.print_json(report)

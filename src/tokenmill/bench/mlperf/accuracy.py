@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.mlperf.presets import ACCURACY_SHARE, TOKENS_SHARE, Preset
+from tokenmill.bench.results.mlperf_reports import GateReport
 from tokenmill.bench.workload import BenchError
 
 TOKENS = ("tok_input", "input_ids", "prompt_token_ids", "input_tokens")
@@ -257,9 +258,9 @@ def _normal(text: str) -> str:
     return " ".join(text.lower().split()).strip(" .*$`")
 
 
-def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, GateReport]:
     """What the round asks of the benchmark, beside what was reached."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, GateReport] = {}
     for name, reference in preset.accuracy.items():
         least = round(ACCURACY_SHARE * reference, 4)
         found[name] = {"value": scores[name], "min": least, "passed": scores[name] >= least}
@@ -271,13 +272,16 @@ def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, dict[str, An
     for name, wanted in lengths.items():
         if wanted is not None:
             low, high = ((1 + sign * TOKENS_SHARE) * wanted for sign in (-1, 1))
-            bounds = {"min": round(low, 2), "max": round(high, 2)}
-            passed = low <= scores[name] <= high
-            found[name] = {"value": scores[name], **bounds, "passed": passed}
+            found[name] = {
+                "value": scores[name],
+                "min": round(low, 2),
+                "max": round(high, 2),
+                "passed": low <= scores[name] <= high,
+            }
     return found
 
 
-def missed_gates(found: Mapping[str, Mapping[str, Any]], num_unscored: int) -> list[str]:
+def missed_gates(found: Mapping[str, GateReport], num_unscored: float) -> list[str]:
     """Why the accuracy is not that of a valid submission."""
     reasons = [f"{name} misses the accuracy gate" for name in found if not found[name]["passed"]]
     if num_unscored:

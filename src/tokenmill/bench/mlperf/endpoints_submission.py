@@ -16,6 +16,8 @@ from tokenmill.bench.client.records import Record, write_records
 from tokenmill.bench.client.summary import num_tokens, times_of
 from tokenmill.bench.mlperf.disclosure import Disclosure
 from tokenmill.bench.mlperf.regions import Regions
+from tokenmill.bench.results.mlperf_reports import ResultSummary, SeriesReport, WarmupReport
+from tokenmill.bench.results.reports import PointReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import NS_PER_MS, percentile, tok_s_user
 
@@ -23,7 +25,7 @@ PERCENTILES = (99.9, 99, 97, 95, 90, 80, 75, 50, 25, 10, 5, 1)
 NOT_VALID = "not_a_valid_submission"  # the key, and the name of the file, that says so
 WARMUP_LOG = "warmup_events.jsonl"
 
-Report = dict[str, Any]
+Fields = dict[str, Any]  # of a file whose fields the submitter names
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,12 @@ class MeasuredPoint:
     """What the files of one point are made of."""
 
     concurrency: int
-    result: Report  # result_summary.json
-    warmup: Report  # of point.yaml
+    result: ResultSummary
+    warmup: WarmupReport
     warmup_records: Sequence[Record]
 
 
-def measured_point(run: Run, point: Mapping[str, Any]) -> MeasuredPoint:
+def measured_point(run: Run, point: PointReport) -> MeasuredPoint:
     """Of the records of a run that has ended."""
     concurrency = run.load.concurrency or 0
     slots = min(concurrency, len(run.warmup))
@@ -45,7 +47,7 @@ def measured_point(run: Run, point: Mapping[str, Any]) -> MeasuredPoint:
     )
 
 
-def result_summary(records: Sequence[Record], point: Mapping[str, Any]) -> Report:
+def result_summary(records: Sequence[Record], point: PointReport) -> ResultSummary:
     """The reference client's report; times in ns."""
     whole = [record for record in records if record.error is None]
     times = [times_of(record, stream=True) for record in whole]
@@ -68,7 +70,7 @@ def result_summary(records: Sequence[Record], point: Mapping[str, Any]) -> Repor
     }
 
 
-def _series(values: Sequence[float | None], scale: float = 1.0) -> Report:
+def _series(values: Sequence[float | None], scale: float = 1.0) -> SeriesReport:
     known = [value * scale for value in values if value is not None]
     if not known:
         return {"total": 0.0, "percentiles": {}}
@@ -84,20 +86,22 @@ def _series(values: Sequence[float | None], scale: float = 1.0) -> Report:
     }
 
 
-def warmup_of(records: Sequence[Record], slots: int) -> Report:
+def warmup_of(records: Sequence[Record], slots: int) -> WarmupReport:
     """The declaration of point.yaml, from the records of the warm-up."""
     seconds = 0.0
     if records:
         seconds = (max(r.end_ns for r in records) - min(r.sent_ns for r in records)) / 1e9
-    return {
+    declared: WarmupReport = {
         "duration_s": round(max(seconds, 0.0), 3),
         "requests_issued": len(records),
         "requests_completed": sum(record.error is None for record in records),
         "data_source": "synthetic words, none of the measured samples" if records else "none",
         "concurrency": slots,
         "logs_retained": bool(records),
-        **({"link_logs": WARMUP_LOG} if records else {}),
     }
+    if records:
+        declared["link_logs"] = WARMUP_LOG
+    return declared
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Campaign:
     disclosure: Disclosure
     regions: Regions
     min_durations_s: Mapping[int, float]
-    config: Report  # as it was run
+    config: Fields  # as it was run
     reasons: Sequence[str]  # why this is not a valid submission
 
     def seconds(self, point: MeasuredPoint) -> float:
@@ -115,7 +119,7 @@ class Campaign:
         return self.min_durations_s[point.concurrency]
 
     @property
-    def mark(self) -> Report:
+    def mark(self) -> dict[str, list[str]]:
         return {NOT_VALID: list(self.reasons)} if self.reasons else {}
 
 
@@ -173,7 +177,7 @@ def _write_point(folder: Path, campaign: Campaign, point: MeasuredPoint, best_tp
         write_records(folder / WARMUP_LOG, list(point.warmup_records))
 
 
-def point_yaml(campaign: Campaign, point: MeasuredPoint) -> Report:
+def point_yaml(campaign: Campaign, point: MeasuredPoint) -> Fields:
     """The disclosure of one point."""
     disclosure, regions = campaign.disclosure, campaign.regions
     return {

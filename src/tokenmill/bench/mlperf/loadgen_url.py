@@ -21,6 +21,7 @@ from tokenmill.bench.client.connections import Client
 from tokenmill.bench.client.records import Record, Target, request_body
 from tokenmill.bench.client.summary import EMPTY, num_tokens, times_of, usage_fault
 from tokenmill.bench.mlperf.loadgen import Sample, load_library, respond
+from tokenmill.bench.results.reports import Occurrence
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.http_connection import raise_file_limit
@@ -29,8 +30,6 @@ GIVE_UP = 32  # queries in a row that fail: the run is INVALID anyway, and a ser
 OPENED = 16  # connections made before the test
 PROBE_TOKENS, PROBE_OUTPUT = 24, 2
 SPECIAL_TOKENS = 2  # that a server may put around a prompt
-
-Report = dict[str, Any]
 
 
 class GivenUp(BenchError):
@@ -41,8 +40,8 @@ class GivenUp(BenchError):
 class Tally:
     """What went wrong, by class: how often, and what the first one said."""
 
-    errors: Report = field(default_factory=dict)
-    doubts: Report = field(default_factory=dict)
+    errors: dict[str, Occurrence] = field(default_factory=dict)
+    doubts: dict[str, Occurrence] = field(default_factory=dict)
     num_failed: int = 0
     num_cached: int = 0  # answers with prompt tokens from a cache
     failed_in_a_row: int = 0
@@ -60,7 +59,7 @@ class Tally:
             _count(self.doubts, *fault)
 
 
-def _count(classes: Report, name: str, detail: str) -> None:
+def _count(classes: dict[str, Occurrence], name: str, detail: str) -> None:
     classes.setdefault(name, {"count": 0, "first": detail})["count"] += 1
 
 

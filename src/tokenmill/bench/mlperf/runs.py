@@ -13,6 +13,7 @@ from typing import Any
 from tokenmill.bench.mlperf.compliance import AUDIT_CONFIG, audit_config
 from tokenmill.bench.mlperf.loadgen import Sample, SystemUnderTest, Test, run_test
 from tokenmill.bench.mlperf.presets import Preset
+from tokenmill.bench.results.mlperf_reports import LatencyMs, MetricReport, MlperfReport
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import SamplingParams
@@ -34,8 +35,6 @@ PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
 NS_PER_MS = 1e6
 MAX_PEAK_RUNS = 16
 USER_CONF = "user.conf"
-
-Report = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ def execute(
 
 def performance_report(
     run: Run, values: Mapping[str, Any], errors: Sequence[str], times: Sequence[RequestTimes]
-) -> Report:
+) -> MlperfReport:
     """Figures of a performance run, from LoadGen's detail log.
 
     LoadGen has no token latencies in Offline; there they are the adapter's, from the issue.
@@ -246,19 +245,19 @@ def performance_report(
         "ttft_ms": ttft,
         "tpot_ms": tpot,
         "latency_ms": _latencies(values, "", "_latency"),
-        "limits_ms": limits and {"ttft": limits.ttft_ms, "tpot": limits.tpot_ms},
+        "limits_ms": {"ttft": limits.ttft_ms, "tpot": limits.tpot_ms} if limits else None,
         "percentile": run.percentile,
         "min_duration_s": run.min_duration_ms / 1000,
     }
 
 
-def with_reasons(report: Report, reasons: Sequence[str]) -> Report:
-    """The report of a run that is INVALID for these reasons too; as it is where there are none."""
+def with_reasons(report: MlperfReport, reasons: Sequence[str]) -> MlperfReport:
+    """The same figures, INVALID where there are reasons besides LoadGen's."""
     found = [*reasons, *report["reasons"]]
     return report | {"reasons": found, "result": "INVALID" if found else "VALID"}
 
 
-def given_up_report(run: Run, why: str, times: Sequence[RequestTimes]) -> Report:
+def given_up_report(run: Run, why: str, times: Sequence[RequestTimes]) -> MlperfReport:
     """What is known of a test that was left before its end: LoadGen has given no figures."""
     return {
         "result": "INVALID",
@@ -273,7 +272,7 @@ def given_up_report(run: Run, why: str, times: Sequence[RequestTimes]) -> Report
     }
 
 
-def metric(run: Run, values: Mapping[str, Any]) -> Report:
+def metric(run: Run, values: Mapping[str, Any]) -> MetricReport:
     """The figure that is published for the scenario."""
     if run.scenario == "SingleStream":
         latency_ms = values["result_90.00_percentile_latency_ns"] / NS_PER_MS
@@ -320,7 +319,7 @@ def invalid_reasons(
     return [*reasons, f"LoadGen: {hint}"] if hint or not reasons else reasons
 
 
-def _latencies(values: Mapping[str, Any], kind: str, what: str) -> dict[str, float]:
+def _latencies(values: Mapping[str, Any], kind: str, what: str) -> LatencyMs:
     """Milliseconds by percentile; {} where LoadGen logged none."""
     found = {"mean": values.get(f"result_{kind}mean{what}_ns")}
     for percent in PERCENTILES:
@@ -328,7 +327,7 @@ def _latencies(values: Mapping[str, Any], kind: str, what: str) -> dict[str, flo
     return _rounded({k: v / NS_PER_MS for k, v in found.items() if v is not None})
 
 
-def _tpot(values: Mapping[str, Any]) -> dict[str, float]:
+def _tpot(values: Mapping[str, Any]) -> LatencyMs:
     found = {"mean": values.get("result_time_to_output_token_mean")}
     for percent in PERCENTILES:
         key = f"result_time_per_output_token_{percent}_percentile_ns"
@@ -341,7 +340,7 @@ def _short(percent: str) -> str:
     return f"p{float(percent):g}"
 
 
-def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+def _rounded(values: Mapping[str, float]) -> LatencyMs:
     return {name: round(value, 3) for name, value in values.items()}
 
 

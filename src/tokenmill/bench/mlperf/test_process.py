@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 from tokenmill import console
@@ -20,6 +20,7 @@ from tokenmill.bench.mlperf import compliance, loadgen
 from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.offline import OurEngine
 from tokenmill.bench.report.mlperf_report import EVENTS, write_times
+from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.workload import BenchError, Cell, make_prompts
 from tokenmill.core.bench_config import BenchConfig, EndpointConfig
 from tokenmill.core.config import ModelConfig
@@ -42,10 +43,8 @@ FORBIDDEN_CACHE = (
     "--no-enable-prefix-caching, SGLang: --disable-radix-cache)"
 )
 
-Report = dict[str, Any]
 
-
-def child_report(settings: Settings, run: bench.Run) -> Report:
+def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     """Run the test; its logs are in --submission-dir afterwards."""
     test = UrlTest(settings, run) if settings.get("url") else EngineTest(settings, run)
     folder = Path(settings.get("submission-dir"))
@@ -55,7 +54,7 @@ def child_report(settings: Settings, run: bench.Run) -> Report:
     if isinstance(test, EngineTest) and test.compliance:
         return report | _compliance_report(run, test, folder)
     if accuracy and "result" not in report:
-        report |= _accuracy_report(run, test, folder, rouge)
+        return report | _accuracy_report(run, test, folder, rouge)
     return report
 
 
@@ -92,7 +91,7 @@ class EngineTest:
             lengths, self._scale = bench.synthetic_lengths(run, context)
             self._samples = bench.synthetic_samples(run.preset, lengths, spec.vocab_size)
 
-    def execute(self, folder: Path, accuracy: bool) -> Report:
+    def execute(self, folder: Path, accuracy: bool) -> MlperfReport:
         built = self._build()
         sut = loadgen.EngineUnderTest(built.engine, self._samples)
         num_samples = len(self._samples)
@@ -130,18 +129,18 @@ class EngineTest:
         OurEngine(built.engine).run(warmup, prompts)
         return built
 
-    def _facts(self, built: BuiltEngine) -> Report:
+    def _facts(self, built: BuiltEngine) -> MlperfReport:
         from tokenmill.bench.ceiling import accelerator
 
-        return {
+        facts: MlperfReport = {
             "model": built.description,
             "dtype": built.dtype,
             "kv_dtype": built.kv_dtype,
             "device": built.device,
             "accelerator": accelerator(built.device),
             "num_input_tokens": sum(len(s.prompt_token_ids) for s in self._samples),
-            **_sample_facts(self._run, self._samples, not self.rows, self._scale),
         }
+        return facts | _sample_facts(self._run, self._samples, not self.rows, self._scale)
 
 
 class UrlTest:
@@ -168,7 +167,7 @@ class UrlTest:
         self._target = replace(self._target, fields=fields)
         self._send_ids = self._probe()
 
-    def execute(self, folder: Path, accuracy: bool) -> Report:
+    def execute(self, folder: Path, accuracy: bool) -> MlperfReport:
         from tokenmill.bench.client.scrape import Scraper, metrics_url, server_report
         from tokenmill.bench.mlperf.loadgen_url import GivenUp, UrlUnderTest
 
@@ -201,10 +200,10 @@ class UrlTest:
         values = self._settings.values | {"ignore-eos": False}  # the samples say
         return make_target(Settings(values), self._config)
 
-    def _sampling_fields(self) -> Report:
+    def _sampling_fields(self) -> dict[str, float]:
         """What every sample has in common; the extensions only where they may be sent."""
         sampling = self._samples[0].sampling
-        fields: Report = {"temperature": sampling.temperature}
+        fields: dict[str, float] = {"temperature": sampling.temperature}
         if self._settings.values.get("ignore-eos", True):
             if sampling.ignore_eos:  # the end token must be seen to be counted
                 fields |= {"ignore_eos": True, "skip_special_tokens": False}
@@ -272,9 +271,9 @@ class UrlTest:
             found.append(f"by the server's /metrics {share} used {FORBIDDEN_CACHE}")
         return found
 
-    def _facts(self, sut: UrlUnderTest) -> Report:
+    def _facts(self, sut: UrlUnderTest) -> MlperfReport:
         tally, target = sut.tally, self._target
-        facts: Report = {
+        facts: MlperfReport = {
             "model": target.model,
             "url": target.url,
             "api": target.api,
@@ -290,8 +289,8 @@ class UrlTest:
             "num_cached": tally.num_cached,
             "server_prefix_hit_rate": self._server_hits,
             "client_cpu_share": round(sut.cpu_share, 3),
-            **_sample_facts(self._run, self._samples, not self.rows, self._scale),
         }
+        facts |= _sample_facts(self._run, self._samples, not self.rows, self._scale)
         facts["notices"] += self._notices(sut)
         return facts
 
@@ -318,7 +317,7 @@ def read_rows(settings: Settings) -> tuple[list[scoring.Row], bool]:
 
 def _sample_facts(
     run: bench.Run, samples: list[loadgen.Sample], synthetic: bool, scale: float
-) -> Report:
+) -> MlperfReport:
     return {
         "num_samples": len(samples),
         "synthetic": synthetic,
@@ -330,18 +329,21 @@ def _sample_facts(
 
 def _accuracy_report(
     run: bench.Run, test: EngineTest | UrlTest, folder: Path, rouge: scoring.Rouge | None
-) -> Report:
+) -> MlperfReport:
     by_index = loadgen.read_answers(folder)
     found = [by_index[index] for index in range(len(test.rows))]
     answers = [test.answer(data) for data, _ in found]
     scores = scoring.score(run.preset, test.rows, answers, [count for _, count in found], rouge)
-    report: Report = {"accuracy": scores, "accuracy_gates": scoring.gates(run.preset, scores)}
+    report: MlperfReport = {
+        "accuracy": scores,
+        "accuracy_gates": scoring.gates(run.preset, scores),
+    }
     if rouge is not None:
         report["sentences_by"] = "punkt" if rouge.trained else "punkt without its English model"
     return report
 
 
-def _compliance_report(run: bench.Run, test: EngineTest, folder: Path) -> Report:
+def _compliance_report(run: bench.Run, test: EngineTest, folder: Path) -> MlperfReport:
     """Whether the answers of a compliance run pass its test."""
     name, preset = test.compliance, run.preset
     answers = compliance.read_log(folder)
@@ -386,7 +388,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def leave(report: Report) -> None:
+def leave(report: MlperfReport) -> None:
     """Print the report of a test that LoadGen still waits in, and end without it."""
     console.print_json(report)
     sys.stdout.flush()

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenmill.bench.report import page as html
 from tokenmill.bench.report.charts import (
@@ -24,15 +23,19 @@ from tokenmill.bench.report.charts import (
 from tokenmill.bench.report.page import Notice, Page, Section, Tile
 from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
 from tokenmill.bench.results.manifest import write_manifest
+from tokenmill.bench.results.mlperf_reports import LoadGenLatency, MlperfReport, PeakRun
 from tokenmill.bench.results.reports import Facts
 from tokenmill.core.metrics import RequestTimes
 
 SUMMARY, PAGE, EVENTS = "summary.json", "report.html", "events.csv"
-LABELS = {"ttft": "TTFT", "tpot": "TPOT", "latency": "End to end"}
+LABELS: dict[LoadGenLatency, str] = {
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "latency_ms": "End to end",
+}
+LIMITED: dict[str, LoadGenLatency] = {"ttft": "ttft_ms", "tpot": "tpot_ms"}
 STAMPS = ("arrival_ns", "first_ns", "last_ns", "num_first_tokens", "num_tokens")
 LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
-
-Report = Mapping[str, Any]
 
 
 def write_times(path: Path, times: Iterable[RequestTimes]) -> None:
@@ -53,7 +56,7 @@ def read_times(path: Path) -> list[RequestTimes]:
         return [RequestTimes(*(int(row[name]) for name in STAMPS)) for row in rows]
 
 
-def write_result(folder: Path, report: Report, logs: Path, facts: Facts) -> None:
+def write_result(folder: Path, report: MlperfReport, logs: Path, facts: Facts) -> None:
     """Summary, page and events beside the logs of a submission; the manifest comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     times = read_times(logs / EVENTS)
@@ -65,7 +68,7 @@ def write_result(folder: Path, report: Report, logs: Path, facts: Facts) -> None
     write_manifest(folder, facts)
 
 
-def mlperf_page(report: Report, times: Sequence[RequestTimes], facts: Facts) -> Page:
+def mlperf_page(report: MlperfReport, times: Sequence[RequestTimes], facts: Facts) -> Page:
     """The page of one run of LoadGen, or of the best of a search."""
     sections = []
     if report.get("limits_ms"):
@@ -93,13 +96,13 @@ def mlperf_page(report: Report, times: Sequence[RequestTimes], facts: Facts) -> 
     )
 
 
-def _chips(report: Report, facts: Facts) -> list[str]:
+def _chips(report: MlperfReport, facts: Facts) -> list[str]:
     named = [report.get(key) for key in ("model", "dtype", "device")]
     rate = [] if report["scenario"] == "Offline" else [f"{report['target_qps']:g} queries/s"]
     return [*(str(text) for text in named if text), *rate, html.started(facts)]
 
 
-def _notices(report: Report) -> list[Notice]:
+def _notices(report: MlperfReport) -> list[Notice]:
     found = []
     if report.get("quick"):
         found.append(Notice("warn", "Not a valid submission", report["notices"]))
@@ -110,21 +113,21 @@ def _notices(report: Report) -> list[Notice]:
     return found
 
 
-def _tiles(report: Report) -> list[Tile]:
+def _tiles(report: MlperfReport) -> list[Tile]:
     tiles = []
     if metric := report.get("metric"):
         tiles.append(Tile("Result", short(metric["value"]), metric["unit"], metric["name"]))
     if "peak_qps" in report:
         peak = report["peak_qps"]
         tiles.append(Tile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
-    if report.get("samples_per_s"):
-        tiles.append(Tile("Samples", short(report["samples_per_s"]), "per second"))
+    if rate := report.get("samples_per_s"):
+        tiles.append(Tile("Samples", short(rate), "per second"))
     percent = f"p{report.get('percentile') or 99}"
     limits = report.get("limits_ms") or {}
-    for name in ("ttft", "tpot"):
-        found = report.get(f"{name}_ms", {}).get(percent)
+    for name, key in LIMITED.items():
+        found = (report.get(key) or {}).get(percent)
         if found is not None:
-            tiles.append(_latency_tile(name, percent, found, limits.get(name)))
+            tiles.append(_latency_tile(f"{LABELS[key]}, {percent}", found, limits.get(name)))
     if "num_queries" in report:
         note = f"{report['num_output_tokens']:,} output tokens"
         tiles.append(Tile("Queries", f"{report['num_queries']:,}", "answered", note))
@@ -135,35 +138,35 @@ def _tiles(report: Report) -> list[Tile]:
     return tiles
 
 
-def _latency_tile(name: str, percent: str, found: float, limit: float | None) -> Tile:
-    label = f"{LABELS[name]}, {percent}"
+def _latency_tile(label: str, found: float, limit: float | None) -> Tile:
     if limit is None:
         return Tile(label, *ms_parts(found))
     tone: html.Tone = "good" if found <= limit else "bad"
     return Tile(label, *ms_parts(found), f"limit {in_ms(limit)}", tone)
 
 
-def _limit_rows(report: Report) -> list[list[str]]:
+def _limit_rows(report: MlperfReport) -> list[list[str]]:
     rows = [["latency", "percentile", "measured", "limit", "share of limit", "met"]]
     percent = f"p{report['percentile']}"
-    for name, limit in report["limits_ms"].items():
-        found = report[f"{name}_ms"].get(percent)
+    for name, limit in (report["limits_ms"] or {}).items():
+        key = LIMITED[name]
+        found = report[key].get(percent)
         if found is None:
             continue
         figures = [in_ms(found), in_ms(limit), f"{found / limit:,.0%}"]
-        rows.append([LABELS[name], percent, *figures, "yes" if found <= limit else "no"])
+        rows.append([LABELS[key], percent, *figures, "yes" if found <= limit else "no"])
     return rows
 
 
-def _latency_section(report: Report, times: Sequence[RequestTimes]) -> Section:
+def _latency_section(report: MlperfReport, times: Sequence[RequestTimes]) -> Section:
     blocks = []
-    summaries = {name: report.get(f"{name}_ms") or {} for name in LABELS}
+    summaries = {label: report.get(key) or {} for key, label in LABELS.items()}
     columns = list(dict.fromkeys(key for found in summaries.values() for key in found))
     rows = [["latency (ms)", *columns]]
-    for name, found in summaries.items():
+    for label, found in summaries.items():
         if found:
             cells = [f"{found[key]:,.2f}" if key in found else "-" for key in columns]
-            rows.append([LABELS[name], *cells])
+            rows.append([label, *cells])
     if len(rows) > 1:
         blocks.append(html.table("Latency in milliseconds", rows))
     if times:
@@ -177,12 +180,12 @@ def _latency_section(report: Report, times: Sequence[RequestTimes]) -> Section:
 
 
 def _distributions(times: Sequence[RequestTimes], limits: Mapping[str, float]) -> Iterable[Html]:
-    for name, attribute in zip(LABELS, LATENCIES, strict=True):
+    for label, attribute in zip(LABELS.values(), LATENCIES, strict=True):
         found = [value for each in times if (value := getattr(each, attribute)) is not None]
         if not found:
             continue
-        marks = [Mark("limit", limits[name], limit=True)] if name in limits else []
-        label = LABELS[name]
+        limit = limits.get(attribute.removesuffix("_ms"))
+        marks = [Mark("limit", limit, limit=True)] if limit is not None else []
         yield histogram(f"{label} distribution", found, what="queries", marks=marks)
         yield cumulative(f"{label}, cumulative", {"share": found}, marks=marks)
 
@@ -198,7 +201,7 @@ def _timelines(times: Sequence[RequestTimes]) -> Iterable[Html]:
     yield timeline("Concurrency", "queries", windows, [flying])
 
 
-def _search_section(report: Report, runs: Sequence[Report]) -> Section:
+def _search_section(report: MlperfReport, runs: Sequence[PeakRun]) -> Section:
     rows = [["queries/s", "result", "why"]]
     rows += [[f"{r['target_qps']:g}", r["result"], "; ".join(r["reasons"]) or "-"] for r in runs]
     peak = report.get("peak_qps")
@@ -206,7 +209,7 @@ def _search_section(report: Report, runs: Sequence[Report]) -> Section:
     return Section("Peak search", [html.table("Rates tried", rows, text_columns=3)], found)
 
 
-def _accuracy_section(report: Report) -> Section:
+def _accuracy_section(report: MlperfReport) -> Section:
     gates = report.get("accuracy_gates", {})
     rows = [["score", "value", "required", "passed"]]
     for name, value in report["accuracy"].items():

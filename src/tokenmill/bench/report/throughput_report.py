@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench import offline as bench
+from tokenmill.bench.results.reports import CellReport, ThroughputReport
 from tokenmill.bench.roofline import Machine, Setup, roofline
 from tokenmill.bench.workload import Cell
 from tokenmill.console import out, print_table
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from tokenmill.bench.peers import Lineup
     from tokenmill.engine.build import BuiltEngine
 
-Report = dict[str, Any]
-
 
 def throughput_report(
     cells: list[Cell],
@@ -26,9 +25,10 @@ def throughput_report(
     built: BuiltEngine,
     setup: Setup,
     lineup: Lineup | None,
-) -> Report:
-    """All figures of a run; `ratios` is there when peers were asked for."""
-    reports: dict[str, dict[str, Report]] = {}
+    peaks: tuple[float, dict[str, float]],
+) -> ThroughputReport:
+    """All figures of a run; `peaks` is the memory of the process and of the GPU in MiB."""
+    reports: dict[str, dict[str, CellReport]] = {}
     for cell in cells:
         runs = measured.runs[cell.name]
         figures = {who: bench.cell_report(cell, r) for who, r in runs.items()}
@@ -36,7 +36,7 @@ def throughput_report(
         roof = roofline(cell, built.spec, replace(setup, tokens_per_step=gained), machine)
         ours = bench.with_ceiling(figures[bench.OURS], cell, roof, machine, setup.dtype)
         reports[cell.name] = figures | {bench.OURS: ours}
-    report = {
+    report: ThroughputReport = {
         "benchmark": "throughput",
         "model": built.description,
         "dtype": setup.dtype,
@@ -54,6 +54,8 @@ def throughput_report(
             "read_gb_s": round(machine.read_bytes_per_s / 1e9, 1),
         },
         "cells": reports,
+        "peak_rss_mib": peaks[0],
+        "peak_gpu_mib": peaks[1],
     }
     stats = built.engine.stats()
     if stats.num_drafted:
@@ -64,21 +66,19 @@ def throughput_report(
     if lineup:
         rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
         absent = lineup.absent | measured.failures
-        peers = {"versions": lineup.versions, "peak_rss_mib": rss, "absent": absent}
-        report |= {"peers": peers, "ratios": bench.ratios(reports)}
+        report["peers"] = {"versions": lineup.versions, "peak_rss_mib": rss, "absent": absent}
+        report["ratios"] = bench.ratios(reports)
     return report
 
 
-def ranks_report(parallel: ParallelConfig) -> Report:
-    """How many ranks a figure is of, where there are several."""
-    if parallel.num_ranks == 1:
-        return {}
+def ranks_report(parallel: ParallelConfig) -> dict[str, Any]:
+    """How many ranks a figure is of, and how the work is split among them."""
     default = asdict(ParallelConfig())
     given = {name: value for name, value in asdict(parallel).items() if value != default[name]}
-    return {"ranks": {"count": parallel.num_ranks, **given}}
+    return {"count": parallel.num_ranks, **given}
 
 
-def print_throughput(cells: list[Cell], report: Report) -> None:
+def print_throughput(cells: list[Cell], report: ThroughputReport) -> None:
     """Cell by cell: every engine's rate, ours beside its ceiling."""
     machine = report["machine"]
     types = f"computed in {report['dtype']}, KV cache in {report['kv_dtype']}"
@@ -99,18 +99,20 @@ def print_throughput(cells: list[Cell], report: Report) -> None:
     if ranks := report.get("ranks"):
         names = ", ".join(f"{name} {value}" for name, value in ranks.items() if name != "count")
         out.print(f"{ranks['count']} ranks ({names}); memory and weights are the first one's")
-    if shares := report.get("mtp", {}).get("acceptance"):
-        right, length = shares["first"], shares["length"]
-        out.print(f"drafts: {right:.1%} of the first are right, {length:.2f} tokens a step")
+    if "mtp" in report:
+        shares = report["mtp"]["acceptance"]
+        first, length = shares["first"], shares["length"]
+        out.print(f"drafts: {first:.1%} of the first are accepted, {length:.2f} tokens per step")
     for cell in cells:
         _print_cell(cell, report["cells"][cell.name])
-    for name, reason in report.get("peers", {}).get("absent", {}).items():
-        out.print(f"{name}: {reason}", markup=False)
+    if "peers" in report:
+        for name, reason in report["peers"]["absent"].items():
+            out.print(f"{name}: {reason}", markup=False)
     for name, ratio in report.get("ratios", {}).items():
         out.print(f"{name}: " + (f"{ratio:.2f}x the best peer" if ratio else "no peer ran"))
 
 
-def _print_cell(cell: Cell, figures: dict[str, Report]) -> None:
+def _print_cell(cell: Cell, figures: dict[str, CellReport]) -> None:
     unit = "prompt" if cell.counts_prompt else "output"
     ours = figures[bench.OURS]
     out.print(
@@ -125,8 +127,8 @@ def _print_cell(cell: Cell, figures: dict[str, Report]) -> None:
         f"  total {ours['total_tok_s']:,.1f} tok/s, MFU {ours['mfu']:.0%} of the "
         f"GEMM rate, MBU {ours['mbu']:.0%} of the read rate"
     )
-    for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
-        if summary := ours[key]:
+    for label, summary in (("TTFT", ours["ttft_ms"]), ("TPOT", ours["tpot_ms"])):
+        if summary:
             parts = ", ".join(f"{p} {summary[p]:.1f}" for p in ("p50", "p90", "p99"))
             out.print(f"  {label} ms: {parts}")
     rows = [["engine", f"{unit} tok/s", "runs"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,27 @@ from tokenmill.bench.client.records import Record, read_records
 from tokenmill.bench.client.summary import NUM_WINDOWS, num_tokens, times_of
 from tokenmill.bench.mlperf import loadgen
 from tokenmill.bench.offline import OURS
+from tokenmill.bench.results.mlperf_reports import MlperfReport
+from tokenmill.bench.results.reports import (
+    LIMITS,
+    EndpointReport,
+    LadderReport,
+    LatencyName,
+    PointReport,
+    ThroughputReport,
+)
 from tokenmill.bench.results.result import Json, Point, Round, flat, load_key, per_request, present
 from tokenmill.bench.workload import BenchError
 
 OWN, LOADGEN = "tokenmill", "LoadGen"
 EVENTS = "events.jsonl"
-LATENCIES = ("ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "itl_ms", "e2e_ms")
+LATENCIES: tuple[LatencyName, ...] = (
+    "ttft_ms",
+    "ttft_from_schedule_ms",
+    "tpot_ms",
+    "itl_ms",
+    "e2e_ms",
+)
 NOT_CONFIG = {"output_dir", "gpus", "price_per_gpu_hour", "audit"}
 MLPERF_CONFIG = (
     *("mlperf_benchmark", "scenario", "test_mode", "target_qps", "peak_qps", "model", "dtype"),
@@ -26,7 +41,7 @@ NS_PER_MS = 1e6
 MIN_DURATION_MS = 600_000  # of a valid run
 
 
-def read_endpoint(data: Json, path: Path) -> Round:
+def read_endpoint(data: EndpointReport, path: Path) -> Round:
     """A report with points; with events.jsonl beside it every request counts."""
     config = dict(data.get("config") or {})
     points = [_endpoint_point(point) for point in data["points"]]
@@ -53,7 +68,7 @@ def read_endpoint(data: Json, path: Path) -> Round:
     )
 
 
-def _endpoint_point(raw: Json) -> Point:
+def _endpoint_point(raw: PointReport) -> Point:
     load, key = load_key(raw.get("concurrency"), raw.get("rate"), raw["load"])
     point = Point(load, key)
     point.values = present({n: raw.get(n) for n in ("output_tok_s", "total_tok_s", "request_s")})
@@ -62,10 +77,9 @@ def _endpoint_point(raw: Json) -> Point:
     if bounds := raw.get("output_tok_s_ci95"):
         point.intervals["output_tok_s"] = (bounds[0], bounds[1])
     if good := raw.get("goodput"):
-        names = ("request_s", "output_tok_s")
-        point.values |= present({f"good_{name}": good[name] for name in names})
-        limits = (f"{n} {good[n]:g}" for n in LATENCIES if good.get(n))
-        point.slo = ", ".join(limits)
+        rates = {"good_request_s": good["request_s"], "good_output_tok_s": good["output_tok_s"]}
+        point.values |= present(rates)
+        point.slo = ", ".join(f"{name} {good[name]:g}" for name in LIMITS if good.get(name))
     count = raw["num_completed"]
     point.facts = present(
         {
@@ -78,26 +92,28 @@ def _endpoint_point(raw: Json) -> Point:
     return point
 
 
-def _failures(raw: Json) -> str:
+def _failures(raw: PointReport) -> str:
     failed = raw.get("num_failed", 0)
     sent = failed + raw["num_completed"]
     return f"{failed} of {sent} requests failed at {raw['load']}" if failed else ""
 
 
-def _doubts(raw: Json) -> list[str]:
+def _doubts(raw: PointReport) -> list[str]:
     return [
         f"{entry['count']} x {name} at {raw['load']}: {entry['first']}"
         for name, entry in raw.get("doubts", {}).items()
     ]
 
 
-def _prefix_hits(raw: Json) -> float | None:
+def _prefix_hits(raw: PointReport) -> float | None:
     """The share of prompt tokens, by whoever told it."""
-    share = (raw.get("prefix_hits") or {}).get("share")
-    return (raw.get("server") or {}).get("prefix_hit_rate") if share is None else share
+    if (hits := raw.get("prefix_hits")) and hits["share"] is not None:
+        return hits["share"]
+    server = raw.get("server")
+    return server["prefix_hit_rate"] if server else None
 
 
-def _add_events(path: Path, data: Json, points: Sequence[Point]) -> list[str]:
+def _add_events(path: Path, data: EndpointReport, points: Sequence[Point]) -> list[str]:
     """The requests behind the figures, in the order they were sent."""
     try:
         records = read_records(path)
@@ -137,16 +153,17 @@ def _window_rates(whole: Sequence[Record], stream: bool) -> dict[str, list[float
     return rates
 
 
-def read_mlperf(data: Json, path: Path) -> Round:
+def read_mlperf(data: MlperfReport, path: Path) -> Round:
     """The JSON line of `bench mlperf`."""
     name = f"{data['mlperf_benchmark']} {data['scenario']}"
     point = Point(name, ("scenario", name))
-    metric = data.get("metric") or {}
-    if metric.get("unit") == "tokens/s":
+    metric = data.get("metric")
+    if metric and metric["unit"] == "tokens/s":
         point.values["output_tok_s"] = metric["value"]
     point.values |= present({"request_s": data.get("samples_per_s")})
-    for name, key in (("ttft_ms", "ttft_ms"), ("tpot_ms", "tpot_ms"), ("e2e_ms", "latency_ms")):
-        point.add(name, data.get(key))
+    point.add("ttft_ms", data.get("ttft_ms"))
+    point.add("tpot_ms", data.get("tpot_ms"))
+    point.add("e2e_ms", data.get("latency_ms"))
     samples = data.get("num_samples")
     point.facts = present(
         {
@@ -163,18 +180,19 @@ def read_mlperf(data: Json, path: Path) -> Round:
     return Round(str(path), OWN, [point], flat(config), gpus or None, None, notices)
 
 
-def read_throughput(data: Json, path: Path) -> Round:
+def read_throughput(data: ThroughputReport, path: Path) -> Round:
     """The JSON line of `bench throughput`: a point for every cell, several runs behind each."""
     points = []
     for name, by_engine in data["cells"].items():
         raw = by_engine[OURS]
         point = Point(name, ("cell", name))
-        point.values = present({n: raw.get(n) for n in ("output_tok_s", "total_tok_s")})
+        point.values = {"output_tok_s": raw["output_tok_s"], "total_tok_s": raw["total_tok_s"]}
         point.runs = {
-            n: [raw[n] * run / raw["tok_s"] for run in raw["tok_s_runs"]] for n in point.values
+            n: [value * run / raw["tok_s"] for run in raw["tok_s_runs"]]
+            for n, value in point.values.items()
         }
-        for latency in ("ttft_ms", "tpot_ms"):
-            point.add(latency, raw.get(latency))
+        point.add("ttft_ms", raw.get("ttft_ms"))
+        point.add("tpot_ms", raw.get("tpot_ms"))
         count = raw["num_prompts"]
         point.facts = present(
             {
@@ -190,7 +208,7 @@ def read_throughput(data: Json, path: Path) -> Round:
     return Round(str(path), OWN, points, config, gpus)
 
 
-def read_ladder(data: Json, path: Path) -> Round:
+def read_ladder(data: LadderReport, path: Path) -> Round:
     """The JSON line of `bench ladder`: a point for every rung that ran."""
     points = [
         Point(
@@ -227,7 +245,7 @@ def read_scheduler(data: Json, path: Path) -> Round:
     return Round(str(path), OWN, [point], config)
 
 
-READERS = {
+READERS: dict[str, Callable[[Any, Path], Round]] = {
     "endpoint": read_endpoint,
     "campaign": read_endpoint,
     "mlperf": read_mlperf,

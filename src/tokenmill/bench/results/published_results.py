@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from tokenmill.bench.results.native_results import LOADGEN
+from tokenmill.bench.results.reports import EntryReport, PlacedReport
 from tokenmill.bench.results.result import Round
 from tokenmill.bench.workload import BenchError
 
@@ -50,6 +51,10 @@ class Entry:
         if self.unit == LATENCY or not self.accelerators:
             return None
         return self.result / self.accelerators
+
+    def report(self) -> EntryReport:
+        """The row as JSON has it."""
+        return cast(EntryReport, asdict(self) | {"per_accelerator": self.per_accelerator})
 
 
 def read_table(path: Path = TABLE) -> list[Entry]:
@@ -155,7 +160,7 @@ def of_round(one: Round, entry: Entry, accelerators: int | None) -> Ours:
     return Ours(min(values) if lower else max(values), accelerators or one.gpus, tuple(notices))
 
 
-def place(entries: Sequence[Entry], ours: Ours) -> dict[str, Any]:
+def place(entries: Sequence[Entry], ours: Ours) -> PlacedReport:
     """Rank among the rows, and the share of the best: per accelerator, of latencies as they are."""
     latency = bool(entries) and entries[0].unit == LATENCY
     if latency:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from tokenmill.core.metrics import Acceptance
+
 Latency = dict[str, Any]
 LatencyName = Literal[
     "ttft_ms", "ttft_from_schedule_ms", "tpot_ms", "tpot_n1_ms", "itl_ms", "e2e_ms"
@@ -165,19 +167,41 @@ class ServerMetrics(TypedDict):
     fault: str | None
 
 
-class SaturationReport(TypedDict):
+class TriedLoad(TypedDict):
+    """One load of a search, over all the points that were measured at it."""
+
+    load: float
+    num_points: int
+    output_tok_s: float
+    good_share: float
+    client_limited: bool
+
+
+class OutcomeReport(TypedDict):
+    """How a search for the highest load ended."""
+
+    found: float | None
+    above: float | None
+    stopped: str
+    client_limited: bool
+    tried: list[TriedLoad]
+
+
+class SaturationReport(OutcomeReport):
     """The load that a search found."""
 
     by: Literal["rate", "concurrency"]
     criterion: str  # "throughput" or "goodput"
     required_share: float | None
-    found: float | None
-    above: float | None
-    stopped: str
-    client_limited: bool
-    tried: list[dict[str, Any]]
     doubts: NotRequired[list[str]]
     duration_s: NotRequired[float]
+
+
+class SubmissionReport(TypedDict):
+    """Where a campaign's submission was written."""
+
+    folder: str
+    num_files: int
 
 
 class EndpointReport(TypedDict):
@@ -203,7 +227,7 @@ class EndpointReport(TypedDict):
     max_concurrency_source: NotRequired[str]
     search: NotRequired[SaturationReport | None]
     regions: NotRequired[dict[str, list[int]]]
-    submission: NotRequired[dict[str, Any] | None]
+    submission: NotRequired[SubmissionReport | None]
 
 
 class FileDigest(TypedDict):
@@ -297,3 +321,137 @@ class CompareReport(TypedDict):
     rounds: list[RoundReport]
     noise_threshold: float
     comparisons: list[Comparison]
+
+
+class CellReport(TypedDict):
+    """One engine in one cell of `bench throughput`; the median run counts."""
+
+    tok_s: float
+    tok_s_runs: list[float]
+    output_tok_s: float
+    total_tok_s: float
+    seconds: float
+    num_prompts: int
+    num_input_tokens: int
+    num_output_tokens: int
+    # Of engines that stamp their tokens.
+    ttft_ms: NotRequired[dict[str, float]]
+    tpot_ms: NotRequired[dict[str, float]]
+    # Of our engine, beside its roofline.
+    ceiling_tok_s: NotRequired[float]
+    overlap_ceiling_tok_s: NotRequired[float]
+    share_of_ceiling: NotRequired[float]
+    mfu: NotRequired[float]
+    mbu: NotRequired[float]
+
+
+class DraftsReport(TypedDict):
+    """What multi-token prediction gained in a run."""
+
+    acceptance: Acceptance
+    num_relaxed: int
+
+
+class PeersReport(TypedDict):
+    """The other engines of a run, and why one is absent."""
+
+    versions: dict[str, str]
+    peak_rss_mib: dict[str, float]
+    absent: dict[str, str]
+
+
+class ThroughputReport(TypedDict):
+    """The JSON line of `bench throughput`; `cells` is by cell and engine."""
+
+    benchmark: str
+    model: str
+    dtype: str
+    kv_dtype: str
+    device: str
+    num_threads: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_tokens: int
+    weight_mib: float
+    machine: dict[str, Any]  # its name, its software, and a rate for each data type
+    cells: dict[str, dict[str, CellReport]]
+    mtp: NotRequired[DraftsReport]
+    cuda_graphs: NotRequired[dict[str, Any]]
+    peers: NotRequired[PeersReport]
+    ratios: NotRequired[dict[str, float | None]]
+    peak_rss_mib: float
+    peak_gpu_mib: dict[str, float]
+    ranks: NotRequired[dict[str, Any]]  # their count, and the settings that are not the defaults
+
+
+class RungReport(TypedDict):
+    """One rung of `bench ladder`: its figures, or why there are none."""
+
+    rung: str
+    name: str
+    skipped: NotRequired[str]
+    error: NotRequired[str]
+    tok_s: NotRequired[float]
+    speedup: NotRequired[float]
+    cumulative: NotRequired[float]
+    usd_per_million: NotRequired[float]
+    ceiling_tok_s: NotRequired[float]
+    share_of_ceiling: NotRequired[float]
+    mfu: NotRequired[float]
+    mbu: NotRequired[float]
+
+
+class LadderReport(TypedDict):
+    """The JSON line of `bench ladder`."""
+
+    benchmark: str
+    model: str
+    device: str
+    workload: str
+    usd_per_hour: float
+    rungs: list[RungReport]
+
+
+class EntryReport(TypedDict):
+    """One published row of MLPerf Inference."""
+
+    round: str
+    id: str
+    division: str
+    submitter: str
+    availability: str
+    system: str
+    accelerator: str
+    nodes: int
+    accelerators: int
+    benchmark: str
+    scenario: str
+    result: float
+    unit: str
+    weights: str
+    software: str
+    per_accelerator: float | None
+
+
+class PlacedReport(TypedDict):
+    """Where a result stands among the published rows."""
+
+    result: float
+    accelerators: int | None
+    per_accelerator: float | None
+    rank: int
+    of: int
+    share_of_best: float
+    notices: list[str]
+
+
+class PublishedReport(TypedDict):
+    """The JSON line of `bench published` for one benchmark."""
+
+    benchmark: str
+    mlperf_benchmark: str
+    scenario: str
+    unit: str
+    filters: dict[str, str]
+    rows: list[EntryReport]
+    placed: NotRequired[PlacedReport]
