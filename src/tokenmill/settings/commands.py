@@ -54,6 +54,12 @@ MLPERF = (
         default="llama3.1-8b",
     ),
     Setting(
+        "round",
+        "Round of MLPerf Inference whose benchmarks, seeds and gates hold.",
+        one_of("v6.0", "v6.1"),
+        default="v6.0",
+    ),
+    Setting(
         "scenario",
         "How queries arrive; Interactive is Server under tighter limits.",
         one_of("Offline", "Server", "Interactive", "SingleStream"),
@@ -119,7 +125,6 @@ COMPARE = (
     Setting("html", "Write the comparison to this .html file, too.", TEXT),
 )
 PUBLISHED = (
-    Setting("round", "Only this round, such as v6.0.", TEXT),
     Setting("accelerator", "Only accelerators whose name has this, such as H200.", TEXT),
     Setting("limit", "Rows to print; the JSON line has all.", count(1), default=20),
     Setting("result", "Result file or folder of yours to place among them.", TEXT),

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     count = options.get("num_samples", 64)
     num_tokens = options.get("num_tokens", NUM_TOKENS)
     this = mlperf.Run(preset, options["scenario"], options["qps"], count)
+    this = replace(this, round=options.get("round", this.round))
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
     samples = [loadgen.Sample(array("i", [i]), sampling, f"{i}") for i in range(count)]
     sut = system_of(options, samples)

@@ -16,6 +16,7 @@ from tokenmill.bench.mlperf.accuracy import (
     gates,
     load_rouge,
     match,
+    match_harmony,
     missed_gates,
     prompts,
     read_dataset,
@@ -138,6 +139,35 @@ def test_kinds_of_questions(kind: str, answer: str, target: str, percent: float)
     assert match(kind, answer, target) == percent
 
 
+FINAL = "<|channel|>analysis<|message|>ANSWER: A<|end|><|start|>assistant<|channel|>final"
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "target", "percent"),
+    [
+        ("gpqa_diamond", FINAL + "<|message|>**C**<|return|>", "C", 100),
+        ("gpqa_diamond", FINAL + " json<|message|>So. Answer: B<|return|>", "B", 100),
+        ("gpqa_diamond", FINAL + "537<|message|>I cannot tell", "A", 100),  # named in the analysis
+        ("gpqa_diamond", FINAL + "<|message|>D or A<|return|>", "A", 0),
+        ("gpqa_diamond", "no channel, ANSWER: D", "D", 100),
+        ("aime25", FINAL + "<|message|>\\boxed{ 42 }<|return|>", "42", 100),
+        ("aime25", FINAL + "<|message|>Answer: 042", "42", 100),
+        ("aime25", FINAL + "<|message|>about 42", "42", 0),
+    ],
+)
+def test_answers_with_channels(kind: str, answer: str, target: str, percent: float) -> None:
+    assert match_harmony(kind, answer, target) == percent
+
+
+def test_repeats_of_a_question_count_as_one() -> None:
+    # Of 8 repeats 4 are right, of 5 all, and 3 programs are not scored: (4/8 + 5/5) / 2.
+    rows = [Row(None, None, "1", "aime25")] * 8 + [Row(None, None, "B", "gpqa_diamond")] * 5
+    rows += [Row(None, None, "id", "livecodebench_v6")] * 3
+    answers = ["Answer: 1"] * 4 + ["Answer: 2"] * 4 + ["B"] * 5 + ["```python\n```"] * 3
+    scores = scores_of("gpt-oss-120b", rows, answers, 10)
+    assert (scores["exact_match"], scores["num_unscored"]) == (75, 3)
+
+
 def scores_of(name: str, rows: list[Row], answers: list[str], num_tokens: int) -> dict[str, float]:
     preset = PRESETS[name]
     return score(preset, rows, answers, [num_tokens] * len(rows), load_rouge(preset))
@@ -172,7 +202,7 @@ def test_every_row_is_scored_by_its_kind() -> None:
     scores = scores_of("deepseek-r1", code, ["\\boxed{42}", "def f(): ..."], 10)
     assert scores["exact_match"] == 100 and scores["num_unscored"] == 1
     (reason,) = missed_gates({}, 1)
-    assert reason == "1 answers are programs, which are not run here: not scored"
+    assert reason.startswith("1 answers are programs, which this command does not run: score the f")
 
 
 def test_submission_files(tmp_path: Path) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.mlperf.known_latencies import about, drive, near, report_of
+from tokenmill.bench.commands.mlperf import run_of
 from tokenmill.bench.mlperf import runs as mlperf
-from tokenmill.bench.mlperf.presets import PRESETS, Preset
+from tokenmill.bench.mlperf.presets import PRESETS, ROUNDS, Preset
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import SETTINGS
+from tokenmill.settings import SETTINGS, Settings, SettingsError
 
 NUM_TOKENS = 5
 LIMITS = """
@@ -40,7 +42,7 @@ def test_server_has_the_latencies_of_the_engine(tmp_path: Path) -> None:
     assert report["num_output_tokens"] == 128 * NUM_TOKENS
     assert report["issued"] == list(range(64))
     assert report["log"]["effective_target_qps"] == 100
-    for name, seed in mlperf.SEEDS.items():
+    for name, seed in ROUNDS["v6.0"].seeds.items():
         assert report["log"][f"effective_{name}"] == seed
     rate = report["log"]["result_completed_samples_per_sec"]
     assert report["metric"]["value"] == pytest.approx(NUM_TOKENS * rate, rel=0.02)
@@ -118,6 +120,55 @@ def test_presets_are_offered_and_have_lengths() -> None:
         assert len(rows) == preset.num_samples
 
 
+def test_rounds_differ_in_seeds_benchmarks_and_gates() -> None:
+    assert SETTINGS["round"].kind.choices == tuple(ROUNDS)
+    seeds = [set(each.seeds.values()) for each in ROUNDS.values()]
+    assert not seeds[0] & seeds[1]
+    assert PRESETS["llama3.1-8b"].of_round("v6.1") == PRESETS["llama3.1-8b"]
+    stricter = PRESETS["llama2-70b"].of_round("v6.1")
+    assert (stricter.folder, stricter.accuracy_share) == ("llama2-70b-99.9", 0.999)
+    with pytest.raises(ValueError, match=r"llama3\.1-405b is not a benchmark of v6\.1"):
+        PRESETS["llama3.1-405b"].of_round("v6.1")
+
+
+def test_a_run_has_the_seeds_of_its_round(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "Offline", num_samples=8, round="v6.1")
+    for name, seed in ROUNDS["v6.1"].seeds.items():
+        assert report["log"][f"effective_{name}"] == seed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"round": "v6.1", "benchmark": "llama3.1-405b"},
+            "--benchmark with --round: llama3.1-405b",
+        ),
+        ({"mtp": 3, "division": "closed"}, "speculative decoding .* for deepseek-r1 Interactive o"),
+        (
+            {
+                "mtp": 3,
+                "division": "closed",
+                "benchmark": "gpt-oss-120b",
+                "scenario": "Interactive",
+            },
+            "not for gpt-oss-120b Interactive",
+        ),
+    ],
+)
+def test_what_a_round_does_not_have_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        run_of(Settings(given))
+
+
+def test_drafts_are_accepted_where_the_round_has_them() -> None:
+    closed = {"mtp": 3, "division": "closed", "scenario": "Interactive"}
+    assert run_of(Settings(closed | {"benchmark": "deepseek-r1"})).round == "v6.0"
+    newer = closed | {"benchmark": "gpt-oss-120b", "round": "v6.1"}
+    assert run_of(Settings(newer)).round == "v6.1"
+    assert run_of(Settings({"mtp": 3, "division": "open"})).preset.name == "llama3.1-8b"
+
+
 def run_with(benchmark: str = "llama3.1-8b", **options: Any) -> mlperf.Run:
     return mlperf.Run(PRESETS[benchmark], "Server", 4.0, **options)
 
@@ -150,9 +201,10 @@ def test_a_short_context_scales_quick_runs_only() -> None:
 
 
 def test_synthetic_prompts_are_reproducible_and_differ() -> None:
-    preset = PRESETS["gpt-oss-120b"]
-    samples = mlperf.synthetic_samples(preset, [(20, 3), (20, 4)], 1000)
-    assert samples == mlperf.synthetic_samples(preset, [(20, 3), (20, 4)], 1000)
+    run = run_with("gpt-oss-120b")
+    samples = mlperf.synthetic_samples(run, [(20, 3), (20, 4)], 1000)
+    assert samples == mlperf.synthetic_samples(run, [(20, 3), (20, 4)], 1000)
+    assert samples != mlperf.synthetic_samples(replace(run, round="v6.1"), [(20, 3)] * 2, 1000)
     assert samples[0].prompt_token_ids != samples[1].prompt_token_ids
     assert samples[1].sampling == SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
 

@@ -17,7 +17,7 @@ from tokenmill.bench.mlperf import accuracy as scoring
 from tokenmill.bench.mlperf import compliance, loadgen, submission
 from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.mlperf import test_process as mlperf_child
-from tokenmill.bench.mlperf.presets import PRESETS
+from tokenmill.bench.mlperf.presets import PRESETS, ROUNDS, Preset
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
 from tokenmill.bench.results.mlperf_reports import MlperfReport
@@ -142,6 +142,7 @@ def run_of(settings: Settings) -> bench.Run:
     mode = settings.get("test-mode")
     if mode in ("accuracy", "submission") and "dataset" not in settings:
         raise SettingsError(f"--test-mode {mode} needs --dataset")
+    _check_speculative(settings)
     _check_compliance(settings)
     _check_server(settings)
     if settings.get("find-peak"):
@@ -153,17 +154,39 @@ def run_of(settings: Settings) -> bench.Run:
         if settings.get("test-mode") != "performance":
             raise SettingsError("--find-peak goes with --test-mode performance only")
     return bench.Run(
-        PRESETS[settings.get("benchmark")],
+        _preset(settings),
         scenario,
         settings.get("target-qps"),
         settings.get("quick-samples") if quick else None,
         settings.get("length-scale"),
+        settings.get("round"),
     )
+
+
+def _preset(settings: Settings) -> Preset:
+    """The benchmark by the rules of --round."""
+    try:
+        return PRESETS[settings.get("benchmark")].of_round(settings.get("round"))
+    except ValueError as error:
+        raise SettingsError(f"--benchmark with --round: {error}") from None
+
+
+def _check_speculative(settings: Settings) -> None:
+    """Drafts may be submitted in few scenarios; the open division may try them anywhere."""
+    benchmark, scenario = settings.get("benchmark"), settings.get("scenario")
+    allowed = ROUNDS[settings.get("round")].speculative
+    closed = settings.get("division") == "closed"
+    if closed and settings.get("mtp") and (benchmark, scenario) not in allowed:
+        names = " and ".join(f"{name} {where}" for name, where in sorted(allowed))
+        raise SettingsError(
+            f"--mtp: {settings.get('round')} allows speculative decoding in the closed division "
+            f"for {names} only, not for {benchmark} {scenario}; leave it out or use --division open"
+        )
 
 
 def _check_compliance(settings: Settings) -> None:
     """A test that the benchmark does not have, or that lacks what it checks, is refused."""
-    preset, mode = PRESETS[settings.get("benchmark")], settings.get("test-mode")
+    preset, mode = _preset(settings), settings.get("test-mode")
     asked = set(preset.compliance) if settings.get("compliance") else set()
     if mode in compliance.NAMES:
         if mode not in preset.compliance:
@@ -264,6 +287,7 @@ def _joined(settings: Settings, run: bench.Run, reports: Reports) -> MlperfRepor
     joined: MlperfReport = {
         "benchmark": "mlperf",
         "mlperf_benchmark": run.preset.name,
+        "round": run.round,
         "scenario": run.scenario,
         "test_mode": settings.get("test-mode"),
         "target_qps": run.target_qps,
@@ -317,8 +341,10 @@ def write_submission(settings: Settings, run: bench.Run, reports: Reports, start
     if "performance" in reports:
         submission.copy_performance(layout, Path(reports["performance"]["logs"]))
     if "accuracy" in reports:
-        scores = reports["accuracy"]["accuracy"]
-        submission.copy_accuracy(layout, Path(reports["accuracy"]["logs"]), scores)
+        scores, logs = reports["accuracy"]["accuracy"], Path(reports["accuracy"]["logs"])
+        submission.copy_accuracy(layout, logs, scores)
+        if scores["num_unscored"]:
+            console.note(f"The full log of answers: {submission.copy_answers(layout, logs)}")
     for name in compliance.NAMES:
         if name in reports:
             logs, text = Path(reports[name]["logs"]), reports[name]["verified"]

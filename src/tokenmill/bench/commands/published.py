@@ -27,6 +27,7 @@ def _any(key: str, help: str) -> Setting:
 ROWS = (
     _any("benchmark", "Benchmark of the table, such as deepseek-r1."),
     _any("scenario", "Offline, Server, Interactive or SingleStream."),
+    _any("round", "Only this round, such as v6.0."),
     _any("submitter", "Only submitters whose name has this."),
 )
 PANELS = {"Table": (*ROWS, *PUBLISHED, SETTINGS["gpus"], SETTINGS["json-only"])}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.mlperf.presets import ACCURACY_SHARE, TOKENS_SHARE, Preset
+from tokenmill.bench.mlperf.presets import TOKENS_SHARE, Preset
 from tokenmill.bench.results.mlperf_reports import GateReport
 from tokenmill.bench.workload import BenchError
 
@@ -26,6 +26,14 @@ CODE = "livecodebench"
 READERS = {".pkl": "read_pickle", ".pickle": "read_pickle", ".parquet": "read_parquet"}
 _UUID = re.compile(r"\w{8}(?:-\w{4}){3}-\w{12}")
 _BOXED = "\\boxed{"
+# The header of a harmony answer's final message; what a model writes wrongly in it is passed over.
+_FINAL = re.compile(r"<\|channel\|>final[^<]*<\|message\|>(.*?)(?:<\|return\|>|$)", re.DOTALL)
+_BOXED_INTEGER = re.compile(r"\\boxed{\s*(\d+)\s*}")
+_NAMED_INTEGER = re.compile(r"Answer:\s*(\d+)(?!\.)\b", re.IGNORECASE)
+_BOLD = re.compile(r"\*\*([^*]+)\*\*")
+_FIRST_LETTER = re.compile(r"[^a-zA-Z]*([A-D])(?![a-zA-Z])", re.IGNORECASE)
+_FINAL_ANSWER = re.compile(r"\banswer\s*[:.]?\s*([A-D])\b", re.IGNORECASE)
+_ANY_ANSWER = re.compile(r"\banswer\b\s*[:=]?\s*\(?\s*([A-D])(?![a-zA-Z])", re.IGNORECASE)
 _ANSWER = re.compile(r"answer(?: is)?\s*[:=]?\s*([^\n]+)", re.IGNORECASE)
 _LETTER = re.compile(r"\banswer\b(?: is)?[\s:=*]*\(?([A-J])\)?(?![A-Za-z])", re.IGNORECASE)
 
@@ -175,8 +183,11 @@ def score(
     num_tokens: Sequence[int],
     rouge: Rouge | None,
 ) -> dict[str, float]:
-    """The benchmark's scores in percent, each the mean of its rows, and the answers' lengths."""
-    found: dict[str, list[float]] = {name: [] for name in preset.accuracy}
+    """The benchmark's scores in percent, each the mean of its rows, and the answers' lengths.
+
+    Rows of a dataset that the accuracy set repeats count by the share of one repeat.
+    """
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in preset.accuracy}
     num_unscored = gen_len = 0
     for row, answer in zip(rows, answers, strict=True):
         text, target = answer.strip(), (row.target or "").strip()
@@ -184,13 +195,15 @@ def score(
             text, target = rouge.sentences(text), rouge.sentences(target)
             if row.kind in ("", "rouge"):
                 for name, value in rouge.score(text, target).items():
-                    found[name].append(value)
+                    found[name].append((value, 1.0))
         gen_len += len(text)
         num_unscored += CODE in row.kind
         if "exact_match" in found and row.kind != "rouge" and CODE not in row.kind:
-            found["exact_match"].append(match(row.kind, text, target))
+            rule = match_harmony if preset.harmony else match
+            percent = rule(row.kind, text, target)
+            found["exact_match"].append((percent, 1 / _repeats(preset, row.kind)))
     count = len(answers)
-    means = {name: round(sum(v) / len(v), 4) if v else 0.0 for name, v in found.items()}
+    means = {name: _weighted_mean(values) for name, values in found.items()}
     return means | {
         "gen_len": gen_len,
         "gen_num": count,
@@ -198,6 +211,15 @@ def score(
         "tokens_per_sample": round(sum(num_tokens) / count, 4),
         "num_unscored": num_unscored,
     }
+
+
+def _repeats(preset: Preset, kind: str) -> int:
+    return next((times for name, times in preset.repeats.items() if name in kind), 1)
+
+
+def _weighted_mean(values: Sequence[tuple[float, float]]) -> float:
+    total = sum(weight for _, weight in values)
+    return round(sum(value * weight for value, weight in values) / total, 4) if total else 0.0
 
 
 def match(kind: str, answer: str, target: str) -> float:
@@ -209,6 +231,36 @@ def match(kind: str, answer: str, target: str) -> float:
     if "gpqa" in kind or "mmlu" in kind:
         return 100.0 * (_letter(answer) == target.strip().upper())
     return 100.0 * exact_match(answer, target)
+
+
+def match_harmony(kind: str, answer: str, target: str) -> float:
+    """The same for an answer with channels, by the rules of gpt-oss-120b's reference."""
+    if "gpqa" in kind or "mmlu" in kind:
+        return 100.0 * (_final_letter(answer) == target.strip().upper())
+    if "aime" in kind:
+        return 100.0 * (_integer(answer) == target.strip())
+    return match(kind, _final_message(answer), target)
+
+
+def _final_message(answer: str) -> str:
+    """The final channel's text; all of the answer where it has none."""
+    found = _FINAL.search(answer)
+    return found[1].strip() if found else answer
+
+
+def _final_letter(answer: str) -> str | None:
+    """The choice that the final message begins with or names first, else the one named last."""
+    final = _BOLD.sub(r"\1", _final_message(answer)).strip()
+    if found := _FIRST_LETTER.match(final) or _FINAL_ANSWER.search(final):
+        return found[1].upper()
+    named = _ANY_ANSWER.findall(answer)
+    return str(named[-1]).upper() if named else None
+
+
+def _integer(answer: str) -> str | None:
+    """The whole number that is boxed last, else the one that "Answer:" names last."""
+    found = _BOXED_INTEGER.findall(answer) or _NAMED_INTEGER.findall(answer)
+    return str(int(found[-1])) if found else None
 
 
 def _needles(answer: str, target: str) -> float:
@@ -262,7 +314,7 @@ def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, GateReport]:
     """What the round asks of the benchmark, beside what was reached."""
     found: dict[str, GateReport] = {}
     for name, reference in preset.accuracy.items():
-        least = round(ACCURACY_SHARE * reference, 4)
+        least = round(preset.accuracy_share * reference, 4)
         found[name] = {"value": scores[name], "min": least, "passed": scores[name] >= least}
     share = scores["gen_num"] / preset.num_samples  # a quick run has fewer
     lengths = {
@@ -285,5 +337,8 @@ def missed_gates(found: Mapping[str, GateReport], num_unscored: float) -> list[s
     """Why the accuracy is not that of a valid submission."""
     reasons = [f"{name} misses the accuracy gate" for name in found if not found[name]["passed"]]
     if num_unscored:
-        reasons.append(f"{num_unscored} answers are programs, which are not run here: not scored")
+        reasons.append(
+            f"{num_unscored} answers are programs, which this command does not run: score the full "
+            "log of answers with eval_mlperf_accuracy.py of mlcommons/inference"
+        )
     return reasons

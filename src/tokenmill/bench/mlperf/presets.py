@@ -1,4 +1,4 @@
-"""The benchmarks of MLPerf Inference v6.0 as data.
+"""The benchmarks of MLPerf Inference v6.0 and v6.1 as data.
 
 Limits are those of LoadGen's mlperf.conf, which decides; the rest is the submission checker's
 (tools/submission/submission_checker/constants.py) and the reference code's, all in
@@ -8,7 +8,37 @@ mlcommons/inference. Where the written rules say otherwise, the files that runs 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What differs between two rounds beside the benchmarks that they have."""
+
+    seeds: Mapping[str, int]
+    # (benchmark, scenario) in which speculative decoding may be submitted.
+    speculative: frozenset[tuple[str, str]]
+
+
+# A LoadGen wheel has the seeds of the round that it was made for, so they are set by every run.
+ROUNDS: dict[str, Round] = {
+    "v6.0": Round(
+        seeds={
+            "qsl_rng_seed": 2465351861681999779,
+            "sample_index_rng_seed": 14276810075590677512,
+            "schedule_rng_seed": 3936089224930324775,
+        },
+        speculative=frozenset({("deepseek-r1", "Interactive")}),
+    ),
+    "v6.1": Round(
+        seeds={
+            "qsl_rng_seed": 2085463073848966840,
+            "sample_index_rng_seed": 2747215439041700203,
+            "schedule_rng_seed": 16159082839903944936,
+        },
+        speculative=frozenset({("deepseek-r1", "Interactive"), ("gpt-oss-120b", "Interactive")}),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +63,12 @@ class Preset:
     temperature: float = 0.0
     output_len: int | None = None  # of synthetic samples; None: the column of the lengths
     output_scale: float = 1.0  # of that column
-    # The reference's figures; ACCURACY_SHARE of each must be reached.
+    # The reference's figures, and the share of each that must be reached.
     accuracy: Mapping[str, float] = field(default_factory=dict)
+    accuracy_share: float = 0.99
+    harmony: bool = False  # answers have channels; the final one is scored
+    # How often the accuracy set repeats the questions of a dataset: a repeat counts that much less.
+    repeats: Mapping[str, int] = field(default_factory=dict)
     tokens_per_sample: float | None = None  # the reference's; 10 % either way are allowed
     gen_len: int | None = None  # characters of all its answers, likewise
     folder: str = ""  # of results, where it is not the name
@@ -46,6 +80,16 @@ class Preset:
     compliance_samples: int | None = None
     compliance_score: float = 0.0
     compliance_tokens: float = 0.0
+    # The rounds that have the benchmark, and what a later round changed of it.
+    rounds: tuple[str, ...] = ("v6.0", "v6.1")
+    changed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def of_round(self, name: str) -> Preset:
+        """The benchmark by the rules of that round; ValueError where the round dropped it."""
+        if name not in self.rounds:
+            has = ", ".join(self.rounds)
+            raise ValueError(f"{self.name} is not a benchmark of {name}; it was in {has}")
+        return replace(self, **self.changed.get(name, {}))  # type: ignore[arg-type]
 
     def limits(self, scenario: str) -> Limits | None:
         """None where the scenario has no latency limit."""
@@ -55,7 +99,7 @@ class Preset:
         return self.key + "-interactive" * (scenario == "Interactive")
 
 
-ACCURACY_SHARE, TOKENS_SHARE = 0.99, 0.1
+TOKENS_SHARE = 0.1
 
 # Output lengths: llama3.1-8b's column is the human summary, but runs fill the cap of 128;
 # gpt-oss has no column, 1278 is the reference's mean; llama2-70b's column has a mean of 218.9, the
@@ -85,6 +129,8 @@ PRESETS: dict[str, Preset] = {
             temperature=1.0,
             output_len=1278,
             accuracy={"exact_match": 83.13},
+            harmony=True,
+            repeats={"aime": 8, "gpqa": 5, "livecodebench": 3},
             accuracy_samples=4395,
             accuracy_output=32_768,
             compliance=("TEST07", "TEST09"),
@@ -119,6 +165,7 @@ PRESETS: dict[str, Preset] = {
             interactive=Limits(4500, 80),
             accuracy={"rougeL": 21.6666, "exact_match": 90.1335},
             tokens_per_sample=684.68,
+            rounds=("v6.0",),
         ),
         Preset(
             name="llama2-70b",
@@ -132,6 +179,7 @@ PRESETS: dict[str, Preset] = {
             accuracy={"rouge1": 44.4312, "rouge2": 22.0352, "rougeL": 28.6162},
             tokens_per_sample=294.45,
             folder="llama2-70b-99",
+            changed={"v6.1": {"folder": "llama2-70b-99.9", "accuracy_share": 0.999}},
         ),
     )
 }

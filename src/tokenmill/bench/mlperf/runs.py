@@ -1,4 +1,4 @@
-"""MLPerf Inference v6.0: the samples of a benchmark, a run and its report, the peak search."""
+"""MLPerf Inference: the samples of a benchmark, a run and its report, the peak search."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ from typing import Any
 
 from tokenmill.bench.mlperf.compliance import AUDIT_CONFIG, audit_config
 from tokenmill.bench.mlperf.loadgen import Sample, SystemUnderTest, Test, run_test
-from tokenmill.bench.mlperf.presets import Preset
+from tokenmill.bench.mlperf.presets import ROUNDS, Preset
 from tokenmill.bench.results.mlperf_reports import LatencyMs, MetricReport, MlperfReport
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import SamplingParams
 
-# The seeds of the v6.0 round; a LoadGen wheel has those of the round it was made for.
-SEEDS = {
-    "qsl_rng_seed": 2465351861681999779,
-    "sample_index_rng_seed": 14276810075590677512,
-    "schedule_rng_seed": 3936089224930324775,
-}
 MIN_DURATION_MS = 600_000
 PERCENTILE, STREAM_PERCENTILE, QUICK_PERCENTILE = 99, 90, 90
 QUICK_DURATION_MS = 5_000
@@ -46,6 +40,11 @@ class Run:
     target_qps: float
     quick_samples: int | None = None
     length_scale: float = 1.0
+    round: str = "v6.0"
+
+    @property
+    def seeds(self) -> Mapping[str, int]:
+        return ROUNDS[self.round].seeds
 
     @property
     def quick(self) -> bool:
@@ -117,7 +116,7 @@ def synthetic_lengths(run: Run, max_model_len: int) -> tuple[list[tuple[int, int
     rows = read_lengths(SHIPPED / f"{preset.name}.csv", preset.output_len)
     lengths = [(i, min(round(o * preset.output_scale), preset.max_output)) for i, o in rows]
     if run.quick_samples:
-        rng = random.Random(SEEDS["qsl_rng_seed"])
+        rng = random.Random(run.seeds["qsl_rng_seed"])
         lengths = rng.sample(lengths, min(run.quick_samples, len(lengths)))
     longest = max(i + o for i, o in lengths)
     if longest > max_model_len and not run.quick:
@@ -134,15 +133,16 @@ def synthetic_lengths(run: Run, max_model_len: int) -> tuple[list[tuple[int, int
 
 
 def synthetic_samples(
-    preset: Preset, lengths: Sequence[tuple[int, int]], vocab_size: int
+    run: Run, lengths: Sequence[tuple[int, int]], vocab_size: int
 ) -> list[Sample]:
     """Random tokens, away from the special ones at the ends of the vocabulary."""
-    rng = random.Random(SEEDS["sample_index_rng_seed"])
+    rng = random.Random(run.seeds["sample_index_rng_seed"])
+    temperature = run.preset.temperature
     tokens = range(vocab_size // 32, vocab_size - vocab_size // 8)
     return [
         Sample(
             array("i", rng.choices(tokens, k=input_len)),
-            SamplingParams(temperature=preset.temperature, max_tokens=output_len, ignore_eos=True),
+            SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True),
         )
         for input_len, output_len in lengths
     ]
@@ -215,7 +215,7 @@ def execute(
         folder=folder,
         accuracy=accuracy,
         audit_config=audit,
-        overrides=SEEDS | {"accuracy_sample_count_override": num_samples},
+        overrides={**run.seeds, "accuracy_sample_count_override": num_samples},
     )
     run_test(sut, num_samples, test)
 

@@ -1,4 +1,4 @@
-"""Results in the folder layout of an MLPerf Inference v6.0 submission."""
+"""Results in the folder layout of an MLPerf Inference submission (v6.0 and v6.1 alike)."""
 
 from __future__ import annotations
 
@@ -212,6 +212,15 @@ def copy_accuracy(layout: Layout, logs: Path, scores: Mapping[str, float]) -> No
     digest = hashlib.sha256(answers).hexdigest()
     text = f"\nResults\n\n{dict(scores)}\n\nhash={digest}\n"
     (layout.accuracy / ACCURACY_TEXT).write_text(text, encoding="utf-8")
+
+
+def copy_answers(layout: Layout, logs: Path) -> Path:
+    """All answers of an accuracy run, outside the submission: its copy is truncated."""
+    name = f"{layout.system}_{layout.benchmark}_{layout.scenario}_{ACCURACY}"
+    path = layout.root / "answers" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(logs / ACCURACY, path)
+    return path
 
 
 def truncated(log: bytes) -> bytes:

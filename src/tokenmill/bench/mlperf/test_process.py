@@ -89,7 +89,7 @@ class EngineTest:
             self.rows, self._samples = self._dataset(context)
         else:
             lengths, self._scale = bench.synthetic_lengths(run, context)
-            self._samples = bench.synthetic_samples(run.preset, lengths, spec.vocab_size)
+            self._samples = bench.synthetic_samples(run, lengths, spec.vocab_size)
 
     def execute(self, folder: Path, accuracy: bool) -> MlperfReport:
         built = self._build()
@@ -104,8 +104,9 @@ class EngineTest:
         return facts | bench.performance_report(self._run, values, errors, sut.times)
 
     def answer(self, data: bytes) -> str:
-        """The text of LoadGen's data."""
-        return self._tokenizer.decode(loadgen.token_ids(data))
+        """The text of LoadGen's data; special tokens tell harmony's channels apart."""
+        skip = not self._run.preset.harmony
+        return self._tokenizer.decode(loadgen.token_ids(data), skip_special_tokens=skip)
 
     def _dataset(self, context: int) -> tuple[list[scoring.Row], list[loadgen.Sample]]:
         """The rows that are run, and their samples."""
@@ -217,7 +218,7 @@ class UrlTest:
         run = self._run
         lengths, self._scale = bench.synthetic_lengths(run, self._context)
         vocab_size = self._tokenizer.vocab_size if self._tokenizer else COMMON_VOCABULARY
-        samples = bench.synthetic_samples(run.preset, lengths, vocab_size)
+        samples = bench.synthetic_samples(run, lengths, vocab_size)
         self._samples = [
             replace(sample, text=words("mlperf", number, len(sample.prompt_token_ids)))
             for number, sample in enumerate(samples)
