@@ -46,6 +46,7 @@ class MlperfReport(TypedDict, total=False):
 
     benchmark: str
     mlperf_benchmark: str
+    round: str  # of the rules, such as "v6.0"
     scenario: str
     test_mode: str
     target_qps: float
