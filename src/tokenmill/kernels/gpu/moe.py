@@ -26,6 +26,8 @@ LINE_BYTES = 128  # of k per step
 GROUP = 8  # tiles that share their columns of W in L2
 RANK_BLOCK = 256
 PLACE_BLOCK = 32
+FEW_ROWS = 1024  # up to here one launch sorts
+SORT_SPAN = 64
 SUM_BLOCK = 1024
 
 
@@ -92,21 +94,16 @@ def _rank_kernel(ids, counts, ranks, count, BLOCK: tl.constexpr):
     tl.store(ranks + index, rank, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _place_kernel(
-    ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _place(
+    index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Put each row into its tile; a tile's first row says whose it is and how many rows it has."""
-    expert = tl.arange(0, EXPERTS)
-    sizes = tl.load(counts + expert, mask=expert < num_experts, other=0)
+    expert, inside = tl.arange(0, EXPERTS), index < count
     tiles = tl.cdiv(sizes, ROWS)
     ends = tl.cumsum(tiles, axis=0)
     starts = ends - tiles
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    own = tl.load(ids + index, mask=inside, other=0)
-    rank = tl.load(ranks + index, mask=inside, other=0)
     mine = own[:, None] == expert[None, :]
     tile = tl.sum(tl.where(mine, starts[None, :], 0), axis=1) + rank // ROWS
     left = tl.sum(tl.where(mine, sizes[None, :], 0), axis=1) - rank
@@ -116,6 +113,47 @@ def _place_kernel(
     tl.store(tile_sizes + tile, tl.minimum(left, ROWS), mask=leads)
     if tl.program_id(0) == 0:
         tl.store(num_tiles, tl.sum(tiles, axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _place_kernel(
+    ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, EXPERTS)
+    sizes = tl.load(counts + expert, mask=expert < num_experts, other=0)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(ids + index, mask=index < count, other=0)
+    rank = tl.load(ranks + index, mask=index < count, other=0)
+    _place(
+        index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count, ROWS,
+        EXPERTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sort_kernel(
+    ids, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Few rows: each program counts all of them itself, and one launch is enough."""
+    release(EARLY)
+    expert = tl.arange(0, EXPERTS)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sizes, rank = tl.zeros([EXPERTS], tl.int32), tl.zeros([BLOCK], tl.int32)
+    wait(EARLY)
+    own = tl.load(ids + index, mask=index < count, other=0)
+    for start in range(0, count, SPAN):
+        other = start + tl.arange(0, SPAN)
+        chosen = tl.load(ids + other, mask=other < count, other=EXPERTS)
+        sizes += tl.sum((chosen[None, :] == expert[:, None]).to(tl.int32), axis=1)
+        before = (chosen[None, :] == own[:, None]) & (other[None, :] < index[:, None])
+        rank += tl.sum(before.to(tl.int32), axis=1)
+    _place(
+        index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count, ROWS,
+        EXPERTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -218,19 +256,35 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
     count, device = ids.numel(), ids.device
     rows = rows or tile_rows(count, num_experts)
     most = min(count, count // rows + num_experts)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    ranks = torch.empty(count, dtype=torch.int32, device=device)
     sorted_rows = torch.empty(most * rows, dtype=torch.int32, device=device)
     experts, sizes = torch.empty(2, most, dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    tiles = Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
+    sort = _sort_few if count <= FEW_ROWS else _sort_many
+    sort(ids, tiles, num_experts)
+    return tiles
+
+
+def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
+    count, slots = ids.numel(), triton.next_power_of_2(num_experts)
+    _sort_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
+        ids, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
+        ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, SPAN=SORT_SPAN, num_warps=4,
+        **launch_options(),
+    )  # fmt: skip
+
+
+def _sort_many(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
+    count, slots = ids.numel(), triton.next_power_of_2(num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    ranks = torch.empty(count, dtype=torch.int32, device=ids.device)
     _rank_kernel[(triton.cdiv(count, RANK_BLOCK),)](
         ids, counts, ranks, count, BLOCK=RANK_BLOCK, num_warps=4
     )
     _place_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
-        ids, ranks, counts, sorted_rows, experts, sizes, num_tiles, count, num_experts,
-        ROWS=rows, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=PLACE_BLOCK, num_warps=4,
+        ids, ranks, counts, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
+        num_experts, ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, num_warps=4,
     )  # fmt: skip
-    return Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
 
 
 def grouped_tile(rows: int) -> tuple[int, int, int]:
