@@ -175,8 +175,8 @@ def _attend(
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attention_kernel(
     q, k_cache, v_cache, sinks, out, partial, stats, tile_seqs, tile_starts, query_starts,
-    context_lens, table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads, window,
-    tile_tokens,
+    context_lens, table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads,
+    window, tile_tokens,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, HALF_PRECISION: tl.constexpr,
     INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -197,9 +197,8 @@ def _attention_kernel(
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:  # a key without a value, which the first of several programs counts
-        if split == 0:
-            peak = tl.load(sinks + head * GROUP + rows % GROUP).to(tl.float32) * LOG2E
-            total += 1.0
+        scores = tl.load(sinks + head * GROUP + rows % GROUP).to(tl.float32) * LOG2E
+        peak, total = tl.where(split == 0, scores, peak), tl.where(split == 0, 1.0, total)
     wait(EARLY)
     queries = tl.load(
         q + row[:, None] * q_stride + columns[:, None] + channels[None, :],
@@ -325,8 +324,6 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
-    if sinks is not None:
-        raise NotImplementedError("attention sinks: the GPU kernel has none, run the model on CPU")
     _, kv_heads, block_size, dim = v_cache.shape
     group = num_heads // kv_heads
     rows = max(16, triton.next_power_of_2(tiles.tokens * group))
@@ -347,8 +344,8 @@ def paged_attention(
         batch.context_lens, batch.table_rows, tables, tables.stride(0), q.stride(0), out.stride(0),
         q.shape[0], kv_heads, window, tiles.tokens,
         GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
-        SINKS=sinks is not None, HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma, STAGES=stages,
-        num_warps=warps, enable_fp_fusion=rows > 16, **launch_options(),
+        SINKS=sinks is not None, HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma,
+        STAGES=stages, num_warps=warps, enable_fp_fusion=rows > 16, **launch_options(),
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(len(tiles.rows), num_heads)](

@@ -3,7 +3,8 @@
 The number of tiles is known to the device alone; as many programs run as there can be at most, and
 those beyond the last tile end at once. So a CUDA graph holds all of it.
 
-On Hopper kernels/gpu/moe_hopper.py takes the products of bfloat16.
+On Hopper kernels/gpu/moe_hopper.py takes the products of bfloat16; those of MXFP4 are in
+kernels/gpu/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tokenmill.kernels.gpu.dependent import launch_options, release, wait
 from tokenmill.kernels.gpu.matmul import _load
 from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.moe import PackedExperts, Routing
+from tokenmill.kernels.norm import Activation
 
 LINE_BYTES = 128  # of k per step
 GROUP = 8  # tiles that share their columns of W in L2
@@ -158,10 +160,11 @@ def _sort_kernel(
 
 @triton.jit
 def _grouped_kernel(
-    x, weight, out, row_scales, column_scales, sorted_rows, tile_experts, tile_sizes, num_tiles,
-    n, k,
+    x, weight, out, row_scales, column_scales, bias, sorted_rows, tile_experts, tile_sizes,
+    num_tiles, n, k,
     SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     wait(EARLY)
@@ -190,6 +193,8 @@ def _grouped_kernel(
     if SCALED:
         acc = acc * tl.load(row_scales + source)[:, None]
         acc = acc * tl.load(column_scales + expert * n + column)[None, :]
+    if BIAS:
+        acc = acc + tl.load(bias + expert * n + column).to(tl.float32)[None, :]
     places = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
     mask = valid[:, None] & (columns[None, :] < n)
     tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
@@ -302,15 +307,17 @@ def grouped_matmul(
     data, n, k = weight.data, weight.n, weight.k
     assert data is not None and data.is_contiguous() and values.is_contiguous()
     assert values.dtype == data.dtype and (scales is None) == (weight.scales is None)
+    assert weight.bias is None or weight.bias.is_contiguous()
     dtype = values.dtype if scales is None else torch.bfloat16
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
     bk = LINE_BYTES // values.element_size()
     bn, warps, stages = grouped_tile(tiles.rows)
     _grouped_kernel[(tiles.most * triton.cdiv(n, bn),)](
-        values, data, out, scales, weight.scales, tiles.sorted_rows, tiles.experts, tiles.sizes,
-        tiles.num_used, n, k,
+        values, data, out, scales, weight.scales, weight.bias, tiles.sorted_rows, tiles.experts,
+        tiles.sizes, tiles.num_used, n, k,
         SHARE=share, BM=tiles.rows, BN=bn, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
-        SCALED=scales is not None, num_warps=warps, num_stages=stages, **launch_options(),
+        SCALED=scales is not None, BIAS=weight.bias is not None, num_warps=warps,
+        num_stages=stages, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -324,17 +331,19 @@ def apply_experts(
     ids: torch.Tensor,
     gate_up: PackedExperts,
     down: PackedExperts,
-    activation: str = "silu",
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
-    if gate_up.mxfp4 or gate_up.bias is not None or not isinstance(activation, str):
-        problem = "experts in MXFP4, with biases or a clamped SwiGLU: the GPU kernels take none"
-        raise NotImplementedError(f"{problem}, run the model on CPU")
     count, top_k, num_experts = ids.numel(), ids.shape[1], gate_up.num_experts
+    if gate_up.mxfp4:
+        results: torch.Tensor = triton_kernels("mxfp4").apply_experts(
+            x, ids, gate_up, down, activation
+        )
+        return results
     if activation == "silu" and _suits_hopper(x, gate_up, down):
         grouped = triton_kernels("moe_hopper")
         tiles = sort_by_expert(ids, num_experts, grouped.tile_rows(count, num_experts))
-        results: torch.Tensor = grouped.down_product(
+        results = grouped.down_product(
             grouped.gate_up_product(x, gate_up, tiles, share=top_k), down, tiles, count
         )
         return results
@@ -347,8 +356,8 @@ def apply_experts(
 
 
 def _suits_hopper(x: torch.Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
-    """bfloat16 and matrices of whole tiles of kernels/gpu/moe_hopper.py."""
-    if not hopper.is_usable() or x.dtype != torch.bfloat16:
+    """bfloat16 without biases and matrices of whole tiles of kernels/gpu/moe_hopper.py."""
+    if not hopper.is_usable() or x.dtype != torch.bfloat16 or gate_up.bias is not None:
         return False
     suits = triton_kernels("moe_hopper").suits
     return all(w.data is not None and w.data.dtype == x.dtype and suits(w) for w in (gate_up, down))

@@ -9,8 +9,8 @@ A word holds 8 values of one scale, in bits that a shift and a mask turn into tw
 which are 2^126 too small; the multiplication by their scale makes up for it, but for 2^64 that the
 sums get at the end.
 
-Of the first product, rows of gate and up lie 8 apart: a thread holds both and stores the activation
-alone, in the order of tiles, as the second product reads it.
+Neighbouring rows of W lie 8 apart, so that a thread holds both: of the first product they are gate
+and up, and it stores their activation alone, in the order of tiles, as the second one reads it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels import MODE
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
-from tokenmill.kernels.gpu.moe import Tiles
+from tokenmill.kernels.gpu.dependent import enabled, launch_options, release, wait
+from tokenmill.kernels.gpu.moe import Tiles, sort_by_expert
+from tokenmill.kernels.gpu.rows import clamped_swiglu
 from tokenmill.kernels.moe import PackedExperts
-from tokenmill.kernels.norm import ClampedSwiGLU
+from tokenmill.kernels.norm import Activation, ClampedSwiGLU
 
 SIDE = tl.constexpr(64)  # rows and channels of a tile of W
 WORDS = tl.constexpr(512)  # of its values
@@ -118,21 +119,12 @@ def _dequantise(words, scales, BLOCKS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _clamped_swiglu(rows, alpha, limit, BLOCKS: tl.constexpr, BM: tl.constexpr):
-    """Rows of gate and up, 8 and 8, to those of gate * sigmoid(alpha * gate) * (up + 1)."""
-    pairs = tl.permute(tl.reshape(rows, [BLOCKS * 4, 2, 8, BM]), [0, 2, 3, 1])
-    gate, up = tl.split(pairs)
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    return tl.reshape(gate * tl.sigmoid(alpha * gate) * (up + 1.0), [BLOCKS * 32, BM])
-
-
-@triton.jit
 def grouped_kernel(
     x, words, scales, bias, out, sorted_rows, tile_experts, tile_sizes, num_tiles,
     row_tiles, channel_tiles, n, k, alpha, limit,
     SHARE: tl.constexpr, UP: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr,
-    TURN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
+    TURN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """UP: x's rows by gate and up, activated, as tiles have them; else such rows by W, by choice.
 
@@ -176,13 +168,15 @@ def grouped_kernel(
             weights = _dequantise(packed, exponents, BLOCKS, PAIRS).to(x.dtype.element_ty)
             acc = tl.dot(weights, tl.trans(values), acc)
     rows = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64)
-    own = bias + expert * (row_tiles * SIDE) + tl.minimum(rows, row_tiles * SIDE - 1)
-    acc = acc * SUM_FACTOR + tl.load(own).to(tl.float32)[:, None]
+    width = 2 * n if UP else n
+    own = tl.load(bias + expert * width + rows, mask=rows < width, other=0.0)
+    pairs = tl.permute(tl.reshape(acc, [BLOCKS * 4, 2, 8, BM]), [0, 2, 1, 3])
+    acc = tl.reshape(pairs, [BLOCKS * 64, BM]) * SUM_FACTOR + own.to(tl.float32)[:, None]
+    lines = choices
     if UP:
-        acc = _clamped_swiglu(acc, alpha, limit, BLOCKS, BM)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCKS * 32, 2, BM]), [0, 2, 1]))
+        acc = clamped_swiglu(gate, up, alpha, limit)
         rows, lines = column * (BLOCKS * 32) + tl.arange(0, BLOCKS * 32), places
-    else:
-        lines = choices
     target = out + lines.to(tl.int64)[None, :] * n + rows[:, None]
     mask = valid[None, :] & (rows < n)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
@@ -202,8 +196,9 @@ def _pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _pair_rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows g0 u0 g1 u1 ... of x[n, k] as 8 of gate, 8 of up, and so on."""
-    return _pad(x, 16, 1).unflatten(0, (-1, 8, 2)).transpose(1, 2).flatten(0, 2)
+    """Of every 16 rows of x[n, k] the even ones, then the odd ones."""
+    pairs: torch.Tensor = x.unflatten(0, (-1, 8, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
 def _pack_words(codes: torch.Tensor) -> torch.Tensor:
@@ -221,33 +216,21 @@ def _pack_words(codes: torch.Tensor) -> torch.Tensor:
 
 def _pack_scales(exponents: torch.Tensor) -> torch.Tensor:
     """Exponents int32 [n, k / 32] -> int32 [n / 64, k / 64, SCALES]."""
-    tiles = exponents.unflatten(1, (-1, 2)).unflatten(0, (-1, 4, 2, 8))
+    tiles: torch.Tensor = exponents.unflatten(1, (-1, 2)).unflatten(0, (-1, 4, 2, 8))
     tiles = tiles.permute(0, 4, 1, 3, 2, 5).flatten(4)  # row tile, channel tile, warp, row, 4
     first, second, third, fourth = tiles.unbind(-1)
     return (first | second << 8 | third << 16 | fourth << 24).flatten(2)
 
 
-def pack_expert(
-    blocks: torch.Tensor, scales: torch.Tensor, paired: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and scales of W from blocks uint8 [n, k / 32, 16] and scales uint8 [n, k / 32].
-
-    `paired`: rows are gate and up in turns.
-    """
+def pack_expert(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and scales of W from blocks uint8 [n, k / 32, 16] and scales uint8 [n, k / 32]."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-    if paired:
-        codes, scales = _pair_rows(codes), _pair_rows(scales)
-    exponents = _pad(scales, SIDE.value, 2).int() + (VALUE_EXPONENT - SUM_EXPONENT)
+    codes, scales = (_pair_rows(_pad(x, SIDE.value, 1)) for x in (codes, scales))
+    exponents = _pad(scales, 1, 2).int() + (VALUE_EXPONENT - SUM_EXPONENT)
     if int(exponents.max()) > MOST_EXPONENT:
         most = MOST_EXPONENT - VALUE_EXPONENT + SUM_EXPONENT
         raise ValueError(f"MXFP4 scales: {int(scales.max())} is above {most}, 2^{most - 127}")
-    return _pack_words(_pad(codes, SIDE.value, SIDE.value)), _pack_scales(exponents)
-
-
-def pack_bias(bias: torch.Tensor, paired: bool) -> torch.Tensor:
-    """Bias[n] in the order of packed rows, with zeros behind it."""
-    rows = _pair_rows(bias[:, None]) if paired else bias[:, None]
-    return _pad(rows, SIDE.value, 1).flatten()
+    return _pack_words(_pad(codes, 1, SIDE.value)), _pack_scales(exponents)
 
 
 class TileShape(NamedTuple):
@@ -288,8 +271,8 @@ def _launch(
         x, words, scales, bias, out, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used,
         row_tiles, channel_tiles, out.shape[1], k, *clamp,
         SHARE=share, UP=up, BM=tiles.rows, BLOCKS=shape.blocks, TURN=shape.turn, GROUP=GROUP,
-        STAGES=shape.stages, EVEN=k % (shape.turn * SIDE.value) == 0, PAIRS=x.dtype == torch.bfloat16, num_warps=shape.warps,
-        **launch_options(),
+        STAGES=shape.stages, EVEN=k % (shape.turn * SIDE.value) == 0,
+        PAIRS=x.dtype == torch.bfloat16 and enabled(), num_warps=shape.warps, **launch_options(),
     )  # fmt: skip
 
 
@@ -318,3 +301,19 @@ def down_product(
     out = gated.new_empty(num_rows, weight.n)
     _launch(gated, weight, out, tiles, False, 1, (0.0, 0.0), shape)
     return out
+
+
+def apply_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: Activation,
+) -> torch.Tensor:
+    """down(act(gate(x), up(x))) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    if not isinstance(activation, ClampedSwiGLU):
+        raise ValueError(f"experts in MXFP4: the activation is {activation!r}, not ClampedSwiGLU")
+    count, num_experts = ids.numel(), gate_up.num_experts
+    tiles = sort_by_expert(ids, num_experts, tile_rows(count, num_experts))
+    gated = gate_up_product(x, gate_up, tiles, ids.shape[1], activation)
+    return down_product(gated, down, tiles, count)
