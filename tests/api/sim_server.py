@@ -92,10 +92,11 @@ class SimServer:
         }
         return self.open_call("/v1/chat/completions", call)
 
-    def open_call(self, path: str, call: Json) -> socket.socket:
+    def open_call(self, path: str, call: Json, headers: str = "") -> socket.socket:
         body = json.dumps(call).encode()
         connection = socket.create_connection(self.address, timeout=GENEROUS_S)
-        head = f"POST {path} HTTP/1.1\r\nHost: sim\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: sim\r\nContent-Length: {len(body)}\r\n"
+        head += f"{headers}\r\n"
         connection.sendall(head.encode() + body)
         return connection
 

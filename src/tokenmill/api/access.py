@@ -48,7 +48,7 @@ def wrong_key() -> ApiError:
     """401 for a call without a known key."""
     return ApiError(
         401,
-        "missing or wrong API key; send the header 'Authorization: Bearer KEY'",
+        "missing or wrong API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         code="invalid_api_key",
     )
 
@@ -58,12 +58,17 @@ def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def key_number(request: Request) -> int | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.encode()).digest()
+        digest = hashlib.sha256(_key_of(request).encode()).digest()
         matches = [hmac.compare_digest(digest, known) for known in digests]
-        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
+        return matches.index(True) if any(matches) else None
 
     return key_number
+
+
+def _key_of(request: Request) -> str:
+    """The key of a request, where OpenAI's clients or Anthropic's send it."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 class Calls:

@@ -1,8 +1,19 @@
-"""Errors as OpenAI's clients know them: a status and {"error": {message, type, param, code}}."""
+"""Errors as clients know them: a status and OpenAI's {"error": {message, type, param, code}}.
+
+Below /v1/messages they have Anthropic's shape, {"type": "error", "error": {type, message}}.
+"""
 
 from __future__ import annotations
 
-from tokenmill.api.protocol.answers import ErrorAnswer, ErrorBody, json_encode
+import re
+
+from tokenmill.api.protocol.answers import (
+    ErrorAnswer,
+    ErrorBody,
+    MessagesError,
+    MessagesErrorAnswer,
+    json_encode,
+)
 from tokenmill.core.types import FinishReason, InvalidRequestError, RequestOutput
 
 RETRY_AFTER_S = 1
@@ -21,6 +32,15 @@ _TYPES = {
     502: "server_error",
     503: "service_unavailable_error",
 }
+# Anthropic's, where they differ.
+_MESSAGES_TYPES = _TYPES | {
+    413: "request_too_large",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+}
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 # Why the engine refused a request -> status; any other reason is a 400.
 _REJECT_STATUS = {"queue_full": 429, "draining": 503}
 
@@ -36,16 +56,29 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def body(self) -> bytes:
-        """The JSON of the answer."""
-        error = ErrorBody(
-            message=str(self),
-            type=_TYPES.get(self.status, "invalid_request_error"),
-            param=self.param,
-            code=self.code,
-        )
-        encoded: bytes = json_encode(ErrorAnswer(error=error))
+    def body(self, path: str = "") -> bytes:
+        """The JSON of the answer to a call of `path`."""
+        encoded: bytes = json_encode(self._answer(path))
         return encoded
+
+    def event(self, path: str = "", number: int = 0) -> bytes:
+        """The event that ends a stream of `path`; `number` is its place in the stream."""
+        if path.startswith(MESSAGES_PATH):
+            return b"event: error\ndata: %b\n\n" % self.body(path)
+        if not path.startswith(RESPONSES_PATH):
+            return b"data: %b\n\n" % self.body()
+        fields = {"code": self.code, "message": str(self), "param": self.param}
+        data = json_encode({"type": "error", **fields, "sequence_number": number})
+        return b"event: error\ndata: %b\n\n" % data
+
+    def _answer(self, path: str) -> ErrorAnswer | MessagesErrorAnswer:
+        if path.startswith(MESSAGES_PATH):
+            kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
+            return MessagesErrorAnswer(error=MessagesError(type=kind, message=str(self)))
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return ErrorAnswer(
+            error=ErrorBody(message=str(self), type=kind, param=self.param, code=self.code)
+        )
 
     def answer_headers(self) -> dict[str, str]:
         """Retry-After where trying again makes sense, the scheme where a key is missing."""
@@ -86,3 +119,11 @@ def of_output(output: RequestOutput) -> ApiError | None:
             return ApiError(500, output.error or "the engine aborted the request", code=reason)
         case _:
             return None
+
+
+def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
+    """An error of the chat completion in the words of the API that was called."""
+    words = re.compile(rf"(?<![\w.\"'-])({'|'.join(map(re.escape, names))})(?![\w-])")
+    message = words.sub(lambda found: names[found[0]], str(error))
+    param = None if error.param is None else words.sub(lambda f: names[f[0]], error.param)
+    return ApiError(error.status, message, param, error.code)

@@ -10,6 +10,7 @@ from starlette.responses import HTMLResponse, Response
 from tokenmill import __version__
 from tokenmill.api.access import Calls, authorizer, read_body
 from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.messages_routes import add_messages
 from tokenmill.api.openapi import docs_page, document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import (
@@ -31,6 +32,7 @@ from tokenmill.api.protocol.requests import (
     TokenizeRequest,
 )
 from tokenmill.api.protocol.tools import tool_definitions
+from tokenmill.api.responses_routes import add_responses
 from tokenmill.api.stream import ApiState, GenerationResponse
 from tokenmill.api.telemetry.dashboard import add_dashboard
 from tokenmill.api.telemetry.prometheus import ServerMetrics
@@ -64,7 +66,10 @@ def create_app(
     app.state.api = state
     api_document = document(__version__, model, bool(config.api_keys))
     app.openapi = lambda: api_document  # type: ignore[method-assign]
-    _add_generation(app, state, Preparer(tokenizer, state.facts, config))
+    preparer = Preparer(tokenizer, state.facts, config)
+    _add_generation(app, state, preparer)
+    add_responses(app, state, preparer)
+    add_messages(app, state, preparer)
     _add_models(app, state)
     _add_operations(app, state)
     add_workers(app, state)

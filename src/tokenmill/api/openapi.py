@@ -10,15 +10,19 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.api.messages import message_format, message_request
 from tokenmill.api.protocol import answers
 from tokenmill.api.protocol import requests as protocol
+from tokenmill.api.responses import response_object
+from tokenmill.api.responses.response_items import MessageItem
+from tokenmill.api.responses.response_request import ResponsesRequest
 
 Json = dict[str, Any]
 
 _TITLES = {
     400: "Malformed, unknown or unsupported field, out of range, or too long",
     401: "Missing or wrong API key",
-    404: "Unknown model",
+    404: "Unknown model or response",
     408: "The request passed its deadline",
     413: "The body is too large",
     429: "The queue is full or too many requests are open",
@@ -30,6 +34,9 @@ _TEXT_ERRORS = (400, 401, 404, 413)
 _REQUESTS = (
     protocol.ChatCompletionRequest,
     protocol.CompletionRequest,
+    ResponsesRequest,
+    message_request.MessagesRequest,
+    message_request.CountTokensRequest,
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
 )
@@ -37,6 +44,15 @@ _ANSWERS = (
     answers.ChatCompletion,
     answers.ChatCompletionChunk,
     answers.Completion,
+    response_object.ResponseObject,
+    response_object.ResponseEvent,
+    response_object.ItemList,
+    response_object.DeletedResponse,
+    response_object.InputTokens,
+    message_format.MessageAnswer,
+    message_format.MessageStreamEvent,
+    message_format.TokenCountAnswer,
+    answers.MessagesErrorAnswer,
     answers.ModelList,
     answers.ModelCard,
     answers.TokenizeAnswer,
@@ -58,7 +74,8 @@ def document(version: str, model: str, needs_key: bool) -> Json:
         name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
     for struct in _REQUESTS:
         _accept_null(schemas, struct.__name__)
-    security: list[Json] = [{"key": []}] if needs_key else []
+    schemas[MessageItem.__name__]["required"].remove("type")  # the default of input items
+    security: list[Json] = [{"key": []}, {"x-api-key": []}] if needs_key else []
     paths = _paths()
     for path, operations in paths.items():
         if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
@@ -66,7 +83,10 @@ def document(version: str, model: str, needs_key: bool) -> Json:
                 operation["security"] = security
     components: Json = {"schemas": schemas}
     if needs_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "tokenmill", "version": version},
@@ -83,7 +103,7 @@ def _accept_null(schemas: Json, name: str, in_message: bool = False) -> None:
     schema["additionalProperties"] = True if in_message else {"type": "null"}
     for field, definition in schema["properties"].items():
         for inner in _references(definition):
-            _accept_null(schemas, inner, in_message or field == "messages")
+            _accept_null(schemas, inner, in_message or field in ("messages", "input"))
 
 
 def _references(schema: Any) -> list[str]:
@@ -122,6 +142,8 @@ def _paths() -> dict[str, dict[str, Json]]:
                 events="Completion",
             )
         },
+        **_responses_paths(),
+        **_messages_paths(),
         "/v1/models": {"get": _operation("The models served here", "ModelList", (401,))},
         "/v1/models/{model_id}": {
             "get": _operation("One model", "ModelCard", (401, 404)) | {"parameters": [model_id]}
@@ -150,19 +172,89 @@ def _paths() -> dict[str, dict[str, Json]]:
     }
 
 
+def _responses_paths() -> dict[str, dict[str, Json]]:
+    """What the Responses API has."""
+    response_id = {
+        "name": "response_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    page = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+        _query("order", {"type": "string", "enum": ["asc", "desc"]}),
+        _query("after", {"type": "string"}),
+    ]
+    stored = {"parameters": [response_id]}
+    create = _operation(
+        "Answer input items with output items, whole or as typed server-sent events",
+        "ResponseObject",
+        _GENERATION_ERRORS,
+        body="ResponsesRequest",
+        events="ResponseEvent",
+        typed=True,
+    )
+    count = _operation(
+        "The tokens of a prompt", "InputTokens", _TEXT_ERRORS, body="ResponsesRequest"
+    )
+    cancel = _operation("Refused: no response is in the background", "ErrorAnswer", (400, 401, 404))
+    del cancel["responses"]["200"]
+    items = _operation("What a stored response was made from", "ItemList", (400, 401, 404))
+    return {
+        "/v1/responses": {"post": create},
+        "/v1/responses/input_tokens": {"post": count},
+        "/v1/responses/{response_id}": {
+            "get": _operation("A stored response", "ResponseObject", (400, 401, 404)) | stored,
+            "delete": _operation("Forget it", "DeletedResponse", (401, 404)) | stored,
+        },
+        "/v1/responses/{response_id}/cancel": {"post": cancel | stored},
+        "/v1/responses/{response_id}/input_items": {
+            "get": items | {"parameters": [response_id, *page]}
+        },
+    }
+
+
+def _messages_paths() -> dict[str, dict[str, Json]]:
+    """What Anthropic's API has."""
+    create = _operation(
+        "Anthropic's form of a chat, whole or as typed server-sent events",
+        "MessageAnswer",
+        _GENERATION_ERRORS,
+        body="MessagesRequest",
+        events="MessageStreamEvent",
+        error="MessagesErrorAnswer",
+        typed=True,
+    )
+    count = _operation(
+        "The tokens of a prompt",
+        "TokenCountAnswer",
+        _TEXT_ERRORS,
+        body="CountTokensRequest",
+        error="MessagesErrorAnswer",
+    )
+    return {"/v1/messages": {"post": create}, "/v1/messages/count_tokens": {"post": count}}
+
+
+def _query(name: str, schema: Json) -> Json:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
 def _operation(
     summary: str,
     answer: str,
     errors: tuple[int, ...],
     body: str | None = None,
     events: str | None = None,
+    error: str = "ErrorAnswer",
+    typed: bool = False,
 ) -> Json:
     content: Json = {"application/json": {"schema": _ref(answer)}}
     if events is not None:
-        content["text/event-stream"] = {"schema": _event(events)}
+        event = _typed_event(events) if typed else _event(events)
+        content["text/event-stream"] = {"schema": event}
     by_status: Json = {"200": {"description": "OK", "content": content}}
     for status in errors:
-        by_status[str(status)] = _error(status)
+        by_status[str(status)] = _error(status, error)
     operation: Json = {"summary": summary, "responses": by_status}
     if body is not None:
         operation["requestBody"] = {
@@ -183,10 +275,21 @@ def _event(name: str) -> Json:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _error(status: int) -> Json:
+def _typed_event(name: str) -> Json:
+    """A server-sent event whose name is the type of its data."""
+    payload = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _ref(name),
+    }
+    properties = {"event": {"type": "string"}, "data": payload}
+    return {"type": "object", "properties": properties, "required": ["event", "data"]}
+
+
+def _error(status: int, body: str) -> Json:
     answer: Json = {
         "description": _TITLES[status],
-        "content": {"application/json": {"schema": _ref("ErrorAnswer")}},
+        "content": {"application/json": {"schema": _ref(body)}},
     }
     if status in (429, 503):
         answer["headers"] = {

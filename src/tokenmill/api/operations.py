@@ -32,7 +32,7 @@ def exception_handlers() -> dict[Any, Handler]:
         headers = {**(getattr(error, "headers", None) or {}), **answer.answer_headers()}
         if headers.get("Allow") == "GET":
             headers["Allow"] = "GET, HEAD"
-        return Response(answer.body(), answer.status, headers, "application/json")
+        return Response(answer.body(request.url.path), answer.status, headers, "application/json")
 
     async def gone(_request: Request, _error: ClientDisconnect) -> Response:
         return Response(status_code=GONE)  # nobody reads it

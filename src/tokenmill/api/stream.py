@@ -16,7 +16,6 @@ from tokenmill.api.call import GONE, record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
 from tokenmill.api.protocol.answers import Usage
-from tokenmill.api.protocol.format_stream import EventFrame
 from tokenmill.api.protocol.prepare import Job
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.request_trace import CallTrace
@@ -81,10 +80,26 @@ class ApiState:
             raise ApiError(429, message, code="queue_full")
 
 
+class Frame(Protocol):
+    """What stands around the events of a stream."""
+
+    @property
+    def counts(self) -> bool: ...  # `count` is wanted before each event
+
+    def count(self, usage: Usage) -> None: ...
+
+    def start(self, usage: Usage) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes: ...
+
+    def failure(self, error: ApiError) -> bytes: ...
+
+
 class Format(Protocol):
     """How one kind of call is written."""
 
-    frame: EventFrame
+    @property
+    def frame(self) -> Frame: ...
 
     def event(self, delta: TextDelta) -> bytes: ...
 
@@ -124,7 +139,7 @@ class GenerationResponse(Response):
             error = _as_api_error(refused)
             trace.end(generation.usage(), [], error)
             record.fail(error)
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         self._state.calls.begin(self._key, len(self._job.requests))
         watcher = asyncio.create_task(_watch(receive, stream))
@@ -136,7 +151,7 @@ class GenerationResponse(Response):
         except ApiError as failure:
             error = failure
             record.error = error.code
-            await self._fail(send, error)
+            await self._fail(send, error, scope["path"])
         finally:
             watcher.cancel()
             generation.close()
@@ -160,13 +175,15 @@ class GenerationResponse(Response):
     ) -> None:
         self._started = True
         await send(SSE_START)
+        body = self._form.frame.start(generation.usage())
         while generation.num_open:
             self._abort_stopped(generation)
-            if body := self._events(generation, deltas):
+            if body := body + self._events(generation, deltas):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
             deltas = generation.advance(await stream.get())
         self._abort_stopped(generation)
-        body = self._events(generation, deltas) + self._form.frame.end(generation.usage())
+        body += self._events(generation, deltas) + self._form.frame.end(generation.usage())
         await send({"type": "http.response.body", "body": body})
 
     def _events(self, generation: Generation, deltas: list[TextDelta]) -> bytes:
@@ -194,17 +211,17 @@ class GenerationResponse(Response):
             self._state.client.abort(generation.stopped)
             generation.stopped = []
 
-    async def _fail(self, send: Send, error: ApiError) -> None:
+    async def _fail(self, send: Send, error: ApiError, path: str) -> None:
         if not self._started:
-            await send_error(send, error)
+            await send_error(send, error, path)
             return
-        await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n"})
+        await send({"type": "http.response.body", "body": self._form.frame.failure(error)})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """An error as the whole answer."""
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """An error as the whole answer to a call of `path`."""
     extra = [(k.encode(), v.encode()) for k, v in error.answer_headers().items()]
-    await send_json(send, error.status, error.body(), extra)
+    await send_json(send, error.status, error.body(path), extra)
 
 
 async def send_json(

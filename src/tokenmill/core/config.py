@@ -422,6 +422,15 @@ class ServerConfig:
     )
     chat_template: str | None = setting(None, "Jinja file that replaces the model's template.")
     default_max_tokens: int | None = setting(None, "max_tokens where a request has none.", count(1))
+    max_stored_responses: int = setting(
+        4096, "Most responses of /v1/responses kept for later calls; 0 keeps none.", count(0)
+    )
+    max_stored_response_bytes: int = setting(
+        256 * 2**20, "Most memory of stored responses.", SIZE, flag="max-stored-response-size"
+    )
+    stored_response_age_s: float = setting(
+        86_400.0, "How long a stored response is kept.", SECONDS, flag="stored-response-age"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "How much is logged to stderr."
     )

@@ -14,6 +14,7 @@ from tokenmill.core.config import RouteConfig, RouterConfig
 from tokenmill.http_connection import Headers
 from tokenmill.proxy.backend import Backend, ask_models, base_urls
 from tokenmill.proxy.call_prompt import RoutedPrompt
+from tokenmill.proxy.response_owners import ResponseOwners
 from tokenmill.proxy.upstream import UpstreamError
 from tokenmill.routing.router import Decision, NoWorkerError, Router
 from tokenmill.workers.pool_view import Choices, PoolView, WorkerView, policy_view
@@ -44,6 +45,7 @@ class Backends:
         made = [Backend(url, config, self._on_change) for url in base_urls(config.backends)]
         self._all = {backend.name: backend for backend in made}
         self._choices = Choices()
+        self.owners = ResponseOwners()
         self._numbers = count(1)
         self.num_moved = 0  # calls that a second backend was tried for
 
@@ -62,11 +64,18 @@ class Backends:
         """An id that no other call has."""
         return f"call-{next(self._numbers)}"
 
-    def choose(self, call_id: str, prompt: RoutedPrompt, tried: Collection[str]) -> Attempt | None:
-        """The next backend for a call, which is on its account from now on; None: there is none."""
+    def choose(
+        self, call_id: str, prompt: RoutedPrompt, tried: Collection[str], only: str | None = None
+    ) -> Attempt | None:
+        """The next backend for a call, which is on its account from now on; None: there is none.
+
+        `only`: nobody else can answer it.
+        """
         try:
             now_s = time.monotonic()
             without = self._left_out(prompt.model, tried, now_s)
+            if only is not None:
+                without = {name for name in self._all if name != only or name in tried}
             decision = self._router.route(call_id, prompt.token_ids, now_s, prompt.salt, without)
         except NoWorkerError:
             return None

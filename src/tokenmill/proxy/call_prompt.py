@@ -8,12 +8,21 @@ alike still begin alike, only their lengths are guesses.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from tokenmill.api.errors import MESSAGES_PATH, RESPONSES_PATH
+from tokenmill.api.messages.message_chat import chat_of_messages
+from tokenmill.api.messages.message_request import MessagesRequest
+from tokenmill.api.protocol.decoding import decode_call
+from tokenmill.api.protocol.requests import ChatCompletionRequest
+from tokenmill.api.protocol.tools import tool_definitions
+from tokenmill.api.responses.response_chat import chat_of
+from tokenmill.api.responses.response_items import ItemReference, MessageItem
+from tokenmill.api.responses.response_request import ResponsesRequest
 from tokenmill.sched.blocks import byte_tokens
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -30,6 +39,8 @@ class Call(msgspec.Struct):
     prompt: msgspec.Raw = NOTHING
     input: msgspec.Raw = NOTHING
     instructions: msgspec.Raw = NOTHING
+    system: msgspec.Raw = NOTHING
+    previous_response_id: msgspec.Raw = NOTHING
     cache_salt: msgspec.Raw = NOTHING
     chat_template_kwargs: msgspec.Raw = NOTHING
 
@@ -41,22 +52,60 @@ class RoutedPrompt:
     token_ids: Sequence[int] = field(default_factory=list)
     model: str = ""
     salt: str = ""  # prompts of different models or salts share nothing
+    previous_response_id: str = ""  # only the backend that has it can answer
 
 
 _decoder = msgspec.json.Decoder(Call)
 
 
-def read_prompt(body: bytes, tokenizer: Tokenizer | None) -> RoutedPrompt:
-    """The prompt of a body, whatever it is."""
+def read_prompt(body: bytes, tokenizer: Tokenizer | None, path: str = "") -> RoutedPrompt:
+    """The prompt of a body that was sent to `path`, whatever it is."""
     try:
         call = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RoutedPrompt()
     model = _text(call.model)
-    token_ids = None if tokenizer is None else _token_ids(call, tokenizer)
+    token_ids = None
+    if tokenizer is not None:
+        read_chat = _CHATS.get(path)
+        if read_chat is None:
+            token_ids = _token_ids(call, tokenizer)
+        else:
+            token_ids = _chat_token_ids(read_chat, body, tokenizer)
     if token_ids is None:
         token_ids = _pieces(call)
-    return RoutedPrompt(token_ids, model, f"{model}\0{_text(call.cache_salt)}")
+    salt = f"{model}\0{_text(call.cache_salt)}"
+    return RoutedPrompt(token_ids, model, salt, _text(call.previous_response_id))
+
+
+def _responses_chat(body: bytes) -> ChatCompletionRequest:
+    call = decode_call(body, ResponsesRequest)
+    if isinstance(call.input, str):
+        return chat_of(call, [MessageItem(role="user", content=call.input)])
+    return chat_of(call, [i for i in call.input if not isinstance(i, ItemReference)])
+
+
+def _messages_chat(body: bytes) -> ChatCompletionRequest:
+    return chat_of_messages(decode_call(body, MessagesRequest))
+
+
+# The calls that a backend turns into chat completions.
+_CHATS: dict[str, Callable[[bytes], ChatCompletionRequest]] = {
+    RESPONSES_PATH: _responses_chat,
+    MESSAGES_PATH: _messages_chat,
+}
+
+
+def _chat_token_ids(
+    read_chat: Callable[[bytes], ChatCompletionRequest], body: bytes, tokenizer: Tokenizer
+) -> Sequence[int] | None:
+    try:
+        chat = read_chat(body)
+        messages = msgspec.to_builtins(chat.messages)
+        tools = tool_definitions(chat.tools or []) or None
+        return tokenizer.encode_chat(messages, tools=tools, **chat.chat_template_kwargs or {})
+    except Exception:  # templates raise what they like; the backend says what is wrong
+        return None
 
 
 def _text(raw: msgspec.Raw) -> str:
@@ -91,6 +140,7 @@ def _pieces(call: Call) -> Sequence[int]:
 
     A list is taken without its closing bracket: a longer conversation begins with the shorter.
     """
-    parts = (call.tools, call.instructions, call.messages, call.prompt, call.input)
+    opening = (call.tools, call.instructions, call.system)
+    parts = (*opening, call.messages, call.prompt, call.input)
     data = b"".join([bytes(raw).rstrip(b" \t\r\n]") for raw in parts if raw])[:MAX_BYTES]
     return byte_tokens(data)

@@ -1,6 +1,7 @@
 """The HTTP front of `tokenmill route`: calls go through, the rest is answered here.
 
-Every POST below /v1/ is passed on, whatever it is; the app around it answers for the router
+Every POST below /v1/ is passed on, whatever it is, and so is whatever concerns a stored response,
+to the backend that has it; the app around it answers for the router
 itself: models, health, metrics, pool and dashboard.
 """
 
@@ -36,7 +37,8 @@ from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.proxy.backends import Backends
 from tokenmill.proxy.proxy_metrics import RouteMetrics
-from tokenmill.proxy.relay import Relay
+from tokenmill.proxy.relay import KEY_HEADERS, Relay
+from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import header
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -47,8 +49,10 @@ ENDPOINTS = frozenset(
         *PASSED_ON,
         *(f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings")),
         *(f"/v1/{name}" for name in ("responses", "rerank", "score", "messages")),
+        *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
     }
 )
+STORED = "/v1/responses/{response_id}"  # the label of calls about a stored response
 
 
 @dataclass(slots=True)
@@ -72,15 +76,15 @@ class RouteApp:
         self._key_number = key_matcher(state.config.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_call(scope["path"]):
+        if scope["type"] != "http" or not _is_call(scope["method"], scope["path"]):
             return await self._rest(scope, receive, send)
         record = record_of(scope)
-        record.endpoint = scope["path"] if scope["path"] in ENDPOINTS else "/v1/*"
+        record.endpoint = _endpoint(scope["path"])
         try:
             key = self._admit(scope)
         except ApiError as error:
             record.fail(error)
-            return await send_error(send, error)
+            return await send_error(send, error, scope["path"])
         self._state.calls.begin(key)
         try:
             await self._relay(scope, receive, send)
@@ -102,7 +106,8 @@ class RouteApp:
         record = record_of(scope)
         span = state.tracing.begin(scope["path"], scope["headers"])
         span.set({"gen_ai.request.id": record.request_id})
-        relay = Relay(state.backends, state.metrics, state.tokenizer, span, record)
+        path = scope["path"]
+        relay = Relay(state.backends, state.metrics, state.tokenizer, span, record, path)
         try:
             declared = header(scope["headers"], b"content-length").decode("latin-1")
             body = await read_bytes(receive, declared, state.config.max_body_bytes)
@@ -111,13 +116,22 @@ class RouteApp:
             span.end(f"{code}: {error}")
             if isinstance(error, ApiError):
                 record.fail(error)
-                await send_error(send, error)
+                await send_error(send, error, scope["path"])
             return None
         await relay.run(scope, body, receive, send, state.config.request_timeout_s)
 
 
-def _is_call(path: str) -> bool:
-    return path.startswith("/v1/") or path in PASSED_ON
+def _is_call(method: str, path: str) -> bool:
+    if method in ("GET", "DELETE"):
+        return bool(response_in(path))
+    return method == "POST" and (path.startswith("/v1/") or path in PASSED_ON)
+
+
+def _endpoint(path: str) -> str:
+    """The label of a path in the metrics."""
+    if path in ENDPOINTS:
+        return path
+    return STORED if response_in(path) else "/v1/*"
 
 
 def _create_rest(state: RouteState) -> FastAPI:
@@ -156,7 +170,7 @@ def _add_models(app: FastAPI, state: RouteState) -> None:
 
 
 def _authorization(request: Request) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in request.headers.raw if name == b"authorization"]
+    return [(name, value) for name, value in request.headers.raw if name in KEY_HEADERS]
 
 
 def _add_operations(app: FastAPI, state: RouteState) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.api.call import REQUEST_ID, CallRecord
-from tokenmill.api.errors import RETRY_AFTER_S, ApiError
+from tokenmill.api.errors import RESPONSES_PATH, RETRY_AFTER_S, ApiError
 from tokenmill.api.stream import send_error, send_json
 from tokenmill.api.telemetry.tracing import Span, terms_of
 from tokenmill.core.metrics import RequestTimes
@@ -23,15 +23,18 @@ from tokenmill.http_connection import Headers
 from tokenmill.proxy.backends import Attempt, Backends
 from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt
 from tokenmill.proxy.proxy_metrics import RouteMetrics
+from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, UpstreamError, header
 from tokenmill.text.tokenizer import Tokenizer
 
 LONG_BODY = 20_000  # bytes; longer ones are tokenised on another thread
+KEY_HEADERS = (b"authorization", b"x-api-key")  # where clients send their keys
 MAX_HELD = 1 << 20  # bytes of an answer that is no stream, kept until it is whole
 
 
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+    output_tokens: int = 0  # what the Responses and Messages APIs call it
 
 
 class _Counted(msgspec.Struct):
@@ -59,8 +62,11 @@ class Relay:
         tokenizer: Tokenizer | None,
         span: Span,
         record: CallRecord,
+        path: str,
     ) -> None:
         self._record = record
+        self._path = path
+        self._response_id = response_in(path)  # the stored response that the call is about
         self._backends = backends
         self._metrics = metrics
         self._tokenizer = tokenizer
@@ -75,6 +81,7 @@ class Relay:
         self._status = 0  # of the answer that was passed on
         self._is_stream = False
         self._tail = b""  # of what was passed on last
+        self._num_events = 0
 
     async def run(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
@@ -96,9 +103,9 @@ class Relay:
     async def _read(self, body: bytes) -> RoutedPrompt:
         began_ns = time.monotonic_ns()
         if self._tokenizer is not None and len(body) > LONG_BODY:
-            prompt = await asyncio.to_thread(read_prompt, body, self._tokenizer)
+            prompt = await asyncio.to_thread(read_prompt, body, self._tokenizer, self._path)
         else:
-            prompt = read_prompt(body, self._tokenizer)
+            prompt = read_prompt(body, self._tokenizer, self._path)
         facts = {"tokenmill.prompt.num_tokens": len(prompt.token_ids)}
         self._span.child("tokenize", facts, began_ns, time.monotonic_ns())
         self._span.set({"gen_ai.request.model": prompt.model})
@@ -120,16 +127,19 @@ class Relay:
     ) -> ApiError | None:
         """Try backends until one has answered; returns the error that the client was told."""
         tried: set[str] = set()
+        self._response_id = self._response_id or prompt.previous_response_id
+        owner = self._backends.owners.find(self._response_id)
         while self._gone is None:
             began_ns = time.monotonic_ns()
-            attempt = self._backends.choose(self._call_id, prompt, tried)
+            attempt = self._backends.choose(self._call_id, prompt, tried, owner)
             if attempt is None:
-                return await self._refuse(prompt.model, send)
+                return await self._refuse(prompt.model, owner, send)
             tried.add(attempt.backend.name)
             self._record.worker = attempt.backend.name
             self._trace_choice(attempt, began_ns)
-            facts = {"server.address": attempt.backend.name, "http.request.method": "POST"}
-            span = self._span.child(f"POST {attempt.backend.name}", facts, kind="CLIENT")
+            method = scope["method"]
+            facts = {"server.address": attempt.backend.name, "http.request.method": method}
+            span = self._span.child(f"{method} {attempt.backend.name}", facts, kind="CLIENT")
             try:
                 refusal = await self._attempt(attempt, scope, body, send, span)
             finally:
@@ -154,8 +164,9 @@ class Relay:
         own = [(REQUEST_ID, self._record.request_id.encode()), *backend.key()]
         headers = _forwarded(scope["headers"], own, span)
         try:
-            await backend.upstream.send(answer, "POST", path, headers, body)
-            if answer.status == 429 or answer.status >= 500:
+            await backend.upstream.send(answer, scope["method"], path, headers, body)
+            is_elsewhere = answer.status == 404 and bool(self._response_id)
+            if answer.status == 429 or answer.status >= 500 or is_elsewhere:
                 return await self._note_refusal(attempt, answer)
             await self._pass_on(attempt, answer, send)
         except UpstreamError as error:
@@ -176,6 +187,7 @@ class Relay:
             data += await answer.read()
         self._started, self._status = True, answer.status
         if answer.status < 400:
+            self._note_owner(attempt, data)
             self._metrics.num_prompt_tokens += self._num_prompt_tokens
         await send(_start(answer, len(data) if answer.is_whole else None))
         while True:
@@ -187,7 +199,18 @@ class Relay:
             self._tail = data[-4:]
             data = await answer.read()
 
+    def _note_owner(self, attempt: Attempt, data: bytes) -> None:
+        """Remember who has the response that was asked for, and the one that begins."""
+        name = attempt.backend.name
+        if self._response_id:
+            self._backends.owners.note(self._response_id, name)
+        if self._path == RESPONSES_PATH:
+            self._backends.owners.learn(data, name)
+
     def _count_tokens(self, attempt: Attempt, data: bytes, is_stream: bool) -> None:
+        self._num_events += data.count(b"\n\n") if is_stream else 0
+        if response_in(self._path):  # a stored answer is not a new one
+            return
         num_tokens = _num_events(data) if is_stream else _num_completion_tokens(data)
         if num_tokens:
             self._metrics.output(self._times, time.monotonic_ns(), num_tokens)
@@ -218,15 +241,19 @@ class Relay:
 
     # When it does not end well.
 
-    async def _refuse(self, model: str, send: Send) -> ApiError | None:
+    async def _refuse(self, model: str, owner: str | None, send: Send) -> ApiError | None:
         """No backend is left to try: say what all of them said."""
         refusals = self._refusals
+        missing = [refusal for refusal in refusals if refusal.status == 404]
+        if missing and len(missing) == len(refusals):
+            return await _send_refusal(missing[-1], send)
         reasons = "; ".join(refusal.reason.partition(": ")[2] for refusal in refusals)
         if refusals and all(refusal.status == 429 for refusal in refusals):
             error = ApiError(429, f"all backends are busy: {reasons}", code="backends_busy")
             waits = [header(refusal.headers, b"retry-after") for refusal in refusals]
             wait = min([int(w) for w in waits if w.isdigit()], default=RETRY_AFTER_S)
-            await send_json(send, 429, error.body(), [(b"retry-after", b"%d" % wait)])
+            body = error.body(self._path)
+            await send_json(send, 429, body, [(b"retry-after", b"%d" % wait)])
             return error
         said = [refusal for refusal in refusals if refusal.status >= 500]
         if said:
@@ -235,8 +262,11 @@ class Relay:
         if not refusals:
             name = f" that has the model {model!r}" if self._backends.ready else ""
             message = f"no backend{name} is up: {self._backends.failures()}"
+        if owner is not None and not refusals:
+            message = f"the response {self._response_id!r} is stored at {owner}, which is down; "
+            message += "send the conversation as input, or try again"
         error = ApiError(503, message, code="no_backend")
-        await send_error(send, error)
+        await send_error(send, error, self._path)
         return error
 
     async def _cut(self, refusal: Refusal, send: Send) -> ApiError:
@@ -250,7 +280,7 @@ class Relay:
         assert self._gone is not None
         error = ApiError(408, self._gone, code=self._gone.partition(":")[0])
         if error.code == "deadline" and not self._started:
-            await send_error(send, error)
+            await send_error(send, error, self._path)
         elif error.code == "deadline":
             await self._send_error_event(error, send)
         return error
@@ -258,7 +288,7 @@ class Relay:
     async def _send_error_event(self, error: ApiError, send: Send) -> None:
         if self._is_stream:
             gap = b"" if self._tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-            event = b"%sdata: %s\n\n" % (gap, error.body())
+            event = gap + error.event(self._path, self._num_events)
             await send({"type": "http.response.body", "body": event})
 
     # What is told of it.
@@ -267,7 +297,8 @@ class Relay:
         if error is None:
             reason = "refused" if 400 <= self._status < 500 else "answered"
         else:
-            reason = {408: "abort", 429: "reject", 503: "reject"}.get(error.status, "error")
+            reasons = {404: "refused", 408: "abort", 429: "reject", 503: "reject"}
+            reason = reasons.get(error.status, "error")
         self._metrics.finish(self._times, self._num_prompt_tokens, reason)
         self._describe(reason, error)
         status = self._status if error is None else error.status
@@ -304,6 +335,8 @@ def _forwarded(headers: Headers, own: Headers, span: Span) -> Headers:
     """The client's headers but for `own`: the call's id and our key; and our place in the trace."""
     own = own + span.headers()
     names = {name for name, _ in own}
+    if names.intersection(KEY_HEADERS):
+        names.update(KEY_HEADERS)
     return [pair for pair in headers if pair[0] not in names] + own
 
 
@@ -324,7 +357,9 @@ async def _send_refusal(refusal: Refusal, send: Send) -> ApiError:
 
 
 def _num_events(data: bytes) -> int:
-    """Events that end in a piece of a stream, but for the [DONE] at its end."""
+    """Events with text in a piece of a stream; the [DONE] at its end is none."""
+    if b"event: " in data:  # each says its type
+        return data.count(b".delta\n") + data.count(b"event: content_block_delta\n")
     count = data.count(b"\n\n") or data.count(b"\r\n\r\n")
     return count - (count > 0 and data.rstrip().endswith(b"[DONE]"))
 
@@ -334,4 +369,4 @@ def _num_completion_tokens(data: bytes) -> int:
         usage = msgspec.json.decode(data, type=_Counted).usage
     except (msgspec.DecodeError, UnicodeDecodeError):
         return 0
-    return 0 if usage is None else usage.completion_tokens
+    return 0 if usage is None else usage.completion_tokens or usage.output_tokens

@@ -226,6 +226,18 @@ class ErrorAnswer(Answer, kw_only=True):
     error: ErrorBody
 
 
+class MessagesError(Answer, kw_only=True):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(Answer, kw_only=True):
+    """Every error of Anthropic's API, whatever its status."""
+
+    type: Literal["error"] = "error"
+    error: MessagesError
+
+
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
     """OpenAI's usage block."""
     return Usage(

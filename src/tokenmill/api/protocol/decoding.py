@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -30,7 +30,8 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_NOTED = 256  # names that the log tells about
-_FREE = "messages["  # where unknown fields have no effect: templates read only the known ones
+# Where unknown fields have no effect: templates read only the known ones.
+_FREE = ("messages[", "input[")
 
 # What other servers call it -> what it is here.
 _ELSEWHERE = {
@@ -55,6 +56,11 @@ _ELSEWHERE = {
 _INSTEAD = {
     ("role", "function"): "send the result of a call as role 'tool' with its tool_call_id",
     ("tool_choice", "any"): "send 'required'",
+    ("type", "input_image"): "this model takes text only; send parts of type 'input_text'",
+    ("type", "input_file"): "this model takes text only; send parts of type 'input_text'",
+    ("type", "input_audio"): "this model takes text only; send parts of type 'input_text'",
+    ("type", "image"): "this model takes text only; send blocks of type 'text'",
+    ("type", "document"): "this model takes text only; send blocks of type 'text'",
 }
 
 
@@ -75,9 +81,14 @@ class IgnoredFields:
 
 
 def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None) -> T:
-    """The body as `kind`; ApiError 400 names the field, its value and what to send instead."""
+    """The body as `kind`; ApiError 400 names the field, its value and what to send instead.
+
+    A kind with `complete` has it fill in what clients may leave out of the plain JSON.
+    """
+    complete: Callable[[Any], None] | None = getattr(kind, "complete", None)
     try:
-        return msgspec.json.decode(body, type=kind)
+        if complete is None:
+            return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError:
         pass
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -86,6 +97,8 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_json(error, body) from None
+    if complete is not None:
+        complete(raw)
     dropped: list[str] = []
     info = _info(cast(Hashable, kind))
     _prune(raw, info, "", dropped)
@@ -94,7 +107,8 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error), raw, info) from None
+        elsewhere = getattr(kind, "ELSEWHERE", _ELSEWHERE)
+        raise explain(str(error), raw, info, elsewhere) from None
 
 
 def _not_json(error: Exception, body: bytes) -> ApiError:
@@ -102,6 +116,17 @@ def _not_json(error: Exception, body: bytes) -> ApiError:
         message = "the body is empty; send a JSON object with the call's fields"
         return ApiError(400, message, code="invalid_json")
     return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def refuse_built_in(raw: dict[str, Any], kinds: tuple[str | None, ...], instead: str) -> None:
+    """400 for a tool that the server would have to run, whatever other fields it has."""
+    tools = raw.get("tools")
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            path = f"tools[{index}].type"
+            message = f"{path}: {kind!r} is not supported: only functions that the client runs can "
+            raise ApiError(400, f"{message}be called here; {instead}", path, "unsupported_value")
 
 
 @cache
@@ -157,12 +182,12 @@ def _same_kind(info: Info, value: Any) -> bool:
             return not isinstance(value, dict | list)
 
 
-def explain(text: str, raw: Any, info: Info) -> ApiError:
+def explain(text: str, raw: Any, info: Info, elsewhere: Mapping[str, str] = _ELSEWHERE) -> ApiError:
     """The error of msgspec's message `text` about the plain JSON `raw`."""
     found = _PATH.search(text)
     path = found.group(1) if found else ""
     if unknown := _UNKNOWN_FIELD.search(text):
-        return _unknown(path, unknown.group(1), raw, info)
+        return _unknown(path, unknown.group(1), raw, info, elsewhere)
     if missing := _MISSING_FIELD.search(text):
         return _missing(path, missing.group(1), raw, info)
     value, declared = _look_up(path, raw, info)
@@ -184,7 +209,7 @@ def explain(text: str, raw: Any, info: Info) -> ApiError:
     )
 
 
-def _unknown(path: str, name: str, raw: Any, info: Info) -> ApiError:
+def _unknown(path: str, name: str, raw: Any, info: Info, elsewhere: Mapping[str, str]) -> ApiError:
     full = f"{path}.{name}" if path else name
     owner = _branch(_look_up(path, raw, info)[1], _look_up(path, raw, info)[0])
     known = [f.encode_name for f in owner.fields] if isinstance(owner, inspect.StructType) else []
@@ -192,8 +217,8 @@ def _unknown(path: str, name: str, raw: Any, info: Info) -> ApiError:
     inside = _members_with(owner, name)
     if inside:
         advice = f"send it inside {inside[0]!r}"
-    elif name in _ELSEWHERE:
-        advice = _ELSEWHERE[name]
+    elif name in elsewhere:
+        advice = elsewhere[name]
     elif near:
         advice = f"did you mean {near[0]!r}? Otherwise leave it out"
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.answers import Usage, json_encode
 from tokenmill.api.protocol.prepare import Job
 
@@ -34,8 +35,21 @@ class EventFrame:
         """The tokens so far, for the events that come now."""
         self.tail = b'],"usage":' + json_encode(usage) + b"}\n\n"
 
+    def start(self, usage: Usage) -> bytes:
+        """Nothing comes before the first event."""
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event that ends a stream which an error has cut off."""
+        return error.event()
+
     def end(self, usage: Usage) -> bytes:
         """What closes the stream."""
         if self._usage_in == "none":
             return DONE
         return self.head + b'],"usage":' + json_encode(usage) + b"}\n\n" + DONE
+
+
+def typed_event(kind: str, fields: dict[str, Any]) -> bytes:
+    """A server-sent event that says its type, as an event name and inside its data."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_encode({"type": kind, **fields}))

@@ -87,6 +87,11 @@ class Job:
         """The prompts of the requests, as the router reads them."""
         return [self.prompt_of(index).hash_input for index in range(len(self.requests))]
 
+    @property
+    def splits_message(self) -> bool:
+        """True where an answer may have other parts than content."""
+        return self.make_reader is not None
+
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice `index`."""
         return self.prompts[index // self.n]
@@ -113,22 +118,21 @@ class Preparer:
         """The context limit in tokens."""
         return self._facts.max_model_len
 
-    async def chat(self, call: ChatCompletionRequest) -> Job:
-        """Render the messages, tokenise them and constrain the answer as tools require."""
+    async def chat(self, call: ChatCompletionRequest, clamps: bool = False) -> Job:
+        """Render the messages, tokenise them and constrain the answer as tools require.
+
+        `clamps`: a max_tokens over what is left of the context is what is left of it.
+        """
         self._check_choices(1, call.n or 1)
         tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
         structured = structured_output(call)
         if tools is not None and tools.structured is not None:
             structured = tools.structured
-        text = self.render(
-            call.messages,
-            tools.definitions if tools is not None else [],
-            call.add_generation_prompt,
-            call.continue_final_message,
-            self._template_kwargs(call),
-        )
+        text = self._render_call(call, tools)
         token_ids = await self.tokenize(text, bool(call.add_special_tokens))
         wanted = call.max_completion_tokens or call.max_tokens
+        if clamps and wanted is not None:
+            wanted = min(wanted, max(self.max_model_len - len(token_ids), 1))
         if call.top_logprobs and not call.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         sampling = self._sampling(
@@ -146,6 +150,21 @@ class Preparer:
         if tools is not None or opened is not None:
             reader = partial(_tagged_reader, tools, opened)
         return replace(job, continues=bool(call.continue_final_message), make_reader=reader)
+
+    async def count_chat(self, call: ChatCompletionRequest) -> int:
+        """The number of prompt tokens of a chat call."""
+        tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
+        text = self._render_call(call, tools)
+        return len(await self.tokenize(text, bool(call.add_special_tokens)))
+
+    def _render_call(self, call: ChatCompletionRequest, tools: ToolUse | None) -> str:
+        return self.render(
+            call.messages,
+            tools.definitions if tools is not None else [],
+            call.add_generation_prompt,
+            call.continue_final_message,
+            self._template_kwargs(call),
+        )
 
     async def completion(self, call: CompletionRequest) -> Job:
         """Tokenise every prompt of a text completion."""

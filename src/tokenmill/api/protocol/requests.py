@@ -248,15 +248,15 @@ def _sampling_type(spec: Field) -> Any:
     return kind | None
 
 
-_SamplingFields: Any = msgspec.defstruct(
-    "_SamplingFields",
+SamplingFields: Any = msgspec.defstruct(
+    "SamplingFields",
     [(spec.name, _sampling_type(spec), None) for spec in SAMPLING_FIELDS],
     bases=(Schema,),
     kw_only=True,
 )
 
 
-class GenerationRequest(_SamplingFields, Schema, kw_only=True):
+class GenerationRequest(SamplingFields, Schema, kw_only=True):
     """What chat and text completions have in common, with most of SamplingParams."""
 
     model: str | None = None

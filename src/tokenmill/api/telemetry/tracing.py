@@ -16,7 +16,12 @@ from tokenmill import __version__
 from tokenmill.core.types import TokenmillError
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 Kind = Literal["SERVER", "CLIENT", "INTERNAL"]
 Attributes = Mapping[str, Any]
 

@@ -1,0 +1,78 @@
+"""The routes of Anthropic's Messages API: each call is answered by a chat completion."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill.api.access import authorizer, read_body
+from tokenmill.api.errors import ApiError, of_invalid, renamed, unknown_model
+from tokenmill.api.messages.message_chat import MESSAGE_NAMES, chat_of_messages
+from tokenmill.api.messages.message_format import MessageFormat, TokenCountAnswer
+from tokenmill.api.messages.message_request import (
+    MESSAGE_WITHOUT_EFFECT,
+    CountTokensRequest,
+    MessagesRequest,
+    ThinkingEnabled,
+)
+from tokenmill.api.operations import json_response
+from tokenmill.api.protocol.prepare import Job, Preparer
+from tokenmill.api.stream import ApiState, GenerationResponse
+from tokenmill.core.types import InvalidRequestError
+
+T = TypeVar("T", bound=CountTokensRequest)
+
+
+def add_messages(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
+    """Add /v1/messages and /v1/messages/count_tokens."""
+    guard = [Depends(authorizer(state.config))]
+
+    @app.post("/v1/messages", dependencies=guard)
+    async def create(request: Request) -> Response:
+        state.admit(request.state.key)
+        with state.traced(request) as trace:
+            call = await _read(request, MessagesRequest, state, preparer)
+            trace.parsed()
+            job = await _prepare(call, preparer)
+            form = _format(call, job, state.model)
+            trace.prepared(job, state.model)
+        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
+
+    @app.post("/v1/messages/count_tokens", dependencies=guard)
+    async def count_tokens(request: Request) -> Response:
+        call = await _read(request, CountTokensRequest, state, preparer)
+        try:
+            count = await preparer.count_chat(chat_of_messages(call))
+        except InvalidRequestError as error:
+            raise renamed(of_invalid(error), MESSAGE_NAMES) from None
+        return json_response(TokenCountAnswer(input_tokens=count))
+
+
+async def _read(request: Request, kind: type[T], state: ApiState, preparer: Preparer) -> T:
+    """The body of a call for the model that is served."""
+    call = await read_body(request, kind, state.config.max_body_bytes, preparer.ignored)
+    if call.model != state.model:
+        raise unknown_model(call.model, state.model)
+    given = [n for n in MESSAGE_WITHOUT_EFFECT if getattr(call, n, None) is not None]
+    if isinstance(call.thinking, ThinkingEnabled):
+        given.append("thinking.budget_tokens")
+    preparer.ignored.note(given)
+    return call
+
+
+async def _prepare(call: MessagesRequest, preparer: Preparer) -> Job:
+    try:
+        return await preparer.chat(chat_of_messages(call), clamps=True)
+    except InvalidRequestError as error:
+        raise renamed(of_invalid(error), MESSAGE_NAMES) from None
+    except ApiError as error:
+        raise renamed(error, MESSAGE_NAMES) from None
+
+
+def _format(call: MessagesRequest, job: Job, model: str) -> MessageFormat:
+    hides_thinking = getattr(call.thinking, "display", None) == "omitted"
+    max_tokens = job.requests[0].sampling.max_tokens
+    fills_context = max_tokens is not None and max_tokens < call.max_tokens
+    return MessageFormat(job, model, hides_thinking, fills_context)

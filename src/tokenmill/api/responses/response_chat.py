@@ -1,0 +1,189 @@
+"""A Responses call as the chat completion that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenmill.api.errors import ApiError
+from tokenmill.api.protocol.requests import (
+    SAMPLING_FIELDS,
+    AllowedTool,
+    AllowedToolChoice,
+    AllowedTools,
+    AssistantMessage,
+    CalledFunction,
+    ChatCompletionRequest,
+    DeveloperMessage,
+    EarlierCall,
+    FunctionDefinition,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    SystemMessage,
+    Tool,
+    ToolMessage,
+    UserMessage,
+)
+from tokenmill.api.responses.response_items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    reasoning_of,
+    text_of,
+)
+from tokenmill.api.responses.response_request import (
+    LOGPROBS,
+    AllowedFunctions,
+    FunctionTool,
+    JsonObject,
+    NamedJsonSchema,
+    NamedTool,
+    ResponsesRequest,
+)
+
+# What a chat completion's errors call it -> what it is called here.
+RESPONSE_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_MESSAGES: dict[str, Any] = {
+    "user": UserMessage,
+    "system": SystemMessage,
+    "developer": DeveloperMessage,
+}
+
+
+def chat_of(call: ResponsesRequest, items: Sequence[Item]) -> ChatCompletionRequest:
+    """The chat call; `items` are all that the model is to see, earlier turns first."""
+    wants_logprobs = LOGPROBS in (call.include or ())
+    if call.top_logprobs and not wants_logprobs:
+        message = f"top_logprobs needs '{LOGPROBS}' in include"
+        raise ApiError(400, message, "top_logprobs", "invalid_value")
+    reasoning, text = call.reasoning, call.text
+    return ChatCompletionRequest(
+        **{spec.name: getattr(call, spec.name) for spec in SAMPLING_FIELDS},
+        messages=[*_instructions(call), *messages_of(items)],
+        stream=call.stream,
+        max_completion_tokens=call.max_output_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=call.top_logprobs,
+        tools=[_tool(tool) for tool in call.tools or ()] or None,
+        tool_choice=_tool_choice(call),
+        parallel_tool_calls=call.parallel_tool_calls,
+        response_format=_format(call),
+        reasoning_effort=reasoning.effort if reasoning is not None else None,
+        verbosity=text.verbosity if text is not None else None,
+        chat_template_kwargs=call.chat_template_kwargs,
+        priority=call.priority,
+        cache_salt=call.cache_salt,
+        timeout=call.timeout,
+    )
+
+
+def _instructions(call: ResponsesRequest) -> list[Message]:
+    return [] if call.instructions is None else [SystemMessage(content=call.instructions)]
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """The items as messages: reasoning, text and calls that follow each other are one answer."""
+    messages: list[Message] = []
+    called: set[str] = set()
+    for index, item in enumerate(items):
+        match item:
+            case MessageItem(role="assistant"):
+                answer = _open_answer(messages, takes_text=True)
+                answer.content = text_of(item.content)
+            case MessageItem():
+                messages.append(_MESSAGES[item.role](content=text_of(item.content)))
+            case ReasoningItem():
+                if reasoning := reasoning_of(item):
+                    answer = _open_answer(messages, takes_text=True, takes_reasoning=True)
+                    answer.reasoning_content = reasoning
+            case FunctionCallItem():
+                called.add(item.call_id)
+                answer = _open_answer(messages)
+                answer.tool_calls = [*(answer.tool_calls or ()), _earlier_call(item)]
+            case FunctionCallOutputItem():
+                if item.call_id not in called:
+                    raise _unknown_call(index, item.call_id)
+                content = text_of(item.output)
+                messages.append(ToolMessage(tool_call_id=item.call_id, content=content))
+    return messages
+
+
+def _open_answer(
+    messages: list[Message], takes_text: bool = False, takes_reasoning: bool = False
+) -> AssistantMessage:
+    """The answer that the next item belongs to: the last message, or a new one."""
+    last = messages[-1] if messages else None
+    if isinstance(last, AssistantMessage):
+        has_text = last.content is not None or bool(last.tool_calls)
+        has_reasoning = last.reasoning_content is not None
+        if not (takes_text and has_text) and not (takes_reasoning and has_reasoning):
+            return last
+    messages.append(AssistantMessage())
+    return messages[-1]  # type: ignore[return-value]
+
+
+def _earlier_call(item: FunctionCallItem) -> EarlierCall:
+    return EarlierCall(
+        id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
+    )
+
+
+def _unknown_call(index: int, call_id: str) -> ApiError:
+    path = f"input[{index}].call_id"
+    message = f"{path}: no function_call before it has the call_id {call_id!r}; send that item, too"
+    return ApiError(400, message, path, "invalid_value")
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = FunctionDefinition(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(function=function, type="function")
+
+
+def _tool_choice(call: ResponsesRequest) -> Any:
+    match call.tool_choice:
+        case NamedTool(name=name):
+            return NamedToolChoice(function=NamedFunction(name=name))
+        case AllowedFunctions(mode=mode, tools=tools):
+            allowed = [AllowedTool(function=NamedFunction(name=t.name)) for t in tools]
+            return AllowedToolChoice(allowed_tools=AllowedTools(mode=mode, tools=allowed))
+        case choice:
+            return choice if call.tools or choice != "auto" else None
+
+
+def _format(call: ResponsesRequest) -> ResponseFormat | None:
+    match call.text.format if call.text is not None else None:
+        case NamedJsonSchema() as wanted:
+            schema = JsonSchema(schema=wanted.schema, name=wanted.name, strict=wanted.strict)
+            return JsonSchemaFormat(json_schema=schema)
+        case JsonObject():
+            return JsonObjectFormat()
+        case _:
+            return None
+
+
+def without_first(items: Sequence[Item], count: int) -> list[Item]:
+    """The items without the first ones, and without the outputs of calls that went with them."""
+    kept = list(items[count:])
+    called = {item.call_id for item in kept if isinstance(item, FunctionCallItem)}
+    return [
+        item
+        for item in kept
+        if not (isinstance(item, FunctionCallOutputItem) and item.call_id not in called)
+    ]
