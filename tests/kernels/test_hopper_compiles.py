@@ -1,13 +1,17 @@
-"""Gluon kernels have no interpreter: here they are at least compiled for the GPU they are for."""
+"""Kernels for Hopper, compiled for it without one: Gluon has no interpreter, and the layout of
+weights must suit the tensor cores.
+"""
 
+import re
 from typing import Any
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tokenmill.kernels.gpu import mla_hopper, moe_hopper
+from tokenmill.kernels.gpu import mla_hopper, moe_hopper, mxfp4
 
 SHARED_BYTES = 232_448  # that a program may have on an H100 or H200
 
@@ -19,9 +23,14 @@ def tiles(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
 
 
-def assert_compiles(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...]
-) -> None:
+def compiled_for_hopper(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...],
+    source: Any = GluonASTSource,
+    num_warps: int = 4,
+) -> Any:
     """Parameters without a type are pointers to int32; pointers and `aligned` divide by 16."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
@@ -30,10 +39,11 @@ def assert_compiles(
         for i, name in enumerate(names)
         if signature[name].startswith("*") or name in aligned
     }
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    code = source(kernel, signature, constants, attributes)
+    compiled = triton.compile(code, GPUTarget("cuda", 90, 32), {"num_warps": num_warps})
     assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
     assert "wgmma.mma_async" in compiled.asm["ptx"]
+    return compiled
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -46,7 +56,7 @@ def test_latent_attention_compiles_and_fits(splits: int) -> None:
     types["latents"] = tiles(mla_hopper.KEYS.value, mla_hopper.HALF.value)
     constants = {"BLOCK": 64, "SPLITS": splits, "EARLY": True}
     aligned = ("q_stride", "heads", "head_dim")
-    assert_compiles(mla_hopper.latent_kernel, types, constants, aligned)
+    compiled_for_hopper(mla_hopper.latent_kernel, types, constants, aligned)
 
 
 @pytest.mark.parametrize("up", [True, False])
@@ -62,4 +72,24 @@ def test_experts_compile_and_fit(rows: int, up: bool) -> None:
         "SHARE": 8 if up else 1, "UP": up, "ROWS": rows, "STAGES": moe_hopper.num_stages(rows),
         "GROUP": moe_hopper.GROUP, "EARLY": True,
     }  # fmt: skip
-    assert_compiles(moe_hopper.grouped_kernel, types, constants, ("n", "k"))
+    compiled_for_hopper(moe_hopper.grouped_kernel, types, constants, ("n", "k"))
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_weights_in_mxfp4_stay_in_registers(rows: int, up: bool) -> None:
+    """The left operand of every product is registers, and nothing is written to shared memory."""
+    shape = mxfp4.tile_shape(rows)
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("alpha", "limit"), "fp32")
+    types |= dict.fromkeys(("row_tiles", "channel_tiles", "n", "k"), "i32")
+    constants = {
+        "SHARE": 4, "UP": up, "BM": rows, "BLOCKS": shape.blocks, "TURN": shape.turn,
+        "GROUP": mxfp4.GROUP, "STAGES": shape.stages, "EVEN": True, "PAIRS": True, "EARLY": True,
+    }  # fmt: skip
+    compiled = compiled_for_hopper(
+        mxfp4.grouped_kernel, types, constants, ("n", "k"), ASTSource, shape.warps
+    )
+    products = re.findall(r"wgmma\.mma_async[^;]*;", compiled.asm["ptx"])
+    assert products and all(product.count("{") == 2 for product in products)
+    loop = compiled.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+    assert "warp_group_dot" in loop and "local_store" not in loop and "local_alloc" not in loop

@@ -13,7 +13,9 @@ from tokenmill.kernels import MODE, mla, moe
 from tokenmill.kernels import matmul as mm
 from tokenmill.kernels.gpu import mla as gpu_mla
 from tokenmill.kernels.gpu import moe as gpu_moe
+from tokenmill.kernels.gpu import mxfp4 as gpu_mxfp4
 from tokenmill.kernels.moe import PackedExperts, Routing
+from tokenmill.kernels.norm import ClampedSwiGLU
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
 
@@ -35,7 +37,7 @@ def check_route(device: str) -> None:
 
 def check_sort_by_expert(device: str) -> None:
     """Every row is in a tile of its expert once, and tiles do not mix experts."""
-    for tokens, top_k, experts in ((1, 2, 8), (9, 3, 5), (60, 8, 256), (300, 2, 3)):
+    for tokens, top_k, experts in ((1, 2, 8), (9, 3, 5), (60, 8, 256), (300, 2, 3), (400, 4, 6)):
         ids = torch.rand(tokens, experts).pow(2).topk(top_k, dim=1)[1].int().to(device)
         tiles = gpu_moe.sort_by_expert(ids, experts)
         used = int(tiles.num_used)
@@ -129,10 +131,60 @@ def check_latent_attention(device: str) -> None:
         MODE.batch_invariant = False
 
 
+def _mxfp4(
+    experts: int, n: int, k: int, scales: tuple[int, int], device: str
+) -> tuple[PackedExperts, PackedExperts]:
+    """Random codes with biases, as a checkpoint has them and as the kernels of a GPU read them."""
+    codes = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8, device=device)
+    powers = torch.randint(*scales, (experts, n, k // 32), dtype=torch.uint8, device=device)
+    bias = torch.randn(experts, n, device=device)
+    parts = [gpu_mxfp4.pack_expert(*expert) for expert in zip(codes, powers, strict=True)]
+    words, exponents = (torch.stack(part) for part in zip(*parts, strict=True))
+    stored = PackedExperts(experts, codes, powers, n, k, bias=bias)
+    return stored, PackedExperts(experts, words, exponents, n, k, bias=bias)
+
+
+def check_mxfp4(device: str) -> None:
+    """Few and many rows, all by one expert, experts without any, odd widths, and large scales."""
+    for tokens, top_k, experts, hidden, inner, scales in (
+        (1, 4, 8, 96, 32, (117, 123)),
+        (40, 3, 4, 64, 96, (117, 123)),
+        (30, 1, 3, 224, 192, (117, 123)),
+        (2, 2, 4, 32, 64, (150, 154)),
+        (3, 2, 5, 416, 64, (70, 75)),
+    ):
+        gate_up, down = (
+            _mxfp4(experts, n, k, scales, device) for n, k in ((2 * inner, hidden), (hidden, inner))
+        )
+        factor = 2.0 ** (120 - scales[0])
+        x = torch.randn(tokens, hidden, device=device) * factor * hidden**-0.5
+        ids = torch.rand(tokens, experts, device=device).topk(top_k, dim=1)[1].int()
+        if top_k == 1:
+            ids.fill_(1)
+        stored = (gate_up[0], down[0])
+        expected = moe.apply_experts_reference(x, ids, *stored, ClampedSwiGLU())
+        own = gpu_moe.apply_experts(x, ids, gate_up[1], down[1], ClampedSwiGLU())
+        limit = TOLERANCE[device]
+        assert (own - expected).norm() < limit * expected.norm()
+
+
+def check_biased_experts(device: str) -> None:
+    """Plain weights with biases, gate and up in turns."""
+    gate_up, down = packed(4, 80, 64, "fp32", device), packed(4, 64, 40, "fp32", device)
+    gate_up.bias, down.bias = (torch.randn(4, w.n, device=device) for w in (gate_up, down))
+    x = torch.randn(21, 64, device=device)
+    ids = torch.rand(21, 4, device=device).topk(2, dim=1)[1].int()
+    rest = (x, ids, gate_up, down, ClampedSwiGLU(1.5, 2.0))
+    expected, limit = moe.apply_experts_reference(*rest), TOLERANCE[device]
+    torch.testing.assert_close(gpu_moe.apply_experts(*rest), expected, atol=limit, rtol=limit)
+
+
 CHECKS = {
     "route": check_route,
     "sort_by_expert": check_sort_by_expert,
     "experts": check_experts,
+    "mxfp4": check_mxfp4,
+    "biased_experts": check_biased_experts,
     "latent_cache": check_latent_cache,
     "latent_attention": check_latent_attention,
 }

@@ -23,6 +23,7 @@ from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 
 ACTIVATIONS: tuple[norm.Activation, ...] = ("silu", "gelu_tanh")
+CLAMPED = norm.ClampedSwiGLU(1.5, 2.0)
 BLOCKS = 64
 DOT_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
 NARROW = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -150,7 +151,7 @@ def check_norm_pair(device: str) -> None:
 def check_act_and_mul(device: str) -> None:
     for m, k in ((1, 16), (5, 100), (3, 1500)):
         x = 3 * torch.randn(m, 2 * k, device=device)
-        for rounding, activation in itertools.product((None, FP8), ACTIVATIONS):
+        for rounding, activation in itertools.product((None, FP8), (*ACTIVATIONS, CLAMPED)):
             found = gpu_rows.act_and_mul(x, bool(rounding), None, activation)
             assert_same_rows(found, norm.act_and_mul_reference(x, rounding, activation))
 
@@ -373,20 +374,41 @@ def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str)
 
 
 def check_paged_attention(device: str) -> None:
-    tolerance = 1e-5 if device == "cpu" else 5e-3
     for shape in SHAPES:
-        heads, _, dim, _, window, _ = shape
-        batch, k_cache, v_cache, qkv, _, _ = _inputs(shape, device)
-        q = qkv[:, : heads * dim] * dim**-0.5
-        expected = attention.paged_attention_reference(
-            q.cpu(), k_cache.mT.cpu(), v_cache.cpu(), _cpu_batch(batch), heads, window
-        )
-        out = torch.empty_like(expected, device=device)
-        for tiles in batch.tiles:
-            gpu_attention.paged_attention(
-                q, out, k_cache, v_cache, tiles, batch, heads, window, None
-            )
-        torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
+        _check_paged_attention(shape, device, None)
+
+
+def check_sinks(device: str) -> None:
+    for shape in (SHAPES[0], SHAPES[2]):
+        sinks = 3 * torch.randn(shape[0], device=device)
+        _check_paged_attention(shape, device, sinks)
+    gpu_attention.NARROW_WINDOW = 0  # keys of a window are split, too
+    _check_paged_attention(SHAPES[2], device, sinks)
+    gpu_attention.NARROW_WINDOW = 256
+
+
+def _check_paged_attention(shape: tuple, device: str, sinks: torch.Tensor | None) -> None:
+    tolerance = 1e-5 if device == "cpu" else 5e-3
+    heads, _, dim, _, window, _ = shape
+    batch, k_cache, v_cache, qkv, _, _ = _inputs(shape, device)
+    q = qkv[:, : heads * dim] * dim**-0.5
+    expected = attention.paged_attention_reference(
+        q.cpu(), k_cache.mT.cpu(), v_cache.cpu(), _cpu_batch(batch), heads, window,
+        None if sinks is None else sinks.cpu(),
+    )  # fmt: skip
+    _forget(batch, window, v_cache)
+    out = torch.empty_like(expected, device=device)
+    for tiles in batch.tiles:
+        gpu_attention.paged_attention(q, out, k_cache, v_cache, tiles, batch, heads, window, sinks)
+    torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def _forget(batch: AttentionBatch, window: int, v_cache: torch.Tensor) -> None:
+    """Make blocks behind all windows of a sequence such that no kernel may read them."""
+    rows, contexts = batch.table_rows.tolist(), batch.context_lens.tolist()
+    for row, context in zip(rows, contexts, strict=True):
+        behind = max(0, context - window + 1) // v_cache.shape[2] if window else 0
+        v_cache[batch.block_tables[row, :behind].long()] = torch.nan
 
 
 def _cpu_batch(batch: AttentionBatch) -> AttentionBatch:
@@ -416,5 +438,6 @@ CHECKS = {
     "rope_and_cache": check_rope_and_cache,
     "spread_keys": check_spread_keys,
     "paged_attention": check_paged_attention,
+    "sinks": check_sinks,
     "layers": check_layers,  # last: it changes how the modules dispatch
 }

@@ -230,9 +230,17 @@ def num_rows(x: torch.Tensor | QuantizedRows) -> int:
     return x.values.shape[0] if isinstance(x, QuantizedRows) else x.shape[0]
 
 
-def adds_in_place(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:
-    """False where `add_to` costs an extra pass, which the norm after it can do for less."""
-    return not (use_triton(weight.data) and _row_scaled(num_rows(x), weight))
+def adds_in_place(
+    x: torch.Tensor | QuantizedRows, weight: PackedWeight, bias: torch.Tensor | None = None
+) -> bool:
+    """False where `add_to` costs an extra pass, which the norm after it can do for less.
+
+    cuBLAS adds a bias at a product's end, or the product to a residual, but not both.
+    """
+    if not use_triton(weight.data):
+        return True
+    by_cublas = num_rows(x) > SKINNY_ROWS and weight.rounding is None and not MODE.batch_invariant
+    return not (_row_scaled(num_rows(x), weight) or (bias is not None and by_cublas))
 
 
 def _row_scaled(m: int, weight: PackedWeight) -> bool:

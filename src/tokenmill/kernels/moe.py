@@ -46,7 +46,8 @@ class PackedExperts:
     """The same matrix W[n, k] of every expert, packed one by one into one tensor.
 
     MXFP4 codes stay as a checkpoint has them: `data` is uint8 [experts, n, k / 32, 16], of two
-    codes a byte, the lower four bits first; `scales` is uint8 [experts, n, k / 32].
+    codes a byte, the lower four bits first; `scales` is uint8 [experts, n, k / 32]. The kernels of
+    a GPU have them in another order, as int32: kernels/gpu/mxfp4.py.
     """
 
     num_experts: int
@@ -67,6 +68,8 @@ class PackedExperts:
     def put_mxfp4(self, expert: int, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         """Keep an expert's codes uint8 [n, k / 32, 16] and their scales uint8 [n, k / 32]."""
         self.n, self.k = blocks.shape[0], blocks.shape[1] * MXFP4_BLOCK
+        if use_triton(blocks):
+            blocks, scales = triton_kernels("mxfp4").pack_expert(blocks, scales)
         self.data = self._kept(self.data, expert, blocks)
         self.scales = self._kept(self.scales, expert, scales)
 
@@ -84,7 +87,7 @@ class PackedExperts:
         assert self.data is not None
         data, scales = self.data[index], None if self.scales is None else self.scales[index]
         if self.mxfp4:
-            assert scales is not None
+            assert data.dtype == torch.uint8 and scales is not None
             data, scales = dequantize_mxfp4(data, scales, dtype), None
         return PackedWeight(data, scales, self.n, self.k, self.tiled)
 
@@ -94,7 +97,7 @@ class PackedExperts:
 
     @property
     def mxfp4(self) -> bool:
-        return self.data is not None and self.data.dtype == torch.uint8
+        return self.data is not None and self.data.dtype in (torch.uint8, torch.int32)
 
     @property
     def rounding(self) -> Rounding | None:

@@ -146,7 +146,7 @@ def norm_matmul_gated(
     activation: Activation = "silu",
 ) -> torch.Tensor | QuantizedRows:
     """act_and_mul of the same product with gate and up stacked in W, [m, k] -> [m, n / 2]."""
-    if rounding is None and _one_kernel(x, weight, delta):
+    if isinstance(activation, str) and rounding is None and _one_kernel(x, weight, delta):
         skinny = triton_kernels("matmul").skinny_matmul
         out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps), gated=activation)
         return out

@@ -74,7 +74,7 @@ class Linear:
 
     def adds_in_place(self, x: torch.Tensor | QuantizedRows) -> bool:
         """False where `add_to` costs a pass of its own."""
-        return adds_in_place(x, self.weight)
+        return adds_in_place(x, self.weight, self.bias)
 
     @property
     def num_bytes(self) -> int:

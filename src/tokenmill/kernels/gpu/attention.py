@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NARROW_WINDOW = 256  # keys
 
 
 # Arguments that change from step to step are not specialised: each new kind would be compiled.
@@ -102,7 +103,7 @@ def _spread(x, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _place(
-    table, span, end, head, kv_heads,
+    table, span, low, end, head, kv_heads,
     DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Where the keys of a turn lie: offsets [KEYS, DIM], or the row of the first one."""
@@ -110,7 +111,7 @@ def _place(
         block = tl.load(table + span // BLOCK)
         return (block * kv_heads + head) * BLOCK + span % BLOCK
     else:
-        return _lines(table, span, end, head, kv_heads, DIM, KEYS, BLOCK)
+        return _lines(table, span, low, end, head, kv_heads, DIM, KEYS, BLOCK)
 
 
 @triton.jit
@@ -123,11 +124,13 @@ def _load_tile(cache, place, TMA: tl.constexpr):
 
 @triton.jit
 def _lines(
-    table, span, end, head, kv_heads, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
-):
+    table, span, low, end, head, kv_heads,
+    DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Offsets [KEYS, DIM] of the keys from `span` on; one block holds all of them, or several.
 
-    Keys at or after `end` may be any others: they are masked.
+    Keys before `low`, whose blocks may be gone, and from `end` on may be any others: they are
+    masked.
     """
     keys, channels = tl.arange(0, KEYS), tl.arange(0, DIM)
     if BLOCK >= KEYS:
@@ -135,7 +138,7 @@ def _lines(
         page = ((block * kv_heads + head) * BLOCK + span % BLOCK) * DIM
         return page + keys[:, None] * DIM + channels[None, :]
     else:
-        place = tl.minimum(span + keys, end - 1)
+        place = tl.maximum(tl.minimum(span + keys, end - 1), low)
         blocks = tl.load(table + place // BLOCK).to(tl.int64)
         page = ((blocks * kv_heads + head) * BLOCK + place % BLOCK) * DIM
         return page[:, None] + channels[None, :]
@@ -143,14 +146,14 @@ def _lines(
 
 @triton.jit
 def _attend(
-    queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, end, position,
-    window,
+    queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, low, begin, end,
+    position, window,
     MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over KEYS keys at every STRIDE in [begin, end); MASKED: some are not seen."""
     for span in tl.range(begin, end, STRIDE, num_stages=STAGES):
-        place = _place(table, span, end, head, kv_heads, DIM, KEYS, BLOCK, TMA)
+        place = _place(table, span, low, end, head, kv_heads, DIM, KEYS, BLOCK, TMA)
         keys = _load_tile(k_cache, place, TMA).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys)) * LOG2E
         if MASKED:
@@ -171,11 +174,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attention_kernel(
-    q, k_cache, v_cache, out, partial, stats, tile_seqs, tile_starts, query_starts, context_lens,
-    table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads, window,
-    tile_tokens,
+    q, k_cache, v_cache, sinks, out, partial, stats, tile_seqs, tile_starts, query_starts,
+    context_lens, table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads,
+    window, tile_tokens,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, HALF_PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, HALF_PRECISION: tl.constexpr,
     INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
@@ -191,6 +194,11 @@ def _attention_kernel(
     valid = (rows < tile_tokens * GROUP) & (token < length)
     columns = (head * GROUP + rows % GROUP) * DIM
     row = (start + token).to(tl.int64)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # a key without a value, which the first of several programs counts
+        scores = tl.load(sinks + head * GROUP + rows % GROUP).to(tl.float32) * LOG2E
+        peak, total = tl.where(split == 0, scores, peak), tl.where(split == 0, 1.0, total)
     wait(EARLY)
     queries = tl.load(
         q + row[:, None] * q_stride + columns[:, None] + channels[None, :],
@@ -201,9 +209,10 @@ def _attention_kernel(
         queries = queries.to(tl.float16)
     position = context + token
     end = context + tl.minimum(first + tile_tokens, length)
-    begin = 0
+    low = 0
     if window > 0:
-        begin = tl.maximum(0, context + first - window + 1) // KEYS * KEYS
+        low = tl.maximum(0, context + first - window + 1)
+    begin = low // KEYS * KEYS
     # Which program takes a key depends on its place alone: then a row's bits are the same whatever
     # other queries its sequence has in the step.
     STRIDE: tl.constexpr = SPLITS * KEYS
@@ -212,19 +221,17 @@ def _attention_kernel(
     if window > 0:
         clear = begin
     clear = begin + tl.cdiv(tl.maximum(clear - begin, 0), STRIDE) * STRIDE
-    peak = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     if INVARIANT:  # the two loops round differently, and where they meet depends on the tile
         clear = begin
     else:
         peak, total, acc = _attend(
-            queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, begin, clear,
-            position, window, False, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
+            queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, low, begin,
+            clear, position, window, False, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
         )  # fmt: skip
     peak, total, acc = _attend(
-        queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, clear, end, position,
-        window, True, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
+        queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, low, clear, end,
+        position, window, True, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
     )  # fmt: skip
     if SPLITS > 1:
         line = (split * num_tokens + row) * (kv_heads * GROUP) + head * GROUP + rows % GROUP
@@ -317,12 +324,10 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
-    if sinks is not None:
-        raise NotImplementedError("attention sinks: the GPU kernel has none, run the model on CPU")
     _, kv_heads, block_size, dim = v_cache.shape
     group = num_heads // kv_heads
     rows = max(16, triton.next_power_of_2(tiles.tokens * group))
-    splits, tables = tiles.splits, batch.block_tables
+    splits, tables = window_splits(tiles.splits, window), batch.block_tables
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     keys, warps, stages = launch_shape(rows, dim, k_cache.element_size())
     tma = rows > 16 and block_size % keys == 0 and enabled() and not MODE.batch_invariant
@@ -335,18 +340,23 @@ def paged_attention(
         partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     _attention_kernel[(kv_heads, tiles.seqs.shape[0], splits)](
-        q, *caches, out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts,
+        q, *caches, sinks, out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts,
         batch.context_lens, batch.table_rows, tables, tables.stride(0), q.stride(0), out.stride(0),
         q.shape[0], kv_heads, window, tiles.tokens,
         GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
-        HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma, STAGES=stages,
-        num_warps=warps, enable_fp_fusion=rows > 16, **launch_options(),
+        SINKS=sinks is not None, HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma,
+        STAGES=stages, num_warps=warps, enable_fp_fusion=rows > 16, **launch_options(),
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(len(tiles.rows), num_heads)](
             partial, stats, out, out.stride(0), q.shape[0], num_heads, tiles.rows.start, DIM=dim,
             SPLITS=splits, num_warps=1, **launch_options(),
         )  # fmt: skip
+
+
+def window_splits(splits: int, window: int) -> int:
+    """Programs per tile: one takes a narrow window in a few turns, and nothing is left to join."""
+    return 1 if 0 < window <= NARROW_WINDOW else splits
 
 
 def launch_shape(rows: int, dim: int, itemsize: int) -> tuple[int, int, int]:

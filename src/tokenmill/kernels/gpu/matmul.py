@@ -238,6 +238,7 @@ def skinny_matmul(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: str | None = None,
     tile: tuple[int, int, int, int] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x[m, k] @ W.T (+ bias) -> [m, n] for few rows; or added to `add_to` in place.
 
@@ -245,6 +246,7 @@ def skinny_matmul(
     activation(gate) * up, [m, n / 2].
     """
     values, scales, dtype = _operands(x, weight)
+    dtype = out_dtype or dtype
     (m, k), n = values.shape, weight.n // 2 if gated else weight.n
     assert m <= SKINNY_ROWS
     bn, bk, warps, stages = tile or skinny_tile(n, k, gated is not None)

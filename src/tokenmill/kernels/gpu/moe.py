@@ -3,7 +3,8 @@
 The number of tiles is known to the device alone; as many programs run as there can be at most, and
 those beyond the last tile end at once. So a CUDA graph holds all of it.
 
-On Hopper kernels/gpu/moe_hopper.py takes the products of bfloat16.
+On Hopper kernels/gpu/moe_hopper.py takes the products of bfloat16; those of MXFP4 are in
+kernels/gpu/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from tokenmill.kernels.gpu.dependent import launch_options, release, wait
 from tokenmill.kernels.gpu.matmul import _load
 from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.moe import PackedExperts, Routing
+from tokenmill.kernels.norm import Activation
 
 LINE_BYTES = 128  # of k per step
 GROUP = 8  # tiles that share their columns of W in L2
 RANK_BLOCK = 256
 PLACE_BLOCK = 32
+FEW_ROWS = 1024  # up to here one launch sorts
+SORT_SPAN = 64
 SUM_BLOCK = 1024
 
 
@@ -92,21 +96,16 @@ def _rank_kernel(ids, counts, ranks, count, BLOCK: tl.constexpr):
     tl.store(ranks + index, rank, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _place_kernel(
-    ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _place(
+    index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Put each row into its tile; a tile's first row says whose it is and how many rows it has."""
-    expert = tl.arange(0, EXPERTS)
-    sizes = tl.load(counts + expert, mask=expert < num_experts, other=0)
+    expert, inside = tl.arange(0, EXPERTS), index < count
     tiles = tl.cdiv(sizes, ROWS)
     ends = tl.cumsum(tiles, axis=0)
     starts = ends - tiles
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    own = tl.load(ids + index, mask=inside, other=0)
-    rank = tl.load(ranks + index, mask=inside, other=0)
     mine = own[:, None] == expert[None, :]
     tile = tl.sum(tl.where(mine, starts[None, :], 0), axis=1) + rank // ROWS
     left = tl.sum(tl.where(mine, sizes[None, :], 0), axis=1) - rank
@@ -118,12 +117,54 @@ def _place_kernel(
         tl.store(num_tiles, tl.sum(tiles, axis=0))
 
 
+@triton.jit(do_not_specialize=["count"])
+def _place_kernel(
+    ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, EXPERTS)
+    sizes = tl.load(counts + expert, mask=expert < num_experts, other=0)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(ids + index, mask=index < count, other=0)
+    rank = tl.load(ranks + index, mask=index < count, other=0)
+    _place(
+        index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count, ROWS,
+        EXPERTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sort_kernel(
+    ids, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Few rows: each program counts all of them itself, and one launch is enough."""
+    release(EARLY)
+    expert = tl.arange(0, EXPERTS)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sizes, rank = tl.zeros([EXPERTS], tl.int32), tl.zeros([BLOCK], tl.int32)
+    wait(EARLY)
+    own = tl.load(ids + index, mask=index < count, other=0)
+    for start in range(0, count, SPAN):
+        other = start + tl.arange(0, SPAN)
+        chosen = tl.load(ids + other, mask=other < count, other=EXPERTS)
+        sizes += tl.sum((chosen[None, :] == expert[:, None]).to(tl.int32), axis=1)
+        before = (chosen[None, :] == own[:, None]) & (other[None, :] < index[:, None])
+        rank += tl.sum(before.to(tl.int32), axis=1)
+    _place(
+        index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count, ROWS,
+        EXPERTS,
+    )  # fmt: skip
+
+
 @triton.jit
 def _grouped_kernel(
-    x, weight, out, row_scales, column_scales, sorted_rows, tile_experts, tile_sizes, num_tiles,
-    n, k,
+    x, weight, out, row_scales, column_scales, bias, sorted_rows, tile_experts, tile_sizes,
+    num_tiles, n, k,
     SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     wait(EARLY)
@@ -152,6 +193,8 @@ def _grouped_kernel(
     if SCALED:
         acc = acc * tl.load(row_scales + source)[:, None]
         acc = acc * tl.load(column_scales + expert * n + column)[None, :]
+    if BIAS:
+        acc = acc + tl.load(bias + expert * n + column).to(tl.float32)[None, :]
     places = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
     mask = valid[:, None] & (columns[None, :] < n)
     tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
@@ -218,19 +261,35 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
     count, device = ids.numel(), ids.device
     rows = rows or tile_rows(count, num_experts)
     most = min(count, count // rows + num_experts)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    ranks = torch.empty(count, dtype=torch.int32, device=device)
     sorted_rows = torch.empty(most * rows, dtype=torch.int32, device=device)
     experts, sizes = torch.empty(2, most, dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    tiles = Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
+    sort = _sort_few if count <= FEW_ROWS else _sort_many
+    sort(ids, tiles, num_experts)
+    return tiles
+
+
+def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
+    count, slots = ids.numel(), triton.next_power_of_2(num_experts)
+    _sort_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
+        ids, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
+        ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, SPAN=SORT_SPAN, num_warps=4,
+        **launch_options(),
+    )  # fmt: skip
+
+
+def _sort_many(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
+    count, slots = ids.numel(), triton.next_power_of_2(num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    ranks = torch.empty(count, dtype=torch.int32, device=ids.device)
     _rank_kernel[(triton.cdiv(count, RANK_BLOCK),)](
         ids, counts, ranks, count, BLOCK=RANK_BLOCK, num_warps=4
     )
     _place_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
-        ids, ranks, counts, sorted_rows, experts, sizes, num_tiles, count, num_experts,
-        ROWS=rows, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=PLACE_BLOCK, num_warps=4,
+        ids, ranks, counts, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
+        num_experts, ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, num_warps=4,
     )  # fmt: skip
-    return Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
 
 
 def grouped_tile(rows: int) -> tuple[int, int, int]:
@@ -248,15 +307,17 @@ def grouped_matmul(
     data, n, k = weight.data, weight.n, weight.k
     assert data is not None and data.is_contiguous() and values.is_contiguous()
     assert values.dtype == data.dtype and (scales is None) == (weight.scales is None)
+    assert weight.bias is None or weight.bias.is_contiguous()
     dtype = values.dtype if scales is None else torch.bfloat16
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
     bk = LINE_BYTES // values.element_size()
     bn, warps, stages = grouped_tile(tiles.rows)
     _grouped_kernel[(tiles.most * triton.cdiv(n, bn),)](
-        values, data, out, scales, weight.scales, tiles.sorted_rows, tiles.experts, tiles.sizes,
-        tiles.num_used, n, k,
+        values, data, out, scales, weight.scales, weight.bias, tiles.sorted_rows, tiles.experts,
+        tiles.sizes, tiles.num_used, n, k,
         SHARE=share, BM=tiles.rows, BN=bn, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
-        SCALED=scales is not None, num_warps=warps, num_stages=stages, **launch_options(),
+        SCALED=scales is not None, BIAS=weight.bias is not None, num_warps=warps,
+        num_stages=stages, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -270,17 +331,19 @@ def apply_experts(
     ids: torch.Tensor,
     gate_up: PackedExperts,
     down: PackedExperts,
-    activation: str = "silu",
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
-    if gate_up.mxfp4 or gate_up.bias is not None or not isinstance(activation, str):
-        problem = "experts in MXFP4, with biases or a clamped SwiGLU: the GPU kernels take none"
-        raise NotImplementedError(f"{problem}, run the model on CPU")
     count, top_k, num_experts = ids.numel(), ids.shape[1], gate_up.num_experts
+    if gate_up.mxfp4:
+        results: torch.Tensor = triton_kernels("mxfp4").apply_experts(
+            x, ids, gate_up, down, activation
+        )
+        return results
     if activation == "silu" and _suits_hopper(x, gate_up, down):
         grouped = triton_kernels("moe_hopper")
         tiles = sort_by_expert(ids, num_experts, grouped.tile_rows(count, num_experts))
-        results: torch.Tensor = grouped.down_product(
+        results = grouped.down_product(
             grouped.gate_up_product(x, gate_up, tiles, share=top_k), down, tiles, count
         )
         return results
@@ -293,8 +356,8 @@ def apply_experts(
 
 
 def _suits_hopper(x: torch.Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
-    """bfloat16 and matrices of whole tiles of kernels/gpu/moe_hopper.py."""
-    if not hopper.is_usable() or x.dtype != torch.bfloat16:
+    """bfloat16 without biases and matrices of whole tiles of kernels/gpu/moe_hopper.py."""
+    if not hopper.is_usable() or x.dtype != torch.bfloat16 or gate_up.bias is not None:
         return False
     suits = triton_kernels("moe_hopper").suits
     return all(w.data is not None and w.data.dtype == x.dtype and suits(w) for w in (gate_up, down))

@@ -6,11 +6,16 @@ it. Rows come back as (values, scales), scales being None unless the values are 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.norm import Activation
 
 FP8_LIMIT = tl.constexpr(448.0)
 ELEMENTS_PER_WARP = 512  # two 16-byte accesses in flight per thread and tensor
@@ -93,8 +98,14 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def clamped_swiglu(gate, up, alpha, limit):
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    return gate * tl.sigmoid(alpha * gate) * (up + 1.0)
+
+
+@triton.jit
 def _act_and_mul_kernel(
-    gate_up, out, scales, channels, k, stride,
+    gate_up, out, scales, channels, k, stride, alpha, limit,
     ACTIVATION: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -103,9 +114,15 @@ def _act_and_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < k
-    gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + k + columns, mask=inside, other=0.0).to(tl.float32)
-    y = activate(gate, ACTIVATION) * up
+    line = gate_up + row * stride
+    if ACTIVATION == "clamped_swiglu":  # gate and up in turns
+        gate = tl.load(line + 2 * columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(line + 2 * columns + 1, mask=inside, other=0.0).to(tl.float32)
+        y = clamped_swiglu(gate, up, alpha, limit)
+    else:
+        gate = tl.load(line + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(line + k + columns, mask=inside, other=0.0).to(tl.float32)
+        y = activate(gate, ACTIVATION) * up
     _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
 
 
@@ -180,15 +197,17 @@ def act_and_mul(
     gate_up: torch.Tensor,
     fp8: bool = False,
     channels: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: Activation = "silu",
 ) -> Rows:
     """activation(gate) * up of gate_up[m, 2k] -> [m, k] in its type or fp8."""
     m, k = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out, scales = _empty_rows(gate_up, k + 2 * _count(channels), fp8)
+    named = isinstance(activation, str)
+    clamp = (0.0, 0.0) if isinstance(activation, str) else (activation.alpha, activation.limit)
     _act_and_mul_kernel[(m,)](
-        gate_up, out, scales, channels, k, gate_up.stride(0),
-        ACTIVATION=activation, FP8=fp8, **_launch(k, channels),
+        gate_up, out, scales, channels, k, gate_up.stride(0), *clamp,
+        ACTIVATION=activation if named else "clamped_swiglu", FP8=fp8, **_launch(k, channels),
     )  # fmt: skip
     return out, scales
 
