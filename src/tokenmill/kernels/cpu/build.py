@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+from llvmlite import ir
 from numba import config, njit
+from numba.extending import intrinsic
 
 # No 'nnan'/'ninf': masked scores are large negative numbers, never infinities. No 'reassoc': copies
 # of a function in several callers would round differently, and so would code compiled here from
@@ -66,3 +69,23 @@ def cached(decorate: Callable[[Any], Any], function: Any) -> Any:
 def compiled(function: Any) -> Any:
     """numba.njit as used here: no GIL, contraction allowed, cached."""
     return cached(njit(nogil=True, fastmath=FASTMATH, error_model="numpy", cache=True), function)
+
+
+def emitted(kind: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make `emit(b, *values)`, which writes LLVM IR, a function of compiled code, typed `kind`."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def define(typing_context: Any, *args: Any) -> Any:
+            def generate(context: Any, b: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                result = emit(b, *values)
+                return context.get_dummy_value() if result is None else result
+
+            return kind, generate
+
+        own = list(inspect.signature(define).parameters.values())[:1]
+        given = list(inspect.signature(emit).parameters.values())[1:]
+        define.__signature__ = inspect.Signature(own + given)  # type: ignore[attr-defined]
+        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(define)
+
+    return decorate

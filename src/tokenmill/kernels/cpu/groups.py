@@ -17,11 +17,10 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from tokenmill.kernels.cpu import matmul
-from tokenmill.kernels.cpu.build import VNNI, compiled
-from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
+from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
+from tokenmill.kernels.cpu.threads import task_kernel
 from tokenmill.kernels.cpu.tiles import (
     I32,
     I64,
@@ -35,8 +34,6 @@ from tokenmill.kernels.cpu.tiles import (
 BLOCK = 64  # channels that k is padded to
 GROUP = 16
 COLUMNS = 16  # whose weights lie side by side
-_TASK_MACS = 500_000  # at least, where there is enough work to go round
-_ROW_BLOCK = 128  # rows of A that stay in L2 while a tile of weights passes over them
 _INTS = ir.VectorType(I32, 16)
 _HEAD = 2  # words of a row in front of its shifts: its scale, and -128 times its sum
 
@@ -79,13 +76,9 @@ def emit_tile(rows: int, vectors: int, b: ir.IRBuilder, args: Any) -> None:
 
 
 def _make_tile(rows: int, vectors: int) -> Any:
-    @intrinsic
-    def tile(typing_context: Any, args: Any) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, values: Any) -> Any:
-            emit_tile(rows, vectors, b, cgutils.unpack_tuple(b, values[0]))
-            return context.get_dummy_value()
-
-        return types.void(types.UniTuple(types.int64, 12)), generate
+    @emitted(types.void(types.UniTuple(types.int64, 12)))
+    def tile(b: ir.IRBuilder, args: Any) -> None:
+        emit_tile(rows, vectors, b, cgutils.unpack_tuple(b, args))
 
     return tile
 
@@ -133,15 +126,7 @@ def _body(args: Any, task: int) -> None:
 
 
 KERNEL = task_kernel(_body) if VNNI else matmul.INT_KERNEL
-_TILE = 32 if VNNI else COLUMNS
-
-
-def split(m: int, n: int, k: int) -> tuple[int, int, int]:
-    """(tasks, tiles a task, tiles): a task outweighs the atomic that hands it out."""
-    tiles = -(-m // _ROW_BLOCK) * -(-n // _TILE)
-    enough = _TASK_MACS // (min(m, _ROW_BLOCK) * _TILE * k) + 1
-    span = min(enough, -(-tiles // (4 * get_num_threads())))
-    return -(-tiles // span), span, tiles
+TILE = 32 if VNNI else COLUMNS  # columns of a task
 
 
 def padded(k: int) -> int:
@@ -205,24 +190,7 @@ def matmul_groups(
     keep: bool,
 ) -> None:
     """out[m, n] (+)= rounded rows @ W.T * weight_scales[n] (+ bias[n])."""
-    (m, k), n = values.shape, out.shape[1]
+    k, n = values.shape[1], out.shape[1]
     assert values.is_contiguous() and scales.is_contiguous() and out.stride(1) == 1
     assert n % COLUMNS == 0 and k % BLOCK == 0 and weight_scales.shape[0] == n
-    tasks, span, tiles = split(m, n, k)
-    launch(
-        KERNEL,
-        tasks,
-        values.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        m,
-        k,
-        n,
-        scales.data_ptr(),
-        weight_scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        4 * out.stride(0),
-        keep,
-        span,
-        tiles,
-    )
+    matmul.launch_int(KERNEL, TILE, values, scales, weight, weight_scales, bias, out, keep)

@@ -15,9 +15,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from tokenmill.kernels.cpu.build import VNNI, compiled
+from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
 from tokenmill.kernels.cpu.tiles import (
     F32,
     I32,
@@ -100,37 +99,29 @@ def _at_least(b: ir.IRBuilder, peak: Any) -> Any:
     return larger(b)(peak, _number(peak.type, 1.0000000031710769e-30))
 
 
-@intrinsic
+@emitted(types.void(*[types.int64] * 5, types.float32))
 def round_keys(
-    typing_context: Any, keys: Any, stride: Any, dim: Any, target: Any, scales: Any, limit: Any
-) -> Any:
+    b: ir.IRBuilder, keys: Any, stride: Any, dim: Any, target: Any, scales: Any, limit: Any
+) -> None:
     """Round 16 keys, fp16 [dim, 16] with rows `stride` apart, each with a scale.
 
     They become pairs of channels, 16 columns of [dim/2, 64, 2].
     """
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        keys, stride, dim, target, scales, limit = args
-        ((slot,),) = accumulators(b, 1, 1, ir.Constant(_V16I16, [0] * 16))
-        with cgutils.for_range(b, dim) as loop:
-            found = _magnitudes(b, b.add(keys, b.mul(loop.index, stride)))
-            b.store(_umax(b, found, b.load(slot)), slot)
-        halves = b.bitcast(b.load(slot), ir.VectorType(ir.HalfType(), 16))
-        peaks = _at_least(b, b.fpext(halves, _V16F32))
-        limits = splat(b, limit, _V16F32)
-        store(b, b.fdiv(peaks, limits), scales, 0)
-        parts = _eighths(b, b.fdiv(limits, peaks))
-        with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 1))) as loop:
-            even = b.add(keys, b.mul(_times(b, loop.index, 2), stride))
-            odd, out = b.add(even, stride), b.add(target, _times(b, loop.index, 4 * SPAN))
-            for i, inverse in enumerate(parts):
-                low, high = (
-                    _round(b, b.fmul(_halves(b, at, 16 * i), inverse)) for at in (even, odd)
-                )
-                store(b, _pairs(b, low, high), out, 32 * i)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5, types.float32), generate
+    ((slot,),) = accumulators(b, 1, 1, ir.Constant(_V16I16, [0] * 16))
+    with cgutils.for_range(b, dim) as loop:
+        found = _magnitudes(b, b.add(keys, b.mul(loop.index, stride)))
+        b.store(_umax(b, found, b.load(slot)), slot)
+    halves = b.bitcast(b.load(slot), ir.VectorType(ir.HalfType(), 16))
+    peaks = _at_least(b, b.fpext(halves, _V16F32))
+    limits = splat(b, limit, _V16F32)
+    store(b, b.fdiv(peaks, limits), scales, 0)
+    parts = _eighths(b, b.fdiv(limits, peaks))
+    with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 1))) as loop:
+        even = b.add(keys, b.mul(_times(b, loop.index, 2), stride))
+        odd, out = b.add(even, stride), b.add(target, _times(b, loop.index, 4 * SPAN))
+        for i, inverse in enumerate(parts):
+            low, high = (_round(b, b.fmul(_halves(b, at, 16 * i), inverse)) for at in (even, odd))
+            store(b, _pairs(b, low, high), out, 32 * i)
 
 
 def _row_peak(b: ir.IRBuilder, row: Any, dim: Any) -> Any:
@@ -144,37 +135,31 @@ def _row_peak(b: ir.IRBuilder, row: Any, dim: Any) -> Any:
     return b.call(reduce, [b.load(slot)])
 
 
-@intrinsic
+@emitted(types.void(*[types.int64] * 5))
 def round_values(
-    typing_context: Any, values: Any, dim: Any, target: Any, logs: Any, inverses: Any
-) -> Any:
+    b: ir.IRBuilder, values: Any, dim: Any, target: Any, logs: Any, inverses: Any
+) -> None:
     """Round 16 values, fp16 [16, dim], into pairs of keys [8, dim, 2]; each value has a scale.
 
     The scales' logarithms go to `logs`, and what is left of them to `inverses`.
     """
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        values, dim, target, logs, inverses = args
-        row_bytes = b.shl(dim, ir.Constant(I64, 1))
-        rows = row_addresses(b, values, row_bytes, 16)
-        peaks: Any = ir.Constant(_V16I16, [0] * 16)
-        for i, row in enumerate(rows):
-            peaks = b.insert_element(peaks, _row_peak(b, row, dim), ir.Constant(I32, i))
-        inverse = _emit_powers(b, peaks, logs, inverses)
-        lanes = [b.extract_element(inverse, ir.Constant(I32, i)) for i in range(16)]
-        factors = [splat(b, x, _V8F32) for x in lanes]
-        outs = row_addresses(b, target, b.shl(dim, ir.Constant(I64, 2)), 8)
-        for i, out in enumerate(outs):
-            with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 3))) as loop:
-                at = _times(b, loop.index, 16)
-                low, high = (
-                    _round(b, b.fmul(_halves(b, b.add(rows[j], at), 0), factors[j]))
-                    for j in (2 * i, 2 * i + 1)
-                )
-                store(b, _pairs(b, low, high), b.add(out, _times(b, loop.index, 32)), 0)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+    row_bytes = b.shl(dim, ir.Constant(I64, 1))
+    rows = row_addresses(b, values, row_bytes, 16)
+    peaks: Any = ir.Constant(_V16I16, [0] * 16)
+    for i, row in enumerate(rows):
+        peaks = b.insert_element(peaks, _row_peak(b, row, dim), ir.Constant(I32, i))
+    inverse = _emit_powers(b, peaks, logs, inverses)
+    lanes = [b.extract_element(inverse, ir.Constant(I32, i)) for i in range(16)]
+    factors = [splat(b, x, _V8F32) for x in lanes]
+    outs = row_addresses(b, target, b.shl(dim, ir.Constant(I64, 2)), 8)
+    for i, out in enumerate(outs):
+        with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 3))) as loop:
+            at = _times(b, loop.index, 16)
+            low, high = (
+                _round(b, b.fmul(_halves(b, b.add(rows[j], at), 0), factors[j]))
+                for j in (2 * i, 2 * i + 1)
+            )
+            store(b, _pairs(b, low, high), b.add(out, _times(b, loop.index, 32)), 0)
 
 
 def _emit_powers(b: ir.IRBuilder, magnitudes: Any, logs: Any, inverses: Any) -> Any:
@@ -200,79 +185,56 @@ def _eighths(b: ir.IRBuilder, x: Any) -> list[Any]:
     return [b.shuffle_vector(x, x, order) for order in orders]
 
 
-@intrinsic
-def weigh_span(typing_context: Any, scores: Any, top: Any, inverses: Any, target: Any) -> Any:
+@emitted(types.float32(types.int64, types.float32, types.int64, types.int64))
+def weigh_span(b: ir.IRBuilder, scores: Any, top: Any, inverses: Any, target: Any) -> Any:
     """Round 64 weights exp(score - top), top the largest score, to int16; of MASKED ones none.
 
     Returns the sum of the weights times `inverses`, the powers of two that the scores contain.
     """
 
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        scores, top, inverses, target = args
-        fma = b.module.declare_intrinsic(
-            "llvm.fma.v16f32", (), ir.FunctionType(_V16F32, [_V16F32] * 3)
-        )
-        total: Any = _number(_V16F32, 0.0)
-        for i in range(0, 4 * SPAN, 64):
-            found = load(b, scores, i, _V16F32)
-            weights = emit_exp(b, b.fsub(found, splat(b, top, _V16F32)))
-            seen = b.fcmp_ordered(">", found, _number(_V16F32, float(MASKED / 2)))
-            weights = b.select(seen, weights, _number(_V16F32, 0.0))
-            total = b.call(fma, [weights, load(b, inverses, i, _V16F32), total])
-            steps = b.fmul(weights, _number(_V16F32, float(WEIGHT_LIMIT)))
-            store(b, b.trunc(_round_sixteen(b, steps), _V16I16), target, i // 2, 2)
-        return fold(b, _eighths(b, total), b.fadd)
-
-    arguments = types.int64, types.float32, types.int64, types.int64
-    return types.float32(*arguments), generate
+    fma = b.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(_V16F32, [_V16F32] * 3))
+    total: Any = _number(_V16F32, 0.0)
+    for i in range(0, 4 * SPAN, 64):
+        found = load(b, scores, i, _V16F32)
+        weights = emit_exp(b, b.fsub(found, splat(b, top, _V16F32)))
+        seen = b.fcmp_ordered(">", found, _number(_V16F32, float(MASKED / 2)))
+        weights = b.select(seen, weights, _number(_V16F32, 0.0))
+        total = b.call(fma, [weights, load(b, inverses, i, _V16F32), total])
+        steps = b.fmul(weights, _number(_V16F32, float(WEIGHT_LIMIT)))
+        store(b, b.trunc(_round_sixteen(b, steps), _V16I16), target, i // 2, 2)
+    return fold(b, _eighths(b, total), b.fadd)
 
 
-@intrinsic
-def row_inverse(typing_context: Any, row: Any, dim: Any, scale: Any, limit: Any) -> Any:
+@emitted(types.float32(*[types.int64] * 3, types.float32))
+def row_inverse(b: ir.IRBuilder, row: Any, dim: Any, scale: Any, limit: Any) -> Any:
     """Store the scale of `dim` floats, a multiple of 16, and return its inverse."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        row, dim, scale, limit = args
-        fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
-        ((slot,),) = accumulators(b, 1, 1, _number(_V8F32, 0.0))
-        with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 3))) as loop:
-            x = b.call(fabs, [load(b, b.add(row, _times(b, loop.index, 32)), 0, _V8F32)])
-            b.store(larger(b)(x, b.load(slot)), slot)
-        peak = _at_least(b, fold(b, [b.load(slot)], larger(b)))
-        store(b, b.fdiv(peak, limit), scale, 0)
-        return b.fdiv(limit, peak)
-
-    return types.float32(*[types.int64] * 3, types.float32), generate
+    fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
+    ((slot,),) = accumulators(b, 1, 1, _number(_V8F32, 0.0))
+    with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 3))) as loop:
+        x = b.call(fabs, [load(b, b.add(row, _times(b, loop.index, 32)), 0, _V8F32)])
+        b.store(larger(b)(x, b.load(slot)), slot)
+    peak = _at_least(b, fold(b, [b.load(slot)], larger(b)))
+    store(b, b.fdiv(peak, limit), scale, 0)
+    return b.fdiv(limit, peak)
 
 
-@intrinsic
-def round_by(typing_context: Any, row: Any, dim: Any, target: Any, inverse: Any) -> Any:
+@emitted(types.void(*[types.int64] * 3, types.float32))
+def round_by(b: ir.IRBuilder, row: Any, dim: Any, target: Any, inverse: Any) -> None:
     """Round `dim` floats times `inverse` to int16."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        row, dim, target, inverse = args
-        factor = splat(b, inverse, _V8F32)
-        with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 3))) as loop:
-            x = load(b, b.add(row, _times(b, loop.index, 32)), 0, _V8F32)
-            rounded = b.trunc(_round(b, b.fmul(x, factor)), ir.VectorType(ir.IntType(16), 8))
-            store(b, rounded, b.add(target, _times(b, loop.index, 16)), 0, 2)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3, types.float32), generate
+    factor = splat(b, inverse, _V8F32)
+    with cgutils.for_range(b, b.ashr(dim, ir.Constant(I64, 3))) as loop:
+        x = load(b, b.add(row, _times(b, loop.index, 32)), 0, _V8F32)
+        rounded = b.trunc(_round(b, b.fmul(x, factor)), ir.VectorType(ir.IntType(16), 8))
+        store(b, rounded, b.add(target, _times(b, loop.index, 16)), 0, 2)
 
 
-@intrinsic
-def half_bits(typing_context: Any, x: Any) -> Any:
+@emitted(types.int16(types.float32))
+def half_bits(b: ir.IRBuilder, x: Any) -> Any:
     """A float32 as the bits of the nearest fp16, the largest instead of infinity."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        (x,) = args
-        high, low = _number(F32, 65504.0), _number(F32, -65504.0)
-        x = b.select(b.fcmp_ordered(">", x, high), high, x)
-        x = b.select(b.fcmp_ordered("<", x, low), low, x)
-        return b.bitcast(b.fptrunc(x, ir.HalfType()), ir.IntType(16))
-
-    return types.int16(types.float32), generate
+    high, low = _number(F32, 65504.0), _number(F32, -65504.0)
+    x = b.select(b.fcmp_ordered(">", x, high), high, x)
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    return b.bitcast(b.fptrunc(x, ir.HalfType()), ir.IntType(16))
 
 
 # ---------------------------------------------------------------------------- products
@@ -328,20 +290,16 @@ def _make_product(vectors: int, add: bool) -> Any:
     `a` is int16 [m, 2 * pairs], `w` int16 [pairs, columns, 2]; `pairs` is even.
     """
 
-    @intrinsic
-    def product(typing_context: Any, args: Any, m: Any) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, values: Any) -> Any:
-            args, m = cgutils.unpack_tuple(b, values[0]), values[1]
-            first: Any = ir.Constant(I64, 0)
-            for rows in _TILE_ROWS:
-                count = b.udiv(b.sub(m, first), ir.Constant(I64, rows))
-                with cgutils.for_range(b, count) as loop:
-                    start = b.add(first, _times(b, loop.index, rows))
-                    _emit_tile(b, rows, vectors, add, start, args)
-                first = b.add(first, _times(b, count, rows))
-            return context.get_dummy_value()
-
-        return types.void(types.UniTuple(types.int64, 10), types.int64), generate
+    @emitted(types.void(types.UniTuple(types.int64, 10), types.int64))
+    def product(b: ir.IRBuilder, args: Any, m: Any) -> None:
+        args, m = cgutils.unpack_tuple(b, args), m
+        first: Any = ir.Constant(I64, 0)
+        for rows in _TILE_ROWS:
+            count = b.udiv(b.sub(m, first), ir.Constant(I64, rows))
+            with cgutils.for_range(b, count) as loop:
+                start = b.add(first, _times(b, loop.index, rows))
+                _emit_tile(b, rows, vectors, add, start, args)
+            first = b.add(first, _times(b, count, rows))
 
     return product
 

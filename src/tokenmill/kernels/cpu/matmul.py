@@ -114,10 +114,10 @@ _f32_kernel = task_kernel(_f32_body)
 INT_KERNEL = task_kernel(_int_body)
 
 
-def _split(m: int, n: int, k: int) -> tuple[int, int, int]:
+def split(m: int, n: int, k: int, columns: int = COLUMNS) -> tuple[int, int, int]:
     """(tasks, tiles a task, tiles): a task outweighs the atomic that hands it out."""
-    tiles = -(-m // _ROW_BLOCK) * -(-n // COLUMNS)
-    enough = _TASK_MACS // (min(m, _ROW_BLOCK) * COLUMNS * k) + 1
+    tiles = -(-m // _ROW_BLOCK) * -(-n // columns)
+    enough = _TASK_MACS // (min(m, _ROW_BLOCK) * columns * k) + 1
     span = min(enough, -(-tiles // (4 * get_num_threads())))
     return -(-tiles // span), span, tiles
 
@@ -126,7 +126,7 @@ def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: b
     """out[m, n] (+)= x[m, k] @ W.T with W packed in tiles of COLUMNS columns."""
     (m, k), n = x.shape, out.shape[1]
     assert x.stride(1) == out.stride(1) == 1 and n % 8 == 0
-    tasks, span, tiles = _split(m, n, k)
+    tasks, span, tiles = split(m, n, k)
     launch(
         _f32_kernel,
         tasks,
@@ -154,11 +154,27 @@ def matmul_int8(
     keep: bool,
 ) -> None:
     """out[m, n] (+)= (values[m, k] @ W.T) * scales[m] * weight_scales[n] (+ bias[n])."""
-    (m, k), n = values.shape, out.shape[1]
+    k, n = values.shape[1], out.shape[1]
     assert values.is_contiguous() and out.stride(1) == 1 and n % 8 == 0 and k % 4 == 0
-    tasks, span, tiles = _split(m, n, k)
+    launch_int(INT_KERNEL, COLUMNS, values, scales, weight, weight_scales, bias, out, keep)
+
+
+def launch_int(
+    kernel: Any,
+    columns: int,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    keep: bool,
+) -> None:
+    """Run an integer kernel whose tiles have so many columns over all of out[m, n]."""
+    (m, k), n = values.shape, out.shape[1]
+    tasks, span, tiles = split(m, n, k, columns)
     launch(
-        INT_KERNEL,
+        kernel,
         tasks,
         values.data_ptr(),
         weight.data_ptr(),

@@ -10,9 +10,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from tokenmill.kernels.cpu.build import VNNI, compiled
+from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
 from tokenmill.kernels.cpu.tiles import (
     F32,
     I64,
@@ -44,25 +43,20 @@ def _advance(b: ir.IRBuilder, total: Any, rows: list[Any], at: Any, others: list
 def _make_scores(rows: int) -> Any:
     """S[rows, 64] = Q[rows, k] @ K[k, 64], the keys of slice j at the address bases[j]."""
 
-    @intrinsic
+    @emitted(types.void(*[types.int64] * 7))
     def tile(
-        typing_context: Any, q: Any, ldq: Any, bases: Any, ldk: Any, k: Any, s: Any, lds: Any
-    ) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            q, ldq, bases, ldk, k, s, lds = args
-            total = accumulators(b, rows, 4, ir.Constant(_FLOATS, [0.0] * LANES))
-            lines = row_addresses(b, q, ldq, rows)
-            slices = [load(b, bases, 8 * j, I64) for j in range(4)]
-            with cgutils.for_range(b, k) as loop:
-                offset = b.mul(loop.index, ldk)
-                keys = [load(b, b.add(at, offset), 0, _FLOATS) for at in slices]
-                _advance(b, total, lines, b.shl(loop.index, ir.Constant(I64, 2)), keys)
-            for out, slots in zip(row_addresses(b, s, lds, rows), total, strict=True):
-                for j, slot in enumerate(slots):
-                    store(b, b.load(slot), out, 64 * j)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
+        b: ir.IRBuilder, q: Any, ldq: Any, bases: Any, ldk: Any, k: Any, s: Any, lds: Any
+    ) -> None:
+        total = accumulators(b, rows, 4, ir.Constant(_FLOATS, [0.0] * LANES))
+        lines = row_addresses(b, q, ldq, rows)
+        slices = [load(b, bases, 8 * j, I64) for j in range(4)]
+        with cgutils.for_range(b, k) as loop:
+            offset = b.mul(loop.index, ldk)
+            keys = [load(b, b.add(at, offset), 0, _FLOATS) for at in slices]
+            _advance(b, total, lines, b.shl(loop.index, ir.Constant(I64, 2)), keys)
+        for out, slots in zip(row_addresses(b, s, lds, rows), total, strict=True):
+            for j, slot in enumerate(slots):
+                store(b, b.load(slot), out, 64 * j)
 
     return tile
 
@@ -70,9 +64,9 @@ def _make_scores(rows: int) -> Any:
 def _make_values(rows: int, vectors: int) -> Any:
     """C[rows, LANES * vectors] += P[rows, 16 * slices] @ V, the values of slice j at bases[j]."""
 
-    @intrinsic
+    @emitted(types.void(*[types.int64] * 8))
     def tile(
-        typing_context: Any,
+        b: ir.IRBuilder,
         p: Any,
         ldp: Any,
         bases: Any,
@@ -81,50 +75,39 @@ def _make_values(rows: int, vectors: int) -> Any:
         slices: Any,
         c: Any,
         ldc: Any,
-    ) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            p, ldp, bases, offset, ldv, slices, c, ldc = args
-            zero = ir.Constant(_FLOATS, [0.0] * LANES)
-            total, part = (accumulators(b, rows, vectors, zero) for _ in range(2))
-            pairs = [
-                pair for both in zip(total, part, strict=True) for pair in zip(*both, strict=True)
-            ]
-            lines, outs = row_addresses(b, p, ldp, rows), row_addresses(b, c, ldc, rows)
-            places = [(out, 4 * LANES * v) for out in outs for v in range(vectors)]
-            for (slot, _), place in zip(pairs, places, strict=True):
-                b.store(load(b, *place, _FLOATS), slot)
-            with cgutils.for_range(b, slices) as outer:
-                base = load(b, b.add(bases, b.shl(outer.index, ir.Constant(I64, 3))), 0, I64)
-                base, first = b.add(base, offset), b.shl(outer.index, ir.Constant(I64, 6))
-                for _, slot in pairs:
-                    b.store(zero, slot)
-                with cgutils.for_range(b, ir.Constant(I64, 16)) as loop:
-                    line = b.add(base, b.mul(loop.index, ldv))
-                    values = [load(b, line, 4 * LANES * v, _FLOATS) for v in range(vectors)]
-                    at = b.add(first, b.shl(loop.index, ir.Constant(I64, 2)))
-                    _advance(b, part, lines, at, values)
-                for slot, summed in pairs:  # partial sums of 16 keep fp32 rounding down
-                    b.store(b.fadd(b.load(summed), b.load(slot)), slot)
-            for (slot, _), place in zip(pairs, places, strict=True):
-                store(b, b.load(slot), *place)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), generate
+    ) -> None:
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        total, part = (accumulators(b, rows, vectors, zero) for _ in range(2))
+        pairs = [pair for both in zip(total, part, strict=True) for pair in zip(*both, strict=True)]
+        lines, outs = row_addresses(b, p, ldp, rows), row_addresses(b, c, ldc, rows)
+        places = [(out, 4 * LANES * v) for out in outs for v in range(vectors)]
+        for (slot, _), place in zip(pairs, places, strict=True):
+            b.store(load(b, *place, _FLOATS), slot)
+        with cgutils.for_range(b, slices) as outer:
+            base = load(b, b.add(bases, b.shl(outer.index, ir.Constant(I64, 3))), 0, I64)
+            base, first = b.add(base, offset), b.shl(outer.index, ir.Constant(I64, 6))
+            for _, slot in pairs:
+                b.store(zero, slot)
+            with cgutils.for_range(b, ir.Constant(I64, 16)) as loop:
+                line = b.add(base, b.mul(loop.index, ldv))
+                values = [load(b, line, 4 * LANES * v, _FLOATS) for v in range(vectors)]
+                at = b.add(first, b.shl(loop.index, ir.Constant(I64, 2)))
+                _advance(b, part, lines, at, values)
+            for slot, summed in pairs:  # partial sums of 16 keep fp32 rounding down
+                b.store(b.fadd(b.load(summed), b.load(slot)), slot)
+        for (slot, _), place in zip(pairs, places, strict=True):
+            store(b, b.load(slot), *place)
 
     return tile
 
 
-@intrinsic
-def _prefetch(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-        fetch = b.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        hints = [ir.Constant(i32, value) for value in (0, 3, 1)]
-        b.call(fetch, [b.inttoptr(args[0], pointer), *hints])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+@emitted(types.void(types.int64))
+def _prefetch(b: ir.IRBuilder, address: Any) -> None:
+    pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+    fetch = b.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    hints = [ir.Constant(i32, value) for value in (0, 3, 1)]
+    b.call(fetch, [b.inttoptr(address, pointer), *hints])
 
 
 @compiled

@@ -12,6 +12,7 @@ import torch
 
 from tokenmill.kernels.cpu import attention, groups, rows
 from tokenmill.kernels.cpu.int_spans import limit_of
+from tokenmill.kernels.cpu.matmul import split
 from tokenmill.kernels.cpu.threads import MAX_ARGS, float_bits, launch_all, rows_of_task
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Stack:
         outs = ((_QKV, qkv), (_OUT, x), (_GATE_UP, gate_up), (_DOWN, x))
         weights = layer.qkv, layer.out, layer.gate_up, layer.down
         for (step, out), weight in zip(outs, weights, strict=True):
-            tasks, span, tiles = groups.split(m, weight.n, groups.padded(weight.k))
+            tasks, span, tiles = split(m, weight.n, groups.padded(weight.k), groups.TILE)
             self._table[:, step, 1] = tasks
             args[:, step, [0, 2, 3, 6]] = (
                 values.data_ptr(),

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
-from numba.extending import intrinsic
 
-from tokenmill.kernels.cpu.build import cached, compiled
+from tokenmill.kernels.cpu.build import cached, compiled, emitted
 
 # The control block: ticket at 0, tasks done at 64, kernel and args at 128; a cache line each,
 # so that taking a task, finishing one and reading what to run do not disturb each other.
@@ -33,53 +32,34 @@ MAX_ARGS = 24  # of a kernel
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@intrinsic
-def _fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+@emitted(types.int64(types.int64, types.int64))
+def _fetch_add(b: ir.IRBuilder, address: Any, value: Any) -> Any:
+    return b.atomic_rmw("add", b.inttoptr(address, _I64.as_pointer()), value, "seq_cst")
 
 
-@intrinsic
-def _exchange(typing_context: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("xchg", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+@emitted(types.int64(types.int64, types.int64))
+def _exchange(b: ir.IRBuilder, address: Any, value: Any) -> Any:
+    return b.atomic_rmw("xchg", b.inttoptr(address, _I64.as_pointer()), value, "seq_cst")
 
 
-@intrinsic
-def _load(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer = b.inttoptr(args[0], _I64.as_pointer())
-        return b.load_atomic(pointer, "seq_cst", 8)
-
-    return types.int64(types.int64), generate
+@emitted(types.int64(types.int64))
+def _load(b: ir.IRBuilder, address: Any) -> Any:
+    pointer = b.inttoptr(address, _I64.as_pointer())
+    return b.load_atomic(pointer, "seq_cst", 8)
 
 
-@intrinsic
-def _pause(typing_context: Any) -> Any:
+@emitted(types.void())
+def _pause(b: ir.IRBuilder) -> None:
     """Tell the core that this is a spin loop."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    kind = ir.FunctionType(ir.VoidType(), [])
+    b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
 
 
-@intrinsic
-def _call(typing_context: Any, kernel: Any, args_at: Any, task: Any) -> Any:
+@emitted(types.void(types.int64, types.int64, types.int64))
+def _call(b: ir.IRBuilder, kernel: Any, args_at: Any, task: Any) -> None:
     """Call the kernel at an address: void(int64 args, int64 task)."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64])
-        b.call(b.inttoptr(args[0], kind.as_pointer()), [args[1], args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    kind = ir.FunctionType(ir.VoidType(), [_I64, _I64])
+    b.call(b.inttoptr(kernel, kind.as_pointer()), [args_at, task])
 
 
 @compiled

@@ -11,9 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from tokenmill.kernels.cpu.build import VNNI, compiled
+from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _V16I8 = ir.VectorType(ir.IntType(8), 16)
@@ -23,31 +22,22 @@ _V8F32 = ir.VectorType(F32, 8)
 LANES = 16 if VNNI else 8  # floats of a register; each is an element's own sum, whatever the width
 
 
-def _pointer_intrinsic(element: types.Type) -> Any:
-    @intrinsic
-    def cast(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            return b.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), generate
+def _pointer_to(element: types.Type, kind: ir.Type) -> Any:
+    @emitted(types.CPointer(element)(types.int64))
+    def cast(b: ir.IRBuilder, address: Any) -> Any:
+        return b.inttoptr(address, kind.as_pointer())
 
     return cast
 
 
-f32_at = _pointer_intrinsic(types.float32)
-i16_at = _pointer_intrinsic(types.int16)
-i32_at = _pointer_intrinsic(types.int32)
-i64_at = _pointer_intrinsic(types.int64)
+f32_at, i16_at = _pointer_to(types.float32, F32), _pointer_to(types.int16, ir.IntType(16))
+i32_at, i64_at = _pointer_to(types.int32, I32), _pointer_to(types.int64, I64)
 
 
-@intrinsic
-def as_float(typing_context: Any, bits: Any) -> Any:
+@emitted(types.float64(types.int64))
+def as_float(b: ir.IRBuilder, bits: Any) -> Any:
     """Reinterpret an int64 launch argument as the double it was packed from."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
+    return b.bitcast(bits, ir.DoubleType())
 
 
 _EXP_COEFFICIENTS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -81,14 +71,10 @@ def emit_exp(b: ir.IRBuilder, x: Any) -> Any:
     return b.fmul(p, b.bitcast(power, kind))
 
 
-@intrinsic
-def exp32(typing_context: Any, x: Any) -> Any:
+@emitted(types.float32(types.float32))
+def exp32(b: ir.IRBuilder, x: Any) -> Any:
     """exp of a float32; loops over it vectorise."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return emit_exp(b, args[0])
-
-    return types.float32(types.float32), generate
+    return emit_exp(b, x)
 
 
 def fold(b: ir.IRBuilder, vectors: list[Any], combine: Any) -> Any:
@@ -113,29 +99,20 @@ def larger(b: ir.IRBuilder) -> Any:
     return lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-@intrinsic
-def span_max(typing_context: Any, scores: Any) -> Any:
+@emitted(types.float32(types.int64))
+def span_max(b: ir.IRBuilder, scores: Any) -> Any:
     """The largest of the 64 floats at an address."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        vectors = [load(b, args[0], 32 * i, _V8F32) for i in range(8)]
-        return fold(b, vectors, larger(b))
-
-    return types.float32(types.int64), generate
+    vectors = [load(b, scores, 32 * i, _V8F32) for i in range(8)]
+    return fold(b, vectors, larger(b))
 
 
-@intrinsic
-def span_exp(typing_context: Any, scores: Any, top: Any) -> Any:
+@emitted(types.void(types.int64, types.float32))
+def span_exp(b: ir.IRBuilder, scores: Any, top: Any) -> None:
     """Replace the 64 floats at an address by exp(x - top)."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(F32, LANES)
-        top = splat(b, args[1], kind)
-        for i in range(0, 256, 4 * LANES):
-            store(b, emit_exp(b, b.fsub(load(b, args[0], i, kind), top)), args[0], i)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), generate
+    kind = ir.VectorType(F32, LANES)
+    top = splat(b, top, kind)
+    for i in range(0, 256, 4 * LANES):
+        store(b, emit_exp(b, b.fsub(load(b, scores, i, kind), top)), scores, i)
 
 
 def _emit_shifts(b: ir.IRBuilder, lanes: list[Any], inverse: Any, most: Any) -> Any:
@@ -155,38 +132,33 @@ def _emit_shifts(b: ir.IRBuilder, lanes: list[Any], inverse: Any, most: Any) -> 
     return b.select(b.icmp_signed("<", shift, most), shift, most)
 
 
-@intrinsic
+@emitted(types.int64(*[types.int64] * 3, types.float32, types.int64))
 def round_block(
-    typing_context: Any, source: Any, values: Any, shifts: Any, inverse: Any, most: Any
+    b: ir.IRBuilder, source: Any, values: Any, shifts: Any, inverse: Any, most: Any
 ) -> Any:
     """Round the 64 floats at `source` times `inverse` to int8 << shift, a shift for each group.
 
     A group's shift is the least that makes it fit, `most` at most. AVX2's values are int16, shifted
     already. The others are bytes, by groups; their shifts go to `shifts`. Returns the sum.
     """
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, values, shifts, inverse, most = args
-        lanes = [load(b, source, 32 * i, _V8F32) for i in range(8)]
-        shift = _emit_shifts(b, lanes, inverse, most)
-        power = b.shl(b.sub(ir.Constant(_V8I32, [127] * 8), shift), ir.Constant(_V8I32, [23] * 8))
-        factor = b.fmul(splat(b, inverse, _V8F32), b.bitcast(power, _V8F32))
-        convert = b.module.declare_intrinsic(
-            "llvm.x86.avx.cvt.ps2dq.256", (), ir.FunctionType(_V8I32, [_V8F32])
-        )
-        rounded = [b.call(convert, [b.fmul(x, factor)]) for x in lanes]
-        if VNNI:
-            _store_bytes(b, rounded, values)
-            four = ir.Constant(ir.VectorType(I32, 4), [0, 1, 2, 3])
-            store(b, b.shuffle_vector(shift, shift, four), shifts, 0)
-        else:
-            for i, x in enumerate(rounded):
-                store(b, b.trunc(b.shl(x, shift), ir.VectorType(ir.IntType(16), 8)), values, 16 * i)
-        while len(rounded) > 1:
-            rounded = [b.add(x, y) for x, y in zip(rounded[::2], rounded[1::2], strict=True)]
-        return b.sext(fold(b, [b.shl(rounded[0], shift)], b.add), I64)
-
-    return types.int64(*[types.int64] * 3, types.float32, types.int64), generate
+    lanes = [load(b, source, 32 * i, _V8F32) for i in range(8)]
+    shift = _emit_shifts(b, lanes, inverse, most)
+    power = b.shl(b.sub(ir.Constant(_V8I32, [127] * 8), shift), ir.Constant(_V8I32, [23] * 8))
+    factor = b.fmul(splat(b, inverse, _V8F32), b.bitcast(power, _V8F32))
+    convert = b.module.declare_intrinsic(
+        "llvm.x86.avx.cvt.ps2dq.256", (), ir.FunctionType(_V8I32, [_V8F32])
+    )
+    rounded = [b.call(convert, [b.fmul(x, factor)]) for x in lanes]
+    if VNNI:
+        _store_bytes(b, rounded, values)
+        four = ir.Constant(ir.VectorType(I32, 4), [0, 1, 2, 3])
+        store(b, b.shuffle_vector(shift, shift, four), shifts, 0)
+    else:
+        for i, x in enumerate(rounded):
+            store(b, b.trunc(b.shl(x, shift), ir.VectorType(ir.IntType(16), 8)), values, 16 * i)
+    while len(rounded) > 1:
+        rounded = [b.add(x, y) for x, y in zip(rounded[::2], rounded[1::2], strict=True)]
+    return b.sext(fold(b, [b.shl(rounded[0], shift)], b.add), I64)
 
 
 def _store_bytes(b: ir.IRBuilder, parts: list[Any], address: Any) -> None:
@@ -201,60 +173,46 @@ def _store_bytes(b: ir.IRBuilder, parts: list[Any], address: Any) -> None:
     store(b, b.shuffle_vector(parts[0], parts[0], order), address, 0, 1)
 
 
-@intrinsic
-def row_peak(typing_context: Any, row: Any, k: Any) -> Any:
+@emitted(types.float32(types.int64, types.int64))
+def row_peak(b: ir.IRBuilder, row: Any, k: Any) -> Any:
     """The largest magnitude of k floats at an address, k a multiple of 64."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        row, k = args
-        fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
-        (peaks,) = accumulators(b, 1, 8, ir.Constant(_V8F32, [0.0] * 8))
-        step = ir.Constant(I64, 64)
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), k, step) as (i, _):
-            at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
-            for v, slot in enumerate(peaks):
-                x = b.call(fabs, [load(b, at, 32 * v, _V8F32)])
-                b.store(larger(b)(x, b.load(slot)), slot)
-        return fold(b, [b.load(slot) for slot in peaks], larger(b))
-
-    return types.float32(types.int64, types.int64), generate
+    fabs = b.module.declare_intrinsic("llvm.fabs.v8f32", (), ir.FunctionType(_V8F32, [_V8F32]))
+    (peaks,) = accumulators(b, 1, 8, ir.Constant(_V8F32, [0.0] * 8))
+    step = ir.Constant(I64, 64)
+    with cgutils.for_range_slice(b, ir.Constant(I64, 0), k, step) as (i, _):
+        at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
+        for v, slot in enumerate(peaks):
+            x = b.call(fabs, [load(b, at, 32 * v, _V8F32)])
+            b.store(larger(b)(x, b.load(slot)), slot)
+    return fold(b, [b.load(slot) for slot in peaks], larger(b))
 
 
-@intrinsic
-def span_sum(typing_context: Any, scores: Any) -> Any:
+@emitted(types.float32(types.int64))
+def span_sum(b: ir.IRBuilder, scores: Any) -> Any:
     """The sum of the 64 floats at an address."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return fold(b, [load(b, args[0], 32 * i, _V8F32) for i in range(8)], b.fadd)
-
-    return types.float32(types.int64), generate
+    return fold(b, [load(b, scores, 32 * i, _V8F32) for i in range(8)], b.fadd)
 
 
-@intrinsic
-def square_sum(typing_context: Any, row: Any, k: Any) -> Any:
+@emitted(types.float32(types.int64, types.int64))
+def square_sum(b: ir.IRBuilder, row: Any, k: Any) -> Any:
     """The sum of the squares of k floats at an address, in four vectors side by side."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        row, k = args
-        wide, one = (
-            b.module.declare_intrinsic(f"llvm.fma{lanes}", (), ir.FunctionType(kind, [kind] * 3))
-            for lanes, kind in ((".v8f32", _V8F32), (".f32", F32))
-        )
-        (sums,) = accumulators(b, 1, 4, ir.Constant(_V8F32, [0.0] * 8))
-        stride = ir.Constant(I64, 32)
-        whole = b.mul(b.udiv(k, stride), stride)
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), whole, stride) as (i, _):
-            at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
-            for v, slot in enumerate(sums):
-                x = load(b, at, 32 * v, _V8F32)
-                b.store(b.call(wide, [x, x, b.load(slot)]), slot)
-        total = cgutils.alloca_once_value(b, fold(b, [b.load(slot) for slot in sums], b.fadd))
-        with cgutils.for_range_slice(b, whole, k, ir.Constant(I64, 1)) as (i, _):
-            x = load(b, b.add(row, b.shl(i, ir.Constant(I64, 2))), 0, F32)
-            b.store(b.call(one, [x, x, b.load(total)]), total)
-        return b.load(total)
-
-    return types.float32(types.int64, types.int64), generate
+    wide, one = (
+        b.module.declare_intrinsic(f"llvm.fma{lanes}", (), ir.FunctionType(kind, [kind] * 3))
+        for lanes, kind in ((".v8f32", _V8F32), (".f32", F32))
+    )
+    (sums,) = accumulators(b, 1, 4, ir.Constant(_V8F32, [0.0] * 8))
+    stride = ir.Constant(I64, 32)
+    whole = b.mul(b.udiv(k, stride), stride)
+    with cgutils.for_range_slice(b, ir.Constant(I64, 0), whole, stride) as (i, _):
+        at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
+        for v, slot in enumerate(sums):
+            x = load(b, at, 32 * v, _V8F32)
+            b.store(b.call(wide, [x, x, b.load(slot)]), slot)
+    total = cgutils.alloca_once_value(b, fold(b, [b.load(slot) for slot in sums], b.fadd))
+    with cgutils.for_range_slice(b, whole, k, ir.Constant(I64, 1)) as (i, _):
+        x = load(b, b.add(row, b.shl(i, ir.Constant(I64, 2))), 0, F32)
+        b.store(b.call(one, [x, x, b.load(total)]), total)
+    return b.load(total)
 
 
 # ---------------------------------------------------------------------------- register tiles
@@ -295,38 +253,33 @@ def accumulators(b: ir.IRBuilder, rows: int, vectors: int, zero: ir.Constant) ->
 def make_f32_tile(rows: int, vectors: int) -> Any:
     """C[rows, 8*vectors] (+)= A[rows, k] @ B[k, 8*vectors]; adds to C if `keep`."""
 
-    @intrinsic
+    @emitted(types.void(*[types.int64] * 8))
     def tile(
-        typing_context: Any, a: Any, lda: Any, b: Any, ldb: Any, k: Any, c: Any, ldc: Any, keep: Any
-    ) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            a, lda, base, ldb, k, c, ldc, keep = args
-            fma = b.module.declare_intrinsic(
-                "llvm.fma.v8f32", (), ir.FunctionType(_V8F32, [_V8F32] * 3)
-            )
-            total = accumulators(b, rows, vectors, ir.Constant(_V8F32, [0.0] * 8))
-            out = row_addresses(b, c, ldc, rows)
-            lines = row_addresses(b, a, lda, rows)
-            with cgutils.for_range(b, k) as loop:
-                line = b.add(base, b.mul(loop.index, ldb))
-                weights = [load(b, line, 32 * v, _V8F32) for v in range(vectors)]
-                step = b.shl(loop.index, ir.Constant(I64, 2))
-                for r in range(rows):
-                    x = splat(b, load(b, b.add(lines[r], step), 0, F32), _V8F32)
-                    for v in range(vectors):
-                        slot = total[r][v]
-                        b.store(b.call(fma, [x, weights[v], b.load(slot)]), slot)
-            with b.if_then(b.icmp_signed("!=", keep, ir.Constant(I64, 0))):
-                for r in range(rows):
-                    for v in range(vectors):
-                        before = load(b, out[r], 32 * v, _V8F32)
-                        b.store(b.fadd(b.load(total[r][v]), before), total[r][v])
+        b: ir.IRBuilder, a: Any, lda: Any, base: Any, ldb: Any, k: Any, c: Any, ldc: Any, keep: Any
+    ) -> None:
+        fma = b.module.declare_intrinsic(
+            "llvm.fma.v8f32", (), ir.FunctionType(_V8F32, [_V8F32] * 3)
+        )
+        total = accumulators(b, rows, vectors, ir.Constant(_V8F32, [0.0] * 8))
+        out = row_addresses(b, c, ldc, rows)
+        lines = row_addresses(b, a, lda, rows)
+        with cgutils.for_range(b, k) as loop:
+            line = b.add(base, b.mul(loop.index, ldb))
+            weights = [load(b, line, 32 * v, _V8F32) for v in range(vectors)]
+            step = b.shl(loop.index, ir.Constant(I64, 2))
+            for r in range(rows):
+                x = splat(b, load(b, b.add(lines[r], step), 0, F32), _V8F32)
+                for v in range(vectors):
+                    slot = total[r][v]
+                    b.store(b.call(fma, [x, weights[v], b.load(slot)]), slot)
+        with b.if_then(b.icmp_signed("!=", keep, ir.Constant(I64, 0))):
             for r in range(rows):
                 for v in range(vectors):
-                    store(b, b.load(total[r][v]), out[r], 32 * v)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), generate
+                    before = load(b, out[r], 32 * v, _V8F32)
+                    b.store(b.fadd(b.load(total[r][v]), before), total[r][v])
+        for r in range(rows):
+            for v in range(vectors):
+                store(b, b.load(total[r][v]), out[r], 32 * v)
 
     return tile
 
@@ -363,9 +316,9 @@ def make_int_tile(rows: int, vectors: int) -> Any:
     and adds neighbours into eight int32 sums, exactly. k is a multiple of 4.
     """
 
-    @intrinsic
+    @emitted(types.void(*[types.int64] * 10))
     def tile(
-        typing_context: Any,
+        b: ir.IRBuilder,
         a: Any,
         lda: Any,
         w: Any,
@@ -376,38 +329,31 @@ def make_int_tile(rows: int, vectors: int) -> Any:
         c: Any,
         ldc: Any,
         keep: Any,
-    ) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            a, lda, w, k, a_scale, w_scale, bias, c, ldc, keep = args
-            madd = b.module.declare_intrinsic(
-                "llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(_V8I32, [_V16I16, _V16I16])
-            )
-            total = accumulators(b, rows, vectors, ir.Constant(_V8I32, [0] * 8))
-            lines = row_addresses(b, a, lda, rows)
-            pair_bytes = 16 * vectors
-            with cgutils.for_range_slice(
-                b, ir.Constant(I64, 0), b.ashr(k, ir.Constant(I64, 1)), ir.Constant(I64, 2)
-            ) as (pair, _):
-                weights_at = b.add(w, b.mul(pair, ir.Constant(I64, pair_bytes)))
-                step = b.shl(pair, ir.Constant(I64, 2))
-                for unroll in range(2):
-                    weights = [
-                        b.sext(
-                            load(b, weights_at, unroll * pair_bytes + 16 * v, _V16I8, 1), _V16I16
-                        )
-                        for v in range(vectors)
-                    ]
-                    for r in range(rows):
-                        both = load(b, b.add(lines[r], step), 4 * unroll, I32)
-                        x = b.bitcast(splat(b, both, _V8I32), _V16I16)
-                        for v in range(vectors):
-                            slot = total[r][v]
-                            b.store(b.add(b.load(slot), b.call(madd, [x, weights[v]])), slot)
-            row_scales = [load(b, a_scale, 4 * r, F32) for r in range(rows)]
-            finish_integers(b, total, row_scales, w_scale, bias, c, ldc, keep)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), generate
+    ) -> None:
+        madd = b.module.declare_intrinsic(
+            "llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(_V8I32, [_V16I16, _V16I16])
+        )
+        total = accumulators(b, rows, vectors, ir.Constant(_V8I32, [0] * 8))
+        lines = row_addresses(b, a, lda, rows)
+        pair_bytes = 16 * vectors
+        with cgutils.for_range_slice(
+            b, ir.Constant(I64, 0), b.ashr(k, ir.Constant(I64, 1)), ir.Constant(I64, 2)
+        ) as (pair, _):
+            weights_at = b.add(w, b.mul(pair, ir.Constant(I64, pair_bytes)))
+            step = b.shl(pair, ir.Constant(I64, 2))
+            for unroll in range(2):
+                weights = [
+                    b.sext(load(b, weights_at, unroll * pair_bytes + 16 * v, _V16I8, 1), _V16I16)
+                    for v in range(vectors)
+                ]
+                for r in range(rows):
+                    both = load(b, b.add(lines[r], step), 4 * unroll, I32)
+                    x = b.bitcast(splat(b, both, _V8I32), _V16I16)
+                    for v in range(vectors):
+                        slot = total[r][v]
+                        b.store(b.add(b.load(slot), b.call(madd, [x, weights[v]])), slot)
+        row_scales = [load(b, a_scale, 4 * r, F32) for r in range(rows)]
+        finish_integers(b, total, row_scales, w_scale, bias, c, ldc, keep)
 
     return tile
 
