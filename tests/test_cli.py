@@ -115,7 +115,7 @@ def test_every_flag_is_a_setting() -> None:
         (["generate", "x", "--min-tokens", "9", "--max-tokens", "4"], 1, "min_tokens (9) must not"),
         (["pull", "no-such-model"], 1, "model 'no-such-model': tried it as a path"),
         (["serve", "./nowhere"], 1, "model './nowhere': tried it as a path"),
-        (["serve", "--prefill", "1"], 2, "--decode is needed, too"),
+        (["serve", "--prefill", "1"], 2, "--prefill needs --decode: prefill workers only"),
         (["serve", "--prefill-set", "dtype=fp32"], 2, "--prefill-set needs --prefill and --decode"),
         (["serve", *ROLES, "--workers", "2"], 2, "give --workers or --prefill and --decode"),
         (
@@ -130,7 +130,7 @@ def test_every_flag_is_a_setting() -> None:
         ),
         (["chat", "--url", "http://127.0.0.1:9/v1"], 1, "cannot reach http://127.0.0.1:9/v1"),
         (["chat", "--url", "nonsense"], 1, "cannot reach nonsense"),
-        (["route"], 2, "--backend is needed: the URL of a server"),
+        (["route"], 2, "--backend is missing: give the URL of each server"),
         (["route", "--backend", "host:1"], 2, "--backend must be http://HOST:PORT"),
         (
             ["route", "--backend=http://h:1", "--backend=http://h:1/v1"],

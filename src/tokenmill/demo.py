@@ -1,7 +1,7 @@
-"""A prefill and a decode worker, 17 chat requests by the openai client, what they cost, and MLPerf.
+"""Runs a prefill and a decode worker, 17 chat requests by the openai client, a price, and MLPerf.
 
-`python -m tokenmill.demo` exits 0 only if every request ended properly, KV moved between the
-workers, the server stopped well and every MLPerf scenario came to a result.
+`python -m tokenmill.demo` exits with 0 only if every request ended properly, KV moved between the
+workers, the server stopped cleanly and every MLPerf scenario gave a result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A keep-alive HTTP/1.1 connection: what the benchmark client and the proxy have in common.
+"""A keep-alive HTTP/1.1 connection, the base of the benchmark client's and of the proxy's.
 
-Each of them says what becomes of an answer, and keeps its own pool: the client stamps every read
-and never waits for a reader, the proxy holds a backend back whose answer is not read.
+Each of them handles answers in its own way and has its own pool: the client stamps every read and
+never pauses it, while the proxy stops reading from a backend until its client takes the answer.
 """
 
 from __future__ import annotations

@@ -444,7 +444,7 @@ def test_prompts_without_a_tokenizer_begin_alike() -> None:
 @pytest.mark.parametrize(
     ("urls", "message"),
     [
-        ((), "--backend is needed"),
+        ((), "--backend is missing"),
         (("localhost:8000",), "--backend must be http://HOST:PORT"),
         (("http://",), "--backend must be"),
         (("http://h:x",), "--backend must be"),

@@ -1,4 +1,4 @@
-"""What this machine does at best: GEMM rates at a model's shapes, and the rate of memory reads."""
+"""Measures the best rates of this machine: GEMMs at a model's shapes, and memory reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark in a process of its own: its JSON line, or the sentence that it ended with."""
+"""Runs a benchmark in its own process and returns its JSON line, or its last error message."""
 
 from __future__ import annotations
 

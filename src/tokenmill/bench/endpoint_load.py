@@ -1,4 +1,4 @@
-"""What the flags of `bench endpoint` ask for: loads, data, and whom to send them to."""
+"""Turns the flags of `bench endpoint` into loads, data and the target to send them to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench endpoint --saturate`: the search over points, and its words."""
+"""`bench endpoint --saturate`: runs the search over points and prints its result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_saturation(settings: Settings, config: EndpointConfig) -> None:
     """What a search cannot have."""
     for name, values in (("concurrency", config.concurrency), ("rate", config.rate)):
         if len(values) > 1:
-            raise SettingsError(f"--saturate begins at one --{name}, got {len(values)}")
+            raise SettingsError(f"--saturate starts at a single --{name}, got {len(values)} values")
     if config.trace is not None:
         raise SettingsError("--saturate and --trace do not go together: leave one out")
     if config.concurrency and "arrival" in settings:

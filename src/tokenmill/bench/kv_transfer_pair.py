@@ -1,4 +1,4 @@
-"""Two processes with a KV cache each: how fast blocks move from one to the other."""
+"""Measures how fast KV blocks move between two processes, each with its own cache."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ RUNNERS: dict[str, Callable[[Path, int], Runner]] = {
 
 def _need_gguf(model: Path) -> None:
     if model.suffix != ".gguf":
-        raise ValueError(f"needs a GGUF file, and {model.name} is none")
+        raise ValueError(f"this peer needs a GGUF file, and {model.name} is not one")
 
 
 def main(name: str, model: str, num_threads: str) -> None:

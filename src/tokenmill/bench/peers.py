@@ -1,4 +1,4 @@
-"""Other engines beside ours: each in its own process, on the same file and the same tokens."""
+"""Runs other engines, each in its own process, on the same model file and the same tokens."""
 
 from __future__ import annotations
 

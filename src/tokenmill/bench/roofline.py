@@ -1,4 +1,4 @@
-"""The least time that a cell can take on a machine, from what the machine was seen to do.
+"""The least time that a cell can take, computed from the measured rates of the machine.
 
 Linear layers run at the GEMM rate of their type or read their weights once a step; attention runs
 at the rate of the KV cache's type or reads the cache. Norms, sampling and Python are free here.
@@ -6,7 +6,7 @@ at the rate of the KV cache's type or reads the cache. Norms, sampling and Pytho
 Of E experts, k for each token, a step of B tokens reads E * (1 - (1 - k / E) ** B): as many as are
 hit when tokens choose evenly, B being the mean batch. Skewed routing reads less.
 
-Drafts that came true save steps; making them, and computing wrong ones, is free here.
+Accepted drafts save steps. Making drafts and verifying rejected ones costs nothing here.
 """
 
 from __future__ import annotations

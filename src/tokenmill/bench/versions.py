@@ -1,4 +1,4 @@
-"""Versions of packages; a source tree that was never installed has only its own."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 

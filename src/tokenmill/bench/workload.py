@@ -1,4 +1,4 @@
-"""What a benchmark runs: cells of requests with their lengths, and the prompts of a cell."""
+"""Workloads of benchmarks: cells of requests with their lengths, and the prompts of a cell."""
 
 from __future__ import annotations
 

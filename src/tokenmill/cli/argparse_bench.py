@@ -1,4 +1,4 @@
-"""The benchmarks' command line where typer cannot run: argparse over the same settings."""
+"""The command line of the benchmarks where typer is not installed: argparse, same settings."""
 
 from __future__ import annotations
 

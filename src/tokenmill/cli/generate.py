@@ -41,7 +41,7 @@ def generate(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
-        raise SettingsError("PROMPT is empty")
+        raise SettingsError("PROMPT is empty: give the text to continue")
     sampling = settings.build(SamplingParams)
     llm = local.load_llm(settings)
     if settings.get("chat") or "system" in settings:

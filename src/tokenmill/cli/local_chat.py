@@ -1,4 +1,4 @@
-"""A model in this process, for the commands that talk to one."""
+"""Loads a model into this process for `chat` and `generate`, and streams its answers."""
 
 from __future__ import annotations
 

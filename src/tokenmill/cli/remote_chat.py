@@ -1,4 +1,4 @@
-"""A running OpenAI-compatible server as the other side of a chat."""
+"""Streams answers for `chat` and `generate` from a running OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             if data.startswith("{"):
                 yield json.loads(data)
     except (OSError, http.client.HTTPException) as error:
-        raise RemoteError(f"the server broke the answer off: {error}") from None
-    raise RemoteError("the server broke the answer off")
+        raise RemoteError(f"the connection broke before the answer was complete: {error}") from None
+    raise RemoteError("the server ended the answer before it was complete")
 
 
 def _take(event: dict[str, Any], answer: Answer) -> Iterator[str]:

@@ -159,8 +159,8 @@ def _roles(settings: Settings, pool: PoolConfig) -> Settings:
                 raise SettingsError(f"--{key} needs --prefill and --decode")
         return settings
     if not pool.prefill or not pool.decode:
-        missing = "decode" if pool.prefill else "prefill"
-        raise SettingsError(f"--{missing} is needed, too: there is nobody else to do it")
+        given, missing = ("prefill", "decode") if pool.prefill else ("decode", "prefill")
+        raise SettingsError(f"--{given} needs --{missing}: prefill workers only compute prompts")
     if "workers" in settings:
         raise SettingsError("give --workers or --prefill and --decode, not both")
     return Settings(settings.values | {"kv-connector": _connector(settings, pool)})

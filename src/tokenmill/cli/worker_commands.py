@@ -59,7 +59,7 @@ def scale(settings: Settings) -> None:
     """
     counts = {key: settings.get(key) for key in COUNTS if key in settings}
     if not counts:
-        raise SettingsError("--workers, --prefill or --decode is needed: how many there shall be")
+        raise SettingsError("give a number of workers: --workers, --prefill or --decode")
     _show(_call(settings, "/workers/scale", counts), settings)
 
 

@@ -1,4 +1,4 @@
-"""The configs of benchmarks, filled as those of config.py are."""
+"""The configs of benchmarks. The command line, TOML and the environment fill them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class EndpointConfig:
     """What `bench endpoint` sends, when, for how long, and what it makes of it."""
 
     api: Literal["chat", "completions"] = setting("chat", "Route to call.")
-    stream: bool = setting(True, "Ask for streams; off: only whole answers are timed.")
+    stream: bool = setting(True, "Ask for streams; if off, only whole answers are timed.")
     timeout_s: float = setting(
         600.0, "Longest time of one request.", number(0.001, math.inf, "SECONDS"), flag="timeout"
     )
     insecure: bool = setting(False, "Do not check the server's certificate.")
-    extra_body: str | None = setting(None, "JSON object whose fields join every request.")
+    extra_body: str | None = setting(None, "JSON object whose fields are added to every request.")
     concurrency: tuple[int, ...] = setting(
         (),
         "Requests under way at once (16 without --rate); several: a sweep.",
@@ -81,7 +81,7 @@ class EndpointConfig:
         numbers(read_float, 1e-6, "X[,X...]"),
     )
     arrival: Literal["poisson", "constant", "burst"] = setting(
-        "poisson", "How they arrive; burst without --rate: all at once."
+        "poisson", "How requests arrive; burst without --rate sends all at once."
     )
     burst_size: int = setting(1, "Requests of one burst.", count(1))
     ramp_s: float = setting(
@@ -94,22 +94,30 @@ class EndpointConfig:
     )
     duration_s: float | None = setting(
         None,
-        "Nothing is sent later; what is under way may end.",
+        "Time after which nothing more is sent; running requests may finish.",
         number(0.001, math.inf, "SECONDS"),
         flag="duration",
     )
-    warmup_requests: int = setting(8, "Requests before, in no figure.", count(0))
+    warmup_requests: int = setting(
+        8, "Requests before the measured ones; they do not count.", count(0)
+    )
     saturate: bool = setting(
         False,
         "Search for the highest load (concurrency; with --arrival a rate) that keeps "
         "--goodput, or for the knee of throughput.",
     )
     slo_percentile: float = setting(
-        99.0, "Requests that must keep --goodput in that search.", number(1, 100, "PERCENT")
+        99.0,
+        "Requests that must keep --goodput in --saturate.",
+        number(1, 100, "PERCENT"),
     )
     prompts: str | None = setting(None, 'JSONL file of {"prompt": ...} or {"messages": ...}.')
     trace: str | None = setting(None, "Mooncake trace: its times, lengths and shared prefixes.")
-    trace_speed: float = setting(1.0, "Above 1 replays it faster.", number(1e-6, math.inf))
+    trace_speed: float = setting(
+        1.0,
+        "Speed of the replay; 2 is twice as fast.",
+        number(1e-6, math.inf),
+    )
     turns: int = setting(1, "Turns of a conversation; 1: single requests.", count(1))
     shared_prefix: int = setting(0, "Tokens that prompts have in common.", count(0))
     num_prefixes: int = setting(1, "Different shared prefixes.", count(1))
@@ -139,12 +147,14 @@ class EndpointConfig:
         "Dollars per GPU and hour: gives dollars per million tokens.",
         number(0, math.inf, "USD"),
     )
-    processes: int | None = setting(None, "Client processes; as the load needs.", count(1, 1024))
+    processes: int | None = setting(
+        None, "Client processes; by default set by the load.", count(1, 1024)
+    )
     audit: bool = setting(True, "Measure what the client itself can do.")
     server_metrics: bool = setting(
-        True, "Read the server's /metrics beside (tokenmill, vLLM, SGLang)."
+        True, "Also read the server's /metrics (tokenmill, vLLM, SGLang)."
     )
-    metrics_url: str | None = setting(None, "Where they are, if not at /metrics of the server.")
+    metrics_url: str | None = setting(None, "URL of the server's metrics, if it is not /metrics.")
     output_dir: str | None = setting(
         None, "New folder for report.html, summary.json, CSV, events and manifest."
     )

@@ -1,6 +1,6 @@
-"""Dataclasses as JSON and back, by their annotations, where msgspec need not be installed.
+"""Writes dataclasses as JSON and reads them back by their annotations, without msgspec.
 
-A union of dataclasses is told apart by the name of the class; bytes travel in hexadecimal.
+In a union of dataclasses the name of the class tells them apart; bytes are written in hexadecimal.
 """
 
 from __future__ import annotations

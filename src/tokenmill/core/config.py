@@ -100,7 +100,7 @@ class SchedulerConfig:
     )
     max_model_len: int = 8192
     chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
-    policy: Literal["fcfs", "priority"] = setting("priority", "Whose turn it is.")
+    policy: Literal["fcfs", "priority"] = setting("priority", "Order of the waiting requests.")
 
     @property
     def num_seqs(self) -> int:
@@ -162,40 +162,40 @@ class ParallelConfig:
     )
     ep: int = setting(
         1,
-        "Ranks that divide the experts; attention is repeated on each, unless --tp or"
+        "Ranks that divide the experts; each computes all of attention, unless --tp or"
         " --attention-dp divides it.",
         count(1, 4096),
     )
     attention_dp: bool = setting(
-        False, "With --ep: each rank has requests and KV of its own, experts are shared."
+        False, "Each rank has its own requests and KV, and all share the experts; needs --ep."
     )
     timeout_iters: int = setting(
         0,
-        "Most steps that prompts wait for a rank that has none, so that ranks compute"
-        " theirs together; 0: they never wait.",
+        "Most steps that prompts wait for ranks without a prompt, so that all ranks compute"
+        " prompts in the same step; 0: they never wait.",
         count(0),
         flag="adp-timeout-iters",
     )
     batching_wait_iters: int = setting(
         0,
-        "Steps that they wait when every rank has one, to gather more.",
+        "Steps that prompts wait for more prompts once every rank has one.",
         count(0),
         flag="adp-batching-wait-iters",
     )
     redundant_experts: int = setting(
         0,
-        "Second places for busy experts of a layer; rounded up to equally many on each rank.",
+        "Extra copies of a layer's busy experts, rounded up to the same number on each rank.",
         count(0),
     )
     rebalance_steps: int = setting(
-        0, "Steps between two looks at the experts' load, which moves them; 0: they stay.", count(0)
+        0, "Steps after which experts move to balance their load; 0: they never move.", count(0)
     )
     rebalance_layers: int = setting(
         2, "Most layers whose experts move between two steps.", count(1)
     )
     nodes: int = setting(
         1,
-        "Machines of the ranks: moved experts of a routing group stay together on one.",
+        "Machines that the ranks run on; experts of a routing group stay on one machine.",
         count(1),
         flag="ep-nodes",
     )
@@ -221,7 +221,9 @@ class RouterConfig:
     """How to choose a worker, and how long to believe in what was routed."""
 
     policy: RouterPolicy = setting(
-        "kv", "Who chooses a request's worker; kv: cached prefix against load.", flag="router"
+        "kv",
+        "Policy that chooses a worker; kv weighs cached prefix against load.",
+        flag="router",
     )
     block_size: int = 16
     prefill_weight: float = setting(
@@ -238,19 +240,19 @@ class RouterConfig:
     )
     events: bool = setting(
         True,
-        "Workers tell which blocks they hold; off: predicted from what was routed.",
+        "Workers report which blocks they cache; off: the router predicts it from what it sent.",
         flag="router-events",
     )
     predict_s: float = 5.0  # lifetime of a prediction beside events
     approximate_s: float = setting(
         120.0,
-        "How long a prompt is taken for cached where workers do not tell.",
+        "How long the router assumes that a prompt stays cached, without reports.",
         number(0.01, math.inf, "SECONDS"),
         flag="router-lifetime",
     )
     approximate_blocks: int = setting(
         16384,
-        "KV blocks of 16 tokens that a worker is taken to hold where it does not tell.",
+        "KV blocks of 16 tokens that the router assumes a worker can cache, without reports.",
         count(1),
         flag="router-worker-blocks",
     )
@@ -264,14 +266,14 @@ class PoolConfig:
     workers: int = setting(1, "Workers that share the requests.", count(1, 4096))
     prefill: int = setting(
         0,
-        "Workers that compute long prompts and hand their KV over; with --decode.",
+        "Workers that only compute long prompts and pass the KV on; needs --decode.",
         count(1, 4096),
     )
-    decode: int = setting(
-        0, "Workers that generate, for --prefill workers to compute prompts.", count(1, 4096)
-    )
+    decode: int = setting(0, "Workers that generate the answers; needs --prefill.", count(1, 4096))
     remote_prefill_tokens: int = setting(
-        128, "Prompts with fewer uncached tokens are computed where they decode.", count(1)
+        128,
+        "The decode worker computes prompts with fewer uncached tokens itself.",
+        count(1),
     )
     kv_lease_s: float = setting(
         LEASE_S,
@@ -286,22 +288,23 @@ class PoolConfig:
         "Who starts workers and ranks; auto: Ray where there are several and it is installed.",
     )
     ray_address: str | None = setting(
-        None, "Ray cluster to place workers on, such as 10.0.0.1:6379; a local Ray is started else."
+        None,
+        "Ray cluster to place workers on, such as 10.0.0.1:6379; by default Ray starts here.",
     )
     max_migrations: int = setting(
         2,
-        "How often a request goes on with others when its worker dies; then alone, or is an error.",
+        "Workers in a row that may die while they run a request; then it runs alone, then fails.",
         count(0),
     )
     heartbeat_s: float = setting(
         1.0,
-        "Time between two signs of life that a worker is asked for.",
+        "Time between two heartbeats of a worker.",
         number(0.01, 3600, "SECONDS"),
         flag="heartbeat",
     )
     hang_timeout_s: float = setting(
         60.0,
-        "A worker without a sign of life for so long is killed; a step must be shorter.",
+        "A worker without a heartbeat for this long is killed; every step must be shorter.",
         number(0.01, math.inf, "SECONDS"),
         flag="hang-timeout",
     )
@@ -345,15 +348,18 @@ class ServerConfig:
     )
     served_model_name: str | None = setting(None, "Name that clients ask for.")
     max_body_bytes: int = setting(16 * 2**20, "Largest request body.", SIZE, flag="max-body-size")
-    max_concurrency: int = setting(1024, "Most open requests; more answer 429.", count(1))
+    max_concurrency: int = setting(1024, "Most requests at once; further ones get a 429.", count(1))
     max_concurrency_per_key: int | None = setting(
-        None, "Most open requests of one API key; more answer 429.", count(1)
+        None, "Most requests at once of one API key; further ones get a 429.", count(1)
     )
     max_pending: int | None = setting(
-        None, "Most requests without a first token, for each worker; more answer 429.", count(1)
+        None,
+        "Most requests per worker without a first token; more get a 429.",
+        count(1),
     )
     control_token: str | None = setting(
-        None, "Token for /workers from other hosts; without it, only this machine may ask."
+        None,
+        "Token for /workers from other hosts; without it only this machine may call it.",
     )
     request_timeout_s: float | None = setting(
         None, "Deadline of every request.", SECONDS, flag="request-timeout"
@@ -363,25 +369,25 @@ class ServerConfig:
     )
     header_timeout_s: float = setting(
         20.0,
-        "Time for the head of a request; later ones get a 408.",
+        "Time for the headers of a request; slower ones get a 408.",
         PATIENCE,
         flag="header-timeout",
     )
     body_timeout_s: float = setting(
         300.0,
-        "Time for the body of a request; later ones get a 408.",
+        "Time for the body of a request; slower ones get a 408.",
         PATIENCE,
         flag="body-timeout",
     )
     body_idle_timeout_s: float = setting(
         30.0,
-        "Time between two pieces of a body; later ones get a 408.",
+        "Time between two parts of a body; slower ones get a 408.",
         PATIENCE,
         flag="body-idle-timeout",
     )
     send_timeout_s: float = setting(
         300.0,
-        "Time after which a client that takes nothing of its answer is dropped.",
+        "Time after which a client that does not read its answer is disconnected.",
         PATIENCE,
         flag="send-timeout",
     )
@@ -393,7 +399,7 @@ class ServerConfig:
     )
     max_connections: int = setting(
         8192,
-        "Most open connections; beyond, idle ones are closed, then new ones get a 503.",
+        "Most connections; beyond it idle ones are closed, and then new ones get a 503.",
         count(1),
     )
     cors_origins: tuple[str, ...] = setting(
@@ -454,7 +460,7 @@ class RouteConfig:
     )
     health_interval_s: float = setting(
         5.0,
-        "Time between two looks at a backend; one that is down is asked sooner, then less often.",
+        "Time between two health checks of a backend; one that is down is checked sooner at first.",
         number(0.01, 3600, "SECONDS"),
         flag="health-interval",
     )

@@ -1,4 +1,4 @@
-"""Checked reading of config.json's fields: an error names the field and what was expected."""
+"""Reads fields of config.json; an error names the field and the value that was expected."""
 
 from __future__ import annotations
 

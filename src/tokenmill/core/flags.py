@@ -1,4 +1,4 @@
-"""Config fields as settings: their words, and how a flag, a variable or a file is read."""
+"""Declares config fields as settings: their help, and how their values are read and checked."""
 
 from __future__ import annotations
 

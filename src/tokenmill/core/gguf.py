@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and where the tensors lie.
 
-Read here rather than by the gguf package, whose reader takes seconds over a large vocabulary and
-needs numpy; the package still names the types and dequantises.
+The gguf package's own reader takes seconds for a large vocabulary and needs numpy, so the header is
+read here; the package still names the types and dequantises.
 """
 
 from __future__ import annotations

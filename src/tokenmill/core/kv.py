@@ -1,4 +1,4 @@
-"""KV that moves between engines: what it looks like, where it lies, and which blocks are ready."""
+"""Descriptions of KV that moves between engines: its layout, its address and its ready blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker tells a router about its cached blocks: events, numbered batches and dumps."""
+"""Reports of a worker to a router about its cached blocks: events, numbered batches and dumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timestamps to latency: the only definition of TTFT, ITL, TPOT, end-to-end time and percentiles.
+"""Defines TTFT, ITL, TPOT, end-to-end time and percentiles, all computed from timestamps.
 
 All stamps of one request come from one monotonic clock.
 TTFT: arrival to first output. ITL: the gap between two successive outputs of a stream, whatever

@@ -1,4 +1,4 @@
-"""Request traces in Mooncake's format: when, how long, and which blocks of a prompt are shared.
+"""Reads request traces in Mooncake's format: times, lengths and shared blocks of prompts.
 
 `plan replay` replays a trace in virtual time, `bench endpoint` against a server. Both read it by
 the same rules: every field has its type, there are as many hash ids as the prompt has blocks, and

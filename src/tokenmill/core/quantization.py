@@ -1,4 +1,4 @@
-"""How a checkpoint stores its linear weights: config.json's quantization_config."""
+"""Reads how a checkpoint stores its linear weights: quantization_config of config.json."""
 
 from __future__ import annotations
 

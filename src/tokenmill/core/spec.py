@@ -1,4 +1,4 @@
-"""What a model is: its dimensions, its layer kinds, and what one token costs in bytes and FLOPs."""
+"""Describes a model: its dimensions, its kinds of layers, and a token's cost in bytes and FLOPs."""
 
 from __future__ import annotations
 

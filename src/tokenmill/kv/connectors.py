@@ -1,4 +1,4 @@
-"""How an engine's KV is reached by others: by which connectors, over which memory."""
+"""Chooses the connectors by which other engines reach an engine's KV, and the memory for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks moved by NIXL: UCX picks what the hosts share, from shared memory to RDMA."""
+"""Moves KV blocks by NIXL; UCX chooses the transport, from shared memory to RDMA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks in memory that other processes of the same user can map, and the copy out of it."""
+"""Moves KV blocks by shared memory, which other processes of the same user can map and copy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""KV between engines: requests that wait for blocks, the reads that bring them, and their ends.
+"""Transfers KV between engines: requests wait for blocks, and reads fetch them.
 
 The engine that decodes reads from the one that computed the prompt. A front passes messages: the
-source's notices say which blocks are ready, chunk by chunk, and the last one brings the first
-token. Blocks that the target has cached are not read. A read starts only when no batch in flight
-can touch the blocks that it fills, and an ended request keeps its blocks until its reads are over.
+source's notices say which blocks are ready, chunk by chunk, and the last notice has the first
+token. Blocks that the target already caches are not read. A read starts only when no batch in
+flight can touch the blocks that it fills; an ended request keeps its blocks until its reads end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One server behind a router: is it up, which models has it, and what was sent to it."""
+"""One server behind a router: whether it is up, its models, and the calls that it received."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def base_url(url: str) -> str:
 def base_urls(urls: tuple[str, ...]) -> list[str]:
     """The backends' URLs; raises BackendError when there is none or one stands there twice."""
     if not urls:
-        raise BackendError("--backend is needed: the URL of a server, once for each")
+        raise BackendError(
+            "--backend is missing: give the URL of each server, such as http://10.0.0.1:8000"
+        )
     found: dict[str, str] = {}
     for url in urls:
         base = base_url(url)

@@ -1,4 +1,4 @@
-"""The servers behind a router: who gets a call, who may be tried next, and all of it as data."""
+"""The servers behind a router: chooses one for a call, and the next one when it fails."""
 
 from __future__ import annotations
 

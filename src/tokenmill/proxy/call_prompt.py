@@ -1,8 +1,8 @@
-"""What a router sees of a call that it does not judge: its model, and its prompt as numbers.
+"""Reads the model and the prompt of a call, as numbers, without checking the rest of the call.
 
-With a tokenizer these are the token ids that the backend will see. Without one, or where the
-template does not take the messages, four bytes of the text stand for a token: prompts that begin
-alike still begin alike, only their lengths are guesses.
+With a tokenizer the numbers are the token ids that the backend will see. Without one, or if the
+chat template fails on the messages, four bytes of the text count as a token: prompts with the same
+beginning still have the same first numbers, and only their lengths are estimates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of a router in front of other servers: what it sees of each call."""
+"""The metrics of a router in front of other servers, from what it sees of each call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The HTTP front of `tokenmill route`: calls go through, the rest is answered here.
+"""The HTTP routes of `tokenmill route`: it passes calls on, and answers for itself.
 
-Every POST below /v1/ is passed on, whatever it is, and so is whatever concerns a stored response,
-to the backend that has it; the app around it answers for the router
-itself: models, health, metrics, pool and dashboard.
+Every POST below /v1/ is passed on to a backend, and every call about a stored response to the
+backend that has it. The app answers requests about the router itself: models, health, metrics, pool
+and dashboard.
 """
 
 from __future__ import annotations

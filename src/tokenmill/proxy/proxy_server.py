@@ -1,4 +1,4 @@
-"""The process of `tokenmill route`: a socket, the backends, the app between them."""
+"""The process of `tokenmill route`: it opens the socket, and connects the app to the backends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One call through the router: to a backend, to the next one if need be, and its answer back.
+"""Relays one call: sends it to a backend, or to the next one if that fails, and returns the answer.
 
-Bodies pass as they are, in both directions. A backend that cannot be reached, or that answers 429
-or 5xx, or is lost before the first byte of its answer was passed on, is replaced by another; each
-is tried once. A stream that is cut later ends in an error event: nobody can go on with it.
+Bodies pass unchanged in both directions. Another backend is tried if one cannot be reached, answers
+429 or 5xx, or is lost before the first byte of its answer was passed on; each is tried once. A
+stream that breaks later ends in an error event, because no other backend can continue it.
 """
 
 from __future__ import annotations

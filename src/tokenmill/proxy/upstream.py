@@ -1,8 +1,8 @@
-"""HTTP to one backend: pooled connections, answers given on as their bytes come.
+"""HTTP to one backend: pooled connections, whose answers are passed on byte by byte.
 
-Connections stay open and are used last in, first out. One that had been idle for a while and that
-the backend closed just when it was used again is replaced once; whatever else fails is the
-caller's to decide.
+Connections stay open and are used last in, first out. If the backend closes an idle connection just
+when it is used again, the call is sent once more on a new one; the caller decides about all other
+failures.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _names(setting: Setting, name: str, no: str) -> list[tuple[str, bool]]:
 
 def _put(values: dict[str, Any], setting: Setting, raw: Any, source: str, negated: bool) -> None:
     if setting.key in values:
-        raise SettingsError(f"{source} sets {setting.key}, which is already set beside it")
+        raise SettingsError(f"{source} sets {setting.key} a second time: leave one out")
     value = read_value(setting, raw, source)
     values[setting.key] = not value if negated else value
 

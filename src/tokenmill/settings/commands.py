@@ -1,4 +1,4 @@
-"""The settings of single commands, which fill no config."""
+"""The settings of single commands that belong to no config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LADDER = (
     Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
     Setting(
         "gpu-price",
-        "Dollars per hour of the machine: a placeholder, put in what you pay.",
+        "Dollars per hour of the machine; the default is a placeholder for what you pay.",
         number(0, math.inf, "USD"),
         default=3.0,
     ),
@@ -40,8 +40,8 @@ MTP = (
 CAMPAIGN = (
     Setting("min-concurrency", "Lowest point of the curve.", count(1, 32), default=1),
     Setting("points", "Points of the curve.", count(7, 32), default=7),
-    Setting("disclosure", "TOML file of what only the submitter knows.", TEXT),
-    Setting("write-disclosure", "Write that file with all values open, and end.", TEXT),
+    Setting("disclosure", "TOML file with the facts that only the submitter knows.", TEXT),
+    Setting("write-disclosure", "Write that file with empty values, then exit.", TEXT),
 )
 MLPERF = (
     Setting(
@@ -67,7 +67,7 @@ MLPERF = (
     ),
     Setting(
         "target-qps",
-        "Queries per second: of the schedule, or expected where there is none.",
+        "Queries per second that are scheduled, or expected where nothing is scheduled.",
         number(1e-6, math.inf, "QPS"),
         default=1.0,
     ),
@@ -106,7 +106,7 @@ MLPERF = (
     ),
     Setting(
         "max-in-flight",
-        "Most requests open at --url at once; more wait here, which counts.",
+        "Most requests sent to --url at once; others wait in the client, and the wait counts.",
         count(1),
         default=1024,
     ),
@@ -118,7 +118,7 @@ MLPERF = (
 COMPARE = (
     Setting(
         "noise",
-        "Where there is no interval: the difference that is still noise.",
+        "Difference that counts as noise where there is no interval.",
         number(0, 1),
         default=0.05,
     ),
@@ -127,27 +127,36 @@ COMPARE = (
 PUBLISHED = (
     Setting("accelerator", "Only accelerators whose name has this, such as H200.", TEXT),
     Setting("limit", "Rows to print; the JSON line has all.", count(1), default=20),
-    Setting("result", "Result file or folder of yours to place among them.", TEXT),
+    Setting("result", "Your result file or folder, to be ranked among the published ones.", TEXT),
     Setting(
         "tok-s",
-        "Result of yours in the benchmark's unit, with --gpus.",
+        "Your result in the benchmark's unit; needs --gpus.",
         number(0, math.inf, "X"),
     ),
 )
 REPLAY = (
-    Setting("trace-block-tokens", "Tokens of a trace's hash id.", count(1), default=512),
+    Setting(
+        "trace-block-tokens",
+        "Tokens per hash id of a trace.",
+        count(1),
+        default=512,
+    ),
     Setting("num-blocks", "Blocks in a worker's KV cache.", count(1), default=16384),
     Setting(
         "prefill-ms",
-        "Time of a step in its prompt tokens that are not cached; as Dynamo's simulated engine.",
+        "Time of a step by its uncached prompt tokens, as in Dynamo's simulated engine.",
         POLYNOMIAL,
     ),
-    Setting("decode-ms", "And in the share of KV in use, where it decodes; as there.", POLYNOMIAL),
+    Setting(
+        "decode-ms",
+        "Time of a decode step by the share of KV in use.",
+        POLYNOMIAL,
+    ),
 )
 LOADS = (
     Setting(
         "loads",
-        "Instead of a trace: every policy over all kinds of load, on costs of a GPU and of a CPU.",
+        "Run every policy on all kinds of load, instead of a trace, with costs of a GPU and a CPU.",
         SWITCH,
         default=False,
     ),
@@ -168,16 +177,16 @@ ATTENTION_DP = (
         count(2),
         default=20_000,
     ),
-    Setting("balance", "Run with prompts held, too; else only without.", SWITCH, default=True),
+    Setting("balance", "Also run with prompts held back; off: only without.", SWITCH, default=True),
     Setting(
         "timeout-iters",
-        "Most steps that prompts wait for a rank that has none.",
+        "Most steps that prompts wait for ranks without a prompt.",
         count(0),
         default=50,
     ),
     Setting(
         "batching-wait-iters",
-        "Steps that they wait when every rank has one, to gather more.",
+        "Steps that prompts wait for more prompts once every rank has one.",
         count(0),
         default=10,
     ),
@@ -196,7 +205,7 @@ ATTENTION_DP = (
     ),
     Setting(
         "ttft-limit-ms",
-        "What --search allows at p99, from a place on a rank to the first token.",
+        "Limit of --search on the p99 time from a slot on a rank to the first token.",
         number(0, math.inf, "MS"),
         default=2000.0,
     ),
@@ -212,7 +221,7 @@ COMMANDS = (
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
     Setting(
         "decode-batch",
-        "Sequences of a step; several: one after another.",
+        "Sequences of a step; several sizes are measured one after another.",
         numbers(read_int, 1, "N[,N...]"),
         default=(32, 64, 128, 256),
     ),
@@ -220,13 +229,13 @@ COMMANDS = (
     Setting("fusions", "Also leave out one fused kernel after another.", SWITCH, default=False),
     Setting(
         "eplb-ranks",
-        "Ranks that share the experts of synthetic loads; several: one after another.",
+        "Ranks that share the experts of synthetic loads; several are run one after another.",
         numbers(read_int, 1, "N[,N...]"),
         default=(8, 32, 72),
     ),
     Setting(
         "live-ranks",
-        "Ranks of this machine that run a small model; 0: none.",
+        "Ranks on this machine that run a small model; 0 runs none.",
         count(0, 32),
         default=4,
     ),

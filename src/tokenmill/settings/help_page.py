@@ -1,4 +1,4 @@
-"""The page that --help prints: every flag whole, whatever the width of the terminal."""
+"""The page that --help prints; no flag is cut, whatever the width of the terminal."""
 
 from __future__ import annotations
 

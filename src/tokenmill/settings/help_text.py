@@ -1,4 +1,4 @@
-"""The words of --help, for both parsers of the command line."""
+"""The texts of --help, for both parsers of the command line."""
 
 from __future__ import annotations
 

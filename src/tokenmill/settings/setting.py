@@ -1,4 +1,4 @@
-"""One thing that can be set, from the field of a config or of a command's own."""
+"""One setting, made from the field of a config or declared by a command."""
 
 from __future__ import annotations
 

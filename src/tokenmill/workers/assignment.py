@@ -1,4 +1,4 @@
-"""Sending requests to workers: who decodes each of them, and who computes its prompt."""
+"""Sends requests to workers: chooses who decodes each one, and who computes its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that one worker computes and another goes on with: who reads from whom, and what is held.
+"""Moves prompts from a prefill worker to a decode worker, and tracks the KV that is held for it.
 
 The messages are those of messages.py. A handover begins when a prompt is sent to a prefill worker
 and ends when the decode worker has the KV, or when either side's request ends or dies.

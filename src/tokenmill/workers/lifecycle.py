@@ -1,4 +1,4 @@
-"""The life of a pool's slots: started together or not at all, restarted, scaled and drained."""
+"""Starts, restarts, scales and drains the slots of a pool; the first start is all or nothing."""
 
 from __future__ import annotations
 

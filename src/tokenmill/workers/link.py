@@ -1,8 +1,8 @@
-"""The link to a worker process: the API side of its socket, and who it belongs to.
+"""The API side of the socket to a worker process, and the process that it belongs to.
 
-There is one PAIR socket per worker process; messages.py has what passes. The API side binds and the
-worker connects, so a restarted worker gets a new address: a private ipc:// path, or tcp:// with
-CURVE, where the key that only this worker is given lets it in.
+There is one PAIR socket per worker process; messages.py defines its messages. The API side binds
+and the worker connects, so a restarted worker gets a new address: a private ipc:// path, or tcp://
+with CURVE, where the worker needs a key that only it received.
 """
 
 from __future__ import annotations

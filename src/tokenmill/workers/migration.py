@@ -1,9 +1,8 @@
-"""The open requests of a pool: their outputs go to their streams, and they outlive their workers.
+"""Owns the open requests of a pool: passes their outputs on, and moves them when a worker dies.
 
-Every token that was passed on is known here. When a worker is gone, its requests are sent to
-another one with these tokens as output_token_ids; sampling depends on seed and position alone, so
-the rest is what the first worker would have said. One that workers seem to die of ends in ERROR
-(suspects.py).
+Every token that was passed on is known here. When a worker dies, its requests are sent to another
+worker with these tokens as output_token_ids. Sampling depends on seed and position alone, so the
+rest of the answer is the same. A request that seems to kill workers ends in ERROR (suspects.py).
 """
 
 from __future__ import annotations

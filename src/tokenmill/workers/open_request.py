@@ -1,4 +1,4 @@
-"""A request in the pool: what the next worker has to know of it, wherever it went before."""
+"""An open request of the pool, with all that another worker needs to continue it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outputs of one API call's requests, between the pool that puts them and who answers."""
+"""The outputs of one API call, passed from the pool to the code that writes the answer."""
 
 from __future__ import annotations
 

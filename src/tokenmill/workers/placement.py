@@ -1,7 +1,7 @@
-"""Where workers run: processes of this machine, or placed by Ray on this machine or a cluster.
+"""Starts worker processes: directly on this machine, or by Ray on this machine or a cluster.
 
-A placement starts a worker's command and lets the pool wait for its end; requests and tokens
-never pass through it. Ray's actor on the chosen node does nothing but own that process.
+A placement starts a worker's command and lets the pool wait for its end; requests and tokens do not
+pass through it. With Ray, an actor on the chosen node owns the process and does nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Many workers behind one front door: requests are routed, and go on elsewhere when a worker dies.
+"""The worker pool: routes requests to workers, and continues them elsewhere when a worker dies.
 
 The pool wires four objects: Routers know who may be chosen, Handovers move prompts from prefill to
-decode workers, Migration owns the open requests, and Lifecycle owns the worker slots. Without any
-decode worker, prefill workers do it all.
+decode workers, Migration owns the open requests, and Lifecycle owns the worker slots. Without a
+decode worker, prefill workers also generate.
 """
 
 from __future__ import annotations

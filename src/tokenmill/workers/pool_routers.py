@@ -1,6 +1,6 @@
 """The routers of a pool: one over the workers that take requests, one over those that prefill.
 
-Workers tell them what they hold: a dump when they are introduced and after a gap, events else.
+Workers report their cached blocks: a dump at the start and after a gap, otherwise events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pool as data: what /workers answers, and what /metrics is made of."""
+"""The state of the pool as data, for /workers and /metrics."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Finds the request that makes workers die: suspects run one at a time.
 
-Whoever was at a dying worker goes on elsewhere with all the others. One that was there at
-`max_deaths` deaths, and got no further between them, is a suspect: only one of these is at work at
-any time. If that worker dies, too, it was the one, and ends; if the suspect gets further than
-where it stood, it is cleared. So a request ends for what it did itself, and what bystanders have to
-fear is a short wait.
+When a worker dies, its requests continue on other workers. A request that was on `max_deaths` dying
+workers without progress in between is a suspect, and only one suspect runs at any time. If its
+worker dies as well, the suspect is the cause and fails; if it makes progress, it is cleared. So a
+request fails only for what it does itself, and the other requests wait a short time at worst.
 """
 
 from __future__ import annotations

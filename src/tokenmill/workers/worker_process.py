@@ -1,7 +1,7 @@
-"""The process that owns an Engine: take messages, step, send what the step produced in one message.
+"""The process that owns an engine: it takes messages, runs a step and sends the step's outputs.
 
-The loop blocks in poll while the engine has no work. It ends when the API process says so or goes
-away. It knows nothing of how processes are placed or restarted.
+The loop blocks in poll while the engine has no work. It ends when the API process tells it to, or
+when that process ends. It does not know how processes are placed or restarted.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((*URL, "--arrival", "burst", "--duration", "1"), 1, "requests that arrive at once need"),
         ((*URL, "--output-dir", "."), 1, "--output-dir .: the folder has other files"),
         ((*URL, "--lengths", "gone"), 1, "--lengths gone: no such file"),
-        ((*URL, "--saturate", "--rate", "1,2"), 2, "--saturate begins at one --rate"),
+        ((*URL, "--saturate", "--rate", "1,2"), 2, "--saturate starts at a single --rate"),
         ((*URL, "--saturate", "--trace", "t"), 2, "--saturate and --trace do not go"),
         ((*URL, "--saturate", "--slo-percentile", "9"), 2, "--slo-percentile needs the limits"),
     ],

@@ -138,11 +138,23 @@ def test_passes_are_whole_and_in_an_order_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('model_name = "llama3_1-8b"', 'model_name = ""', "[point] model_name is still open: ''"),
-        ('driver = "our-driver"', 'driver = "TODO: ask"', "[system.node_types] driver is still"),
+        (
+            'model_name = "llama3_1-8b"',
+            'model_name = ""',
+            "model_name is not filled in yet, it is ''",
+        ),
+        (
+            'driver = "our-driver"',
+            'driver = "TODO: ask"',
+            "[system.node_types] driver is not filled",
+        ),
         ('driver = "our-driver"', "", "[system.node_types] driver is missing"),
         ("model_seed = 1", 'model_seed = "a"', "[seeds] model_seed must be a whole number"),
-        ('system_size = "our', 'tps_utilization = 1\nsystem_size = "our', "is measured: leave"),
+        (
+            'system_size = "our',
+            'tps_utilization = 1\nsystem_size = "our',
+            "is measured by",
+        ),
         ('organization = "our-', 'organization = "../', "must be the name of a folder"),
         ("[seeds]", "[other]", "[seeds] is missing"),
         ("[[system.node_types]]", "[later]", "[[system.node_types]] is missing"),
@@ -161,7 +173,7 @@ def test_open_questions_are_refused(disclosure: Path, old: str, new: str, messag
 def test_template_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "campaign", "--write-disclosure", "d.toml"]) == 0
     assert json.loads(capsys.readouterr().out)["written"] == "d.toml"
-    with pytest.raises(BenchError, match=r"\[submission\] organization is still open"):
+    with pytest.raises(BenchError, match=r"\[submission\] organization is not filled in yet"):
         read_disclosure(tmp_path / "d.toml")
     assert run(["bench", "campaign", "--write-disclosure", "d.toml"]) == 1
     assert "exists already" in capsys.readouterr().err
@@ -181,7 +193,7 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((), 2, "--url is missing"),
         ((*URL, "--max-concurrency", "32"), 1, "--max-concurrency must be above 32"),
         ((*URL, "--points", "6"), 2, "--points must be a whole number from 7 to 32"),
-        ((*URL, "--duration", "5"), 2, "--duration is for --quick"),
+        ((*URL, "--duration", "5"), 2, "--duration needs --quick"),
         ((*URL, "--submission-dir", "x"), 2, "--submission-dir and --disclosure go together"),
         ((*URL, "--submission-dir", "x", "--disclosure", "gone"), 1, "--disclosure gone: cannot"),
         ((*URL, "--gpus", "2"), 2, "a price needs both"),

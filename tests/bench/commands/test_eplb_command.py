@@ -34,5 +34,5 @@ def test_command_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> 
     report = json.loads(capsys.readouterr().out)
     assert report["live"] is None and [row["load"] for row in report["synthetic"]] == list(SKEWS)
     assert run(["bench", "eplb", "--eplb-ranks", "8", "--live-ranks", "1"]) != 0
-    assert "--live-ranks must be 0, or 2 or more" in capsys.readouterr().err
+    assert "--live-ranks must be 0 or at least 2, got 1" in capsys.readouterr().err
     assert all(1 < row["balanced"] < row["before"] for row in report["synthetic"])

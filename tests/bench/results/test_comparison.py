@@ -307,11 +307,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["a", "a", "--gpus", "none"], "--gpus must be numbers of at least 1"),
         (["a", "a", "--html", "x.txt"], "--html x.txt: expected a file that ends in .html"),
         (["a", "a", "--html", "no/x.html"], "there is no folder no"),
-        (["a", "text"], "text: is not a JSON object; understood are tokenmill bench"),
-        (["a", "unknown"], "unknown: is no result of a known tool; understood are tokenmill bench"),
+        (["a", "text"], "text: is not a JSON object; bench compare reads tokenmill bench"),
+        (["a", "unknown"], "unknown: is not a result of a known tool; bench compare reads"),
         (["a", "broken"], "broken: looks like a result but is broken: KeyError 'points'"),
         (["a", "empty"], "empty: has none of summary.json"),
-        (["a", "nothing"], "nothing: has no figures"),
+        (["a", "nothing"], "nothing: the result has no figures"),
     ],
 )
 def test_errors_are_one_line(

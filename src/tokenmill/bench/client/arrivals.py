@@ -1,4 +1,4 @@
-"""When to send: planned times of an open loop, slots of a closed one. No clock is read here."""
+"""Plans when requests are sent: times of an open loop, slots of a closed one. Reads no clock."""
 
 from __future__ import annotations
 

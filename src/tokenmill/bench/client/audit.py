@@ -1,4 +1,4 @@
-"""Was it the server that was measured, or the client? The client's own figures, and a verdict."""
+"""Decides from the client's own figures whether the client, not the server, was the limit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What to send: sessions of one or more turns, each a pure function of its index.
+"""Prompts to send: sessions of one or more turns, each a pure function of its index.
 
-Without a tokenizer a token is a common short word; what the server counted is in its usage. Data
-with another seed share no beginning, so a server's prefix cache cannot know them from before; what
-the sessions of one seed share, they share as the data have it.
+Without a tokenizer a token is a common short word, and the server's usage says how many tokens it
+counted. Two seeds give prompts with different beginnings, so a server cannot have cached them in an
+earlier run. The sessions of one seed share exactly the prefixes that the dataset describes.
 """
 
 from __future__ import annotations
@@ -385,5 +385,5 @@ def _json_lines(path: Path) -> list[tuple[Any, str]]:
         except ValueError as error:
             raise BenchError(f"{path}:{number}: not JSON: {error}") from None
     if not rows:
-        raise BenchError(f"{path}: has no lines")
+        raise BenchError(f"{path}: the file has no prompts")
     return rows

@@ -1,4 +1,4 @@
-"""A run of `bench endpoint` while it runs: a live view on a terminal, plain lines elsewhere."""
+"""Shows the progress of `bench endpoint`: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that answers at once, in a process of its own: what is left is the client's own time."""
+"""A server process that answers at once, to measure the time that the client itself takes."""
 
 from __future__ import annotations
 

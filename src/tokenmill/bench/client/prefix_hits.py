@@ -1,7 +1,7 @@
-"""Prefix-cache hits of a point: the share that its own data explain, and the share that there was.
+"""Compares a point's prefix-cache hits with the hits that the shared prefixes of its data explain.
 
-More hits than the data explain mean that the server had seen the prompts before, so that the
-figures are those of a cache. Pure.
+If there were more hits than the data explain, the server had seen the prompts before, and the
+figures show its cache. These are pure functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run has done so far: counters and coarse histograms that client processes share.
+"""Progress of a run: counters and coarse histograms in memory that client processes share.
 
 A process adds a few integers per request to memory that it shares with the parent; the parent
 reads it a few times a second. Percentiles are those of buckets 6 % wide.

@@ -1,4 +1,4 @@
-"""What goes over the wire and into the event files: OpenAI's bodies and chunks, and records."""
+"""Messages of the client: OpenAI's request bodies and chunks, and the records of event files."""
 
 from __future__ import annotations
 

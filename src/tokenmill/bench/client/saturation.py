@@ -1,4 +1,4 @@
-"""How much load a server takes: doubling to a bracket, then bisection. Pure but for `measure`.
+"""Searches the highest load that a server takes: it doubles the load, then bisects.
 
 With a limit the load is the highest at which the required share of requests is good. Without one
 it is the knee: the lowest load whose throughput is within KNEE of the best.

@@ -1,6 +1,6 @@
-"""The server's own figures beside the client's: its Prometheus text read before, during and after.
+"""Reads the server's Prometheus metrics before, during and after a point.
 
-Reading runs in a thread of the parent process, never in a client process.
+A thread of the parent process reads them, never a client process.
 """
 
 from __future__ import annotations

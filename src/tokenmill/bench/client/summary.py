@@ -1,4 +1,4 @@
-"""Records of requests -> the summary of a point. Pure: the same records give the same figures."""
+"""Computes the summary of a point from its records; the same records give the same figures."""
 
 from __future__ import annotations
 

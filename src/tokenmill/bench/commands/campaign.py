@@ -50,10 +50,13 @@ def _applies(setting: Setting) -> bool:
 _RUN_AS = frozenset(("timeout_s", "warmup_requests", "prompts", "shared_prefix", "tokenizer"))
 PANELS = {
     "Campaign": (
-        here("max-concurrency", "C_max: the most users; searched for where it is not given."),
+        here("max-concurrency", "C_max, the most users; without it a search finds it."),
         *CAMPAIGN,
         here("quick", "Seconds instead of ten or twenty minutes: not a valid submission."),
-        here("duration", "Seconds of a quick point up to 32 users (5); twice as much above."),
+        here(
+            "duration",
+            "Seconds of a quick point (5); twice as long above 32 users.",
+        ),
         here("submission-dir", "Folder for the files that endpoints-submission-cli checks."),
     ),
     **{
@@ -106,7 +109,7 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
     """What cannot go together is refused in one sentence."""
     endpoint.check_flags(settings, config)
     if "duration" in settings and not settings.get("quick"):
-        raise SettingsError("--duration is for --quick: the rules' durations hold without it")
+        raise SettingsError("--duration needs --quick: otherwise the rules set the duration")
     if ("submission-dir" in settings) != ("disclosure" in settings):
         raise SettingsError(
             "--submission-dir and --disclosure go together: the files name the system and the "

@@ -26,11 +26,11 @@ def _several(key: str, kind_of: str, help: str) -> Setting:
 
 
 ROUNDS = (
-    _several("gpus", "concurrency", "GPUs of each round; else as its result says."),
+    _several("gpus", "concurrency", "GPUs of each round; by default what its result says."),
     _several(
         "price-per-gpu-hour",
         "rate",
-        "Dollars per GPU and hour of each round; else as its result says.",
+        "Dollars per GPU and hour of each round; by default what its result says.",
     ),
 )
 PANELS = {"Comparison": (*ROUNDS, *COMPARE, SETTINGS["json-only"])}

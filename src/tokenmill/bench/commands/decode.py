@@ -1,4 +1,4 @@
-"""tokenmill bench decode: a step by its parts, what each takes and what it takes at least."""
+"""tokenmill bench decode: the time of a step's parts, beside the least time of each part."""
 
 from __future__ import annotations
 

@@ -59,16 +59,19 @@ SEED = replace(
 PANELS = {
     "Endpoint": (
         here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
-        here("model", "Name that the server knows; the first one that it lists."),
+        here("model", "Model name to send; by default the first that the server lists."),
         here("api-key", "Key to send."),
         *ENDPOINT_REQUESTS,
-        here("ignore-eos", "Ask for answers of full length; on by default, not all servers know."),
-        here("temperature", "Sent where given."),
+        here(
+            "ignore-eos",
+            "Ask for answers of full length (on; some servers lack it).",
+        ),
+        here("temperature", "Sampling temperature; only sent if it is given."),
     ),
     "Load": ENDPOINT_LOAD,
     "Data": (
         here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
-        here("input-len", "Prompt tokens (128), about: a token is a short word."),
+        here("input-len", "Approximate prompt tokens (128): a token is a short word."),
         here("output-len", "Output tokens (64, or what the data say)."),
         *ENDPOINT_DATA,
         SETTINGS["trace-block-tokens"],

@@ -61,7 +61,9 @@ def eplb(settings: Settings) -> None:
 
     live_ranks = settings.get("live-ranks")
     if live_ranks == 1:
-        raise SettingsError("--live-ranks must be 0, or 2 or more: experts move between ranks")
+        raise SettingsError(
+            "--live-ranks must be 0 or at least 2, got 1: experts move between ranks"
+        )
     rows = [
         eplb_study.study(skew, eplb_study.Shape(num_ranks))
         for skew in eplb_study.SKEWS
@@ -108,12 +110,14 @@ def _passes(built: BuiltEngine, expected: list[Any], num_ranks: int) -> dict[str
     for number in range(PASSES):
         start = time.perf_counter()
         if _generate(built) != expected:
-            raise EplbError(f"{num_ranks} ranks gave other tokens than one in pass {number}")
+            raise EplbError(
+                f"{num_ranks} ranks and one rank gave different tokens in pass {number}"
+            )
         seconds.append(round(time.perf_counter() - start, 3))
         stats = built.engine.stats()
         before = before or stats.rank_imbalance_before
     if not before:
-        raise EplbError("no experts were moved: the load was even")
+        raise EplbError("no expert was moved, because the load was even")
     return {
         "ranks": num_ranks,
         "experts": TINY["num_experts"],

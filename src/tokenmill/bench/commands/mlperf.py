@@ -42,7 +42,10 @@ SERVER = (
     endpoint.here("api-key", "Key to send."),
     endpoint.here("api", "Route to call (completions); chat gets texts, not token ids."),
     endpoint.here("tokenizer", "Model whose tokenizer the server has: datasets go as token ids."),
-    endpoint.here("ignore-eos", "Ask for answers of full length; on, not all servers know."),
+    endpoint.here(
+        "ignore-eos",
+        "Ask for answers of full length (on; some servers lack it).",
+    ),
     SETTINGS["timeout"],
     SETTINGS["insecure"],
     SETTINGS["extra-body"],
@@ -356,7 +359,7 @@ def write_submission(settings: Settings, run: bench.Run, reports: Reports, start
     for name, ours in kept.items():
         console.note(f"{layout.system_file} keeps its {name}; this machine says {ours!r}")
     if empty:
-        console.note(f"To be filled in {layout.system_file}: {', '.join(empty)}")
+        console.note(f"Fill in these fields of {layout.system_file}: {', '.join(empty)}")
     missing = [name for name in run.preset.compliance if name not in reports]
     if layout.division == "closed" and missing and not run.quick:
         console.note(f"A closed submission also needs {', '.join(missing)}: add --compliance")

@@ -1,7 +1,7 @@
-"""tokenmill bench mtp: how many drafts are right, and what they are worth in tokens per second.
+"""tokenmill bench mtp: the share of accepted drafts, and the speed-up that they bring.
 
-One engine answers the same chat prompts without drafts and with each number of them, turn by turn,
-so that drift of the machine hits all alike. Greedy answers must be the same ones.
+One engine answers the same chat prompts without drafts and with each number of drafts, in turns, so
+that drift of the machine affects all of them alike. The greedy answers must be the same.
 """
 
 from __future__ import annotations

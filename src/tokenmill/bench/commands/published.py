@@ -56,7 +56,7 @@ def published(settings: Settings) -> None:
     if benchmark is None:
         if mine or "tok-s" in settings:
             raise SettingsError(
-                "--benchmark is missing: name the benchmark among whose rows the result is placed"
+                "--benchmark is missing: the result is ranked among the rows of one benchmark"
             )
         _print_overview(settings, overview(table))
         return

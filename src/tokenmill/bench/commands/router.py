@@ -1,4 +1,4 @@
-"""tokenmill bench router: what a routing decision costs, beside a plain dict of sets."""
+"""tokenmill bench router: the cost of a routing decision, beside that of a plain dict of sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokenmill bench scheduler: what the scheduler costs per step, without a model."""
+"""tokenmill bench scheduler: the cost of the scheduler per step, without a model."""
 
 from __future__ import annotations
 

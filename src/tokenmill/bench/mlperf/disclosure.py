@@ -1,7 +1,7 @@
-"""What only the submitter of an MLPerf Endpoints result knows: asked for, never made up.
+"""Reads the facts of an MLPerf Endpoints submission that only the submitter knows.
 
-One TOML file: [submission] folders, [point] and [seeds] for point.yaml, [system] for
-system_desc.json. More keys of the rules' schema may stand in [point] and [system].
+They are in one TOML file: [submission] names the folders, [point] and [seeds] fill point.yaml, and
+[system] fills system_desc.json. [point] and [system] may have more keys of the rules' schema.
 """
 
 from __future__ import annotations
@@ -123,12 +123,14 @@ def read_disclosure(path: Path) -> Disclosure:
     system = _table(found, "system", where)
     nodes = system.get("node_types")
     if not isinstance(nodes, list) or not nodes:
-        raise BenchError(f"{where}: [[system.node_types]] is missing: a table per kind of node")
+        raise BenchError(
+            f"{where}: [[system.node_types]] is missing: give one for each kind of node"
+        )
     for node in nodes:
         _check(node, "system.node_types", where)
     for key in MEASURED:
         if key in system or key in tables["point"]:
-            raise BenchError(f"{where}: {key} is measured: leave it out")
+            raise BenchError(f"{where}: {key} is measured by the campaign: leave it out")
     for key in ("organization", "submission_id", "system"):
         if not _FOLDER.fullmatch(tables["submission"][key]):
             raise BenchError(f"{where}: [submission] {key} must be the name of a folder")
@@ -151,7 +153,7 @@ def _check(table: Any, name: str, where: str) -> None:
             raise BenchError(f"{where}: [{name}] {key} is missing")
     for key, value in table.items():
         if isinstance(value, str) and _PLACEHOLDER.fullmatch(value):
-            raise BenchError(f"{where}: [{name}] {key} is still open: {value!r}")
+            raise BenchError(f"{where}: [{name}] {key} is not filled in yet, it is {value!r}")
         wanted = int if key in INTEGERS else str
         if key in REQUIRED[name] and (isinstance(value, bool) or not isinstance(value, wanted)):
             kind = "a whole number" if wanted is int else "a text"

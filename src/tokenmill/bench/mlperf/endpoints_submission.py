@@ -148,7 +148,7 @@ def write_submission(
 def check_root(root: Path) -> None:
     """Points of two campaigns must not mix."""
     if root.exists():
-        raise BenchError(f"--submission-dir: {root} exists already")
+        raise BenchError(f"--submission-dir: {root} exists already; give another folder")
 
 
 def _src_name(disclosure: Disclosure) -> str:

@@ -1,9 +1,9 @@
-"""MLPerf's LoadGen around a system under test: one adapter for every scenario.
+"""Connects MLPerf's LoadGen to a system under test: one adapter for every scenario.
 
 LoadGen keeps its settings and loggers in globals, so a process runs one test. It issues queries
-from threads of its own; the system is driven in the caller's: an engine that is stepped, or a
-server (loadgen_url.py). An answer is reported in the step that made it: LoadGen counts from the
-scheduled arrival, so waiting is part of the latency.
+from its own threads; the caller's thread drives the system, which is an engine or a server
+(loadgen_url.py). An answer is reported in the step that completes it. LoadGen counts from the
+scheduled arrival, so the time that a query waits is part of its latency.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def make_settings(test: Test, library: Any) -> Any:
     """LoadGen's settings: its built-in mlperf.conf, then user.conf, then the overrides."""
     settings = library.TestSettings()
     if settings.FromConfig(str(test.user_conf), test.key, test.scenario):
-        raise BenchError(f"{test.user_conf}: LoadGen does not read it")
+        raise BenchError(f"{test.user_conf}: LoadGen cannot read this file")
     settings.scenario = getattr(library.TestScenario, test.scenario)
     mode = "AccuracyOnly" if test.accuracy else "PerformanceOnly"
     settings.mode = getattr(library.TestMode, mode)

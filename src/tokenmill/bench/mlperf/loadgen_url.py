@@ -1,8 +1,8 @@
 """A server under LoadGen's test: every query is one streamed request.
 
-The first output is reported inside the read that brought it, the end with the tokens of a usage
-that was checked. A query that fails is completed too, without tokens, so that LoadGen can end; the
-run is then INVALID.
+The first output is reported in the read that received it; the end of an answer is reported with the
+number of tokens of the checked usage. A query that fails is completed without tokens, so that
+LoadGen can end, and the run is INVALID.
 """
 
 from __future__ import annotations

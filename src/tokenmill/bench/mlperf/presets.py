@@ -1,8 +1,8 @@
 """The benchmarks of MLPerf Inference v6.0 and v6.1 as data.
 
-Limits are those of LoadGen's mlperf.conf, which decides; the rest is the submission checker's
-(tools/submission/submission_checker/constants.py) and the reference code's, all in
-mlcommons/inference. Where the written rules say otherwise, the files that runs use were taken.
+The latency limits are those of LoadGen's mlperf.conf. The other values are those of the submission
+checker (tools/submission/submission_checker/constants.py) and of the reference code, both in
+mlcommons/inference. Where the written rules differ from these files, the files count.
 """
 
 from __future__ import annotations

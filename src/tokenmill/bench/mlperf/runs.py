@@ -165,7 +165,7 @@ def choose_samples(
     if len(input_lens) != needed:
         raise BenchError(
             f"the dataset has {len(input_lens)} samples, but {run.preset.name} has {needed}; "
-            "--quick takes what there is"
+            "--quick runs on the samples that there are"
         )
     return list(range(needed))
 

@@ -253,9 +253,9 @@ class UrlTest:
         if self._config.api == "completions" and all_ids:
             if takes_token_ids(self._target, COMMON_VOCABULARY):
                 return True
-            console.note("The server takes no token ids: prompts are sent as text")
+            console.note("The server does not accept token ids: prompts are sent as text")
         if not all(sample.text for sample in self._samples):
-            raise BenchError("the dataset has token ids only: it needs a server that takes them")
+            raise BenchError("the dataset has only token ids, which the server does not accept")
         probe_text(self._target)
         return False
 

@@ -1,7 +1,7 @@
-"""Charts as HTML that needs nothing else: an SVG stretched to its place, labels as text around it.
+"""Charts as self-contained HTML: an SVG that stretches to the page, with its labels as text.
 
-The drawing has no width of its own, so a chart fits a phone and a desktop, and its text keeps its
-size. What the pointer or the arrow keys show is written beside it (`data-hover`) for web/report.js.
+The drawing has no fixed width, so a chart fits a phone and a desktop while its text keeps its size.
+web/report.js shows the values of `data-hover` under the pointer or the arrow keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The comparison as one HTML page that needs nothing else: no network, light and dark."""
+"""Writes a comparison as one self-contained HTML page, in light and dark, without a network."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An endpoint run as files: summary and records -> summary.json, CSV and one HTML page.
+"""Writes the files of an endpoint run: summary.json, CSV and one HTML page.
 
-Pure, but for `write_result`: the same records give the same page.
+The same records give the same page; only `write_result` touches files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An MLPerf run as files: LoadGen's figures and the adapter's stamps -> summary.json and a page."""
+"""Writes summary.json and the page of an MLPerf run from LoadGen's figures and our time stamps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A report as one self-contained HTML page: no network, no fonts, one small script.
 
-Others fill a `Page` from their results; every text is escaped here, only `Html` passes as it is.
+Each report fills a `Page`. Every text is escaped here; only `Html` is inserted unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of a result as one SVG file that needs nothing else: a campaign's curve, a ladder."""
+"""Draws a campaign's curve or a ladder as one self-contained SVG file."""
 
 from __future__ import annotations
 

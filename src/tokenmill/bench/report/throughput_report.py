@@ -1,4 +1,4 @@
-"""The throughput benchmark's report: one dict for the JSON line, and what is printed above it."""
+"""Builds the JSON report of the throughput benchmark, and prints it as text."""
 
 from __future__ import annotations
 

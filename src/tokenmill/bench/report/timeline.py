@@ -1,4 +1,4 @@
-"""What happened when: a run cut into equal windows."""
+"""Timelines of a run: rates and counts in windows of equal length."""
 
 from __future__ import annotations
 

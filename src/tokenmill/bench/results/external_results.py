@@ -1,6 +1,6 @@
-"""Results of other load generators in the neutral form.
+"""Reads the results of other load generators into the neutral form.
 
-Read after their sources: AIPerf 0.13 (profile_export_aiperf.json), guidellm 0.8
+The fields are taken from the sources of AIPerf 0.13 (profile_export_aiperf.json), guidellm 0.8
 (benchmarks.json), mlcommons/endpoints 0.1 (result_summary.json) and vLLM 0.32
 (`vllm bench serve --save-result`). What they call by other names: AIPerf's and guidellm's
 inter-token latency is our TPOT, AIPerf's inter-chunk latency our ITL.

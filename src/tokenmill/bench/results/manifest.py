@@ -1,7 +1,7 @@
-"""manifest.json of a result folder: with what it was measured, and what its files were.
+"""manifest.json of a result folder: software, hardware and settings of the run, and file digests.
 
-The digests show an edit that was made by accident or without care. They are no signature: who
-rewrites a file can rewrite the manifest too.
+The digests show accidental edits. They are not a signature: whoever changes a file can change the
+manifest as well.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise BenchError(f"{path} is not JSON ({error}): it was edited") from None
+        raise BenchError(f"{path} is not JSON ({error}): the file was edited") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise BenchError(f"{path} lists no files: it was edited, or is no manifest of a result")
+        raise BenchError(f"{path} lists no files: it was edited, or is not a result's manifest")
     return manifest
 
 

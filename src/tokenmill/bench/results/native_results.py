@@ -1,4 +1,4 @@
-"""Our own results in the neutral form: the JSON of every bench command, and LoadGen's logs."""
+"""Reads our own results into the neutral form: the JSON of bench commands, and LoadGen's logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published MLPerf Inference results, and where a result of ours stands among them."""
+"""The published MLPerf Inference results, and the rank of a result among them."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def place(entries: Sequence[Entry], ours: Ours) -> PlacedReport:
         share = min(values) / value
     else:
         if not ours.accelerators:
-            raise BenchError("to place a result, the number of its accelerators is needed: --gpus")
+            raise BenchError("--gpus is missing: results are compared per accelerator")
         values = [each for e in entries if (each := e.per_accelerator) is not None]
         if not values:
-            raise BenchError("none of these rows has an accelerator to compare with")
+            raise BenchError("none of the chosen rows has accelerators to compare with")
         value = ours.result / ours.accelerators
         better = sum(other > value for other in values)
         share = value / max(values)

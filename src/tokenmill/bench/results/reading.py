@@ -1,4 +1,4 @@
-"""A path to a round: which file of a folder, and which tool wrote it."""
+"""Reads a round from a path: finds the result file of a folder, and the tool that wrote it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_round(path: Path) -> Round:
         what = f"{type(error).__name__} {error}"
         raise BenchError(f"{path}: looks like a result but is broken: {what}") from None
     if not any(point.values for point in found.points):
-        raise BenchError(f"{path}: has no figures")
+        raise BenchError(f"{path}: the result has no figures")
     return found
 
 
@@ -55,7 +55,7 @@ def _read_logs(folder: Path) -> Round:
     if not next(folder.rglob(loadgen.DETAIL), None):
         raise BenchError(
             f"{folder}: has none of {', '.join(FILES)} nor LoadGen's {loadgen.DETAIL}; "
-            f"understood are {KNOWN}"
+            f"bench compare reads {KNOWN}"
         )
     try:
         return own.read_loadgen(folder)
@@ -77,7 +77,7 @@ def _load(path: Path) -> dict[str, Any]:
             continue
         if isinstance(data, dict):
             return data
-    raise BenchError(f"{path}: is not a JSON object; understood are {KNOWN}")
+    raise BenchError(f"{path}: is not a JSON object; bench compare reads {KNOWN}")
 
 
 def _machine(manifest: Path) -> dict[str, Any]:
@@ -96,4 +96,4 @@ def _read(data: dict[str, Any], path: Path) -> Round:
     for matches, read, _ in external_results.READERS:
         if matches(data):
             return read(data, path)
-    raise BenchError(f"{path}: is no result of a known tool; understood are {KNOWN}")
+    raise BenchError(f"{path}: is not a result of a known tool; bench compare reads {KNOWN}")
