@@ -242,6 +242,16 @@ def test_a_turn_of_the_assistant_is_continued(client: Anthropic) -> None:
     assert answer.content[0].text == "Hello"  # type: ignore[union-attr]
 
 
+def test_turns_of_the_user_that_follow_each_other_are_one(client: Anthropic) -> None:
+    twice = [user("one"), user([{"type": "text", "text": "two"}])]
+    once = [user([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])]
+    counts = [
+        client.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+        for messages in (twice, once)
+    ]
+    assert counts[0] == counts[1]
+
+
 # What clients send, and what cannot be done.
 
 

@@ -17,7 +17,10 @@ from pydantic import BaseModel, TypeAdapter
 from api.sim import DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import Answer, SimServer, sim_server, wait_until
 from tokenmill.api.errors import ApiError
+from tokenmill.api.generation import TextDelta, join_deltas
+from tokenmill.api.protocol.answers import usage_of
 from tokenmill.api.responses.response_chat import messages_of, without_first
+from tokenmill.api.responses.response_format import ResponseFormat
 from tokenmill.api.responses.response_items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -33,6 +36,7 @@ from tokenmill.api.responses.response_object import ResponseObject
 from tokenmill.api.responses.response_request import ReasoningConfig, TextConfig
 from tokenmill.api.responses.response_store import ResponseStore, page_of
 from tokenmill.core.config import SchedulerConfig, ServerConfig
+from tokenmill.core.types import TokenLogprobs
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 KEYS = ("secret", "other")
@@ -238,11 +242,35 @@ def test_tool_choice(client: OpenAI) -> None:
     assert none.output_text == CALL
 
 
-def test_logprobs(client: OpenAI, server: SimServer) -> None:
-    include: Any = ["message.output_text.logprobs"]
-    fields = {"input": "say: Hello there", "include": include, "top_logprobs": 2}
-    refused = post(server, fields)
+def test_logprobs_are_those_of_the_text(server: SimServer) -> None:
+    """Where an answer may have other parts, nobody could tell which tokens are the text's."""
+    include = ["message.output_text.logprobs"]
+    refused = post(server, {"input": "say: Hello", "include": include, "top_logprobs": 2})
     assert refused.status == 400 and refused.error["param"] == "include"
+    tokenizer = make_tokenizer()
+    token_ids = tokenizer.encode("Hello there")
+    deltas = [
+        TextDelta(0, text, [token], [TokenLogprobs([token, 5], [-1.0, -2.0], 1)], None, end, None)
+        for token, text, end in zip(token_ids, ("Hello", " there"), (None, "stop"), strict=True)
+    ]
+    form = ResponseFormat(new_entry("a")[0], tokenizer, lambda ended: None, carries=False)
+    form.frame.start(usage_of(1, 0, 0))
+    events = [form.event(deltas[0]), form.event(deltas[1]) + form.end(usage_of(1, 2, 0))]
+    streamed = [json.loads(part.split("data: ")[1]) for e in events for part in split(e)]
+    texts = [e for e in streamed if e["type"] == "response.output_text.delta"]
+    assert [(e["delta"], e["logprobs"][0]["token"]) for e in texts] == [
+        ("Hello", "Hello"),
+        (" there", " there"),
+    ]
+    whole = ResponseFormat(new_entry("a")[0], tokenizer, lambda ended: None, carries=False)
+    answer = json.loads(whole.answer([join_deltas(deltas)], usage_of(1, 2, 0)))
+    logprobs = answer["output"][-1]["content"][0]["logprobs"]
+    assert [p["token"] for p in logprobs] == ["Hello", " there"]
+    assert logprobs[0]["top_logprobs"][0]["logprob"] == -2.0
+
+
+def split(events: bytes) -> list[str]:
+    return events.decode().split("\n\n")[:-1]
 
 
 # Several turns.

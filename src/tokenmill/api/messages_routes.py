@@ -64,7 +64,7 @@ async def _read(request: Request, kind: type[T], state: ApiState, preparer: Prep
 
 async def _prepare(call: MessagesRequest, preparer: Preparer) -> Job:
     try:
-        return await preparer.chat(chat_of_messages(call), clamps=True)
+        return await preparer.chat(chat_of_messages(call), "msg_", clamps=True)
     except InvalidRequestError as error:
         raise renamed(of_invalid(error), MESSAGE_NAMES) from None
     except ApiError as error:

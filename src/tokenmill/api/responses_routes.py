@@ -169,7 +169,7 @@ class ResponseTurns:
 
     async def _job(self, call: ResponsesRequest, items: Sequence[Item]) -> Job:
         try:
-            job = await self._preparer.chat(chat_of(call, items))
+            job = await self._preparer.chat(chat_of(call, items), "resp_")
         except InvalidRequestError as error:
             raise renamed(of_invalid(error), RESPONSE_NAMES) from None
         except ApiError as error:
@@ -183,8 +183,7 @@ class ResponseTurns:
         self, call: ResponsesRequest, job: Job, items: list[Item], key: int
     ) -> ResponseFormat:
         """Writes the answer, and has it stored unless the call says not to."""
-        response_id = "resp_" + job.job_id.rpartition("-")[2]
-        response = new_response(call, response_id, job.created, self._state.model)
+        response = new_response(call, job.job_id, job.created, self._state.model)
 
         def on_end(ended: ResponseObject) -> None:
             if call.store is not False:

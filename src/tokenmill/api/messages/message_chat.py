@@ -53,7 +53,7 @@ def chat_of_messages(call: CountTokensRequest) -> ChatCompletionRequest:
     """The chat call; one that ends in an assistant's turn is continued there."""
     continues = isinstance(call.messages[-1], AssistantTurn)
     chat = ChatCompletionRequest(
-        messages=[*_system(call.system), *_messages(call)],
+        messages=[*_system(call.system), *_combined(_messages(call))],
         tools=[_tool(tool) for tool in call.tools or ()] or None,
         reasoning_effort=_effort(call),
         chat_template_kwargs=_template_kwargs(call),
@@ -169,6 +169,23 @@ def _user(blocks: list[TextBlock | ToolResultBlock], turn: int, used: set[str]) 
     if texts:
         messages.append(UserMessage(content=_content(texts)))
     return messages
+
+
+def _combined(messages: list[Message]) -> list[Message]:
+    """The messages with those of the user that follow each other as one, as Anthropic has it."""
+    combined: list[Message] = []
+    for message in messages:
+        last = combined[-1] if combined else None
+        if isinstance(last, UserMessage) and isinstance(message, UserMessage):
+            parts = [*_parts(last.content), *_parts(message.content)]
+            combined[-1] = UserMessage(content=parts)
+        else:
+            combined.append(message)
+    return combined
+
+
+def _parts(content: str | list[Part]) -> list[Part]:
+    return [Part(type="text", text=content)] if isinstance(content, str) else content
 
 
 def _unknown_use(path: str, tool_use_id: str) -> ApiError:

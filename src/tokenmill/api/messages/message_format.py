@@ -98,13 +98,14 @@ class MessageFormat:
     counts = False
 
     def __init__(self, job: Job, model: str, hides_thinking: bool, fills_context: bool) -> None:
-        self._message_id = "msg_" + job.job_id.rpartition("-")[2]
+        self._message_id = job.job_id
         self._model = model
         self._hides_thinking = hides_thinking
         self._fills_context = fills_context
         self._blocks: list[TextAnswer | ThinkingAnswer | ToolUseAnswer] = []
         self._arguments = ""  # of the last block, if it is a call
         self._is_open = False
+        self._writes = True  # events, which a whole answer has not
         self._stop_reason: StopReason = "end_turn"
         self._stop_sequence: str | None = None
 
@@ -118,7 +119,7 @@ class MessageFormat:
     def start(self, usage: Usage) -> bytes:
         """The events before anything is generated."""
         message = MessageAnswer(id=self._message_id, model=self._model, usage=message_usage(usage))
-        return typed_event("message_start", {"message": message}) + typed_event("ping", {})
+        return self._event("message_start", {"message": message}) + self._event("ping", {})
 
     def event(self, delta: TextDelta) -> bytes:
         """The events of one delta; b"" when nothing is certain yet."""
@@ -132,7 +133,7 @@ class MessageFormat:
         events = self._close()
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         fields = {"delta": delta, "usage": message_usage(usage)}
-        return events + typed_event("message_delta", fields) + typed_event("message_stop", {})
+        return events + self._event("message_delta", fields) + self._event("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
         """The event that ends a stream which an error has cut off."""
@@ -140,6 +141,7 @@ class MessageFormat:
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
         """The JSON of the whole message."""
+        self._writes = False
         self.event(wholes[0])
         self._close()
         answer = MessageAnswer(
@@ -211,7 +213,7 @@ class MessageFormat:
         events = self._close()
         self._blocks.append(block)
         self._is_open, self._arguments = True, ""
-        return events + typed_event(
+        return events + self._event(
             "content_block_start", {"index": len(self._blocks) - 1, "content_block": block}
         )
 
@@ -227,11 +229,14 @@ class MessageFormat:
             case ToolUseAnswer():
                 block.input = _object(self._arguments)
         self._is_open = False
-        return events + typed_event("content_block_stop", {"index": len(self._blocks) - 1})
+        return events + self._event("content_block_stop", {"index": len(self._blocks) - 1})
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        return typed_event(kind, fields) if self._writes else b""
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         fields = {"index": len(self._blocks) - 1, "delta": delta}
-        return typed_event("content_block_delta", fields)
+        return self._event("content_block_delta", fields)
 
 
 def _object(arguments: str) -> dict[str, Any]:

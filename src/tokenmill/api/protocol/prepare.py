@@ -118,10 +118,13 @@ class Preparer:
         """The context limit in tokens."""
         return self._facts.max_model_len
 
-    async def chat(self, call: ChatCompletionRequest, clamps: bool = False) -> Job:
+    async def chat(
+        self, call: ChatCompletionRequest, prefix: str = "chatcmpl-", clamps: bool = False
+    ) -> Job:
         """Render the messages, tokenise them and constrain the answer as tools require.
 
-        `clamps`: a max_tokens over what is left of the context is what is left of it.
+        The job's id begins with `prefix`. `clamps`: a max_tokens over what is left of the context
+        is what is left of it.
         """
         self._check_choices(1, call.n or 1)
         tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
@@ -144,7 +147,7 @@ class Preparer:
             prompt_logprobs=_prompt_logprobs(call),
             structured=structured,
         )
-        job = self._job("chatcmpl", call, [Prompt.of(text, token_ids)], [sampling])
+        job = self._job(prefix, call, [Prompt.of(text, token_ids)], [sampling])
         opened = opens_reasoning(text) if self._splits_reasoning(structured) else None
         reader = None
         if tools is not None or opened is not None:
@@ -194,7 +197,7 @@ class Preparer:
             )
             for prompt in prompts
         ]
-        job = self._job("cmpl", call, prompts, samplings)
+        job = self._job("cmpl-", call, prompts, samplings)
         return replace(job, continues=True, echo_only=call.max_tokens == 0)
 
     def _check_choices(self, num_prompts: int, n: int) -> None:
@@ -364,13 +367,13 @@ class Preparer:
 
     def _job(
         self,
-        kind: str,
+        prefix: str,
         call: GenerationRequest,
         prompts: list[Prompt],
         samplings: list[SamplingParams],
     ) -> Job:
         n = call.n or 1
-        job_id = f"{kind}-{uuid4().hex}"
+        job_id = prefix + uuid4().hex
         now_ns = time.monotonic_ns()
         timeouts = [t for t in (call.timeout, self._config.request_timeout_s) if t is not None]
         requests = [

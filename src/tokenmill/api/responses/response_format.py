@@ -56,6 +56,7 @@ class ResponseFormat:
         self._on_end = on_end
         self._carries = carries
         self._num_events = 0
+        self._writes = True  # events, which a whole answer has not
         self._is_open = False  # the last item is not done yet
         self._cut_off = False
 
@@ -97,6 +98,7 @@ class ResponseFormat:
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
         """The JSON of the whole response."""
+        self._writes = False
         self.event(wholes[0])
         self.end(usage)
         encoded: bytes = json_encode(self._response)
@@ -235,6 +237,8 @@ class ResponseFormat:
         return self._event(kind, place | fields)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        if not self._writes:
+            return b""
         number = self._num_events
         self._num_events += 1
         return typed_event(kind, {"sequence_number": number, **fields})

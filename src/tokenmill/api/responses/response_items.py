@@ -108,6 +108,9 @@ def new_id(kind: type[Item]) -> str:
 
 def as_stored(item: Item) -> Item:
     """An input item as it is listed: with an id, a status and a list of parts."""
+    is_message = isinstance(item, MessageItem) and isinstance(item.content, str)
+    if item.id is not None and item.status is not None and not is_message:
+        return item  # it was stored before, and is shared by all turns that have it
     stored = msgspec.structs.replace(
         item, id=item.id or new_id(type(item)), status=item.status or "completed"
     )
