@@ -319,7 +319,10 @@ def test_a_function_is_called_and_answered(client: OpenAI, stream: bool) -> None
 
 
 def test_the_store(client: OpenAI, server: SimServer) -> None:
+    num_before = server.metric("stored_responses")
     answer = client.responses.create(model=MODEL, input="say: one")
+    assert server.metric("stored_responses") == num_before + 1
+    assert server.metric("stored_response_bytes") > 0
     assert client.responses.retrieve(answer.id).to_dict() == answer.to_dict()
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(answer.id)
@@ -372,17 +375,17 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now + 11)
     with pytest.raises(ApiError, match=r"for 10 s\); send the conversation"):
         store.get("a", 0)
-    assert len(store) == 0
+    assert store.size() == (0, 0)
 
     small = ResponseStore(replace(config, max_stored_response_bytes=3000))
     small.put(*new_entry("a"), key=0)
     small.put(*new_entry("b", "x" * 900), key=0)
-    assert len(small) == 1, "the first one went"
+    assert small.size()[0] == 1, "the first one went"
     small.put(*new_entry("c", "x" * 9000), key=0)
-    assert [small.get("b", 0).response.id, len(small)] == ["b", 1], "too large to keep"
+    assert small.get("b", 0).response.id == "b" and small.size()[0] == 1, "too large to keep"
     none = ResponseStore(ServerConfig(max_stored_responses=0))
     none.put(*new_entry("a"), key=0)
-    assert len(none) == 0
+    assert none.size() == (0, 0)
 
 
 def test_pages_of_items() -> None:

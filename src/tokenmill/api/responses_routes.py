@@ -41,6 +41,7 @@ def add_responses(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
     """Add /v1/responses and what lies below it."""
     guard = [Depends(authorizer(state.config))]
     turns = ResponseTurns(state, preparer, ResponseStore(state.config))
+    state.metrics.stored = turns.store.size
 
     @app.post("/v1/responses", dependencies=guard)
     async def create(request: Request) -> Response:

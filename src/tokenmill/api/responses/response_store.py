@@ -45,8 +45,10 @@ class ResponseStore:
         self._expires_s: dict[str, float] = {}  # by id, the oldest first
         self._num_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def size(self) -> tuple[int, int]:
+        """How many responses there are, and their bytes."""
+        self._drop_expired()
+        return len(self._entries), self._num_bytes
 
     def put(self, response: ResponseObject, context: Sequence[Item], key: int) -> None:
         """Keep a response that has ended; one that is larger than the store is not kept."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -121,6 +121,7 @@ class ServerMetrics:
         self.finished: Counter[str] = Counter()
         self.calls: Counter[tuple[str, ...]] = Counter()  # (endpoint, status)
         self.rejected: Counter[str] = Counter()  # by the code of the error
+        self.stored: Callable[[], tuple[int, int]] = lambda: (0, 0)  # responses, their bytes
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -171,6 +172,7 @@ class ServerMetrics:
         rate = s.prefix_hit_tokens / s.prefix_query_tokens if s.prefix_query_tokens else 0.0
         usage = s.num_kv_blocks_used / s.num_kv_blocks if s.num_kv_blocks else 0.0
         length = acceptance(s.num_drafted, s.num_accepted)["length"] or 0.0
+        num_stored, num_stored_bytes = self.stored()
         for name, text, value in (
             ("num_requests_running", "Requests in the running batch.", s.num_running),
             ("num_requests_waiting", "Requests waiting to run.", s.num_waiting),
@@ -189,6 +191,8 @@ class ServerMetrics:
                 s.rank_imbalance_before,
             ),
             ("mtp_acceptance_length", "Tokens of a step that verified drafts; 0: none.", length),
+            ("stored_responses", "Responses kept for later calls.", num_stored),
+            ("stored_response_bytes", "Their size, contexts included.", num_stored_bytes),
         ):
             family = GaugeMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])
             family.add_metric([self._model], float(value))
