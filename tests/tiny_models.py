@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -69,6 +70,24 @@ GEMMA3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
+GPT_OSS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
@@ -80,6 +99,7 @@ VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6}),
     "deepseek-v3": (DeepseekV3Config, DEEPSEEK),
     "gemma3": (Gemma3TextConfig, GEMMA3),
+    "gpt-oss": (GptOssConfig, GPT_OSS),
 }
 
 
@@ -112,10 +132,12 @@ def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors under the names of its checkpoints, where experts lie one by one."""
+    """The model's tensors under the names of its checkpoints; experts mostly lie one by one."""
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
+    if model.config.model_type == "gpt_oss":  # experts of a layer lie in one tensor
+        return tensors
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name in [name for name in tensors if ".mlp.experts." in name]:

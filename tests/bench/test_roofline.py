@@ -131,6 +131,8 @@ def test_shipped_shapes_have_their_published_sizes() -> None:
         "qwen3-0.6b": 0.6,
         "qwen3-14b": 14.77,
         "qwen3-30b-a3b": 30.53,
+        "gpt-oss-20b": 20.91,
+        "gpt-oss-120b": 116.83,
         "deepseek-r1": 671.03,
         "deepseek-r1-rank": 37.45,  # 8 of 256 experts, without the MTP layer
     }
@@ -163,13 +165,55 @@ def test_a_step_reads_the_experts_that_its_tokens_hit() -> None:
     assert roof.bytes_read == pytest.approx(4 * step_weight_bytes(spec, "bf16", 3) + cache)
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "weights_gb", "cache_gb"),
+    [
+        ("gpt-oss-120b", 1, 5.00, 0.04),
+        ("gpt-oss-120b", 4, 10.36, 0.17),
+        ("gpt-oss-120b", 64, 56.03, 2.72),
+        ("gpt-oss-120b", 256, 63.99, 10.87),
+        ("gpt-oss-20b", 1, 3.71, 0.03),
+        ("gpt-oss-20b", 64, 12.59, 1.81),
+    ],
+)
+def test_a_step_of_gpt_oss(name: str, batch: int, weights_gb: float, cache_gb: float) -> None:
+    """Experts of 4.25 bits, and windows: what others count for a context of 1,024 tokens."""
+    folder = Path(tokenmill.bench.__file__).parent / "shapes"
+    spec = spec_of(json.loads((folder / f"{name}.json").read_text()))
+    assert step_weight_bytes(spec, "bf16", batch) / 1e9 == pytest.approx(weights_gb, abs=0.01)
+    # The second token of an answer to 1,023 tokens sees 1,024, or 128 in every second layer.
+    cell, machine = Cell.equal("d", batch, 1023, 2), Machine({"bf16": 1e30}, 1.0, 1)
+    roof = roofline(cell, spec, Setup("bf16", "bf16", **ROOMY), machine)
+    cache = roof.bytes_read - step_weight_bytes(spec, "bf16", batch)
+    assert cache / 1e9 == pytest.approx(cache_gb, abs=0.01)
+    entry = 2 * 8 * 64 * 2 * spec.num_layers / 2  # of one token in half of the layers
+    assert cache == pytest.approx(batch * entry * (1024 + 128))
+
+
+def test_experts_in_mxfp4_are_multiplied_in_bf16() -> None:
+    folder = Path(tokenmill.bench.__file__).parent / "shapes"
+    spec = spec_of(json.loads((folder / "gpt-oss-20b.json").read_text()))
+    machine = Machine({"bf16": 1e12, "fp8": 2e12, "int8": 4e12}, 1.0, 1)
+    experts, head = 2 * 24 * 4 * 3 * 2880 * 2880, 2 * 201_088 * 2880
+    others = spec.flops_per_token(0) - head - experts
+    cell = Cell.equal("p", 1, 1, 1)
+    for dtype, seconds in (
+        ("bf16", (others + experts + head) / 1e12),
+        ("fp8", others / 2e12 + (experts + head) / 1e12),
+        ("int8", (others + experts + head) / 4e12),  # on CPU they are weights as all others
+    ):
+        roof = roofline(cell, spec, Setup(dtype, dtype, **ROOMY), machine)
+        assert roof.serial_s == pytest.approx(seconds, rel=1e-4)
+    assert step_weight_bytes(spec, "int8", 1e9) == pytest.approx(spec.num_params() - head / 2, 1e-2)
+
+
 def test_latent_attention_unpacks_a_prompt_once_and_the_cache_never() -> None:
     folder = Path(tokenmill.bench.__file__).parent / "shapes"
     spec = spec_of(json.loads((folder / "deepseek-r1.json").read_text()))
     assert spec.seen_flops(decode=True) == 2 * 128 * (576 + 512)
     assert spec.seen_flops(decode=False) == 2 * 128 * (192 + 128)
     assert spec.mla is not None and spec.softmax_scale == pytest.approx(0.135234, abs=1e-6)
-    _, plain = spec.step_params(1)
+    plain = spec.step_params(1).plain
     assert plain == 61 * 512 * 128 * 256 + 58 * 7168 * 256
 
 

@@ -13,7 +13,7 @@ from tokenmill.kernels import cpu_kernels
 
 NEW_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
-FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3", "gemma3")
+FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3", "gemma3", "gpt-oss")
 # chunked, prefix_cache, num_blocks, overlap
 MODES = (
     (False, False, 400, True),

@@ -21,7 +21,7 @@ CHECKS = Path(__file__).parent / "rank_checks.py"
 TIMEOUT_S = 300
 SIZE = 4
 VOCAB_SIZE = 67  # which SIZE does not divide
-MODELS = ("deepseek-v3", "gemma3", "llama-bias", "mixtral", "qwen3-moe")
+MODELS = ("deepseek-v3", "gemma3", "gpt-oss", "llama-bias", "mixtral", "qwen3-moe")
 UNEVEN = {"tp": 4, "num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from tokenmill.bench.workload import Cell
+from tokenmill.core.quantization import MXFP4_BYTES
 from tokenmill.core.spec import ModelSpec
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 ATTENTION_DTYPE = {"fp16": "int16"}  # what a cache of this type is multiplied in, if not its own
+GPU_DTYPES = ("bf16", "fp8")
 HEAD_DTYPE = {"fp8": "bf16"}  # the output head keeps this type; others are as the layers
 
 
@@ -67,7 +69,7 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     """Both bounds of a cell with its own lengths, each request's first token from its prefill."""
     head = 2 * spec.vocab_size * spec.hidden_size
     layers = spec.flops_per_token(0) - head
-    layer_rate = machine.flops_per_s(setup.dtype)
+    layers_s = _layer_seconds(spec, setup.dtype, machine)
     head_rate = machine.flops_per_s(HEAD_DTYPE.get(setup.dtype, setup.dtype))
     attention_rate = machine.flops_per_s(ATTENTION_DTYPE.get(setup.kv_dtype, setup.kv_dtype))
 
@@ -82,9 +84,9 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     weights_s = steps * weight_bytes / machine.read_bytes_per_s
     cache_s = decode_seen / setup.tokens_per_step * seen_bytes / machine.read_bytes_per_s
 
-    prefill_s = cell.num_input_tokens * layers / layer_rate + cell.num_prompts * head / head_rate
+    prefill_s = cell.num_input_tokens * layers_s + cell.num_prompts * head / head_rate
     prefill_s += prefill_flops / attention_rate
-    linear_s = num_decoded * (layers / layer_rate + head / head_rate)
+    linear_s = num_decoded * (layers_s + head / head_rate)
     attention_s = decode_flops / attention_rate
     return Roofline(
         flops=cell.num_input_tokens * layers
@@ -99,6 +101,16 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     )
 
 
+def _layer_seconds(spec: ModelSpec, dtype: str, machine: Machine) -> float:
+    """Of the products of all layers for one token."""
+    flops, experts = spec.flops_per_token(0) - 2 * spec.vocab_size * spec.hidden_size, 0
+    if spec.moe is not None:
+        each = spec.moe.top_k * spec.moe.expert_params(spec.hidden_size)
+        experts = 2 * sum(spec.moe.layers) * each
+    own, theirs = machine.flops_per_s(dtype), machine.flops_per_s(expert_dtype(spec, dtype))
+    return (flops - experts) / own + experts / theirs
+
+
 def min_decode_steps(cell: Cell, max_num_seqs: int, kv_tokens: int) -> float:
     """Fewest decode steps: by sequences at once, by the longest output and by room in the cache.
 
@@ -111,9 +123,20 @@ def min_decode_steps(cell: Cell, max_num_seqs: int, kv_tokens: int) -> float:
 
 def step_weight_bytes(spec: ModelSpec, dtype: str, num_tokens: float) -> float:
     """Bytes of the weights that a step of so many tokens reads: linear layers, output head."""
-    rounded, plain = spec.step_params(num_tokens)
+    rounded, plain, experts = spec.step_params(num_tokens)
     plain += spec.vocab_size * spec.hidden_size
-    return rounded * BYTES[dtype] + plain * BYTES[HEAD_DTYPE.get(dtype, dtype)]
+    wide = plain * BYTES[HEAD_DTYPE.get(dtype, dtype)]
+    return rounded * BYTES[dtype] + wide + experts * expert_bytes(spec, dtype)
+
+
+def expert_dtype(spec: ModelSpec, dtype: str) -> str:
+    """What experts are multiplied in: a GPU turns MXFP4 into bf16 as it reads it."""
+    return "bf16" if spec.mxfp4 and dtype in GPU_DTYPES else dtype
+
+
+def expert_bytes(spec: ModelSpec, dtype: str) -> float:
+    """Bytes of a weight of the experts: a GPU reads MXFP4 as it is stored."""
+    return MXFP4_BYTES if spec.mxfp4 and dtype in GPU_DTYPES else BYTES[dtype]
 
 
 def _triangle(n: int) -> int:

@@ -26,9 +26,15 @@ class MoESpec:
     num_groups: int = 1  # experts are chosen among those of the best `top_groups` groups
     top_groups: int = 1
     correction_bias: bool = False  # a learned bias per expert that counts in the choice alone
+    bias: bool = False  # of the router and of the experts' matrices
 
     def expert_params(self, hidden: int) -> int:
         return 3 * hidden * self.intermediate_size
+
+    def bias_params(self, hidden: int) -> int:
+        """Biases of a sparse layer."""
+        of_expert = (1 + 2 * self.intermediate_size + hidden) * self.bias + self.correction_bias
+        return self.num_experts * of_expert
 
     def other_params(self, hidden: int) -> int:
         """Matrix parameters of a sparse layer that every token uses: router, shared expert."""

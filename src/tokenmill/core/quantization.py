@@ -12,6 +12,9 @@ Settings = dict[str, Any]
 Shape = tuple[int, ...]
 ScaleKind = Literal["tensor", "channel", "block"]
 
+MXFP4 = "mxfp4"
+MXFP4_BLOCK = 32  # weights that share a scale
+MXFP4_BYTES = 17 / 32  # of a weight: 4 bits, and its share of the scale
 _METHODS = ("compressed-tensors", "fp8")
 _FORMATS = ("float-quantized", "naive-quantized")  # for fp8 both store the same tensors
 _KINDS: tuple[ScaleKind, ...] = ("tensor", "channel", "block")
@@ -22,7 +25,10 @@ _REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """fp8 e4m3 codes: a weight is its code times the scale of its tensor, row or block."""
+    """Codes: a weight is its code times the scale of its tensor, row or block.
+
+    Codes are fp8 e4m3 in linear layers; "mxfp4" stores experts as fp4 with powers of two as scales.
+    """
 
     method: str  # as config.json names it
     kind: ScaleKind  # how much of a matrix shares a scale
@@ -31,6 +37,8 @@ class QuantizationSpec:
 
     def describe(self) -> str:
         """A few words for people."""
+        if self.method == MXFP4:
+            return "experts in MXFP4"
         unit = "row" if self.kind == "channel" else self.kind
         size = "{}x{} ".format(*self.block) if self.block else ""
         return f"fp8 with a scale per {size}{unit}"
@@ -61,6 +69,16 @@ def read_quantization(config: Settings) -> QuantizationSpec | None:
         return None
     method = _one_of(_object(settings, _ROOT), "quant_method", _METHODS, hint=_PLAIN)
     return _read_fp8(settings) if method == "fp8" else _read_compressed_tensors(settings)
+
+
+def read_mxfp4(config: Settings) -> QuantizationSpec | None:
+    """The same for a family whose experts may be stored in MXFP4."""
+    settings = config.get(_ROOT)
+    if not settings:
+        return None
+    hint = ", or float32, bfloat16 or float16 safetensors"
+    method = _one_of(_object(settings, _ROOT), "quant_method", (MXFP4,), hint=hint)
+    return QuantizationSpec(method, "block", (1, MXFP4_BLOCK))
 
 
 def _read_fp8(settings: Settings) -> QuantizationSpec:

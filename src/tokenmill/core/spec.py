@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from tokenmill.core.fields import Settings, flag, number, positive_int
 from tokenmill.core.mla import MLASpec
 from tokenmill.core.moe import MoESpec
-from tokenmill.core.quantization import QuantizationSpec, read_quantization
+from tokenmill.core.quantization import (
+    MXFP4,
+    MXFP4_BYTES,
+    QuantizationSpec,
+    read_quantization,
+)
 from tokenmill.core.rope import ORIGINAL, RopeSpec, read_rope, rope_fields
 from tokenmill.core.types import ModelLoadError
 
 Windows = tuple[int | None, ...]  # for each layer: how many positions a query sees; None: all
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+class StepParams(NamedTuple):
+    """Matrix parameters of the layers that a step reads."""
+
+    rounded: float  # that fp8 rounds, without experts
+    plain: float  # that keep the stream's type
+    experts: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class ModelSpec:
     num_mtp_layers: int = 0  # of the checkpoint, after the model's own; the first can draft
     num_norms: int = 2  # of a layer, each as wide as the stream
     window_rope: RopeSpec | None = None  # of layers with a window, where theirs is another
+    attention_sinks: bool = False  # a score per head that takes part in each softmax, without value
 
     @property
     def q_size(self) -> int:
@@ -81,15 +95,25 @@ class ModelSpec:
         biases = (self.q_size + 2 * self.kv_size) * self.attention_bias
         biases += hidden * self.output_bias
         biases += (2 * self.intermediate_size + hidden) * self.mlp_bias
+        biases += self.num_heads * self.attention_sinks
         layers = self.num_layers * (norms + biases) + round(self._matmul_params())
         if self.moe:
-            layers += sum(self.moe.layers) * self.moe.num_experts * self.moe.correction_bias
+            layers += sum(self.moe.layers) * self.moe.bias_params(hidden)
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
         return embeddings + layers + hidden
 
     def weight_bytes(self, bytes_per_param: float = 2) -> int:
-        """Bytes of all weights at one width."""
-        return round(self.num_params() * bytes_per_param)
+        """Bytes of all weights at one width; experts that are stored in MXFP4 stay so."""
+        experts = 0
+        if self.moe and self.mxfp4:
+            each = self.moe.expert_params(self.hidden_size)
+            experts = sum(self.moe.layers) * self.moe.num_experts * each
+        return round((self.num_params() - experts) * bytes_per_param + experts * MXFP4_BYTES)
+
+    @property
+    def mxfp4(self) -> bool:
+        """Experts are stored in MXFP4, which GPU kernels read as it is."""
+        return self.quantization is not None and self.quantization.method == MXFP4
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
         """Bytes that one token leaves in the cache, over all layers."""
@@ -106,19 +130,21 @@ class ModelSpec:
         """FLOPs of one token for each position that it attends to, in one layer."""
         return self.mla.seen_flops(self.num_heads, decode) if self.mla else 4 * self.q_size
 
-    def step_params(self, num_tokens: float) -> tuple[float, float]:
-        """Matrix parameters of the layers that a step of `num_tokens` reads.
+    def step_params(self, num_tokens: float) -> StepParams:
+        """What a step of `num_tokens` reads.
 
-        First those that fp8 rounds, then those that keep the stream's type. Of the experts it reads
-        as many as tokens that choose evenly hit: see MoESpec.distinct_experts.
+        Of the experts it reads as many as tokens that choose evenly hit: see
+        MoESpec.distinct_experts.
         """
-        plain = 0
+        plain, experts = 0, 0.0
         if self.mla:
             plain += self.num_layers * self.mla.unpacked(self.num_heads)
         if self.moe:
-            plain += sum(self.moe.layers) * self.hidden_size * self.moe.num_experts
-        experts = self.moe.distinct_experts(num_tokens) if self.moe else 0.0
-        return self._matmul_params(experts) - plain, plain
+            num_sparse = sum(self.moe.layers)
+            plain += num_sparse * self.hidden_size * self.moe.num_experts
+            each = self.moe.expert_params(self.hidden_size)
+            experts = num_sparse * self.moe.distinct_experts(num_tokens) * each
+        return StepParams(self._matmul_params(0) - plain, plain, experts)
 
     def attended_positions(self, num_tokens: int) -> int:
         """Positions that the first `num_tokens` tokens of a sequence attend to, over all layers."""

@@ -22,10 +22,11 @@ class Attention:
         out: Linear,
         qk_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
         ranks: Ranks = ONE,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.num_heads, self.scale, self.eps = spec.num_heads, spec.softmax_scale, spec.rms_eps
         self.window, self.qkv, self.out = window or 0, qkv, out
-        self.qk_norms, self.ranks = qk_norms, ranks
+        self.qk_norms, self.ranks, self.sinks = qk_norms, ranks, sinks
 
     def __call__(
         self,
@@ -40,7 +41,7 @@ class Attention:
         heads, scale = self.num_heads, self.scale
         qkv = stream.project(norm, self.qkv)
         q = rope_and_cache(qkv, *cache, cos_sin, batch, heads, scale, self.qk_norms, self.eps)
-        attended = paged_attention(q, *cache, batch, heads, self.window)
+        attended = paged_attention(q, *cache, batch, heads, self.window, self.sinks)
         stream.add(self.out, attended, self.ranks, post_norm)
 
     @property

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from tokenmill.kernels.matmul import pack
-from tokenmill.kernels.moe import PackedExperts, apply_experts
-from tokenmill.layers.linear import ComputeType, Device, Tensors
+from tokenmill.kernels.moe import PackedExperts, apply_experts, dequantize_mxfp4
+from tokenmill.kernels.norm import Activation
+from tokenmill.layers.linear import ComputeType, Device, Tensors, activation_dtype
 from tokenmill.parallel import ALONE, Exchange, Layout
 
 
@@ -48,6 +49,7 @@ class RoutedExperts:
         self.layout, self.num_experts = layout, num_experts
         self._dtype, self._device = dtype, device
         self._halves: dict[int, Tensors] = {}
+        self._codes: dict[str, Tensors] = {}
         self.place(first_placement(num_experts, layout))
         num_own = len(self.own)
         self.gate_up, self.down = PackedExperts(num_own), PackedExperts(num_own)
@@ -79,6 +81,36 @@ class RoutedExperts:
         for slot in (slot for slot, held in enumerate(self.own) if held == expert):
             target.put(slot, packed)
 
+    def put_stacked(self, kind: str, part: str, stacked: torch.Tensor) -> None:
+        """Take a part of all experts' matrices of a kind, "gate_up" or "down".
+
+        Parts are "weight" [experts, k, n] and "bias" [experts, n], or in the place of weights the
+        "blocks" and "scales" of MXFP4: see PackedExperts.
+        """
+        target = self.down if kind == "down" else self.gate_up
+        if part in ("blocks", "scales"):
+            codes = self._codes.setdefault(kind, {})
+            codes[part] = stacked
+            if len(codes) == 2:
+                self._put_mxfp4(target, **self._codes.pop(kind))
+            return
+        for slot, expert in enumerate(self.own):
+            if part == "bias":
+                bias = stacked[expert].to(self._device, activation_dtype(self._dtype))
+                target.put_bias(slot, bias)
+            else:
+                target.put(slot, pack(stacked[expert].mT, self._dtype, self._device))
+
+    def _put_mxfp4(self, target: PackedExperts, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """A GPU's kernels read codes; on CPU they become weights of the compute type."""
+        for slot, expert in enumerate(self.own):
+            own = blocks[expert].to(self._device), scales[expert].to(self._device)
+            if activation_dtype(self._dtype) == torch.bfloat16:
+                target.put_mxfp4(slot, *own)
+            else:
+                weight = dequantize_mxfp4(*own, torch.float32)
+                target.put(slot, pack(weight, self._dtype, self._device))
+
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> Dispatched:
         """Start to send x[t, k] to the ranks of its experts ids[t, top_k]."""
         ranks, top_k = self.layout.ranks, ids.shape[1]
@@ -98,9 +130,10 @@ class RoutedExperts:
         of_row = own.repeat_interleave(incoming, output_size=sum(received))
         return Dispatched(order, sent, received, of_row, rows)
 
-    def combine(self, sent: Dispatched) -> torch.Tensor:
+    def combine(self, sent: Dispatched, activation: Activation = "silu") -> torch.Tensor:
         """Compute what has arrived and take back the own rows: [t * top_k, n] by choice."""
-        rows = apply_experts(sent.rows.wait(), sent.slots[:, None], self.gate_up, self.down)
+        x, slots = sent.rows.wait(), sent.slots[:, None]
+        rows = apply_experts(x, slots, self.gate_up, self.down, activation)
         back = self.layout.ranks.exchange(rows, sent.received, sent.sent).wait()
         results = torch.empty_like(back)
         results[sent.order] = back

@@ -58,8 +58,9 @@ class MoE:
         experts: RoutedExperts,
         dtype: ComputeType,
         device: Device,
+        activation: Activation = "silu",
     ) -> None:
-        self.norm, self.experts = norm, experts
+        self.norm, self.experts, self.activation = norm, experts, activation
         self.routing = Routing(
             spec.top_k,
             spec.scoring == "sigmoid",
@@ -94,22 +95,23 @@ class MoE:
     def _add(self, stream: Residual) -> None:
         """The shared expert runs while rows travel."""
         x, experts = stream.normed(self.norm), self.experts
-        ids, weights = route(router_logits(x, self.router.weight), self.bias, self.routing)
+        logits = router_logits(x, self.router.weight, self.router.bias)
+        ids, weights = route(logits, self.bias, self.routing)
         sent = experts.dispatch(x, ids) if experts.layout.ranks.size > 1 else None
         if self.shared is not None:
             gate_up, down = self.shared
             stream.add(down, act_and_mul(gate_up(x), down.rounding))
         if sent is None:
-            results = apply_experts(x, ids, experts.gate_up, experts.down)
+            results = apply_experts(x, ids, experts.gate_up, experts.down, self.activation)
         else:
-            results = experts.combine(sent)
+            results = experts.combine(sent, self.activation)
         add_choices(results, weights, stream.x)
 
     def assist(self) -> None:
         """Compute for other ranks, with no rows of its own."""
         x = self.norm.new_empty(0, self.norm.shape[0])
         ids = torch.empty(0, self.routing.top_k, dtype=torch.int32, device=x.device)
-        self.experts.combine(self.experts.dispatch(x, ids))
+        self.experts.combine(self.experts.dispatch(x, ids), self.activation)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

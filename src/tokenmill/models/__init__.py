@@ -21,6 +21,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 

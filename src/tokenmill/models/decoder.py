@@ -23,7 +23,7 @@ from tokenmill.layers.linear import (
 from tokenmill.layers.mlp import MLP, MoE
 from tokenmill.layers.residual import Residual
 from tokenmill.layers.rotary import rotary_table
-from tokenmill.models.names import canonical, expert_of, layer_tensors
+from tokenmill.models.names import canonical, expert_of, layer_tensors, stacked_experts
 from tokenmill.models.shards import local_spec, shard
 from tokenmill.parallel import ALONE, Layout
 
@@ -75,6 +75,8 @@ class LayerTensors:
         self.missing -= 1
         if self.experts is not None and (found := expert_of(name)):
             self.experts.put(*found, tensor)
+        elif self.experts is not None and (stacked := stacked_experts(name)):
+            self.experts.put_stacked(*stacked, tensor)
         else:
             self.plain[name] = shard(name, tensor, self.full, self.layout.tensor_ranks)
 
@@ -96,7 +98,10 @@ class LayerTensors:
             q_norm, k_norm = (self.norm(f"self_attn.{x}_norm", torch.float32) for x in ("q", "k"))
             qk_norms = q_norm, k_norm
         window, out = self.spec.layer_windows[self.index], self.linear("self_attn.o_proj")
-        return Attention(self.spec, window, qkv, out, qk_norms, self.layout.tensor_ranks)
+        sinks = None
+        if self.spec.attention_sinks:
+            sinks = self.plain["self_attn.sinks"].to(self.device, torch.float32)
+        return Attention(self.spec, window, qkv, out, qk_norms, self.layout.tensor_ranks, sinks)
 
     def mlp(
         self,
@@ -108,8 +113,9 @@ class LayerTensors:
         if self.experts is None:
             ranks = self.layout.tensor_ranks
             return MLP(norm, self.plain, self.dtype, self.device, ranks, activation, post_norm)
-        assert self.spec.moe is not None and activation == "silu" and post_norm is None
-        return MoE(self.spec.moe, norm, self.plain, self.experts, self.dtype, self.device)
+        moe, experts = self.spec.moe, self.experts
+        assert moe is not None and post_norm is None
+        return MoE(moe, norm, self.plain, experts, self.dtype, self.device, activation)
 
 
 class Decoder:

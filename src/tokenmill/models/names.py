@@ -29,6 +29,7 @@ STATIC_SCALES = (
 MTP_OUTER = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 EAGLE_COPIES = ("embed_tokens.weight", "lm_head.weight")
+_STACKED = re.compile(r"mlp\.experts\.(gate_up|down)_proj(?:_(blocks|scales|bias))?")
 _EXPERTS = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -130,6 +131,12 @@ def expert_of(name: str) -> tuple[int, str] | None:
     """Number and kind ("gate", "up", "down") of a routed expert's tensor, by its short name."""
     found = _EXPERTS.fullmatch(name)
     return (int(found[1]), found[2]) if found else None
+
+
+def stacked_experts(name: str) -> tuple[str, str] | None:
+    """Kind and part of a tensor that has all experts' matrices; see RoutedExperts.put_stacked."""
+    found = _STACKED.fullmatch(name)
+    return (found[1], found[2] or "weight") if found else None
 
 
 def ignorable(spec: ModelSpec) -> re.Pattern[str]:

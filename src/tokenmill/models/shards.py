@@ -21,6 +21,7 @@ _ROWS = {
     "self_attn.kv_b_proj": "heads",
     "self_attn.k_proj": "kv_heads",
     "self_attn.v_proj": "kv_heads",
+    "self_attn.sinks": "heads",  # a tensor, not a module
     "mlp.gate_proj": "inner",
     "mlp.up_proj": "inner",
     "model.embed_tokens": "vocabulary",
@@ -139,7 +140,7 @@ def shard(name: str, tensor: torch.Tensor, spec: ModelSpec, ranks: Ranks) -> tor
     """This rank's part of a tensor; a sum's bias counts on the first rank alone."""
     if ranks.size == 1:
         return tensor
-    module, _, kind = name.rpartition(".")
+    module, _, kind = (name, "", "") if name in _ROWS else name.rpartition(".")
     if module in _ROWS:
         return tensor[_part(_ROWS[module], tensor.shape[0], spec, ranks)]
     if module in _COLUMNS and kind == "weight":

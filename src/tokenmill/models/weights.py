@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -22,14 +22,22 @@ from tokenmill.models import gguf, spec_of
 from tokenmill.models.family import Shape
 from tokenmill.models.names import (
     EAGLE_COPIES,
-    EMBEDDING,
     MTP_COPIES,
     STATIC_SCALES,
     eagle_tensors,
     eagle_to_mtp,
     expected_tensors,
-    ignorable,
     mtp_tensors,
+)
+from tokenmill.models.tensor_checks import (
+    CODES,
+    FP8,
+    MAX_LISTED,
+    MXFP4_PARTS,
+    PLAIN_BYTES,
+    POWERS,
+    check_tensors,
+    scale_names,
 )
 
 Progress = Callable[[int, int], None]  # stored bytes read so far, and in all
@@ -39,12 +47,9 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_FP8 = "F8_E4M3"
-_POWERS = "F8_E8M0"  # of two, as scales
-_PLAIN_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-_SAFETENSORS_BYTES = _PLAIN_BYTES | {_FP8: 1, _POWERS: 1}
+_SAFETENSORS_BYTES = PLAIN_BYTES | {FP8: 1, POWERS: 1, CODES: 1}
+_MXFP4_SCALES = 119, 121  # random ones, 2 ** -8 and 2 ** -7: with all codes a deviation of 0.018
 _LFS = b"version https://git-lfs"
-_MAX_LISTED = 8
 _RANDOM_STD = 0.02
 
 
@@ -54,19 +59,6 @@ class ReadableTensor(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def read(self) -> torch.Tensor: ...
-
-
-class StoredTensor(ReadableTensor, Protocol):
-    """A tensor in a file, known by its header."""
-
-    @property
-    def file(self) -> Path: ...
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def type_name(self) -> str: ...
-    @property
-    def supported(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,7 @@ class SafetensorsTensor:
 
     @property
     def supported(self) -> bool:
-        return self.type_name in _PLAIN_BYTES
+        return self.type_name in PLAIN_BYTES
 
     def read(self) -> torch.Tensor:
         # A mapping of its own per tensor: its pages leave memory when the tensor does.
@@ -126,7 +118,10 @@ class FP8Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomTensor:
-    """A tensor drawn from N(0, 0.02), or ones for a norm, by seed, name and kind of device."""
+    """A tensor drawn from N(0, 0.02), or ones for a norm, by seed, name and kind of device.
+
+    Of MXFP4 all codes are drawn alike.
+    """
 
     name: str
     shape: Shape
@@ -135,6 +130,8 @@ class RandomTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.name.endswith(MXFP4_PARTS):
+            return torch.uint8
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     @property
@@ -147,6 +144,10 @@ class RandomTensor:
             return tensor.fill_(1.0)
         digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest))
+        if self.name.endswith("_blocks"):
+            return tensor.random_(0, 256, generator=generator)
+        if self.name.endswith("_scales"):
+            return tensor.random_(*_MXFP4_SCALES, generator=generator)
         return tensor.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
@@ -203,7 +204,8 @@ def open_checkpoint(path: str | Path, *, random_weights: bool = False, seed: int
     if random_weights:
         spec = read_spec(path)
         random = _random(spec, seed)
-        return Checkpoint(path, "config", spec, "random", spec.weight_bytes(4), random)
+        num_bytes = sum(tensor.num_bytes for tensor in random.values())
+        return Checkpoint(path, "config", spec, "random", num_bytes, random)
     return _open_gguf(path) if path.is_file() else _open_safetensors(path)
 
 
@@ -290,92 +292,6 @@ def _naming(file: Path) -> Iterator[None]:
 def _random(spec: ModelSpec, seed: int) -> dict[str, RandomTensor]:
     shapes = expected_tensors(spec).items()
     return {name: RandomTensor(name, shape, seed) for name, shape in shapes}
-
-
-def check_tensors(
-    stored: Mapping[str, StoredTensor],
-    spec: ModelSpec,
-    path: Path,
-    wanted: Mapping[str, Shape] | None = None,
-    ignored: Collection[str] = (),
-) -> None:
-    """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors.
-
-    `wanted` are the model's unless given; a part of a checkpoint is checked by its own.
-    """
-    whole = wanted is None
-    wanted = expected_tensors(spec) if wanted is None else wanted
-    scales = scale_names(stored, spec, wanted)
-    expected = _allowed_shapes(scales, spec, wanted)
-    coded = {(name, _FP8) for name in scales} | {(name, _POWERS) for name in scales.values()}
-    known = ignorable(spec) if whole else re.compile("|".join(STATIC_SCALES))
-    missing = [f"{name} {_or(shapes)}" for name, shapes in expected.items() if name not in stored]
-    unexpected, misshaped, unreadable = [], [], []
-    for name, tensor in stored.items():
-        where = f"in {tensor.file.name}"
-        if name not in expected:
-            if not known.fullmatch(name) and name not in ignored:
-                unexpected.append(f"{name} {list(tensor.shape)} {where}")
-        elif tensor.shape not in expected[name]:
-            found = f"expected {_or(expected[name])}, found {list(tensor.shape)}"
-            misshaped.append(f"{name} {found} {where}")
-        elif not tensor.supported and (name, tensor.type_name) not in coded:
-            unreadable.append(f"{name} is {tensor.type_name} {where}")
-    problems = _listed("missing", missing) + _listed("unexpected", unexpected)
-    problems += _listed("mis-shaped", misshaped) + _listed("of an unsupported type", unreadable)
-    if unreadable:
-        problems.append(f"  supported types: {', '.join((*_PLAIN_BYTES, *_gguf_types()))}")
-        problems[-1] += f", {_FP8} in linear layers that a quantization_config covers"
-    if problems:
-        owner = f"the {spec.architecture} that its config describes"
-        if not whole:
-            owner = f"an MTP module of this {spec.architecture}, hidden_size {spec.hidden_size}"
-        head = f"{path}: the tensors do not fit {owner}"
-        raise ModelLoadError("\n".join([head, *problems]))
-
-
-def scale_names(
-    stored: Mapping[str, StoredTensor], spec: ModelSpec, expected: Mapping[str, Shape]
-) -> dict[str, str]:
-    """Weight -> its scales, for every linear weight that is stored as fp8 and may be."""
-    if spec.quantization is None:
-        return {}
-    modules = [
-        name.removesuffix(".weight")
-        for name, shape in expected.items()
-        if len(shape) == 2 and name != EMBEDDING
-        if name in stored and stored[name].type_name == _FP8
-    ]
-    names = {}
-    for module in spec.quantization.covers(modules):
-        known = [f"{module}.{scale}" for scale in spec.quantization.scale_names]
-        names[f"{module}.weight"] = next((name for name in known if name in stored), known[0])
-    return names
-
-
-def _allowed_shapes(
-    scales: Mapping[str, str], spec: ModelSpec, expected: Mapping[str, Shape]
-) -> dict[str, tuple[Shape, ...]]:
-    allowed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in expected.items()}
-    for weight, scale in scales.items():
-        assert spec.quantization is not None
-        allowed[scale] = spec.quantization.scale_shapes(*expected[weight])
-    return allowed
-
-
-def _or(shapes: Iterable[Shape]) -> str:
-    return " or ".join(str(list(shape)) for shape in shapes)
-
-
-def _gguf_types() -> Iterable[str]:
-    return (f"GGUF {name}" for name in gguf.SUPPORTED_TYPES if name not in _PLAIN_BYTES)
-
-
-def _listed(title: str, items: list[str]) -> list[str]:
-    if not items:
-        return []
-    rest = [f"and {len(items) - _MAX_LISTED} more"] if len(items) > _MAX_LISTED else []
-    return [f"  {len(items)} {title}: " + "; ".join(items[:_MAX_LISTED] + rest)]
 
 
 def _read_all(
@@ -467,14 +383,14 @@ def _no_weights(folder: Path) -> str:
     if not pickles:
         return wanted + _gguf_hint(folder)
     return (
-        f"{wanted}, only {', '.join(pickles[:_MAX_LISTED])}; pickle checkpoints are refused, "
+        f"{wanted}, only {', '.join(pickles[:MAX_LISTED])}; pickle checkpoints are refused, "
         "since loading one can run any code it holds: convert it to safetensors"
     )
 
 
 def _gguf_hint(folder: Path) -> str:
     files = sorted(file.name for file in folder.glob("*.gguf")) if folder.is_dir() else []
-    return f"; give one of its GGUF files: {', '.join(files[:_MAX_LISTED])}" if files else ""
+    return f"; give one of its GGUF files: {', '.join(files[:MAX_LISTED])}" if files else ""
 
 
 def _read_header(file: Path) -> list[SafetensorsTensor]:

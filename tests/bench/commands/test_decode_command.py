@@ -56,6 +56,9 @@ def test_least_time_of_one_rank() -> None:
     assert least["experts"] == pytest.approx(58 * 8 * 3 * 7168 * 2048 / 4.2e12)
     twice = least_seconds(rank, "fp8", "bf16", 64, 4096, H200)
     assert twice["attention"] == pytest.approx(2 * least["attention"])
+    oss = least_seconds(spec("gpt-oss-120b"), "bf16", "bf16", 1, 1023, H200)
+    assert oss["experts"] == pytest.approx(36 * 4 * 3 * 2880 * 2880 * 17 / 32 / 4.2e12)
+    assert oss["attention"] == pytest.approx(18 * (1024 + 128) * 2 * 8 * 64 * 2 / 4.2e12)
     dense = least_seconds(spec("llama3.1-8b"), "bf16", "bf16", 1, 1024, H200)
     assert dense["experts"] == 0
     assert dense["linear"] == pytest.approx(7.5e9 * 2 / 4.2e12, rel=0.01)

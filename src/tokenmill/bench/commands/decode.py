@@ -10,7 +10,7 @@ from typing import Any
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
-from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, Machine
+from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, Machine, expert_bytes, expert_dtype
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import SchedulerConfig, Setup
 from tokenmill.core.spec import ModelSpec
@@ -223,16 +223,14 @@ def least_seconds(
         seen * entry / machine.read_bytes_per_s,
     )
     head_type, head = HEAD_DTYPE.get(dtype, dtype), spec.vocab_size * spec.hidden_size
-    rate, experts, expert_params = machine.flops_per_s(dtype), 0.0, 0.0
+    rate, experts = machine.flops_per_s(dtype), 0.0
+    rounded, plain, expert_params = spec.step_params(batch)
     if spec.moe is not None:
         one = sum(spec.moe.layers) * spec.moe.expert_params(spec.hidden_size)
-        expert_params = spec.moe.distinct_experts(batch) * one
         experts = max(
-            2 * batch * spec.moe.top_k * one / rate,
-            expert_params * BYTES[dtype] / machine.read_bytes_per_s,
+            2 * batch * spec.moe.top_k * one / machine.flops_per_s(expert_dtype(spec, dtype)),
+            expert_params * expert_bytes(spec, dtype) / machine.read_bytes_per_s,
         )
-    rounded, plain = spec.step_params(batch)
-    rounded -= expert_params
     linear = max(
         2 * batch * (rounded / rate + (plain + head) / machine.flops_per_s(head_type)),
         (rounded * BYTES[dtype] + (plain + head) * BYTES[head_type]) / machine.read_bytes_per_s,

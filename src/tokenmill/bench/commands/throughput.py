@@ -65,7 +65,8 @@ def throughput(settings: Settings) -> None:
 
     With --lengths one workload, whose requests have lengths of their own and
     arrive at once. With --random-weights a model is a config.json, or one of
-    the shapes llama3.1-8b, qwen3-0.6b and qwen3-14b.
+    the shapes llama3.1-8b, qwen3-0.6b, qwen3-14b, qwen3-30b-a3b, gpt-oss-20b
+    and gpt-oss-120b.
 
     tokenmill bench throughput
     tokenmill bench throughput --dtype fp32 --cell single --rounds 5
