@@ -109,6 +109,11 @@ def test_a_new_router_finds_the_backend(router: SimServer, backends: list[SimSer
         ids = [client.responses.create(model=SIM, input="say: x").id for _ in range(2)]
     with routed(backends) as fresh, openai_client(fresh) as client:
         for response_id in ids:
+            items = client.responses.retrieve(response_id).output
+            references: Any = [{"type": "item_reference", "id": item.id} for item in items]
+            question: Any = {"role": "user", "content": "say: by reference"}
+            referred = client.responses.create(model=SIM, input=[*references, question])
+            assert referred.output_text == "by reference"
             answer = client.responses.create(
                 model=SIM, input="say: again", previous_response_id=response_id
             )

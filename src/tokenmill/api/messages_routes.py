@@ -15,6 +15,7 @@ from tokenmill.api.messages.message_request import (
     MESSAGE_WITHOUT_EFFECT,
     CountTokensRequest,
     MessagesRequest,
+    ThinkingDisabled,
     ThinkingEnabled,
 )
 from tokenmill.api.operations import json_response
@@ -66,9 +67,18 @@ async def _prepare(call: MessagesRequest, preparer: Preparer) -> Job:
     try:
         return await preparer.chat(chat_of_messages(call), "msg_", clamps=True)
     except InvalidRequestError as error:
+        if error.param == "reasoning_effort" and isinstance(call.thinking, ThinkingDisabled):
+            raise _always_thinks() from None
         raise renamed(of_invalid(error), MESSAGE_NAMES) from None
     except ApiError as error:
         raise renamed(error, MESSAGE_NAMES) from None
+
+
+def _always_thinks() -> ApiError:
+    message = "thinking: 'disabled' is not supported: this model always reasons; leave the field "
+    return ApiError(
+        400, f"{message}out, or send output_config.effort 'low'", "thinking", "unsupported_value"
+    )
 
 
 def _format(call: MessagesRequest, job: Job, model: str) -> MessageFormat:

@@ -82,6 +82,7 @@ class Relay:
         self._is_stream = False
         self._tail = b""  # of what was passed on last
         self._num_events = 0
+        self._may_be_elsewhere = False  # another backend may have what this one does not know
 
     async def run(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
@@ -128,6 +129,7 @@ class Relay:
         """Try backends until one has answered; returns the error that the client was told."""
         tried: set[str] = set()
         self._response_id = self._response_id or prompt.previous_response_id
+        self._may_be_elsewhere = bool(self._response_id) or b"item_reference" in body
         owner = self._backends.owners.find(self._response_id)
         while self._gone is None:
             began_ns = time.monotonic_ns()
@@ -165,7 +167,7 @@ class Relay:
         headers = _forwarded(scope["headers"], own, span)
         try:
             await backend.upstream.send(answer, scope["method"], path, headers, body)
-            is_elsewhere = answer.status == 404 and bool(self._response_id)
+            is_elsewhere = answer.status == 404 and self._may_be_elsewhere
             if answer.status == 429 or answer.status >= 500 or is_elsewhere:
                 return await self._note_refusal(attempt, answer)
             await self._pass_on(attempt, answer, send)
