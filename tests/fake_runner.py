@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import FinishReason, Request, StepResult, TokenLogprobs
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
@@ -57,9 +58,12 @@ class Row:
     begin: int
     samples: bool
     num_drafts: int = 0  # of token_ids, the last ones
+    # Of each group of sliding layers: its blocks, some of which are no longer this sequence's.
+    sliding: list[list[int]] = field(default_factory=list)
 
-    def values(self) -> list[int]:
-        return digests(self.token_ids, self.request.cache_salt)
+    def values(self, group: int = 0) -> list[int]:
+        """What a group of layers writes."""
+        return [digest + group for digest in digests(self.token_ids, self.request.cache_salt)]
 
 
 @dataclass
@@ -84,11 +88,19 @@ class FakeRunner:
     """Writes the KV of the whole batch, then reads it back as attention would, then samples.
 
     Like a device it has its own block tables, a row per slot, and knows the newest tokens itself.
+    Sliding layers read no more than their window.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, tokens_per_step: int = 1, max_drafts: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        tokens_per_step: int = 1,
+        max_drafts: int = 0,
+        sliding: Sliding = NONE_SLIDE,
     ) -> None:
+        self.sliding = sliding
+        self.sliding_tables: dict[tuple[int, int], list[int]] = {}  # by slot and group
         self.block_size = block_size
         self.max_drafts, self.random = max_drafts, random.Random(0)
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
@@ -117,9 +129,18 @@ class FakeRunner:
             row = self.tables.setdefault(seq.slot, [])
             assert first <= len(row), "a block table has a hole"
             row[first : len(seq.block_ids)] = seq.block_ids[first:]
+            self._note_window(seq, first)
         launched = Launched(self, [self._row(seq, num_new) for seq, num_new in batch.items])
         self.queue.append(launched)
         return launched
+
+    def _note_window(self, seq: Sequence, first: int) -> None:
+        """A table has a hole only where its sequence begins behind a cached prefix."""
+        groups, begin = self.sliding.num_groups, max(first, seq.window_first)
+        for group in range(groups):
+            table = self.sliding_tables.setdefault((seq.slot, group), [])
+            table += [-1] * (begin - len(table))
+            table[begin:] = seq.window_ids[group::groups][begin - seq.window_first :]
 
     def _row(self, seq: Sequence, num_new: int) -> Row:
         begin, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new
@@ -132,7 +153,11 @@ class FakeRunner:
         assert block_ids == seq.block_ids, "the block table was not told of all blocks"
         token_ids = seq.token_ids[:end] + seq.draft_ids[:num_drafts]
         samples = end >= seq.num_tokens
-        return Row(seq.request, seq.slot, block_ids, token_ids, begin, samples, num_drafts)
+        groups = self.sliding.num_groups
+        sliding = [list(self.sliding_tables[seq.slot, group]) for group in range(groups)]
+        for group, table in enumerate(sliding):
+            assert table[seq.window_first : len(block_ids)] == seq.window_ids[group::groups]
+        return Row(seq.request, seq.slot, block_ids, token_ids, begin, samples, num_drafts, sliding)
 
     def execute(self, launched: Launched) -> StepResult:
         rows = launched.rows
@@ -156,7 +181,8 @@ class FakeRunner:
         """Leave garbage where these were to write."""
         for row in rows:
             for position in range(row.begin, len(row.token_ids)):
-                self.kv[self._place(row, position)] = None
+                for group in range(self.sliding.pages_per_block):
+                    self.kv[self._place(row, position, group)] = None
         self.newest = {row.slot: (row.request.request_id, None) for row in rows}
 
     def _look_up(self, row: Row) -> bool:
@@ -169,23 +195,29 @@ class FakeRunner:
             row.token_ids[-1] = token
         return token is not None
 
-    def _place(self, row: Row, position: int) -> int:
-        block = row.block_ids[position // self.block_size]
+    def _place(self, row: Row, position: int, group: int = 0) -> int:
+        table = row.sliding[group - 1] if group else row.block_ids
+        block = table[position // self.block_size]
         return block * self.block_size + position % self.block_size
 
     def _write(self, rows: list[Row]) -> None:
         written: set[int] = set()
         for row in rows:
-            values = row.values()
-            for position in range(row.begin, len(values)):
-                place = self._place(row, position)
-                assert place not in written, "two sequences write one slot"
-                written.add(place)
-                self.kv[place] = values[position]
+            for group in range(self.sliding.pages_per_block):
+                values = row.values(group)
+                for position in range(row.begin, len(values)):
+                    place = self._place(row, position, group)
+                    assert place not in written, "two sequences write one slot"
+                    written.add(place)
+                    self.kv[place] = values[position]
 
     def _reads_well(self, row: Row) -> bool:
-        values = row.values()
-        return [self.kv[self._place(row, p)] for p in range(len(values))] == values
+        return all(
+            self.kv[self._place(row, position, group)] == value
+            for group in range(self.sliding.pages_per_block)
+            for position, value in enumerate(row.values(group))
+            if not group or position > row.begin - self.sliding.window
+        )
 
     def _sample(self, row: Row, lost: bool) -> list[int]:
         if not row.samples:

@@ -231,6 +231,16 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
             assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
 
 
+def test_two_ranks_of_a_model_that_slides(tmp_path: Path) -> None:
+    folder = save(tame(make_model("gemma3", vocab_size=67), 0.3), tmp_path)
+    with engine(folder) as one:
+        expected = run(one) + complete(one.engine, prompts()[3:6:2], GREEDY)
+    with engine(folder, 18, connector="shm", tp=2) as two:
+        assert two.runner.sliding.num_groups == 3
+        found = run(two) + handed_over(two.engine, prompts()[3:6:2])
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+
+
 def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
     """Each prompt is computed in some blocks, then read into others, on the same rank or not."""
     assert isinstance(ranks, LeadingEngine | DataParallelEngine) and ranks.kv is not None
@@ -371,6 +381,14 @@ def test_a_step_travels_whole() -> None:
     ids, told = rank_messages.unpack_step(travelled(sizes), flat)
     assert torch.equal(ids, ints[:5]) and torch.equal(told.positions, batch.positions)
     assert torch.equal(told.block_tables[told.table_rows], ints.view(8, 5)[2:5])
+    assert not told.sliding
+    own = replace(batch, slots=batch.slots + 7, block_tables=ints.view(8, 5) + 1)
+    sizes, flat = rank_messages.pack_step("step", ints[:5], replace(batch, sliding=(own, batch)))
+    assert rank_messages.step_size(travelled(sizes)) == flat.numel()
+    ids, told = rank_messages.unpack_step(travelled(sizes), flat)
+    assert torch.equal(ids, ints[:5]) and torch.equal(told.slots, batch.slots)
+    assert [group.slots[0].item() for group in told.sliding] == [12, 5]
+    assert torch.equal(told.sliding[0].block_tables, ints.view(8, 5)[2:5] + 1)
     for found, sent in zip(told.tiles, tiles, strict=True):
         assert torch.equal(found.seqs, sent.seqs) and torch.equal(found.starts, sent.starts)
         plans = [(tile.tokens, tile.splits, tile.rows) for tile in (found, sent)]

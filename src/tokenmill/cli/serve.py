@@ -99,7 +99,7 @@ def serve(settings: Settings) -> None:
     name = config.served_model_name or model_name(model)
 
     def on_listening(url: str, facts: ModelFacts) -> None:
-        tokens = f"{facts.num_kv_blocks * facts.block_size} tokens"
+        tokens = f"{facts.kv_tokens} tokens"
         tokens += " on each rank" if roles[0].get("attention-dp") else ""
         logging.getLogger(__name__).info(
             f"{name} ({facts.dtype}, context {facts.max_model_len}, KV cache of {tokens}) "
@@ -239,6 +239,7 @@ def _facts(built: BuiltEngine, max_waiting: int, warnings: list[str]) -> ModelFa
         vocab_size=built.spec.vocab_size,
         num_kv_blocks=built.num_blocks,
         block_size=built.block_size,
+        kv_tokens=built.kv_tokens,
         dtype=built.dtype,
         device=built.device,
         kv=built.engine.kv.address if built.engine.kv is not None else None,

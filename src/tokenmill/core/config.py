@@ -107,6 +107,17 @@ class SchedulerConfig:
         """The limit in force."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
+    @property
+    def budget(self) -> int:
+        """The tokens of a step in force."""
+        given = self.max_num_batched_tokens
+        return DEFAULT_BUDGET if given is None else given
+
+    @property
+    def most_new_tokens(self) -> int:
+        """The most tokens that a step computes of one request."""
+        return min(self.budget, self.max_model_len) if self.chunked_prefill else self.max_model_len
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -74,6 +74,8 @@ class KVNotice:
     token_id: int | None = None
     hold_s: float = LEASE_S  # how long they are held once the prompt is computed
     engine_id: str = ""  # of the rank that holds them, where ranks have blocks of their own
+    # With the token: blocks of sliding layers that it sees, one of each group in turn.
+    window_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -125,10 +127,10 @@ def mismatch(source: KVAddress, target: KVAddress) -> str | None:
     if len(source.others) != len(target.others):
         from_ranks, to_ranks = (1 + len(address.others) for address in (source, target))
         return f"ranks of --tp: the prefill engine has {from_ranks}, the decode engine {to_ranks}"
-    for field, name in _NAMES.items():
-        theirs, ours = getattr(source.geometry, field), getattr(target.geometry, field)
+    for part, name in _NAMES.items():
+        theirs, ours = getattr(source.geometry, part), getattr(target.geometry, part)
         if theirs != ours:
-            if field == "block_bytes":  # as with other ranks, or drafts on one side alone
+            if part == "block_bytes":  # as with other ranks, or drafts on one side alone
                 theirs, ours = (f"{sum(sizes)} in {len(sizes)} tensors" for sizes in (theirs, ours))
             return f"{name}: the prefill engine has {theirs}, the decode engine {ours}"
     return None

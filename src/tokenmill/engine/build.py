@@ -20,6 +20,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.kv_groups import KVGroups, Sliding, plan_groups
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
@@ -82,6 +83,7 @@ class BuiltEngine:
     max_num_batched_tokens: int
     num_blocks: int  # of each rank, where ranks have requests of their own
     block_size: int
+    kv_tokens: int  # of one request that the blocks hold
     weight_bytes: int  # of this rank
     description: str
     group: RankGroup | None = None  # the other ranks
@@ -102,6 +104,8 @@ class Part:
     cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
     kv_cache: KVCache
     num_blocks: int
+    sliding: Sliding
+    kv_tokens: int  # of one request that the KV cache holds
     max_model_len: int  # what is asked for, or what the KV cache holds if that is less
     link: KVLink | GroupLink | None
     narrow: bool  # its products are to be rounded to fp8 after calibration
@@ -145,6 +149,7 @@ def build_engine(
         max_num_batched_tokens=setup.scheduler.max_num_batched_tokens or 0,
         num_blocks=part.num_blocks,
         block_size=setup.cache.block_size,
+        kv_tokens=part.kv_tokens,
         weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
         description=part.checkpoint.describe() + _drafts_line(setup.execution),
         group=group,
@@ -175,17 +180,21 @@ def load_part(
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
-    block_bytes = cached.kv_bytes_per_token(KV_BYTES[cache.dtype]) * cache.block_size
-    num_blocks = agree(_num_blocks(cache, cache.block_size, block_bytes, device, reserve))
+    groups = plan_groups(cached.layer_windows, cached.num_layers - network.spec.num_layers)
+    num_blocks = agree(_num_blocks(cache, cached, groups, device, reserve))
     # The block that padded rows of a CUDA graph write to, and drafts that have no place.
     spare = int(device == "cuda" or drafts)
     link = KVLink.plan(cache.connector, device)
     pages = link.pages if link is not None else None
     kv_cache = allocate_kv_cache(
-        cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages
+        cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages, groups
     )
-    max_len = min(max_len, num_blocks * cache.block_size)
-    return Part(checkpoint, network, mtp, cached, kv_cache, num_blocks, max_len, link, narrow)
+    sliding, most_new = groups.sliding, scheduler.most_new_tokens
+    room = sliding.num_blocks(num_blocks, most_new, cache.block_size) * cache.block_size
+    max_len = min(max_len, room)
+    return Part(
+        checkpoint, network, mtp, cached, kv_cache, num_blocks, sliding, room, max_len, link, narrow
+    )
 
 
 def make_engine(
@@ -203,11 +212,12 @@ def make_engine(
     # Requests that ended in a step under way keep their slots until it is over.
     num_slots, max_len = 2 * scheduler.num_seqs, scheduler.max_model_len
     runner = ModelRunner(
-        network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution)
-    )
+        network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution),
+        part.sliding,
+    )  # fmt: skip
     if part.narrow:
         quantize(runner)
-    _warm_up(runner, setup, part.num_blocks, grammar_vocab is not None)
+    _warm_up(runner, setup, part.kv_tokens, grammar_vocab is not None)
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
         report = runner.capture(scheduler.num_seqs, limits, capture_progress, execution.mtp)
@@ -218,7 +228,8 @@ def make_engine(
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
-    policy = Scheduler(scheduler, BlockPool(part.num_blocks, block_size, cache.prefix_cache), eos)
+    pool = BlockPool(part.num_blocks, block_size, cache.prefix_cache, part.sliding)
+    policy = Scheduler(scheduler, pool, eos)
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
     engine = LanguageEngine(
@@ -249,12 +260,12 @@ def _capture_warnings(runner: ModelRunner) -> list[str]:
     return [] if graphs is None else graphs.report.warnings()
 
 
-def _warm_up(runner: ModelRunner, setup: Setup, num_blocks: int, sampling: bool) -> None:
+def _warm_up(runner: ModelRunner, setup: Setup, kv_tokens: int, sampling: bool) -> None:
     """Run what first requests will meet; a benchmark has no tokenizer, and samples nothing."""
     begin, scheduler = time.monotonic(), setup.scheduler
     if setup.model.device == "cpu":  # its kernels are compiled for all shapes
         return runner.warm_up(FEW)
-    num_tokens = min(scheduler.max_model_len, num_blocks * runner.block_size)
+    num_tokens = min(scheduler.max_model_len, kv_tokens)
     budget = scheduler.max_num_batched_tokens or num_tokens
     runner.warm_up(warm_up_steps(budget, scheduler.num_seqs, num_tokens), sampling)
     _log.info("warmed up the kernels in %.1f s", time.monotonic() - begin)
@@ -427,11 +438,18 @@ def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
 
 
 def _num_blocks(
-    cache: CacheConfig, block_size: int, block_bytes: int, device: str, reserve: int
+    cache: CacheConfig, spec: ModelSpec, groups: KVGroups, device: str, reserve: int
 ) -> int:
-    """Blocks that fit in the memory given, or in a share of what is free now."""
+    """Blocks that fit in the memory given, or in a share of what is free now.
+
+    Where layers slide each is a page of one group of layers, and a number that was asked for
+    counts blocks of all layers.
+    """
     if cache.num_blocks is not None:
-        return cache.num_blocks
+        return cache.num_blocks * groups.sliding.pages_per_block
+    assert cache.block_size is not None
+    layer_bytes = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // spec.num_layers
+    block_bytes = layer_bytes * groups.page_layers * cache.block_size
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     budget = cache.memory_bytes
     if budget is None:
@@ -442,9 +460,10 @@ def _num_blocks(
             f"kv_cache_memory asks for {budget / 2**30:.1f} GiB, "
             f"but {free / 2**30:.1f} GiB are free after loading the weights"
         )
-    if budget < block_bytes:
+    least = groups.sliding.pages_per_block * block_bytes
+    if budget < least:
         raise ModelLoadError(
-            f"the KV cache gets {budget} bytes, but one block of {block_size} tokens "
-            f"takes {block_bytes}: give it more with kv_cache_memory"
+            f"the KV cache gets {budget} bytes, but one block of {cache.block_size} tokens "
+            f"takes {least}: give it more with kv_cache_memory"
         )
     return budget // block_bytes

@@ -93,10 +93,12 @@ def quantize(runner: ModelRunner) -> None:
 def _random_batch(runner: ModelRunner) -> Batch:
     """One prompt of random tokens in the first blocks of the cache."""
     size = runner.block_size
-    num_blocks = min(NUM_TOKENS // size + 1, runner.kv_cache[0][0].shape[0] - 1)
+    room = (runner.kv_cache[0][0].shape[0] - 1) // runner.sliding.pages_per_block
+    num_blocks = min(NUM_TOKENS // size + 1, room)
     count = min(NUM_TOKENS, num_blocks * size, runner.builder.max_len)
     source = random.Random(0)
     token_ids = [source.randrange(runner.model.spec.vocab_size) for _ in range(count)]
     seq = Sequence(Request("calibration", token_ids), (0, 0, 0), count, frozenset())
     seq.block_ids, seq.slot = list(range(num_blocks)), 0
+    seq.window_ids = list(range(num_blocks, num_blocks * runner.sliding.pages_per_block))
     return Batch([(seq, count)], count, [(seq, 0)])

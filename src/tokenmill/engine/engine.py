@@ -335,11 +335,11 @@ class LanguageEngine:
 
     def _measure(self, batch: Batch, began_ns: int) -> None:
         """Record how long a batch took, from the end of the one before it if that was later."""
-        now_ns, pool = self._clock(), self._scheduler.pool
+        now_ns = self._clock()
         time_ms = (now_ns - max(began_ns, self._step_end_ns)) / 1e6
         self._step_end_ns = now_ns
         num_decodes = batch.num_singles()
-        num_kv_tokens = pool.num_used * pool.block_size
+        num_kv_tokens = self._scheduler.pool.num_used_tokens
         self._steps.add(batch.num_tokens - num_decodes, num_decodes, num_kv_tokens, time_ms)
 
     def _failed(self, batch: Batch, error: Exception) -> list[RequestOutput]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -192,7 +192,7 @@ class DraftExecutor:
                 graphs.note_capacities(seqs)
             verified = graphs.verify_next(count)
             host = self._sampler.to_host(graphs.draft(count, verified))
-            blocks = [list(seq.block_ids) for seq in seqs]
+            blocks = [HeldBlocks.of(seq) for seq in seqs]
             self._ahead = Ahead(graphs, seqs, blocks, host, self._sampler.mark())
         return launched
 
@@ -220,27 +220,44 @@ class Ahead:
 
     graphs: DraftGraphs
     seqs: list[Sequence]
-    blocks: list[list[int]]  # of each, when it was launched
+    blocks: list[HeldBlocks]  # of each, when it was launched
     host: torch.Tensor
     done: torch.cuda.Event | None
 
     def matches(self, graphs: DraftGraphs, batch: Batch) -> bool:
         """True if the batch is that step: nobody came or went, lost drafts or changed blocks."""
-        size = graphs.builder.block_size
         return (
             self.graphs is graphs
             and len(self.seqs) == len(batch.items)
             and all(num_new == graphs.depth + 1 for _, num_new in batch.items)
             and all(
-                known is item[0] and _same_blocks(blocks, item, size)
+                known is item[0] and _same_blocks(blocks, item, graphs.builder)
                 for known, blocks, item in zip(self.seqs, self.blocks, batch.items, strict=True)
             )
         )
 
 
-def _same_blocks(known: list[int], item: Item, block_size: int) -> bool:
+class HeldBlocks(NamedTuple):
+    """The blocks that a sequence had at some time."""
+
+    block_ids: list[int]
+    window_ids: list[int]
+    window_first: int
+
+    @classmethod
+    def of(cls, seq: Sequence) -> HeldBlocks:
+        return cls(list(seq.block_ids), list(seq.window_ids), seq.window_first)
+
+    def between(self, first: int, end: int, num_groups: int) -> tuple[list[int], list[int]]:
+        """Those from one index to another, of full layers and of sliding ones."""
+        start, stop = (max(0, i - self.window_first) * num_groups for i in (first, end))
+        return self.block_ids[first:end], self.window_ids[start:stop]
+
+
+def _same_blocks(known: HeldBlocks, item: Item, builder: InputBuilder) -> bool:
     """True if the new tokens of an item lie in the blocks that were known."""
     seq, num_new = item
-    first = seq.num_computed_tokens // block_size
-    end = -(-(seq.num_computed_tokens + num_new) // block_size)
-    return len(known) >= end and known[first:end] == seq.block_ids[first:end]
+    first = seq.num_computed_tokens // builder.block_size
+    end = -(-(seq.num_computed_tokens + num_new) // builder.block_size)
+    span = first, end, len(builder.tables.sliding)
+    return len(known.block_ids) >= end and known.between(*span) == HeldBlocks.of(seq).between(*span)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from tokenmill.sched.sequence import Batch, Item, Sequence, num_drafts
 _NUM_BUFFERS = 16  # a step takes at most six, and two steps are under way: none is filled too early
 ALIGN = 4  # int32 per 16 bytes: a pointer's alignment is part of what a Triton kernel is built for
 
+Slots = tuple[torch.Tensor, ...]  # [tokens] each: by full layers' blocks, then each sliding group's
 Even = tuple[torch.Tensor, tuple[QueryTiles, ...]]
 
 
@@ -55,12 +56,18 @@ class BlockTables:
     """Block ids of running sequences on the device; row `slot` is a sequence's own.
 
     The last row belongs to nobody: rows that pad a CUDA graph use it and the cache's last block.
+    Each group of sliding layers has a table of its own. There a row keeps blocks that are behind
+    the window and belong to others by now: what is read of them is masked.
     """
 
-    def __init__(self, num_rows: int, width: int, pad_block: int, device: torch.device) -> None:
-        self.device = device
-        self.tensor = torch.zeros(num_rows + 1, width, dtype=torch.int32, device=device)
-        self.tensor[num_rows] = pad_block
+    def __init__(
+        self, num_rows: int, width: int, pad_block: int, device: torch.device, num_sliding: int = 0
+    ) -> None:
+        self.device, self._num_sliding = device, num_sliding
+        shape = (1 + num_sliding, num_rows + 1, width)
+        self._all = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._all[:, num_rows] = pad_block
+        self.tensor, *self.sliding = self._all.unbind()
         self.pad_row, self.pad_block = num_rows, pad_block
 
     def update(self, grown: list[Item], staging: Staging) -> None:
@@ -73,9 +80,16 @@ class BlockTables:
                 start = seq.slot * width
                 where += range(start + first, start + len(seq.block_ids))
                 blocks += seq.block_ids[first:]
+                for group in range(self._num_sliding):
+                    start += self.tensor.numel()
+                    begin = max(first, seq.window_first)
+                    new = seq.window_ids[(begin - seq.window_first) * self._num_sliding + group :]
+                    new = new[:: self._num_sliding]
+                    where += range(start + begin, start + begin + len(new))
+                    blocks += new
         if blocks:
             index, values = staging.send([np.array(where), np.array(blocks)])
-            self.tensor.view(-1).index_copy_(0, index.long(), values)
+            self._all.view(-1).index_copy_(0, index.long(), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,7 @@ class InputBuilder:
         max_len: int,
         pad_block: int,
         device: torch.device,
+        num_sliding: int = 0,
     ) -> None:
         """No position is `max_len` or beyond, of rows that pad a shape neither."""
         num_heads, self.kv_heads = heads
@@ -120,7 +135,8 @@ class InputBuilder:
         self.device = device
         self.max_len = max_len
         self.staging = Staging(device)
-        self.tables = BlockTables(num_slots, -(-max_len // block_size), pad_block, device)
+        width = -(-max_len // block_size)
+        self.tables = BlockTables(num_slots, width, pad_block, device, num_sliding)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._even: dict[tuple[int, int], Even] = {}
 
@@ -155,9 +171,7 @@ class InputBuilder:
             ]
         )
         staged, places, token_rows, query_starts, context_lens, table_rows, lasts, slots = sent[:8]
-        ids, cache_slots = place_tokens(
-            staged, places, token_rows, self.tables.tensor, self.last_tokens, self.block_size
-        )
+        ids, cache_slots = self.place_known(staged, places, token_rows)
         planned = tuple(
             QueryTiles(seqs, first, plan.tokens, plan.splits, plan.rows)
             for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
@@ -213,29 +227,45 @@ class InputBuilder:
             self._even[count, width] = starts, tuple(QueryTiles.of(p, device) for p in plans)
         return self._even[count, width]
 
+    def place_known(
+        self, staged: torch.Tensor, positions: torch.Tensor, token_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Slots]:
+        """Token ids, and cache slots by each table, of tokens at these positions of these rows."""
+        placed = [
+            place_tokens(staged, positions, token_rows, table, self.last_tokens, self.block_size)
+            for table in (self.tables.tensor, *self.tables.sliding)
+        ]
+        return placed[0][0], tuple(slots for _, slots in placed)
+
     def attention(
         self,
         positions: torch.Tensor,
-        cache_slots: torch.Tensor,
+        cache_slots: Slots,
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
         rows: torch.Tensor,
         tiles: tuple[QueryTiles, ...],
     ) -> AttentionBatch:
-        """A batch of sequences whose table rows these are."""
-        tables = self.tables.tensor
+        """A batch of sequences whose table rows these are; slots by each table."""
+        tables = [self.tables.tensor, *self.tables.sliding]
         if self.device.type == "cpu":  # the compiled kernels read row i for sequence i, and int64
-            tables, rows = tables[rows.long()], torch.arange(len(rows), dtype=torch.int32)
-            positions, cache_slots = positions.long(), cache_slots.long()
-        return AttentionBatch(
-            positions=positions,
-            slots=cache_slots,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            block_tables=tables,
-            table_rows=rows,
-            tiles=tiles,
+            tables = [table[rows.long()] for table in tables]
+            rows = torch.arange(len(rows), dtype=torch.int32)
+            positions = positions.long()
+            cache_slots = tuple(slots.long() for slots in cache_slots)
+        full, *sliding = (
+            AttentionBatch(
+                positions=positions,
+                slots=slots,
+                query_starts=query_starts,
+                context_lens=context_lens,
+                block_tables=table,
+                table_rows=rows,
+                tiles=tiles,
+            )
+            for slots, table in zip(cache_slots, tables, strict=True)
         )
+        return replace(full, sliding=tuple(sliding)) if sliding else full
 
     def place(
         self,
@@ -244,13 +274,20 @@ class InputBuilder:
         capacities: torch.Tensor,
         offset: int,
         width: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and cache slots of `width` tokens of each sequence from base + offset on."""
+    ) -> tuple[torch.Tensor, Slots]:
+        """Positions, and cache slots by each table, of `width` tokens of each sequence.
+
+        They begin at base + offset.
+        """
         tables = self.tables
-        return place_drafts(
-            base, rows, capacities, tables.tensor, offset, width, self.block_size, self.max_len,
-            tables.pad_block,
-        )  # fmt: skip
+        placed = [
+            place_drafts(
+                base, rows, capacities, table, offset, width, self.block_size, self.max_len,
+                tables.pad_block,
+            )
+            for table in (tables.tensor, *tables.sliding)
+        ]  # fmt: skip
+        return placed[0][0], tuple(slots for _, slots in placed)
 
 
 def newest_token(seq: Sequence) -> int:

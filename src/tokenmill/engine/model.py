@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kv.shared_memory import SharedPages
@@ -60,8 +61,11 @@ def allocate_kv_cache(
     device: str = "cpu",
     dtype: str = "fp32",
     pages: SharedPages | None = None,
+    groups: KVGroups | None = None,
 ) -> KVCache:
     """Zeroed blocks per layer: a masked key weighs nothing, but must be a number.
+
+    Layers of different groups share what they have in the same place of a page.
 
     On CPU numpy asks the system for zeroed pages, which take no memory before their first use;
     `pages` has such that other processes can read.
@@ -77,4 +81,6 @@ def allocate_kv_cache(
             return torch.from_numpy(pages.zeros(shape, kind) if pages else np.zeros(shape, kind))
         return torch.zeros(shape, dtype=KV_TYPES[dtype], device=device)
 
-    return [(zeros(keys), zeros((block_size, value_dim))) for _ in range(spec.num_layers)]
+    count = spec.num_layers if groups is None else groups.page_layers
+    layers = [(zeros(keys), zeros((block_size, value_dim))) for _ in range(count)]
+    return layers if groups is None else [layers[place] for place in groups.places]

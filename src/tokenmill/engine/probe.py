@@ -32,12 +32,15 @@ class DecodeProbe:
     def __init__(self, runner: ModelRunner, size: int, context: int) -> None:
         self.runner, self.size = runner, size
         vocab, source = runner.model.spec.vocab_size, random.Random(0)
-        per_seq = context // runner.block_size + 1
+        num_blocks, per_seq = context // runner.block_size + 1, pages_per_seq(runner, context)
         items = []
         for slot in range(size):
             token_ids = [0] * context + [source.randrange(vocab)]
             seq = Sequence(Request(str(slot), token_ids), (0, 0, slot), context + 2, frozenset())
-            seq.block_ids = list(range(slot * per_seq, (slot + 1) * per_seq))
+            pages = list(range(slot * per_seq, (slot + 1) * per_seq))
+            seq.block_ids, seq.window_ids = pages[:num_blocks], pages[num_blocks:]
+            if groups := runner.sliding.num_groups:
+                seq.window_first = num_blocks - len(seq.window_ids) // groups
             seq.slot, seq.num_computed_tokens = slot, context
             items.append((seq, 1))
         self.batch = Batch(items, size, [(seq, 0) for seq, _ in items])
@@ -77,6 +80,11 @@ class DecodeProbe:
             running, last = self.runner.launch(self.batch), running
             last.wait()
         running.wait()
+
+
+def pages_per_seq(runner: ModelRunner, context: int) -> int:
+    """Blocks of the cache that a sequence takes which decodes after so many tokens."""
+    return runner.sliding.num_pages(context // runner.block_size + 1, 1, runner.block_size)
 
 
 @contextmanager

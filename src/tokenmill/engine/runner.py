@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import StepResult
 from tokenmill.engine.drafts.proposer import Drafter, Proposer
 from tokenmill.engine.drafts.relaxed import Relaxed
@@ -39,6 +40,7 @@ class ModelRunner:
         max_model_len: int | None = None,
         mtp: Drafter | None = None,
         relaxed: Relaxed | None = None,
+        sliding: Sliding = NONE_SLIDE,
     ) -> None:
         """With an MTP module the cache's last layer is the module's, its last block nobody's."""
         spec = model.spec
@@ -51,7 +53,9 @@ class ModelRunner:
             max_model_len or spec.max_position,
             kv_cache[0][0].shape[0] - 1,
             kv_cache[0][0].device,
+            sliding.num_groups,
         )
+        self.sliding = sliding
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
         self.sampler = sampler = StepSampler(self.builder, relaxed)
         self.drafts = DraftExecutor(sampler)

@@ -67,6 +67,8 @@ class AttentionBatch:
     block_tables: torch.Tensor  # int32 [rows, max blocks]
     table_rows: torch.Tensor  # int32 [seqs]: the sequence's row of block_tables
     tiles: tuple[QueryTiles, ...]  # one launch each
+    # The same for each group of sliding layers, where these have slots and tables of their own.
+    sliding: tuple[AttentionBatch, ...] = ()
 
 
 def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) -> list[TilePlan]:

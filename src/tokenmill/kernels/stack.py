@@ -62,7 +62,7 @@ def run_stack(
     batch: AttentionBatch,
 ) -> bool:
     """Add all layers to x in place; False where the switches say otherwise now."""
-    if stack is None or not cpu_kernels() or len(batch.tiles) != 1:
+    if stack is None or not cpu_kernels() or len(batch.tiles) != 1 or batch.sliding:
         return False
     stack.run(x, kv_cache, cos_sin, batch)
     return True

@@ -66,7 +66,8 @@ class KVLink:
         num_blocks: int,
     ) -> tuple[list[OwnConnector], KVAddress]:
         """Connectors over a cache, and how a peer reaches it."""
-        tensors = [tensor for layer in kv_cache for tensor in layer]
+        # Layers of different groups share tensors.
+        tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
         connectors: list[OwnConnector] = [
             CONNECTORS[name].over(self.engine_id, tensors, self.pages) for name in self.connectors
         ]

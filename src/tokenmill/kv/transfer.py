@@ -68,6 +68,7 @@ class _Incoming:
     seq: Sequence | None = None
     source: list[int] = field(default_factory=list)  # blocks announced, by index in the sequence
     num_started: int = 0  # of these, blocks that are cached here or read
+    window: list[int] = field(default_factory=list)  # blocks of sliding layers, not read yet
     reads: list[Read] = field(default_factory=list)
     token_id: int | None = None  # known once all blocks are announced
 
@@ -133,6 +134,7 @@ class KVTransfer:
             return
         if notice.first == len(entry.source):  # else it is out of turn, and time ends it
             entry.source += notice.block_ids
+            entry.window = notice.window_ids
             entry.engine_id = notice.engine_id or entry.engine_id
             entry.token_id = notice.token_id
             entry.wait(self._now_ns, notice.hold_s)
@@ -212,9 +214,10 @@ class KVTransfer:
         seq = entry.seq
         if seq is None:
             return None
-        if len(entry.source) > entry.num_started:
+        if len(entry.source) > entry.num_started or entry.window:
             runs = _runs(entry.source, seq.block_ids, entry.num_started)
-            entry.num_started = len(entry.source)
+            runs += _runs(entry.window, seq.window_ids, 0)
+            entry.num_started, entry.window = len(entry.source), []
             entry.reads.append(self._peers[entry.engine_id].read(entry.engine_id, runs))
         return self._finish_reads(entry, seq)
 

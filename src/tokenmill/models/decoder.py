@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.core.kv_groups import layer_groups
 from tokenmill.core.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.norm import Activation
@@ -186,9 +187,17 @@ class Decoder:
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """Embedded tokens through all layers."""
         stream = self.stream(x, self.spec.rms_eps)
-        for layer, cache, table in zip(self.layers, kv_cache, self.cos_sin, strict=True):
-            layer(stream, cache, table, batch)
+        parts = self.layers, kv_cache, self.cos_sin, self._batches(batch)
+        for layer, cache, table, own in zip(*parts, strict=True):
+            layer(stream, cache, table, own)
         return stream.complete()
+
+    def _batches(self, batch: AttentionBatch) -> list[AttentionBatch]:
+        """What each layer sees of a step: its group's."""
+        if not batch.sliding:
+            return [batch] * len(self.layers)
+        groups = layer_groups(self.spec.layer_windows, len(batch.sliding))
+        return [(batch, *batch.sliding)[group] for group in groups]
 
     def assist(self) -> None:
         """Take part in a step without tokens of its own: compute for other ranks."""

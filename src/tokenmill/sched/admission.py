@@ -7,10 +7,17 @@ from typing import NamedTuple
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import EngineStats, Request, no_room
 from tokenmill.sched.block_ledger import BlockLedger
+from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.prefix import cache_blocks, match_prefix
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence, Step
+
+
+def kv_tokens(pool: BlockPool, config: SchedulerConfig) -> int:
+    """Tokens of one sequence that a pool holds."""
+    most_new, size = config.most_new_tokens, pool.block_size
+    return pool.sliding.num_blocks(pool.num_blocks, most_new, size) * size
 
 
 class Limits(NamedTuple):
@@ -92,7 +99,8 @@ class Admission:
         if first is None or first.remote or places <= 0:
             return 0
         total = -(-first.num_tokens // self._pool.block_size)
-        return min(places, len(queues.waiting)) * self._fits(match_prefix(self._pool, first), total)
+        matched = match_prefix(self._pool, first)
+        return min(places, len(queues.waiting)) * self._fits(first, matched, total)
 
     def admit_alone(self, step: Step) -> bool:
         """Without chunking, give a step to a prompt that does not fit beside the running ones."""
@@ -122,8 +130,8 @@ class Admission:
     def _is_full(self) -> bool:
         return len(self._queues.running) + len(self._receiving) >= self._config.num_seqs
 
-    def _fits(self, matched: list[int], total: int) -> bool:
-        return self._ledger.fits(matched, total, alone=not self._queues.running)
+    def _fits(self, seq: Sequence, matched: list[int], total: int) -> bool:
+        return self._ledger.fits(seq, matched, total, alone=not self._queues.running)
 
     def _start(self, seq: Sequence, budget: int, step: Step) -> int:
         """Start the first waiting sequence on its cached prefix; returns 0 if it has to wait."""
@@ -134,11 +142,11 @@ class Admission:
         if end < seq.num_tokens and not self._config.chunked_prefill:
             return 0
         total = -(-seq.num_tokens // size)
-        if not self._fits(matched, total):
+        if not self._fits(seq, matched, total):
             return 0
         self._occupy(seq, matched, -(-end // size), step.now_ns)
         self._ledger.take_slot(seq)
-        self._ledger.reserved += total - len(seq.block_ids)
+        self._ledger.reserve(total - len(seq.block_ids))
         if pool.prefix_cache:
             cache_blocks(pool, [(seq, end)])
         self._queues.run(seq)
@@ -151,7 +159,7 @@ class Admission:
         It gets room for the first token, too, so that it can run as soon as its KV is here.
         """
         matched, total = match_prefix(self._pool, seq), seq.num_tokens // self._pool.block_size + 1
-        if not self._fits(matched, total):
+        if not self._fits(seq, matched, total):
             return False
         self._occupy(seq, matched, total, now_ns)
         self._receiving.start(seq)

@@ -12,16 +12,24 @@ def lookahead(seq: Sequence) -> int:
 
 
 class BlockLedger:
-    """Gives and takes blocks and rows; what a batch in flight may use comes back after it."""
+    """Gives and takes blocks and rows; what a batch in flight may use comes back after it.
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
+    Where layers slide, a sequence holds their blocks from the first one on that its next token
+    sees; `most_new` is how many new tokens a step has of one sequence at most.
+    """
+
+    def __init__(self, pool: BlockPool, most_new: int) -> None:
+        self.pool, self._sliding = pool, pool.sliding
+        self._most_seen = pool.sliding.most_blocks(most_new, pool.block_size)
+        self._most_new_blocks = -(-most_new // pool.block_size) + 1
         self.num_slots = 0
         self.reserved = 0  # blocks that admitted sequences lack for tokens they already know
         self.num_in_flight = 0  # batches between launch() and collect()
         self.num_advanced = 0  # of these, batches that are counted as computed
         self.num_launched = 0
         self.dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
+        # (index of the first, blocks) that slid behind the window while a batch is in flight
+        self.behind: dict[Sequence, tuple[int, list[int]]] = {}
         self._watermark = pool.num_blocks // 100  # left free by admission for the running to grow
         self._free_slots: list[int] = []
         self._grown: list[Item] = []  # of the batch being chosen
@@ -29,17 +37,43 @@ class BlockLedger:
         self._deferred: list[tuple[int, Sequence]] = []
         self._abandoned: list[Sequence] = []  # ended, but a transfer may still write to its blocks
 
-    def fits(self, matched: list[int], total: int, alone: bool) -> bool:
+    def fits(self, seq: Sequence, matched: list[int], total: int, alone: bool) -> bool:
         """Whether `total` blocks, the matched ones among them, fit beside the running ones."""
         needed = total - len(matched) + self.pool.num_revived(matched)
+        if self._sliding.num_groups:
+            first, beside = self._seen(seq, matched)
+            num_seen = min(total - first, self._most_seen)
+            needed += num_seen * self._sliding.num_groups - len(beside)
+            needed += self.pool.num_revived(beside)
         if not alone:
             needed += self.reserved + self._watermark
         return needed <= self.pool.num_free
+
+    def _seen(self, seq: Sequence, matched: list[int]) -> tuple[int, list[int]]:
+        """The first block that sliding layers see after the matched ones, and what is cached of it.
+
+        Of a sequence that another engine computes: after its prompt, and nothing.
+        """
+        size = self.pool.block_size
+        if seq.remote:
+            return self._sliding.first_block(seq.num_tokens, size), []
+        first = self._sliding.first_block(len(matched) * size, size)
+        return first, [b for block_id in matched[first:] for b in self.pool.beside(block_id)]
+
+    def reserve(self, num_blocks: int) -> None:
+        """Count the blocks that a sequence will need for known tokens after this step."""
+        in_a_step = min(num_blocks, self._most_new_blocks)
+        self.reserved += num_blocks + in_a_step * self._sliding.num_groups
 
     def occupy(self, seq: Sequence, matched: list[int], total: int) -> None:
         """Give a sequence its first blocks: the matched ones and others up to `total`."""
         pool = self.pool
         pool.acquire(matched)
+        if groups := self._sliding.num_groups:
+            first, beside = self._seen(seq, matched)
+            pool.acquire(beside)
+            num_more = (total - first) * groups - len(beside)
+            seq.window_first, seq.window_ids = first, beside + pool.allocate(num_more)
         seq.block_ids = matched + pool.allocate(total - len(matched))
         seq.capacity = total * pool.block_size
         seq.num_computed_tokens = len(matched) * pool.block_size
@@ -55,10 +89,40 @@ class BlockLedger:
         self._grown.append((seq, 0))
 
     def grow(self, seq: Sequence, num_blocks: int) -> None:
-        """Give a running sequence more blocks; so many must be free."""
+        """Give a running sequence blocks for more tokens; num_needed() must be free."""
         self._grown.append((seq, len(seq.block_ids)))
         seq.block_ids += self.pool.allocate(num_blocks)
+        if groups := self._sliding.num_groups:
+            seq.window_ids += self.pool.allocate(num_blocks * groups)
         seq.capacity = len(seq.block_ids) * self.pool.block_size
+
+    def num_needed(self, num_blocks: int) -> int:
+        """Blocks of the pool that grow() takes."""
+        return num_blocks * self._sliding.pages_per_block
+
+    def slide(self, seq: Sequence, in_flight: bool) -> None:
+        """Free the blocks that no token after the computed ones sees.
+
+        Where a batch in flight may still write some, what it fails to write must be forgotten.
+        """
+        groups = self._sliding.num_groups
+        if not groups:
+            return
+        first = self._sliding.first_block(seq.num_computed_tokens, self.pool.block_size)
+        count = (first - seq.window_first) * groups
+        if count > 0:
+            behind = seq.window_ids[:count]
+            if in_flight:
+                self.behind[seq] = seq.window_first, behind
+            self.pool.release(behind)
+            del seq.window_ids[:count]
+            seq.window_first = first
+
+    def window_parts(self, seq: Sequence) -> list[tuple[int, list[int]]]:
+        """(index of the first, blocks of sliding layers) that it holds or that slid behind."""
+        behind = self.behind.get(seq)
+        held = seq.window_first, seq.window_ids
+        return [held] if behind is None else [behind, held]
 
     def draft_room(self, seq: Sequence) -> int:
         """Return how many drafts fit; allocates blocks for them if no other sequence needs these.
@@ -69,7 +133,7 @@ class BlockLedger:
         num_tokens, num_spare = len(seq.token_ids), self.pool.num_free - self.reserved
         for room in (lookahead(seq), len(seq.draft_ids)):
             needed = -(-(num_tokens + room) // self.pool.block_size) - len(seq.block_ids)
-            if 0 < needed <= num_spare - self._watermark:
+            if 0 < self.num_needed(needed) <= num_spare - self._watermark:
                 self.grow(seq, needed)
                 break
         return seq.capacity - num_tokens
@@ -81,11 +145,15 @@ class BlockLedger:
             self.pool.release(seq.block_ids[num_blocks:])
             del seq.block_ids[num_blocks:]
             seq.capacity = num_blocks * self.pool.block_size
+            kept = (num_blocks - seq.window_first) * self._sliding.num_groups
+            self.pool.release(seq.window_ids[kept:])
+            del seq.window_ids[kept:]
 
     def release(self, seq: Sequence) -> None:
         """Free the blocks and the row of a sequence at once."""
         self.pool.release(seq.block_ids)
-        seq.block_ids = []
+        self.pool.release(seq.window_ids)
+        seq.block_ids, seq.window_ids, seq.window_first = [], [], 0
         seq.capacity = 0
         if seq.slot >= 0:
             self._free_slots.append(seq.slot)
@@ -94,7 +162,7 @@ class BlockLedger:
     def drop(self, seq: Sequence) -> None:
         """Free what a preempted sequence holds; a batch in flight may still use it."""
         if self.num_in_flight:
-            self.dropped += seq.block_ids
+            self.dropped += seq.block_ids + seq.window_ids
         self.release(seq)
 
     def retire(self, seq: Sequence) -> None:
@@ -128,7 +196,7 @@ class BlockLedger:
         """Count a batch as over, and free the blocks of requests that ended while it ran."""
         self.num_in_flight -= bool(batch.items)
         self.num_advanced -= bool(batch.samples)
-        self.dropped = []
+        self.dropped, self.behind = [], {}
         if self._deferred:
             num_collected = self.num_launched - self.num_in_flight
             for number, seq in self._deferred:
@@ -152,6 +220,7 @@ class BlockLedger:
         for seq in running:
             assert seq.block_ids, f"running {seq.request_id!r} holds no blocks"
             assert seq.capacity == len(seq.block_ids) * size
+            self._check_window(seq)
             assert seq.num_computed_tokens <= seq.capacity
             assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_len
             if self.pool.prefix_cache:
@@ -163,4 +232,11 @@ class BlockLedger:
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or held twice"
         assert all(seq.remote and seq.slot == -1 for seq in receiving + self._abandoned)
         holders += receiving + self._abandoned
-        self.pool.check_integrity([seq.block_ids for seq in holders] + leased)
+        self.pool.check_integrity([seq.block_ids + seq.window_ids for seq in holders] + leased)
+
+    def _check_window(self, seq: Sequence) -> None:
+        """The blocks of sliding layers go from one that the next token sees to the last."""
+        sliding, size = self._sliding, self.pool.block_size
+        num_held = len(seq.block_ids) - seq.window_first
+        assert len(seq.window_ids) == num_held * sliding.num_groups, "blocks of a window are lost"
+        assert seq.window_first <= sliding.first_block(seq.num_computed_tokens, size)

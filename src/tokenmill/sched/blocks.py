@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill.core.kv_events import EventJournal
+from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 
 U64 = npt.NDArray[np.uint64]
 
@@ -133,9 +134,18 @@ class BlockPool:
     A cached block is found by its chained hash and trusted only if its own tokens and the identity
     of its parent agree. Identities are never reused, so agreement at each block from the root on
     means that the whole prefix is equal, whatever the hashes do.
+
+    Where layers slide, a block is a page of one group of layers. Those of sliding layers are cached
+    beside the full layers' block of the same tokens, under its identity, all together or not.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool = True,
+        sliding: Sliding = NONE_SLIDE,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}"
@@ -143,16 +153,18 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.sliding = sliding
         self._refs = [0] * num_blocks
         self._plain = list(range(num_blocks - 1, -1, -1))  # free, nothing cached: a stack
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free, cached: oldest first
         self._by_hash: dict[int, int] = {}
-        # Of a cached block; tokens are None where nothing is cached.
+        # Of a cached block; tokens are None where nothing is cached, () of sliding layers.
         self._tokens: list[tuple[int, ...] | None] = [None] * num_blocks
         self._hashes = [0] * num_blocks
         self._identities = [0] * num_blocks
         self._parents: list[int | str] = [""] * num_blocks  # an identity, or the salt at the root
         self._next_identity = 1
+        self._beside: dict[int, tuple[int, ...]] = {}  # identity: blocks of sliding layers
         self._journal: EventJournal | None = None
 
     def record_events(self) -> EventJournal:
@@ -173,6 +185,11 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Tokens whose KV in all layers is as large as what is used."""
+        return self.num_used * self.block_size // self.sliding.pages_per_block
 
     def allocate(self, count: int) -> list[int]:
         """Take blocks for writing: plain ones first, then the least recently used cached ones."""
@@ -265,15 +282,24 @@ class BlockPool:
             self._journal.stored(parent_hash, block_hash)
         return identity
 
+    def put_beside(self, identity: int, block_ids: Sequence[int]) -> None:
+        """Cache the blocks of sliding layers for the tokens of a cached block, unless some are."""
+        if identity in self._beside:
+            return
+        self._beside[identity] = tuple(block_ids)
+        for block_id in block_ids:
+            self._tokens[block_id] = ()
+            self._identities[block_id] = identity
+
+    def beside(self, block_id: int) -> tuple[int, ...]:
+        """The cached blocks of sliding layers for the tokens of a cached block; () if lost."""
+        return self._beside.get(self._identities[block_id], ())
+
     def forget(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable, whoever references them."""
         for block_id in block_ids:
-            if self._tokens[block_id] is None:
-                continue
-            self._forget(block_id)
-            if self._refs[block_id] == 0:
-                del self._evictable[block_id]
-                self._plain.append(block_id)
+            if self._tokens[block_id] is not None:
+                self._forget(block_id)
 
     def clear(self) -> None:
         """Forget every cached block; whoever references one keeps it."""
@@ -282,11 +308,21 @@ class BlockPool:
             self._journal.cleared()
 
     def _forget(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
-        del self._by_hash[block_hash]
+        if self._tokens[block_id]:
+            block_hash = self._hashes[block_id]
+            del self._by_hash[block_hash]
+            self._uncache(block_id)
+            if self._journal is not None:
+                self._journal.removed(block_hash)
+        if self._beside:
+            for other in self._beside.pop(self._identities[block_id], ()):
+                self._uncache(other)
+
+    def _uncache(self, block_id: int) -> None:
         self._tokens[block_id] = None
-        if self._journal is not None:
-            self._journal.removed(block_hash)
+        if block_id in self._evictable:
+            del self._evictable[block_id]
+            self._plain.append(block_id)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError where ref-counts, free lists and hash map disagree.
@@ -310,7 +346,7 @@ class BlockPool:
             assert self._tokens[block_id] is not None, f"evictable block {block_id} is not cached"
 
     def _check_hash_map(self) -> None:
-        cached = [b for b, tokens in enumerate(self._tokens) if tokens is not None]
+        cached = [b for b, tokens in enumerate(self._tokens) if tokens]
         assert sorted(self._by_hash.values()) == cached, "hash map and cached blocks disagree"
         identities = [self._identities[b] for b in cached]
         assert len(identities) == len(set(identities)), "two cached blocks share an identity"
@@ -320,6 +356,16 @@ class BlockPool:
             assert tokens is not None and len(tokens) == self.block_size, f"block {block_id} is cut"
             parent = self._parents[block_id]
             assert isinstance(parent, str) or parent < self._identities[block_id], "parent is newer"
+        self._check_beside(set(identities))
+
+    def _check_beside(self, identities: set[int]) -> None:
+        sliding = [b for b, tokens in enumerate(self._tokens) if tokens == ()]
+        beside = [b for blocks in self._beside.values() for b in blocks]
+        assert sorted(beside) == sliding, "cached blocks of sliding layers are lost or kept twice"
+        assert self._beside.keys() <= identities, "blocks stand beside one that is not cached"
+        for identity, blocks in self._beside.items():
+            assert len(blocks) == self.sliding.num_groups, f"{blocks} are not one of each group"
+            assert all(self._identities[b] == identity for b in blocks), "an identity is wrong"
 
     def _check_references(self, block_tables: Iterable[Sequence[int]]) -> None:
         counts: Counter[int] = Counter()

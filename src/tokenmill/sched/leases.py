@@ -14,6 +14,7 @@ from tokenmill.sched.sequence import Batch, Sequence
 class _Lease:
     hold_ns: int
     block_ids: list[int] = field(default_factory=list)
+    window_ids: list[int] = field(default_factory=list)  # of sliding layers, once all is computed
     expires_ns: int | None = None  # None while the prompt is computed
 
 
@@ -35,7 +36,7 @@ class Leases:
 
     @property
     def block_tables(self) -> list[list[int]]:
-        return [lease.block_ids for lease in self._leases.values()]
+        return [lease.block_ids + lease.window_ids for lease in self._leases.values()]
 
     def open(self, request: Request) -> None:
         """Open a lease for a request that asks for one with hold_kv_s."""
@@ -50,10 +51,20 @@ class Leases:
                 self._announce(seq.request_id, seq.block_ids[:num_full])
 
     def hold(self, seq: Sequence, token_id: int, now_ns: int) -> None:
-        """Announce all blocks and the first token of a computed prompt, and start the time."""
-        self._announce(seq.request_id, seq.block_ids, token_id)
+        """Announce all blocks and the first token of a computed prompt, and start the time.
+
+        Of sliding layers those that the first token sees.
+        """
         lease = self._leases[seq.request_id]
+        lease.window_ids = self._seen(seq)
+        self._pool.acquire(lease.window_ids)
+        self._announce(seq.request_id, seq.block_ids, token_id)
         lease.expires_ns = now_ns + lease.hold_ns
+
+    def _seen(self, seq: Sequence) -> list[int]:
+        sliding, size = self._pool.sliding, self._pool.block_size
+        first = sliding.first_block(seq.num_computed_tokens, size) - seq.window_first
+        return seq.window_ids[first * sliding.num_groups :]
 
     def _announce(self, request_id: str, block_ids: list[int], token_id: int | None = None) -> None:
         """Announce that a sequence's first blocks are computed; with the token, that all are.
@@ -67,13 +78,16 @@ class Leases:
             self._pool.acquire(new)
             lease.block_ids += new
             hold_s = lease.hold_ns / 1e9
-            self._notices.append(KVNotice(request_id, first, new, token_id, hold_s))
+            window = list(lease.window_ids)
+            notice = KVNotice(request_id, first, new, token_id, hold_s, window_ids=window)
+            self._notices.append(notice)
 
     def release(self, request_id: str) -> None:
         """Give the blocks back; unknown ids are ignored."""
         lease = self._leases.pop(request_id, None)
         if lease is not None:
             self._pool.release(lease.block_ids)
+            self._pool.release(lease.window_ids)
 
     def abandon(self, request_id: str) -> None:
         """A request has ended: release its blocks unless they are held for another engine."""

@@ -7,9 +7,10 @@ from tokenmill.sched.sequence import Item, Sequence
 
 
 def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
-    """The cached blocks a waiting sequence can start from.
+    """The cached blocks of full layers that a waiting sequence can start from.
 
-    One token is left to compute, unless another engine does it.
+    One token is left to compute, unless another engine does it. Then blocks of sliding layers come
+    from there, too; else they must be cached, as far as the next token sees.
     """
     if not pool.prefix_cache:
         return []
@@ -21,12 +22,28 @@ def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
     if seq.prompt_logprobs is not None:  # each prompt position has to be computed
         return []
     limit = (seq.num_tokens - (not seq.remote)) // size
-    return pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
+    matched = pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
+    if pool.sliding.num_groups and not seq.remote:
+        del matched[_num_seen(pool, matched) :]
+    return matched
+
+
+def _num_seen(pool: BlockPool, matched: list[int]) -> int:
+    """The most of these blocks after which sliding layers find all that the next token sees."""
+    sliding, size = pool.sliding, pool.block_size
+    end = len(matched)
+    first = sliding.first_block(end * size, size)
+    for index in range(len(matched) - 1, -1, -1):
+        if index < first:
+            break
+        if not pool.beside(matched[index]):
+            end, first = index, sliding.first_block(index * size, size)
+    return end
 
 
 def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
     """Cache the blocks that each (sequence, end) completes in this step."""
-    size = pool.block_size
+    size, groups = pool.block_size, pool.sliding.num_groups
     _hash([(seq, end) for seq, end in filled if len(seq.chain) <= end // size], size)
     for seq, end in filled:
         parent = seq.parent
@@ -34,6 +51,9 @@ def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
             tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
             above, own = seq.chain[index : index + 2]
             parent = pool.insert(seq.block_ids[index], own, parent, tokens, above)
+            if groups and index >= seq.window_first:
+                first = (index - seq.window_first) * groups
+                pool.put_beside(parent, seq.window_ids[first : first + groups])
         seq.parent = parent
         seq.num_inserted_blocks = end // size
 

@@ -58,7 +58,9 @@ class Receiving:
         seq.num_computed_tokens = seq.num_tokens
         if pool.prefix_cache:
             cache_blocks(pool, [(seq, seq.num_tokens)])
-        self._counters.num_kv_blocks_received += -(-seq.num_tokens // pool.block_size) - first
+        num_blocks = -(-seq.num_tokens // pool.block_size)
+        num_seen = (num_blocks - seq.window_first) * pool.sliding.num_groups
+        self._counters.num_kv_blocks_received += num_blocks - first + num_seen
         seq.token_ids.append(token_id)
         self._ledger.take_slot(seq)
         self._queues.run(seq)

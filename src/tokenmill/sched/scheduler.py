@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.core.config import DEFAULT_BUDGET, SchedulerConfig
+from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv import PREFILLED
 from tokenmill.core.types import (
     End,
@@ -15,7 +15,7 @@ from tokenmill.core.types import (
     StepResult,
 )
 from tokenmill.sched import stops
-from tokenmill.sched.admission import Admission, Limits
+from tokenmill.sched.admission import Admission, Limits, kv_tokens
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.drafts import add_drafts, make_room, take_drafts, verified
@@ -61,9 +61,7 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, eos_token_ids: frozenset[int]
     ) -> None:
-        self._full_budget = DEFAULT_BUDGET
-        if config.max_num_batched_tokens is not None:
-            self._full_budget = config.max_num_batched_tokens
+        self._full_budget = config.budget
         self._budget = self._full_budget  # less for a while after a step ran out of memory
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len"):
             value = getattr(config, name)
@@ -71,7 +69,7 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.config = config
         self.pool = pool
-        self.limits = Limits(config, pool.num_blocks * pool.block_size)
+        self.limits = Limits(config, kv_tokens(pool, config))
         self._eos = eos_token_ids
         self._order = 0
         self._now_ns = 0
@@ -79,7 +77,7 @@ class Scheduler:
         self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
         self._draining = False
         self._counters = EngineStats(num_kv_blocks=pool.num_blocks)
-        self._queues, self._ledger = RequestQueues(), BlockLedger(pool)
+        self._queues, self._ledger = RequestQueues(), BlockLedger(pool, config.most_new_tokens)
         self.leases = Leases(pool)
         holders = self._queues, self._ledger
         self._endings = Endings(*holders, self.leases, self._counters)
@@ -147,10 +145,8 @@ class Scheduler:
 
     def load(self) -> tuple[int, int]:
         """Return the number of unfinished requests, and of the tokens whose KV they need."""
-        tokens = self.pool.num_used * self.pool.block_size
-        return len(self._queues), tokens + sum(
-            s.num_tokens for s in self._queues.waiting.sequences()
-        )
+        waiting = sum(s.num_tokens for s in self._queues.waiting.sequences())
+        return len(self._queues), self.pool.num_used_tokens + waiting
 
     def outlook(self) -> tuple[int, int]:
         """Return how many context requests schedule() would compute next, and how many decode.
@@ -220,12 +216,12 @@ class Scheduler:
                     break
                 continue
             if num_new > 1 and step.hold_context:
-                self._ledger.reserved += -(-num_tokens // size) - len(seq.block_ids)
+                self._ledger.reserve(-(-num_tokens // size) - len(seq.block_ids))
                 continue
             if num_new > 1:  # leave a token to each sequence behind this one
                 num_new = max(1, min(num_new, budget - (len(running) - index - 1)))
                 end = seq.num_computed_tokens + num_new
-                self._ledger.reserved += -(-num_tokens // size) + (-end // size)
+                self._ledger.reserve(-(-num_tokens // size) + (-end // size))
             if end >= seq.capacity:
                 if end > seq.capacity and not self._grow(seq, end):
                     break
@@ -242,15 +238,17 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Give a sequence blocks up to `end`, preempting from the tail; False if it went itself."""
-        needed = -(-end // self.pool.block_size) - len(seq.block_ids)
+        ledger, num_blocks = self._ledger, -(-end // self.pool.block_size) - len(seq.block_ids)
+        ledger.slide(seq, in_flight=ledger.num_in_flight > 0)
+        needed = ledger.num_needed(num_blocks)
         if self._drafting:
-            make_room(needed, self._queues.running, self._ledger)
+            make_room(needed, self._queues.running, ledger)
         while self.pool.num_free < needed:
             victim = self._queues.running.pop()
             self._requeue(victim)
             if victim is seq:
                 return False
-        self._ledger.grow(seq, needed)
+        ledger.grow(seq, num_blocks)
         return True
 
     def _requeue(self, seq: Sequence) -> None:
@@ -328,7 +326,15 @@ class Scheduler:
             self._drafting = any(seq.draft_ids for seq in self._queues.running)
         self._hash_late()
         self.leases.announce_computed(batch)
+        if self.pool.sliding.num_groups:
+            self._slide(batch)
         return outputs
+
+    def _slide(self, batch: Batch) -> None:
+        """Free what is behind the window of sequences that computed many tokens at once."""
+        for seq, num_new in batch.items:
+            if num_new > 1 and not seq.finished and seq.block_ids:
+                self._ledger.slide(seq, in_flight=False)
 
     def _count(self, batch: Batch, index: int, tokens: list[int]) -> tuple[list[int], bool]:
         """Count an item as computed; returns its tokens, and whether it had to sample any."""
@@ -369,7 +375,7 @@ class Scheduler:
             return self.fail(batch, message)
         lost = [seq for seq in self._readers(batch) if seq.remote]
         for seq in [seq for seq, _ in batch.items] + lost:
-            self.pool.forget(seq.block_ids)
+            self.pool.forget(seq.block_ids + seq.window_ids)
         self._ledger.collect(batch)
         self._budget = max(1, min(self._budget, batch.num_tokens) // 2)
         self._queues.sweep()
@@ -384,8 +390,10 @@ class Scheduler:
         """End the items of a failed step and their readers in ERROR; nothing of it stays cached."""
         seqs = [seq for seq, _ in batch.items] + self._readers(batch)
         for seq in seqs:
-            self.pool.forget(seq.block_ids)
+            self.pool.forget(seq.block_ids + seq.window_ids)
         self.pool.forget(self._ledger.dropped)
+        for _, behind in self._ledger.behind.values():
+            self.pool.forget(behind)
         self._late = []  # these sampled in the batch and end with it
         self._ledger.collect(batch)
         end = End(FinishReason.ERROR, error=message)
@@ -397,11 +405,14 @@ class Scheduler:
         """Return the sequences that will read what this batch had to write."""
         launched = batch.samples is not None
         readers = self.receiving.sequences() + (self._queues.running if launched else [])
+        groups = self.pool.sliding.num_groups
         written: set[int] = set()
         for seq, num_new in batch.items if readers else []:
             first = (seq.num_computed_tokens - launched * num_new) // self.pool.block_size
             written.update(seq.block_ids[first:])
-        return [seq for seq in readers if not written.isdisjoint(seq.block_ids)]
+            for start, ids in self._ledger.window_parts(seq):
+                written.update(ids[max(0, first - start) * groups :])
+        return [seq for seq in readers if not written.isdisjoint(seq.block_ids + seq.window_ids)]
 
     def _append(self, seq: Sequence, output: RequestOutput) -> None:
         """Append the output's tokens, cut both at the first stop and end the request there."""

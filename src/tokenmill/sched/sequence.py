@@ -38,6 +38,8 @@ class Sequence:
         "state",
         "stop_ids",
         "token_ids",
+        "window_first",
+        "window_ids",
     )
 
     def __init__(self, request: Request, key: Key, max_len: int, stop_ids: frozenset[int]) -> None:
@@ -63,6 +65,9 @@ class Sequence:
         self.slot = -1  # its row in tables that a runner keeps; its own while it holds blocks
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that block_ids can hold
+        # Where layers slide: their blocks from block `window_first` on, one of each group in turn.
+        self.window_ids: list[int] = []
+        self.window_first = 0
         # chain[0] is the salt's seed, chain[j + 1] the hash of block j.
         self.chain = [chain_seed(request.cache_salt)]
         # block_ids[:num_inserted_blocks] are cached under `parent`, the identity of the last one.

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tokenmill.engine.inputs import InputBuilder
+from tokenmill.engine.inputs import InputBuilder, Slots
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.sampling import argmax
 
@@ -67,7 +67,7 @@ class Proposer:
         return torch.stack(drafts, dim=1)
 
     def _batch(
-        self, positions: torch.Tensor, cache_slots: torch.Tensor, slots: torch.Tensor
+        self, positions: torch.Tensor, cache_slots: Slots, slots: torch.Tensor
     ) -> AttentionBatch:
         """Return the attention batch of one query for each sequence."""
         starts, tiles = self.builder.even(slots.shape[0], 1)

@@ -11,17 +11,15 @@ from tokenmill.engine.graphs.capture import CaptureReport, Job, jobs_for, unowne
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, newest_token
 from tokenmill.engine.model import KVCache, Model
-from tokenmill.kernels.attention import AttentionBatch, place_tokens
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A graph and the tensors whose addresses it holds."""
+    """A graph and the tensors that it writes."""
 
     graph: torch.cuda.CUDAGraph
-    batch: AttentionBatch
     decoded: Decoded
 
 
@@ -69,36 +67,22 @@ class DecodeGraphs:
         self.report, report.max_size = report, self.max_size
 
     def _capture(self, size: int, pool: Any) -> None:
-        batch = self._attention(size)
-        self._decode(size, batch)  # compiles kernels and picks algorithms, which capture must not
+        self._decode(size)  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            decoded = self._decode(size, batch)
+            decoded = self._decode(size)
         decoded = replace(decoded, logits=unowned(decoded.logits))
-        self._graphs[size] = Captured(graph, batch, decoded)
+        self._graphs[size] = Captured(graph, decoded)
 
-    def _attention(self, size: int) -> AttentionBatch:
-        """Views of the input buffer; the tiles of single queries are the same in every step."""
+    def _decode(self, size: int) -> Decoded:
+        """A step over views of the input buffer; its tiles are the same in every step."""
         builder = self.builder
-        starts, tiles = builder.even(size, 1)
-        return AttentionBatch(
-            positions=self.inputs[1, :size],
-            slots=self.inputs[1, :size],  # replaced in the step
-            query_starts=starts,
-            context_lens=self.inputs[1, :size],
-            block_tables=builder.tables.tensor,
-            table_rows=self.inputs[2, :size],
-            tiles=tiles,
-        )
-
-    def _decode(self, size: int, batch: AttentionBatch) -> Decoded:
         staged, contexts, slots = self.inputs[:, :size]
-        last_tokens = self.builder.last_tokens
-        ids, cache_slots = place_tokens(
-            staged, contexts, slots, batch.block_tables, last_tokens, self.builder.block_size
-        )
-        placed = replace(batch, slots=cache_slots)
+        last_tokens = builder.last_tokens
+        ids, cache_slots = builder.place_known(staged, contexts, slots)
+        starts, tiles = builder.even(size, 1)
+        placed = builder.attention(contexts, cache_slots, starts, contexts, slots, tiles)
         logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
         best = argmax(logits)
         last_tokens.index_copy_(0, slots.long(), best)

@@ -86,6 +86,7 @@ class Step:
     seqs: int
     width: int  # of a block table
     tiles: list[tuple[int, int, int, int, int]]  # sequences, tokens, splits, first and last row
+    num_sliding: int = 0  # groups of sliding layers, with slots and tables of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +243,11 @@ def pack_step(
     tables = batch.block_tables[batch.table_rows]
     parts = [token_ids, batch.positions, batch.slots, batch.query_starts, batch.context_lens]
     parts += [tables, *(part for tiles in batch.tiles for part in (tiles.seqs, tiles.starts))]
+    for own in batch.sliding:
+        parts += [own.slots, own.block_tables[own.table_rows]]
     tiles = [(tiles.seqs.shape[0], *_plan(tiles)) for tiles in batch.tiles]
-    sizes = Step(do, token_ids.shape[0], tables.shape[0], tables.shape[1], tiles)
+    num_sliding = len(batch.sliding)
+    sizes = Step(do, token_ids.shape[0], tables.shape[0], tables.shape[1], tiles, num_sliding)
     return sizes, torch.cat([part.flatten().int() for part in parts])
 
 
@@ -254,7 +258,8 @@ def _plan(tiles: QueryTiles) -> tuple[int, int, int, int]:
 def step_size(sizes: Step) -> int:
     """How many integers a step's inputs are."""
     tiles = 2 * sum(count for count, *_ in sizes.tiles)
-    return 3 * sizes.tokens + sizes.seqs * (2 + sizes.width) + 1 + tiles
+    sliding = sizes.num_sliding * (sizes.tokens + sizes.seqs * sizes.width)
+    return 3 * sizes.tokens + sizes.seqs * (2 + sizes.width) + 1 + tiles + sliding
 
 
 def unpack_step(sizes: Step, flat: torch.Tensor) -> tuple[torch.Tensor, AttentionBatch]:
@@ -262,10 +267,13 @@ def unpack_step(sizes: Step, flat: torch.Tensor) -> tuple[torch.Tensor, Attentio
     tokens, seqs, width = sizes.tokens, sizes.seqs, sizes.width
     counts = [tokens, tokens, tokens, seqs + 1, seqs, seqs * width]
     counts += [count for count, *_ in sizes.tiles for _ in range(2)]
-    ids, positions, slots, starts, contexts, tables, *tiles = flat.split(counts)
+    counts += [tokens, seqs * width] * sizes.num_sliding
+    ids, positions, slots, starts, contexts, tables, *rest = flat.split(counts)
+    tiles, sliding = rest[: 2 * len(sizes.tiles)], rest[2 * len(sizes.tiles) :]
     if flat.device.type == "cpu":  # what the compiled kernels read
         ids, positions, slots = ids.long(), positions.long(), slots.long()
-    return ids, AttentionBatch(
+        sliding[::2] = [own.long() for own in sliding[::2]]
+    batch = AttentionBatch(
         positions=positions,
         slots=slots,
         query_starts=starts,
@@ -279,3 +287,8 @@ def unpack_step(sizes: Step, flat: torch.Tensor) -> tuple[torch.Tensor, Attentio
             )
         ),
     )
+    groups = tuple(
+        replace(batch, slots=own, block_tables=table.view(seqs, width))
+        for own, table in zip(sliding[::2], sliding[1::2], strict=True)
+    )
+    return ids, replace(batch, sliding=groups)

@@ -1,0 +1,121 @@
+"""Layers that slide keep the KV of their window: the same answers in every mode, in fewer bytes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from driver import Answer, assert_same, build, complete
+from engine import disaggregated
+from tiny_models import make_model, save, tame
+from tokenmill.core.kv_groups import KVGroups, plan_groups
+from tokenmill.core.types import SamplingParams
+from tokenmill.engine import build as engine_build
+
+WINDOW = 24  # one block and a half
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(3)
+    shared = [source.randrange(64) for _ in range(90)]
+    own = [[source.randrange(64) for _ in range(n)] for n in (1, 17, 33, 120)]
+    return own + [shared + tail for tail in own]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tame(make_model("gemma3", sliding_window=WINDOW), 0.3)
+    return save(model, tmp_path_factory.mktemp("gemma3"))
+
+
+def plain_groups(windows: tuple[int | None, ...], num_drafting: int = 0) -> KVGroups:
+    return plan_groups((None,) * len(windows), num_drafting)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Answer]:
+    """What an engine says whose layers all keep everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_build, "plan_groups", plain_groups)
+        built = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64)
+    assert built.num_blocks == 64 and not built.runner.sliding.num_groups
+    return [complete(built.engine, [prompt], GREEDY)[0] for prompt in prompts()]
+
+
+@pytest.mark.parametrize(
+    ("chunked", "prefix_cache", "num_blocks", "overlap"),
+    [
+        (False, False, 400, True),
+        (True, False, 400, False),
+        (True, True, 400, True),
+        (True, True, 12, False),
+        (True, True, 12, True),
+    ],
+)
+def test_same_bits_as_with_plain_paging(
+    folder: Path, plain: list[Answer], chunked: bool, prefix_cache: bool, num_blocks: int,
+    overlap: bool,
+) -> None:  # fmt: skip
+    built = build(
+        folder, "fp32", chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks,
+        overlap=overlap,
+    )  # fmt: skip
+    assert built.num_blocks == 4 * num_blocks and built.runner.sliding == (WINDOW, 3)
+    for _ in range(1 + prefix_cache):
+        answers = complete(built.engine, prompts(), GREEDY)
+        assert_same(answers, plain)
+    if num_blocks == 400:
+        most = [(len(prompt) - 1) // 16 * 16 * prefix_cache for prompt in prompts()]
+        assert [answer.num_cached_tokens for answer in answers] == most
+    else:
+        assert built.engine.stats().num_preemptions > 0
+    built.engine._scheduler.check_integrity()
+    assert built.engine.stats().num_kv_blocks_used == 0
+
+
+def test_a_long_sequence_holds_its_window(folder: Path) -> None:
+    """Two engines of the same memory: plain paging fits a third of what this one does."""
+    built = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=8)
+    scheduler, most = built.engine._scheduler, []
+    assert built.kv_tokens == 16 * (32 - 3 * 6) > 8 * 16
+
+    def look(_: int) -> None:
+        seqs = scheduler._queues.running
+        most.extend(len(seq.window_ids) // 3 for seq in seqs if seq.num_output_tokens > 1)
+
+    prompt = prompts()[-1]
+    (answer,) = complete(built.engine, [prompt], replace(GREEDY, max_tokens=10), look)
+    assert len(prompt) + 10 > 8 * 16 and len(answer.token_ids) == 10
+    assert max(most) == 3  # blocks that 24 tokens and the next one may lie in
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_prefill_and_decode_in_two_engines(
+    folder: Path, plain: list[Answer], overlap: bool, prefix_cache: bool
+) -> None:
+    source, target = (
+        disaggregated.build(folder, budget=48, overlap=overlap, prefix_cache=prefix_cache)
+        for _ in range(2)
+    )
+    pool = disaggregated.WorkerPool(source, target)
+    for _ in range(2):
+        assert_same(pool.complete(prompts(), GREEDY), plain)
+    assert pool.num_early > 0
+    windows = [notice.window_ids for notice in pool.notices if notice.token_id is not None]
+    assert max(map(len, windows)) == 3 * 3
+    pool.close()
+
+
+def test_pages_move_only_between_engines_that_slide_alike(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = disaggregated.build(folder)
+    monkeypatch.setattr(engine_build, "plan_groups", plain_groups)
+    theirs = disaggregated.build(folder)
+    problem = disaggregated.kv_of(ours).connect(disaggregated.kv_of(theirs).address)
+    assert problem is not None and "bytes of a block" in problem
