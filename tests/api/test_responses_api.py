@@ -371,6 +371,10 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for items in ([ItemReference(id="msg_b")], [ItemReference(id="msg_a")]):
         with pytest.raises(ApiError, match="no item"):
             store.resolve(items, 1)
+    later, _ = new_entry("d")
+    store.put(later, store.get("a", 0).conversation, key=0)
+    store.delete("a", 0)
+    assert store.resolve([ItemReference(id="msg_a")], 0) == [item], "a later turn has it, too"
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 11)
     with pytest.raises(ApiError, match=r"for 10 s\); send the conversation"):

@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-from api.sim import BLOCK_SIZE
+from api.sim import BLOCK_SIZE, MODEL
 from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from proxy.route_server import router_process
 from tokenmill.__main__ import run
@@ -53,7 +53,11 @@ def test_a_line_for_every_request() -> None:
         call = {"prompt": "say: hi", "stream": True}
         assert server.call("POST", "/v1/completions", call, bearer).status == 200
         assert server.call("POST", "/v1/completions", {"prompt": "hi"}).status == 401
-        whole, refused = requests(log, 2)
+        key = {"x-api-key": "secret"}
+        said = {"messages": [{"role": "user", "content": "hi"}], "model": MODEL, "max_tokens": 5}
+        assert server.call("POST", "/v1/messages", said, key).status == 200
+        assert server.call("GET", "/v1/responses/resp_1", headers=key).status == 404
+        whole, refused, message, missing = requests(log, 4)
     assert whole["id"] == "mine" and whole["key"] == hashlib.sha256(b"secret").hexdigest()[:8]
     assert (whole["endpoint"], whole["status"]) == ("/v1/completions", "200")
     assert (whole["finish"], whole["worker"], whole["error"]) == ("stop", "w0", "-")
@@ -61,6 +65,10 @@ def test_a_line_for_every_request() -> None:
     assert 0 < float(whole["ttft_ms"]) <= float(whole["duration_ms"])
     assert (refused["status"], refused["error"]) == ("401", "invalid_api_key")
     assert refused["key"] == "-" and refused["output_tokens"] == "0"
+    assert (message["endpoint"], message["finish"]) == ("/v1/messages", "length")
+    assert message["key"] == whole["key"] and int(message["output_tokens"]) == 5
+    stored = "/v1/responses/{response_id}"
+    assert (missing["endpoint"], missing["error"]) == (stored, "response_not_found")
 
 
 def test_a_router_passes_the_id_on() -> None:

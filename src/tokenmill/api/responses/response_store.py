@@ -44,6 +44,8 @@ class ResponseStore:
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._expires_s: dict[str, float] = {}  # by id, the oldest first
         self._num_bytes = 0
+        # (item, entries that have it) by key and id: finding an item is no search.
+        self._items: dict[tuple[int, str], tuple[Item, int]] = {}
 
     def size(self) -> tuple[int, int]:
         """How many responses there are, and their bytes."""
@@ -60,6 +62,7 @@ class ResponseStore:
         self._expires_s[response.id] = time.monotonic() + self._max_age_s
         self._entries[response.id] = StoredResponse(response, stored, key, num_bytes)
         self._num_bytes += num_bytes
+        self._count_items(self._entries[response.id], 1)
         while len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
 
@@ -85,12 +88,20 @@ class ResponseStore:
         ]
 
     def _item(self, index: int, item_id: str, key: int) -> Item:
-        for entry in reversed(self._entries.values()):
-            if entry.key == key:
-                for item in entry.conversation:
-                    if item.id == item_id:
-                        return item
-        raise self._unknown(f"no item {item_id!r} is stored here", f"input[{index}].id")
+        self._drop_expired()
+        found = self._items.get((key, item_id))
+        if found is None:
+            raise self._unknown(f"no item {item_id!r} is stored here", f"input[{index}].id")
+        return found[0]
+
+    def _count_items(self, entry: StoredResponse, change: int) -> None:
+        for item in entry.conversation:
+            place = (entry.key, item.id or "")
+            count = self._items.get(place, (item, 0))[1] + change
+            if count:
+                self._items[place] = (item, count)
+            else:
+                del self._items[place]
 
     def _unknown(self, what: str, param: str) -> ApiError:
         message = (
@@ -102,7 +113,9 @@ class ResponseStore:
 
     def _drop(self, response_id: str) -> None:
         del self._expires_s[response_id]
-        self._num_bytes -= self._entries.pop(response_id).num_bytes
+        entry = self._entries.pop(response_id)
+        self._num_bytes -= entry.num_bytes
+        self._count_items(entry, -1)
 
     def _drop_expired(self) -> None:
         now_s = time.monotonic()
