@@ -21,6 +21,7 @@ from tiny_models import make_model, save, tame
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
+    FreeText,
     Request,
     SamplingParams,
     StructuredOutput,
@@ -339,9 +340,18 @@ def test_structured_output_is_that_without_drafts(tmp_path: Path) -> None:
         SamplingParams(temperature=t, seed=i, max_tokens=40, structured=kind, logprobs=1)
         for i, (kind, t) in enumerate(itertools.product(kinds, [0.0, 1.0]))
     ] + [GREEDY]
+    end = PIECES.index(b"</")  # of free text before the schema
+    reasons = replace(kinds[1], after=FreeText(end, banned=(EOS,)))
+    params += [
+        SamplingParams(seed=i, max_tokens=60, structured=reasons, logit_bias={end: 5.0})
+        for i in range(3)
+    ]
     asked = [[5, 6, 7, 8 + i] for i in range(len(params))]
     plain = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=100, vocab=vocab())
     golden = complete(plain.engine, asked, params)
+    for answer in golden[-3:]:
+        start = answer.token_ids.index(end) + 1
+        assert answer.token_ids[0] != answer.token_ids[start] == PIECES.index(b"[")
     built = build(
         folder, "fp32", chunked=True, prefix_cache=True, num_blocks=100, vocab=vocab(), mtp=3,
         draft=head,

@@ -13,7 +13,8 @@ import pytest
 from random_model import EOS, PAD_TO, PIECES, noise, sequence, text_of, vocab
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
 from tokenmill.engine.sampling import grammar as grammar_module
-from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend, GrammarError
+from tokenmill.engine.sampling.free_text import GrammarError
+from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend
 from tokenmill.engine.sampling.sampler import Sampler, allowed_ids
 
 sampler = Sampler()

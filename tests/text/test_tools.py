@@ -12,11 +12,13 @@ import pytest
 from api.sim import make_tokenizer
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.protocol.requests import ChatCompletionRequest
-from tokenmill.api.protocol.tools import plan_tool_use
+from tokenmill.api.protocol.tools import ToolUse, plan_tool_use
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
-from tokenmill.engine.sampling.grammar import GrammarBackend, GrammarError
+from tokenmill.engine.sampling.free_text import GrammarError
+from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.text.chat_template import ChatTemplate
+from tokenmill.text.output_style import resolve_style
 from tokenmill.text.parsers import HermesParser, Llama3JsonParser
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.messages import ModelFacts
@@ -38,6 +40,18 @@ def call(**fields: Any) -> ChatCompletionRequest:
     return msgspec.convert(base | fields, ChatCompletionRequest)
 
 
+def plan(request: ChatCompletionRequest, template: str | None, style: str) -> ToolUse | None:
+    templates = {} if template is None else {"default": ChatTemplate(template, "test")}
+    known = make_tokenizer()
+    tokenizer = Tokenizer(
+        known._backend,
+        named_tokens={},
+        eos_token_ids=known.eos_token_ids,
+        chat_templates=templates,
+    )
+    return plan_tool_use(request, resolve_style(tokenizer, style, "auto"), tokenizer)
+
+
 def accepts(structured: StructuredOutput, text: str) -> bool:
     """Whether the grammar allows the text, to its end."""
     tokenizer = make_tokenizer()
@@ -51,7 +65,7 @@ def accepts(structured: StructuredOutput, text: str) -> bool:
 
 
 def test_strict_tools_constrain_calls_and_nothing_else() -> None:
-    use = plan_tool_use(call(), None, "auto")
+    use = plan(call(), None, "auto")
     assert use is not None and use.structured is not None
     assert accepts(use.structured, "No call at all.")
     assert accepts(use.structured, "First. " + HERMES_CALL.format('{"n": 1}'))
@@ -60,12 +74,12 @@ def test_strict_tools_constrain_calls_and_nothing_else() -> None:
 
 
 def test_required_and_named_calls_follow_the_schema() -> None:
-    required = plan_tool_use(call(tool_choice="required"), None, "auto")
+    required = plan(call(tool_choice="required"), None, "auto")
     assert required is not None and required.structured is not None
     assert accepts(required.structured, '[{"name": "f", "parameters": {"n": 1}}]')
     assert not accepts(required.structured, '[{"name": "f", "parameters": {}}]')
     choice = {"type": "function", "function": {"name": "f"}}
-    named = plan_tool_use(call(tool_choice=choice), None, "none")
+    named = plan(call(tool_choice=choice), None, "none")
     assert named is not None and named.structured is not None
     assert accepts(named.structured, '{"n": 1}') and not accepts(named.structured, "{}")
 
@@ -78,15 +92,15 @@ def test_the_parser_follows_the_template_and_the_setting() -> None:
         (LLAMA_TEMPLATE, "hermes", HermesParser),
     ]
     for template, style, parser in styles:
-        use = plan_tool_use(loose, template, style)
+        use = plan(loose, template, style)
         assert use is not None and use.structured is None
-        assert type(use.parser()) is parser
+        assert use.parser is not None and type(use.parser()) is parser
     for template, style in ((PLAIN_TEMPLATE, "none"), ("{{ tools }} in some new way", "auto")):
         with pytest.raises(InvalidRequestError, match="--tool-parser") as caught:
-            plan_tool_use(loose, template, style)
+            plan(loose, template, style)
         assert caught.value.param == "tool_choice"
     with pytest.raises(InvalidRequestError, match="strict"):
-        plan_tool_use(call(), LLAMA_TEMPLATE, "auto")
+        plan(call(), LLAMA_TEMPLATE, "auto")
 
 
 def test_tools_reach_a_template_without_a_place_for_them() -> None:

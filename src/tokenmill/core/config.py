@@ -431,13 +431,16 @@ class ServerConfig:
     log_stats: bool = setting(
         True, "Log a line of throughput every ten seconds while there is traffic."
     )
-    tool_parser: Literal["auto", "hermes", "llama3_json", "none"] = setting(
+    tool_parser: Literal["auto", "hermes", "llama3_json", "harmony", "none"] = setting(
         "auto", "How the model writes tool calls."
     )
-    reasoning_parser: Literal["auto", "think", "none"] = setting(
+    reasoning_parser: Literal["auto", "think", "harmony", "none"] = setting(
         "auto", "How the model marks its thinking."
     )
     chat_template: str | None = setting(None, "Jinja file that replaces the model's template.")
+    template_date: str | None = setting(
+        None, "Date (YYYY-MM-DD) that chat templates write instead of today's."
+    )
     default_max_tokens: int | None = setting(None, "max_tokens where a request has none.", count(1))
     max_stored_responses: int = setting(
         4096, "Most responses of /v1/responses kept for later calls; 0 keeps none.", count(0)

@@ -44,11 +44,38 @@ class RanksLostError(TokenmillError):
 
 
 @dataclass(frozen=True, slots=True)
+class FreeText:
+    """Text before a constraint, such as reasoning, that is bound by nothing.
+
+    It ends with the token `end`. With `begin` it ends only where that sequence came before, and no
+    token of `breaks` and no other `begin[0]` or `end` between them: a header that is closed.
+    """
+
+    end: int
+    begin: tuple[int, ...] = ()
+    breaks: tuple[int, ...] = ()
+    opening: int | None = None  # opens it as the first token; another first token is constrained
+    banned: tuple[int, ...] = ()  # tokens that it does not have: those that would end the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A token sequence, and the JSON schema of what comes after it."""
+
+    token_ids: tuple[int, ...]
+    json_schema: str
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """A constraint on the generated text, enforced token by token."""
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
+    kind: Literal[
+        "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "branches"
+    ]
     value: str = ""  # JSON text for json_schema, choice (a list of strings) and structural_tag
+    branches: tuple[Branch, ...] = ()  # of kind "branches": the output is one of them
+    after: FreeText | None = None  # what comes before the constraint holds
 
 
 @dataclass(frozen=True, slots=True)

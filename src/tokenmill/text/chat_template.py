@@ -49,6 +49,8 @@ class ChatTemplate:
         """The prompt; with `continue_final_message` it ends where the final message's text ends."""
         if not messages:
             raise InvalidRequestError("messages must not be empty", "messages")
+        if (date := variables.get("current_date")) is not None:
+            variables["strftime_now"] = parse_date(date, "chat_template_kwargs").strftime
         prepared = [self._prepare(message) for message in messages]
         if continue_final_message:
             return self._render_unfinished(prepared, variables)
@@ -115,6 +117,16 @@ def load_source(template: str) -> str:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
         raise ModelLoadError(f"chat template {template}: {error.strerror or error}") from None
+
+
+def parse_date(text: object, param: str) -> datetime:
+    """A date such as 2026-11-16, for templates that write today's."""
+    try:
+        return datetime.strptime(str(text), "%Y-%m-%d")
+    except ValueError:
+        raise InvalidRequestError(
+            f"{param}: {text!r} is no date; send one as YYYY-MM-DD", param
+        ) from None
 
 
 def check_unicode(text: str, param: str) -> None:

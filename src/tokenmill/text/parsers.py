@@ -85,6 +85,11 @@ def opens_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(_THINK)
 
 
+def ends_reasoning(prompt: str) -> bool:
+    """True when the prompt has closed a <think> block, so that the answer itself comes next."""
+    return prompt.rstrip().endswith(_END_THINK)
+
+
 class ReasoningParser:
     """Splits a leading <think> block from the answer; newlines next to the tags belong to neither.
 

@@ -31,10 +31,11 @@ def tool_choice_schema(
         raise InvalidRequestError(
             f"tool_choice: {name!r} is not among the tools; send one of {known}", "tool_choice"
         )
-    return _parameters(functions[name])
+    return function_schema(functions[name])
 
 
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+def function_schema(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; without parameters it takes none."""
     return function.get("parameters") or {
         "type": "object",
         "properties": {},
@@ -50,7 +51,7 @@ def _calls_schema(functions: dict[str, dict[str, Any]], max_calls: int | None) -
     definitions = {}
     calls = []
     for name, function in functions.items():
-        parameters = _parameters(function)
+        parameters = function_schema(function)
         moved = _rebase(parameters, f"#/$defs/{name}")
         if moved != parameters:
             definitions[name] = moved

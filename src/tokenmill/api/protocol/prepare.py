@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +13,7 @@ import msgspec
 
 from tokenmill.api.errors import context_exceeded
 from tokenmill.api.protocol.decoding import IgnoredFields
+from tokenmill.api.protocol.output import MakeReader, Prompt, harmony_effort, plan_output
 from tokenmill.api.protocol.requests import (
     INT64_MAX,
     SAMPLING_FIELDS,
@@ -25,7 +25,7 @@ from tokenmill.api.protocol.requests import (
     Message,
 )
 from tokenmill.api.protocol.structured import structured_output
-from tokenmill.api.protocol.tools import ToolUse, knows_tools, plan_tool_use, write_tools
+from tokenmill.api.protocol.tools import ToolUse, plan_tool_use, write_tools
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import (
     InvalidRequestError,
@@ -34,17 +34,16 @@ from tokenmill.core.types import (
     StructuredOutput,
     no_room,
 )
-from tokenmill.sched.blocks import U64, hash_input
-from tokenmill.text.detokenize import Detokenizer
-from tokenmill.text.message import ContentReader, MessageReader, TaggedReader
-from tokenmill.text.parsers import ReasoningParser, detect_reasoning, opens_reasoning
+from tokenmill.sched.blocks import U64
+from tokenmill.text.chat_template import parse_date
+from tokenmill.text.harmony import one_call_per_message
+from tokenmill.text.output_style import knows_tools, resolve_style
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.messages import ModelFacts
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
 MAX_CHOICES = 2048  # of one call
-MakeReader = Callable[[Detokenizer, bool], MessageReader]  # the bool: the answer is streamed
 _RESERVED_KWARGS = {
     "self",
     "messages",
@@ -52,19 +51,6 @@ _RESERVED_KWARGS = {
     "add_generation_prompt",
     "continue_final_message",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a call, as text and as tokens."""
-
-    text: str
-    token_ids: list[int]
-    hash_input: U64  # the same tokens, as the router reads them
-
-    @classmethod
-    def of(cls, text: str, token_ids: list[int]) -> Prompt:
-        return cls(text, token_ids, hash_input(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +92,9 @@ class Preparer:
         self._tokenizer = tokenizer
         self._facts_now = facts
         self._config = config
+        self._style = resolve_style(tokenizer, config.tool_parser, config.reasoning_parser)
+        if config.template_date is not None:
+            parse_date(config.template_date, "--template-date")
         self.ignored = IgnoredFields()
 
     @property
@@ -127,36 +116,40 @@ class Preparer:
         is what is left of it.
         """
         self._check_choices(1, call.n or 1)
-        tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
-        structured = structured_output(call)
-        if tools is not None and tools.structured is not None:
-            structured = tools.structured
+        tools = plan_tool_use(call, self._style, self._tokenizer)
         text = self._render_call(call, tools)
         token_ids = await self.tokenize(text, bool(call.add_special_tokens))
+        plan = plan_output(
+            self._style,
+            self._tokenizer,
+            Prompt.of(text, token_ids),
+            tools,
+            structured_output(call),
+            bool(call.continue_final_message),
+        )
         wanted = call.max_completion_tokens or call.max_tokens
         if clamps and wanted is not None:
-            wanted = min(wanted, max(self.max_model_len - len(token_ids), 1))
+            wanted = min(wanted, max(self.max_model_len - len(plan.prompt.token_ids), 1))
         if call.top_logprobs and not call.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         sampling = self._sampling(
             call,
             max_tokens=self._max_tokens(
-                len(token_ids), wanted, self._config.default_max_tokens, "messages"
+                len(plan.prompt.token_ids), wanted, self._config.default_max_tokens, "messages"
             ),
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
             prompt_logprobs=_prompt_logprobs(call),
-            structured=structured,
+            structured=plan.structured,
         )
-        job = self._job(prefix, call, [Prompt.of(text, token_ids)], [sampling])
-        opened = opens_reasoning(text) if self._splits_reasoning(structured) else None
-        reader = None
-        if tools is not None or opened is not None:
-            reader = partial(_tagged_reader, tools, opened)
-        return replace(job, continues=bool(call.continue_final_message), make_reader=reader)
+        stop_ids = (*sampling.stop_token_ids, *plan.stop_ids)
+        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
+        job = self._job(prefix, call, [plan.prompt], [sampling])
+        continues = bool(call.continue_final_message)
+        return replace(job, continues=continues, make_reader=plan.make_reader)
 
     async def count_chat(self, call: ChatCompletionRequest) -> int:
         """The number of prompt tokens of a chat call."""
-        tools = plan_tool_use(call, self._tokenizer.chat_template, self._config.tool_parser)
+        tools = plan_tool_use(call, self._style, self._tokenizer)
         text = self._render_call(call, tools)
         return len(await self.tokenize(text, bool(call.add_special_tokens)))
 
@@ -251,14 +244,17 @@ class Preparer:
         conversation: list[dict[str, Any]] = msgspec.to_builtins(messages)
         for message in conversation:
             _drop_without_effect(message)
-        if not knows_tools(self._tokenizer.chat_template):
+        if self._style.harmony is not None:
+            conversation = one_call_per_message(conversation)
+        elif not knows_tools(self._tokenizer.chat_template):
             conversation, tools = write_tools(conversation, tools), []
+        date = self._config.template_date
         return self._tokenizer.apply_chat_template(
             conversation,
             tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
-            **kwargs or {},
+            **({} if date is None else {"current_date": date}) | (kwargs or {}),
         )
 
     def _template_kwargs(self, call: ChatCompletionRequest) -> dict[str, Any]:
@@ -267,7 +263,9 @@ class Preparer:
         given: dict[str, Any] = {}
         if call.reasoning_effort is not None:
             given["reasoning_effort"] = call.reasoning_effort
-        if call.reasoning_effort == "none":
+        if self._style.harmony is not None:
+            given |= harmony_effort(call)
+        elif call.reasoning_effort == "none":
             given["enable_thinking"] = False
         if call.verbosity is not None:
             given["verbosity"] = call.verbosity
@@ -287,13 +285,6 @@ class Preparer:
                 getattr(message, name, None) is not None for message in call.messages
             ):
                 self.ignored.note([path])
-
-    def _splits_reasoning(self, structured: StructuredOutput | None) -> bool:
-        """A constrained answer starts at once: it has no reasoning block."""
-        style: str | None = self._config.reasoning_parser
-        if style == "auto":
-            style = detect_reasoning(self._tokenizer.chat_template)
-        return style == "think" and structured is None
 
     async def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
@@ -393,14 +384,6 @@ class Preparer:
         self._note_ignored(call)
         shown = call.prompt_logprobs
         return Job(job_id, int(time.time()), prompts, requests, n, token_ids, prompt_logprobs=shown)
-
-
-def _tagged_reader(
-    tools: ToolUse | None, opened: bool | None, detokenizer: Detokenizer, streams: bool
-) -> MessageReader:
-    reasoning = None if opened is None else ReasoningParser(opened)
-    parser, one_call = (None, False) if tools is None else (tools.parser, tools.one_call)
-    return TaggedReader(detokenizer, reasoning, ContentReader(parser, streams, one_call))
 
 
 def _prompt_logprobs(call: GenerationRequest) -> int | None:

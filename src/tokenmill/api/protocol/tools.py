@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,16 @@ from tokenmill.api.protocol.requests import (
     Tool,
 )
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
+from tokenmill.text.harmony import HarmonyTokens
+from tokenmill.text.output_style import OutputStyle
 from tokenmill.text.parsers import (
     TOOL_PARSERS,
     NamedCallParser,
     RequiredCallsParser,
     ToolParser,
-    detect_tool_parser,
 )
-from tokenmill.text.tool_schema import tool_choice_schema
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tool_schema import function_schema, tool_choice_schema
 
 Message = dict[str, Any]
 
@@ -45,15 +47,16 @@ class ToolUse:
     """How one call uses its tools."""
 
     definitions: list[dict[str, Any]]  # as chat templates expect them
-    parser: Callable[[], ToolParser]  # a new one for each choice
+    names: list[str]  # the functions that may be called
+    parser: Callable[[], ToolParser] | None  # a new one for each choice; None: harmony reads calls
     structured: StructuredOutput | None = None
     one_call: bool = False  # parallel_tool_calls is false: the answer ends with the first call
 
 
 def plan_tool_use(
-    call: ChatCompletionRequest, chat_template: str | None, style: str
+    call: ChatCompletionRequest, style: OutputStyle, tokenizer: Tokenizer
 ) -> ToolUse | None:
-    """None when the model may not call tools; `style` is the configured parser or "auto"."""
+    """None when the model may not call tools."""
     if not call.tools:
         if call.tool_choice not in (None, "none"):
             raise InvalidRequestError(
@@ -62,11 +65,7 @@ def plan_tool_use(
         return None
     if call.tool_choice == "none":
         return None
-    if call.response_format is not None and call.response_format.__struct_config__.tag != "text":
-        raise InvalidRequestError(
-            "response_format cannot be combined with tools unless tool_choice is 'none'",
-            "response_format",
-        )
+    _check_format(call, style)
     definitions = tool_definitions(call.tools)
     names = [tool.function.name for tool in call.tools]
     if len(set(names)) != len(names):
@@ -78,19 +77,45 @@ def plan_tool_use(
         tools = _allowed(tools, choice.allowed_tools)
         choice = choice.allowed_tools.mode
     one_call = call.parallel_tool_calls is False
-    max_calls = 1 if one_call else None
     if choice in (None, "auto"):
-        use = _free_use(tools, definitions, chat_template, style, max_calls)
-        return replace(use, one_call=one_call)
-    parser: Callable[[], ToolParser]
+        return _free_use(tools, definitions, style, one_call)
+    names = [tool.function.name for tool in tools]
+    if isinstance(choice, NamedToolChoice):
+        names = [choice.function.name]
+    max_calls = 1 if one_call else None
+    schema = tool_choice_schema(tool_definitions(tools), msgspec.to_builtins(choice), max_calls)
+    if style.harmony is not None:
+        structured = _call_branches(tools, names, style.harmony, tokenizer)
+        return ToolUse(definitions, names, None, structured, one_call)
+    parser: Callable[[], ToolParser] = partial(RequiredCallsParser, names, max_calls=max_calls)
     if isinstance(choice, NamedToolChoice):
         parser = partial(NamedCallParser, choice.function.name, max_calls=max_calls)
-    else:
-        names = [tool.function.name for tool in tools]
-        parser = partial(RequiredCallsParser, names, max_calls=max_calls)
-    schema = tool_choice_schema(tool_definitions(tools), msgspec.to_builtins(choice), max_calls)
     structured = StructuredOutput("json_schema", json.dumps(schema))
-    return ToolUse(definitions, parser, structured, one_call)
+    return ToolUse(definitions, names, parser, structured, one_call)
+
+
+def _check_format(call: ChatCompletionRequest, style: OutputStyle) -> None:
+    """Refuse a format of the answer where calls and content cannot be told apart beforehand."""
+    if call.response_format is None or call.response_format.__struct_config__.tag == "text":
+        return
+    if style.harmony is not None and call.tool_choice in (None, "auto"):
+        return  # it binds the channel of the answer, and calls have another one
+    raise InvalidRequestError(
+        "response_format cannot be combined with tools unless tool_choice is 'none'",
+        "response_format",
+    )
+
+
+def _call_branches(
+    tools: list[Tool], names: list[str], harmony: HarmonyTokens, tokenizer: Tokenizer
+) -> StructuredOutput:
+    """A call of one of the functions, written as the model does by itself."""
+    branches = []
+    for tool in tools:
+        if tool.function.name in names:
+            schema = json.dumps(function_schema(msgspec.to_builtins(tool.function)))
+            branches.append(harmony.call_branch(tokenizer, tool.function.name, schema))
+    return StructuredOutput("branches", branches=tuple(branches))
 
 
 def _allowed(tools: list[Tool], allowed: AllowedTools) -> list[Tool]:
@@ -119,17 +144,13 @@ def tool_definitions(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def _free_use(
-    tools: list[Tool],
-    definitions: list[dict[str, Any]],
-    chat_template: str | None,
-    style: str,
-    max_calls: int | None,
+    tools: list[Tool], definitions: list[dict[str, Any]], style: OutputStyle, one_call: bool
 ) -> ToolUse:
     """tool_choice "auto": the model decides, the parser of its style finds the calls."""
-    if style == "auto":
-        detected = detect_tool_parser(chat_template) if knows_tools(chat_template) else "hermes"
-        style = detected or "none"
-    if style not in TOOL_PARSERS:
+    names = [tool.function.name for tool in tools]
+    if style.harmony is not None:
+        return ToolUse(definitions, names, None, None, one_call)
+    if style.tools not in TOOL_PARSERS:
         raise InvalidRequestError(
             "tool_choice 'auto' needs a tool parser for this model; start the server with "
             "--tool-parser, or use tool_choice 'required'",
@@ -137,11 +158,9 @@ def _free_use(
         )
     structured = None
     if any(tool.function.strict for tool in tools):
-        structured = _strict_calls(tools, style)
-    names = [tool.function.name for tool in tools]
-    return ToolUse(
-        definitions, partial(TOOL_PARSERS[style], names, max_calls=max_calls), structured
-    )
+        structured = _strict_calls(tools, style.tools)
+    parser = partial(TOOL_PARSERS[style.tools], names, max_calls=1 if one_call else None)
+    return ToolUse(definitions, names, parser, structured, one_call)
 
 
 def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
@@ -169,11 +188,6 @@ def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
     tag_format = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
     tag = {"type": "structural_tag", "format": tag_format}
     return StructuredOutput("structural_tag", json.dumps(tag))
-
-
-def knows_tools(chat_template: str | None) -> bool:
-    """True when the template renders tool definitions itself."""
-    return "tools" in (chat_template or "")
 
 
 def write_tools(messages: list[Message], definitions: list[dict[str, Any]]) -> list[Message]:

@@ -140,7 +140,7 @@ def _make_plan(rows: list[SampledRow], device: torch.device) -> _Plan:
         np.array([state_of(seq).seed for seq in rows if drawn], np.uint64),
         _penalty_parameters(params, device) if any(penalised) else None,
         penalised,
-        any(p.logit_bias or p.min_tokens > 0 for p in params),
+        any(p.logit_bias or p.min_tokens > 0 or p.structured for p in params),
         logprob_rows,
         upload(np.array(logprob_rows), device) if some else None,
         [p.logprobs for p in params if p.logprobs is not None],

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.core.types import GrammarVocab, InvalidRequestError, StructuredOutput
+from tokenmill.engine.sampling.free_text import Branches, GrammarError, Source
 from tokenmill.engine.sampling.json_schema import check_schema, parse_json, patterns
 from tokenmill.engine.sampling.sampler import Bitmask, allowed_ids
 
@@ -33,10 +34,6 @@ MAX_MASK_S = 0.1  # CPU time of one mask in the trial; in a request ten times as
 _TRIAL_TOKENS = 64
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _CPP_PREFIX = re.compile(r"^\[[\d:]+\] \S+: (?:Check failed: .*? is false: )?")
-
-
-class GrammarError(Exception):
-    """A grammar left its sequence without a way on."""
 
 
 class Matcher:
@@ -104,7 +101,7 @@ class GrammarBackend:
         tokens = vocab.encoded_vocab[:size]
         self.vocab = replace(vocab, encoded_vocab=tokens, vocab_size=size)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
-        self._futures: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
+        self._futures: OrderedDict[StructuredOutput, Future[Source]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler: Any = None
         self._permitted: dict[bool, Bitmask] = {}
@@ -113,15 +110,24 @@ class GrammarBackend:
         """Begin with what the first grammar would wait for: imports and the vocabulary."""
         self._threads.submit(self._make_compiler)
 
-    def compile_async(self, structured: StructuredOutput) -> Future[Grammar]:
+    def compile_async(self, structured: StructuredOutput) -> Future[Source]:
         """The grammar, now or later; equal requests share one. One thread calls this."""
+        structured = replace(structured, after=None)
         future = self._futures.get(structured)
         if future is None:
-            future = self._threads.submit(self.compile, structured)
+            future = self._threads.submit(self.compile_any, structured)
             self._futures[structured] = future
             self._evict()
         self._futures.move_to_end(structured)
         return future
+
+    def compile_any(self, structured: StructuredOutput) -> Source:
+        """Compile a grammar, or the grammars of all branches."""
+        if structured.kind != "branches":
+            return self.compile(structured)
+        schemas = [StructuredOutput("json_schema", b.json_schema) for b in structured.branches]
+        ids = [branch.token_ids for branch in structured.branches]
+        return Branches(list(zip(ids, map(self.compile, schemas), strict=True)))
 
     def compile(self, structured: StructuredOutput) -> Grammar:
         """Compile at once, uncached; raises InvalidRequestError with xgrammar's reason."""
@@ -171,7 +177,7 @@ class GrammarBackend:
             return self._compiler
 
 
-def _num_bytes(future: Future[Grammar]) -> int:
+def _num_bytes(future: Future[Source]) -> int:
     finished = future.done() and future.exception() is None
     return future.result().num_bytes if finished else 0
 
@@ -205,6 +211,8 @@ def _compile(compiler: Any, structured: StructuredOutput) -> Any:
         case "structural_tag":
             _check_tag(parse_json(structured.value, "structural_tag"))
             return compiler.compile_structural_tag(structured.value)
+        case "branches":
+            raise InvalidRequestError("branches are compiled one by one")
 
 
 def _compile_schema(compiler: Any, schema: Any) -> Any:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenmill.core.types import Request
-    from tokenmill.engine.sampling.grammar import Matcher
+    from tokenmill.engine.sampling.free_text import Follower
     from tokenmill.sched.sequence import Sequence
 
 Row = NDArray[np.float32]  # [vocab]
@@ -109,8 +109,9 @@ class SequenceState:
 
     seed: int
     counts: TokenCounts | None = None  # made when a penalty first asks for it
-    matcher: Matcher | None = None
+    matcher: Follower | None = None
     mask: Bitmask | None = None  # what the matcher allows in this step
+    banned: tuple[int, ...] = ()  # what it does not where it has no mask
     ahead: list[DraftedRow] = field(default_factory=list)  # the rows of its drafts
 
 
@@ -261,18 +262,22 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 def biases(seq: SampledRow, vocab_size: int) -> dict[int, float]:
-    """logit_bias, and -inf for the stop ids as long as min_tokens are not reached."""
-    params = seq.request.sampling
-    if seq.num_output_tokens >= params.min_tokens:
+    """logit_bias, and -inf for what free text has not, and for stop ids before min_tokens."""
+    params, banned = seq.request.sampling, state_of(seq).banned
+    early = seq.num_output_tokens < params.min_tokens
+    if not early and not banned:
         return params.logit_bias or {}
-    masked = (token for token in seq.stop_ids if token < vocab_size)
+    ids = seq.stop_ids.union(banned) if early else banned
+    masked = (token for token in ids if token < vocab_size)
     return {**(params.logit_bias or {}), **dict.fromkeys(masked, -math.inf)}
 
 
 def is_adjusted(seq: SampledRow) -> bool:
     params = seq.request.sampling
     return (
-        bool(params.logit_bias) or seq.num_output_tokens < params.min_tokens or is_penalised(params)
+        bool(params.logit_bias or state_of(seq).banned)
+        or seq.num_output_tokens < params.min_tokens
+        or is_penalised(params)
     )
 
 

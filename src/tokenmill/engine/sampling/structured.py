@@ -14,7 +14,8 @@ from tokenmill.core.types import (
     SamplingParams,
     StepResult,
 )
-from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend, GrammarError, Matcher
+from tokenmill.engine.sampling.free_text import Follower, FreeTextMatcher, GrammarError, Source
+from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.sampler import Bitmask, sampled_rows, state_of
 from tokenmill.sched.sequence import Batch, Sequence, num_drafts
 
@@ -29,7 +30,7 @@ class _Compiling:
     """A request that waits for its grammar, outside the scheduler."""
 
     request: Request
-    grammar: Future[Grammar]
+    grammar: Future[Source]
     give_up_ns: int
 
 
@@ -39,7 +40,7 @@ class StructuredOutputs:
     def __init__(self, backend: GrammarBackend | None) -> None:
         self._backend = backend
         self._compiling: dict[str, _Compiling] = {}
-        self._compiled: dict[str, Grammar] = {}  # of requests that have sampled no token yet
+        self._compiled: dict[str, Source] = {}  # of requests that have sampled no token yet
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._compiling or request_id in self._compiled
@@ -87,7 +88,7 @@ class StructuredOutputs:
             del self._compiling[request_id]
         return ready
 
-    def _take(self, request_id: str, grammar: Future[Grammar]) -> End | None:
+    def _take(self, request_id: str, grammar: Future[Source]) -> End | None:
         error = grammar.exception()
         if error is None:
             self._compiled[request_id] = grammar.result()
@@ -126,18 +127,19 @@ class StructuredOutputs:
                 except GrammarError as error:
                     masks = []
                     lost[seq.request_id] = str(error)
-                rows = sampled_rows(seq, count)
-                for row, mask in zip(rows, masks + [None] * len(rows), strict=False):
-                    state_of(row).mask = mask
+                _set_masks(seq, count, masks)
         return lost
 
-    def _matcher(self, seq: Sequence) -> Matcher:
+    def _matcher(self, seq: Sequence) -> Follower:
         """A new sequence's matcher, to be ended by what ends the sequence: EOS.
 
         A sequence that began in another engine has tokens already.
         """
         stop_ids = seq.stop_ids.difference(seq.request.sampling.stop_token_ids) or seq.stop_ids
         matcher = self._compiled.pop(seq.request_id).matcher(stop_ids)
+        structured = seq.request.sampling.structured
+        if structured is not None and structured.after is not None:
+            matcher = FreeTextMatcher(matcher, structured.after)
         for token in seq.token_ids[seq.num_prompt_tokens :]:
             matcher.accept(token)
         return matcher
@@ -160,7 +162,18 @@ def follow(batch: Batch, result: StepResult, lost: dict[str, str]) -> None:
             result.token_ids[index] = []
 
 
-def next_masks(matcher: Matcher, drafts: list[int]) -> list[Bitmask | None]:
+def _set_masks(seq: Sequence, num_drafted: int, masks: list[Bitmask | None]) -> None:
+    """Say what each row may sample; a row without a mask is in free text, or behind a bad draft."""
+    structured = seq.request.sampling.structured
+    free = None if structured is None else structured.after
+    rows = sampled_rows(seq, num_drafted)
+    for row, mask in zip(rows, masks + [None] * len(rows), strict=False):
+        state = state_of(row)
+        state.mask = mask
+        state.banned = free.banned if free is not None and mask is None else ()
+
+
+def next_masks(matcher: Follower, drafts: list[int]) -> list[Bitmask | None]:
     """Return what may come next, and after each draft up to the first forbidden one."""
     masks: list[Bitmask | None] = [matcher.allowed()]
     try:

@@ -1,0 +1,144 @@
+"""What an answer must be, and how it is read: where its constraint starts, and its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tokenmill.api.protocol.requests import ChatCompletionRequest
+from tokenmill.api.protocol.tools import ToolUse
+from tokenmill.core.types import InvalidRequestError, StructuredOutput
+from tokenmill.sched.blocks import U64, hash_input
+from tokenmill.text.detokenize import Detokenizer
+from tokenmill.text.harmony import HarmonyReader, HarmonyTokens
+from tokenmill.text.message import TOKEN_TAGS, ContentReader, MessageReader, TaggedReader
+from tokenmill.text.output_style import OutputStyle
+from tokenmill.text.parsers import ReasoningParser, opens_reasoning
+from tokenmill.text.tokenizer import Tokenizer
+
+MakeReader = Callable[[Detokenizer, bool], MessageReader]  # the bool: the answer is streamed
+
+# Harmony knows three efforts; OpenAI's others are the nearest of them.
+_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium"}
+_EFFORTS |= {"high": "high", "xhigh": "high", "max": "high"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a call, as text and as tokens."""
+
+    text: str
+    token_ids: list[int]
+    hash_input: U64  # the same tokens, as the router reads them
+
+    @classmethod
+    def of(cls, text: str, token_ids: list[int]) -> Prompt:
+        return cls(text, token_ids, hash_input(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How one chat is answered."""
+
+    prompt: Prompt
+    structured: StructuredOutput | None
+    make_reader: MakeReader | None  # None: all text is content
+    stop_ids: tuple[int, ...] = ()  # which end the answer beside the model's own
+
+
+def plan_output(
+    style: OutputStyle,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    tools: ToolUse | None,
+    structured: StructuredOutput | None,
+    continued: bool,
+) -> OutputPlan:
+    """The plan for a prompt; a constraint holds after the reasoning, which stays free."""
+    if style.harmony is not None:
+        return _harmony_plan(style.harmony, tokenizer, prompt, tools, structured)
+    if tools is not None and tools.structured is not None:
+        structured = tools.structured
+    splits = style.thinks
+    if structured is not None:
+        splits = style.think_ids is not None
+        after = style.free_text(prompt.text, continued, tokenizer.eos_token_ids)
+        structured = replace(structured, after=after)
+    if tools is None and not splits:
+        return OutputPlan(prompt, structured, None)
+    opened = opens_reasoning(prompt.text) if splits else None
+    return OutputPlan(prompt, structured, partial(_tagged, style, tools, opened))
+
+
+def _tagged(
+    style: OutputStyle,
+    tools: ToolUse | None,
+    opened: bool | None,
+    detokenizer: Detokenizer,
+    streams: bool,
+) -> MessageReader:
+    reasoning = None
+    if opened is not None:
+        by_token = style.think_ids is not None
+        reasoning = ReasoningParser(opened, TOKEN_TAGS) if by_token else ReasoningParser(opened)
+    parser, one_call = (None, False) if tools is None else (tools.parser, tools.one_call)
+    content = ContentReader(parser, streams, one_call)
+    return TaggedReader(detokenizer, reasoning, content, style.think_ids)
+
+
+def _harmony_plan(
+    tokens: HarmonyTokens,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    tools: ToolUse | None,
+    structured: StructuredOutput | None,
+) -> OutputPlan:
+    ends = tokenizer.eos_token_ids
+    bound = structured is not None
+    if tools is not None and tools.structured is not None:
+        opening = tokens.open_analysis(prompt.token_ids)
+        text = tokenizer.decode(opening, skip_special_tokens=False)
+        prompt = Prompt.of(prompt.text + text, prompt.token_ids + opening)
+        structured = replace(tools.structured, after=tokens.until_end(ends))
+    elif structured is not None:
+        calls = {tokens.call} if tools is not None else set()
+        after = tokens.until_final([t for t in ends if t not in calls])
+        answering = tokens.answers(tokenizer, prompt.token_ids)
+        structured = replace(structured, after=None if answering else after)
+    reader = partial(_harmony_reader, tokens, tokenizer, prompt.token_ids, tools, bound)
+    missing = tuple(t for t in tokens.stop_ids if t not in ends)
+    return OutputPlan(prompt, structured, reader, missing)
+
+
+def _harmony_reader(
+    tokens: HarmonyTokens,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    tools: ToolUse | None,
+    bound: bool,
+    detokenizer: Detokenizer,
+    streams: bool,
+) -> MessageReader:
+    names = [] if tools is None else tools.names
+    max_calls = 1 if tools is not None and tools.one_call else None
+    return HarmonyReader(detokenizer, tokenizer, tokens, prompt, names, max_calls, bound)
+
+
+def harmony_effort(call: ChatCompletionRequest) -> dict[str, Any]:
+    """The template's `reasoning_effort`, which GPT-OSS has in three steps and never none."""
+    name, effort = "reasoning_effort", call.reasoning_effort
+    if effort is not None and effort not in _EFFORTS:
+        raise InvalidRequestError(
+            f"{name}: {effort!r} is not supported: this model always reasons; send 'low', "
+            "'medium' or 'high'",
+            name,
+        )
+    given = (call.chat_template_kwargs or {}).get(name)
+    if given is not None and given not in ("low", "medium", "high"):
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{name}: {given!r} is not valid; send 'low', 'medium' or 'high'",
+            "chat_template_kwargs",
+        )
+    return {} if effort is None else {name: _EFFORTS[effort]}
