@@ -34,6 +34,7 @@ WORDS = tl.constexpr(512)  # of its values
 SCALES = tl.constexpr(32)  # words of its scales, four each
 GROUP = 8  # tiles of rows that share their columns of W in L2
 MOST_ROWS = 128  # of tokens per tile
+FEW_TILES = 1024  # up to here programs take one block of 64 rows
 VALUE_EXPONENT = 126  # values of a word are 2^126 too small
 SUM_EXPONENT = 64  # and so are sums, until the end: so scales from 2^-61 to 2^65 fit a bfloat16
 MOST_EXPONENT = 254  # of a bfloat16
@@ -250,10 +251,15 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     return min(MOST_ROWS, max(16, usual))
 
 
-def tile_shape(rows: int) -> TileShape:
-    """By the rows of tokens of a tile."""
+def tile_shape(rows: int, most_tiles: int) -> TileShape:
+    """By the rows of tokens of a tile, and by how many tiles of 64 rows of W there can be.
+
+    Unpacking takes as many instructions as fit beside the reading of W: two blocks in a thread and
+    three steps in a turn share what else a turn does. Few tiles leave no choice: all
+    multiprocessors must read.
+    """
     if rows <= 32:
-        return TileShape(1, 3, 4, 3)
+        return TileShape(1 if most_tiles < FEW_TILES else 2, 3, 4, 3)
     return TileShape(2, 1, 8, 4)
 
 
@@ -265,7 +271,7 @@ def _launch(
     assert words is not None and scales is not None and bias is not None
     assert all(y.is_contiguous() for y in (x, words, scales, bias)) and x.shape[1] == k
     _, row_tiles, channel_tiles, _ = words.shape
-    shape = shape or tile_shape(tiles.rows)
+    shape = shape or tile_shape(tiles.rows, tiles.most * row_tiles)
     grid = (tiles.most * triton.cdiv(row_tiles, shape.blocks),)
     grouped_kernel[grid](
         x, words, scales, bias, out, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used,
