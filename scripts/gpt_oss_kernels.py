@@ -233,7 +233,7 @@ def _layer(bench: Bench, packed: tuple[PackedExperts, ...], tokens: int) -> dict
     routing = Routing(min(TOP_K, bench.experts))
 
     def run(x: torch.Tensor) -> None:
-        ids, weights = gpu_moe.route(moe.router_logits(x, weight, bias), None, routing)
+        ids, weights = gpu_moe.route(moe.router_logits(x, weight), None, routing, bias)
         gpu_moe.add_choices(gpu_moe.apply_experts(x, ids, *packed, SWIGLU), weights, out)
 
     taken = bench.time_us([lambda x=x: run(x) for x in inputs])

@@ -20,12 +20,13 @@ ROUTINGS = (
 def test_route(routing: Routing, biased: bool) -> None:
     torch.manual_seed(1)
     logits, bias = 3 * torch.randn(37, 16), torch.randn(16) if biased else None
-    ids, weights = moe.route(logits, bias, routing)
-    expected_ids, expected_weights = moe.route_reference(logits, bias, routing)
+    rest = (bias, routing, torch.randn(16))
+    ids, weights = moe.route(logits, *rest)
+    expected_ids, expected_weights = moe.route_reference(logits, *rest)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     for size in (1, 4, 9):
-        parts = [moe.route(part, bias, routing)[1] for part in logits.split(size)]
+        parts = [moe.route(part, *rest)[1] for part in logits.split(size)]
         assert torch.equal(torch.cat(parts), weights)
 
 

@@ -29,8 +29,10 @@ def check_route(device: str) -> None:
     ):
         logits = torch.randn(tokens, experts, device=device)
         bias = torch.randn(experts, device=device) * 0.3 if biased else None
-        ids, weights = gpu_moe.route(logits, bias, routing)
-        expected_ids, expected_weights = moe.route_reference(logits, bias, routing)
+        logit_bias = None if biased else torch.randn(experts, device=device)
+        rest = (bias, routing, logit_bias)
+        ids, weights = gpu_moe.route(logits, *rest)
+        expected_ids, expected_weights = moe.route_reference(logits, *rest)
         assert ids.dtype == torch.int32 and torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights)
 

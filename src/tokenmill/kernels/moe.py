@@ -20,13 +20,21 @@ from tokenmill.kernels import (
     triton_kernels,
     use_triton,
 )
-from tokenmill.kernels.matmul import PackedWeight, QuantizedRows, Rounding, matmul, quantize_rows
+from tokenmill.kernels.matmul import (
+    SKINNY_ROWS,
+    PackedWeight,
+    QuantizedRows,
+    Rounding,
+    matmul,
+    quantize_rows,
+)
 from tokenmill.kernels.norm import Activation, act_and_mul
 
 MXFP4_BLOCK = 32  # weights that share a scale, which is a power of two
 MXFP4_BIAS = 127  # of a scale's exponent
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))  # of each four-bit code
+ROUTER_TILE = (1, 1024, 4, 3)  # of the few rows of W: a program each
 FEW_ROWS = 4  # up to here fp32 experts on CPU are faster one by one; the bits are the same
 
 
@@ -118,36 +126,40 @@ def dequantize_mxfp4(
     return torch.ldexp(values[codes.int()], powers).flatten(-2).to(dtype)
 
 
-def router_logits(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x[t, k] times the router's W[experts, k] (+ bias), in fp32 whatever x is: [t, experts]."""
+def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """x[t, k] times the router's W[experts, k], in fp32 whatever x is: [t, experts]."""
     if weight.tiled:
-        return matmul(x, weight, bias)
-    out: torch.Tensor
+        return matmul(x, weight)
     if not use_triton(x):
-        out = x.float() @ weight.data.float().T
-    elif MODE.batch_invariant:
-        zeros = torch.zeros(x.shape[0], weight.n, device=x.device)
-        out = triton_kernels("matmul").matmul(x, weight, None, zeros)
+        return x.float() @ weight.data.float().T
+    out: torch.Tensor
+    kernels, num_tokens = triton_kernels("matmul"), x.shape[0]
+    if MODE.batch_invariant:
+        zeros = torch.zeros(num_tokens, weight.n, device=x.device)
+        out = kernels.matmul(x, weight, None, zeros)
+    elif num_tokens <= SKINNY_ROWS:
+        out = kernels.skinny_matmul(x, weight, tile=ROUTER_TILE, out_dtype=torch.float32)
     else:
         out = torch.mm(x, weight.data.T, out_dtype=torch.float32)
-    return out if bias is None else out.add_(bias)
+    return out
 
 
 def route(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    logit_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts int32 [t, top_k] and their weights fp32 [t, top_k], from logits[t, experts].
 
-    `bias` is added to the scores for the choice alone.
+    `logit_bias` is added to the logits, `bias` to the scores for the choice alone.
     """
     choose = route_reference
     if use_triton(logits, "route"):
         choose = gpu_twin(route_reference)
     elif _compiled(logits):
         choose = cpu_twin(route_reference)
-    return choose(logits, bias, routing)
+    return choose(logits, bias, routing, logit_bias)
 
 
 def _compiled(x: torch.Tensor) -> bool:
@@ -155,8 +167,12 @@ def _compiled(x: torch.Tensor) -> bool:
 
 
 def route_reference(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    logit_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits if logit_bias is None else logits + logit_bias
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
     if routing.num_groups > 1:

@@ -95,8 +95,8 @@ class MoE:
     def _add(self, stream: Residual) -> None:
         """The shared expert runs while rows travel."""
         x, experts = stream.normed(self.norm), self.experts
-        logits = router_logits(x, self.router.weight, self.router.bias)
-        ids, weights = route(logits, self.bias, self.routing)
+        logits = router_logits(x, self.router.weight)
+        ids, weights = route(logits, self.bias, self.routing, self.router.bias)
         sent = experts.dispatch(x, ids) if experts.layout.ranks.size > 1 else None
         if self.shared is not None:
             gate_up, down = self.shared

@@ -120,9 +120,13 @@ _sum_kernel = task_kernel(_sum_body)
 
 
 def route(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    logit_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts int32 [t, top_k] and their weights fp32 [t, top_k]; of equal scores the first."""
+    logits = logits if logit_bias is None else logits + logit_bias
     tokens, count = logits.shape
     assert logits.stride(1) == 1 and (bias is None or bias.is_contiguous())
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int32)

@@ -35,10 +35,11 @@ SUM_BLOCK = 1024
 
 @triton.jit
 def _route_kernel(
-    logits, bias, ids, weights, num_experts, scaling,
-    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, EARLY: tl.constexpr,
+    logits, bias, logit_bias, ids, weights, num_experts, scaling,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, BIAS: tl.constexpr,
+    LOGIT_BIAS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     wait(EARLY)
@@ -47,6 +48,8 @@ def _route_kernel(
     inside = expert < num_experts
     lowest = float("-inf")
     values = tl.load(logits + row * num_experts + expert, mask=inside, other=lowest)
+    if LOGIT_BIAS:
+        values += tl.load(logit_bias + expert, mask=inside, other=0.0).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(values)
     else:
@@ -230,7 +233,10 @@ class Tiles(NamedTuple):
 
 
 def route(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    logit_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts int32 [t, top_k] and their weights fp32 [t, top_k]; of equal scores the first."""
     tokens, num_experts = logits.shape
@@ -238,9 +244,10 @@ def route(
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, routing.top_k, device=logits.device)
     _route_kernel[(tokens,)](
-        logits, bias, ids, weights, num_experts, routing.scaling,
+        logits, bias, logit_bias, ids, weights, num_experts, routing.scaling,
         SIGMOID=routing.sigmoid, RENORMALISE=routing.renormalise, BIAS=bias is not None,
-        TOP_K=routing.top_k, SLOTS=triton.next_power_of_2(routing.top_k),
+        LOGIT_BIAS=logit_bias is not None, TOP_K=routing.top_k,
+        SLOTS=triton.next_power_of_2(routing.top_k),
         GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
         GROUP_SLOTS=triton.next_power_of_2(routing.num_groups),
         EXPERTS=triton.next_power_of_2(num_experts), num_warps=1, **launch_options(),
