@@ -27,6 +27,7 @@ from tokenmill.core.config import PoolConfig, SchedulerConfig
 from tokenmill.models import spec_of
 
 SERVED = "http://127.0.0.1:8000"
+AIPERF = ROOT / "tests" / "bench" / "results" / "external" / "profile_export_aiperf.json"
 OTHER_FLAGS = {
     "--chaos-s",
     "--check",
@@ -93,10 +94,11 @@ def test_blocks_say_whether_they_run(block: Block) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder with the recipes in it, and no settings in the environment."""
+    """A working folder with the recipes and a result of AIPerf; no settings in the environment."""
     for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:
         monkeypatch.delenv(name)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / AIPERF.name).symlink_to(AIPERF)
     with chdir(tmp_path):
         yield tmp_path
 
@@ -119,7 +121,7 @@ def test_commands_run(block: Block, folder: Path, capfd: pytest.CaptureFixture[s
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
-    limits = SchedulerConfig(max_model_len=4096)
+    limits = SchedulerConfig(max_model_len=16384)  # a token of the trace is several bytes
     pool = PoolConfig(workers=2, placement="process")
     with sim_server(None, limits, step_ms=1.0, pool=pool) as running:
         yield running

@@ -167,8 +167,8 @@ def cell_report(cell: Cell, runs: Sequence[CellRun]) -> CellReport:
         "num_output_tokens": cell.num_output_tokens,
     }
     if times:
-        report["ttft_ms"] = _rounded(summarize(t.ttft_ms for t in times))
-        report["tpot_ms"] = _rounded(summarize(t.tpot_ms for t in times))
+        report["ttft_ms"] = summarize((t.ttft_ms for t in times), 2)
+        report["tpot_ms"] = summarize((t.tpot_ms for t in times), 2)
     return report
 
 
@@ -209,7 +209,3 @@ def peak_rss_mib() -> float:
         return round(int(status.read_text().partition("VmHWM:")[2].split()[0]) / 1024, 1)
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
-
-
-def _rounded(summary: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 2) for name, value in summary.items()}

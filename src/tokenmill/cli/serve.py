@@ -63,7 +63,7 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(settings: Settings) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it.
+    """Serve a model over HTTP with the API of OpenAI.
 
     tokenmill serve
     tokenmill serve Qwen/Qwen3-0.6B --port 8080 --kv-cache-memory 2GiB
@@ -78,7 +78,7 @@ def serve(settings: Settings) -> None:
       -H "Content-Type: application/json" \\
       -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'
 
-    http://127.0.0.1:8000/dashboard shows it at work, live, with a chat box.
+    http://127.0.0.1:8000/dashboard is a live dashboard with a chat box.
 
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
@@ -116,7 +116,7 @@ def worker(
     settings: Settings,
     address: Annotated[str, typer.Option("--address", help="Socket of the API process.")],
 ) -> None:
-    """Own an engine and run it for the API process at an address."""
+    """Run an engine for the API process that listens at an address."""
     from tokenmill.workers.worker_process import run_worker, send_failure
 
     set_log_level(settings.get("log-level"))
@@ -152,7 +152,7 @@ def worker_command(settings: Settings, path: Path) -> list[str]:
 
 
 def _roles(settings: Settings, pool: PoolConfig) -> Settings:
-    """The settings of workers that hand prompts over, where the pool has such."""
+    """The settings of the workers, checked for a pool with prefill and decode workers."""
     if not pool.prefill and not pool.decode:
         for key in ("prefill-set", "decode-set"):
             if key in settings:
@@ -207,7 +207,7 @@ def _share(settings: Settings, num_workers: int) -> Settings:
 
 
 def model_name(model: str) -> str:
-    """The name clients use: what was asked for, or the last part of a path."""
+    """The model name that clients use: the one that was given, or the last part of the path."""
     path = Path(model).expanduser()
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 

@@ -133,7 +133,7 @@ def _cell(value: Any) -> str:
 
 
 def notes_of(view: dict[str, Any]) -> Iterator[str]:
-    """What the table does not say."""
+    """Lines below the table of workers: failures and what the router does."""
     yield (
         f"router {view['router']}, {view['num_open']} requests open, "
         f"{view['migrations']} went on at another worker"

@@ -74,18 +74,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
-def summarize(values: Iterable[float | None]) -> dict[str, float]:
-    """Mean, p50, p90, p99 and max of the values that exist; {} when none does."""
+def summarize(values: Iterable[float | None], digits: int | None = None) -> dict[str, float]:
+    """Mean, p50, p90, p99 and max of the values that exist, rounded if asked; {} when none does."""
     present = [v for v in values if v is not None]
     if not present:
         return {}
-    return {
+    summary = {
         "mean": sum(present) / len(present),
         "p50": percentile(present, 50),
         "p90": percentile(present, 90),
         "p99": percentile(present, 99),
         "max": max(present),
     }
+    return summary if digits is None else {k: round(v, digits) for k, v in summary.items()}
 
 
 PERCENTS = {"p50": 50, "p90": 90, "p99": 99}

@@ -115,8 +115,8 @@ class Tally:
             "balance": round(self.balance / self.num_steps, 4),
             "balance_by_time": round(by_time, 4),
             "step_ms": round(duration_s * 1e3 / self.num_steps, 3),
-            "ttft_ms": _rounded(summarize(self.ttft_ms)),
-            "placed_to_first_token_ms": _rounded(summarize(self.placed_ms)),
+            "ttft_ms": summarize(self.ttft_ms, 2),
+            "placed_to_first_token_ms": summarize(self.placed_ms, 2),
             "duration_s": round(duration_s, 3),
             "num_steps": self.num_steps,
             "held_steps": round(self.num_held / self.num_steps, 4),
@@ -281,7 +281,3 @@ class Ranks:
             times = RequestTimes(arrival_ns)
             times.record(self._now_ns, 1)
             self._tally.ttft_ms.append(times.ttft_ms)
-
-
-def _rounded(summary: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 2) for key, value in summary.items()}

@@ -210,9 +210,9 @@ class Replay:
         return {
             "num_requests": len(self._trace),
             "num_finished": self._num_finished,
-            "ttft_ms": _rounded(summarize(t.ttft_ms for t in times)),
-            "tpot_ms": _rounded(summarize(t.tpot_ms for t in times)),
-            "itl_ms": _rounded(summarize(self._itl_ms)),
+            "ttft_ms": summarize((t.ttft_ms for t in times), 2),
+            "tpot_ms": summarize((t.tpot_ms for t in times), 2),
+            "itl_ms": summarize(self._itl_ms, 2),
             "prefix_reuse": round(sum(self._cached.values()) / prompt_tokens, 4),
             "duration_s": round(duration_s, 3),
             "output_tok_s": round(output_tokens / duration_s, 1) if duration_s > 0 else None,
@@ -222,7 +222,3 @@ class Replay:
             "num_steps": sum(s.num_steps for s in stats),
             "num_preemptions": sum(s.num_preemptions for s in stats),
         }
-
-
-def _rounded(summary: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 2) for key, value in summary.items()}

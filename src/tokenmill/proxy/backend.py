@@ -64,7 +64,7 @@ def name_of(url: str) -> str:
 
 
 class Backend:
-    """A server that is asked for its models now and then; `on_change` hears when it goes or comes.
+    """A server whose health is checked regularly; `on_change` is called when it goes down or up.
 
     One that is down is asked after a pause that doubles each time.
     """
@@ -121,7 +121,7 @@ class Backend:
         self._doubted.set()
 
     def rest(self, retry_after: bytes) -> None:
-        """Ask other backends first for as long as this one says that it is busy."""
+        """Prefer other backends for as long as this one says that it is busy."""
         wanted_s = float(retry_after) if retry_after.isdigit() else 0.0
         self.rests_until_s = time.monotonic() + min(wanted_s, MAX_REST_S)
 

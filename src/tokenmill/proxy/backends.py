@@ -38,7 +38,7 @@ class Attempt:
 
 
 class Backends:
-    """Routes calls over servers that tell nothing of their caches: what was sent is predicted."""
+    """Routes calls over servers that do not report their caches: these are predicted."""
 
     def __init__(self, config: RouteConfig, router: RouterConfig) -> None:
         self._router = Router(replace(router, events=False))
@@ -54,7 +54,7 @@ class Backends:
         return any(backend.ready for backend in self._all.values())
 
     async def start(self) -> None:
-        """Look at every backend once; those that are down are looked at again and again."""
+        """Check every backend once; the checks then go on in the background."""
         await asyncio.gather(*(backend.start() for backend in self._all.values()))
 
     async def close(self) -> None:
@@ -126,12 +126,12 @@ class Backends:
         return list(cards.values())
 
     def failures(self) -> str:
-        """Why those that are down are down, in a line."""
+        """Why backends are down, in one line."""
         down = [backend for backend in self._all.values() if not backend.ready]
         return "; ".join(f"{backend.name}: {backend.last_failure}" for backend in down)
 
     def known_models(self) -> list[str]:
-        """The names that backends told of when they were last looked at."""
+        """The model names that backends reported at their last health check."""
         return list(dict.fromkeys(name for b in self._all.values() for name in b.models))
 
     def view(self, decisions: bool = True) -> PoolView:

@@ -72,7 +72,7 @@ class Handovers:
                 raise WorkerStartError(f"{source.name} cannot hand over to {target.name}: {reason}")
 
     def connect(self, slot: WorkerSlot) -> None:
-        """Let whoever decodes be ready to read from whoever computes."""
+        """Connect decode workers to the prefill workers that they read from."""
         for source, target in self._pairs(slot):
             address = _address(source)
             assert address is not None

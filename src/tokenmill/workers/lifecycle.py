@@ -29,7 +29,7 @@ GRACE_S = 5.0  # for a worker that leaves to exit
 
 
 class PoolError(TokenmillError):
-    """What was asked of the pool cannot be done; the message says why."""
+    """The pool cannot do what was asked; the message says why."""
 
 
 def roles_of(config: PoolConfig) -> list[Role]:
@@ -46,7 +46,7 @@ def of_role(facts: ModelFacts, role: Role) -> ModelFacts:
 
 
 def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
-    """What holds for all workers, who must agree on what a token and a block are."""
+    """The facts that hold for all workers, which must agree on tokens and blocks."""
     for name in ("vocab_size", "block_size"):
         ours, theirs = getattr(known, name), getattr(new, name)
         if ours != theirs:

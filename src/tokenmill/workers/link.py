@@ -69,7 +69,7 @@ def _shifted(request: Request, offset_ns: int) -> Request:
 
 
 def beat(socket: zmq.Socket[bytes]) -> None:
-    """Have ZeroMQ notice when the other host is gone."""
+    """Let ZeroMQ detect that the other host is gone."""
     socket.heartbeat_ivl = 5_000
     socket.heartbeat_timeout = 30_000
 

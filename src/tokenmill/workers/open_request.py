@@ -49,7 +49,7 @@ class OpenRequest:
         return None if self.handover is None else self.handover.source
 
     def take_back(self) -> None:
-        """Take it off its worker; a new id tells late answers from those of the next worker."""
+        """Take the request off its worker; its new id tells late answers from new ones."""
         self.slot = None
         self.num_sent += 1
         self.sent_as = f"{self.request.request_id}~{self.num_sent}"

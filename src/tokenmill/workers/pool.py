@@ -32,7 +32,7 @@ from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
 
 class WorkerPool:
-    """The engines as the API process sees them: submit, abort, stats, and workers kept alive.
+    """The workers as one engine: submit, abort and stats; it also restarts dead workers.
 
     With a `host` the workers connect by TCP.
     """
@@ -120,8 +120,8 @@ class WorkerPool:
     ) -> OutputStream:
         """Route requests to workers; their outputs come by their index in the stream.
 
-        A trace for each request hears what becomes of it. `hash_inputs` are the prompts as
-        sched.blocks.hash_input() has them, if that was done before.
+        Each request reports its stages to its trace. `hash_inputs` are the results of
+        sched.blocks.hash_input() for the prompts, if they are known.
         """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")

@@ -17,7 +17,7 @@ from tokenmill.workers.slot import WorkerSlot
 
 
 class Routers:
-    """The one owner of both routers: their policy, their workers, and what is on their accounts."""
+    """Owns both routers: their policy, their workers and the load that they account for."""
 
     def __init__(self, config: RouterConfig, slots: Mapping[str, WorkerSlot]) -> None:
         self._asked = config
@@ -41,7 +41,7 @@ class Routers:
         self._asked = replace(self._asked, policy=policy)
 
     def welcome(self, slot: WorkerSlot, requests: Iterable[OpenRequest]) -> None:
-        """Let a worker that is ready be chosen.
+        """Let the routers choose a worker that is ready.
 
         One worker needs no choice and no events; with a second slot comes the real policy.
         """
@@ -51,11 +51,11 @@ class Routers:
             self._introduce(slot)
 
     def remove(self, slot: WorkerSlot) -> None:
-        """Let a worker not be chosen any more."""
+        """Stop the routers from choosing a worker."""
         self.of(slot).remove_worker(slot.name)
 
     def renew(self, requests: Iterable[OpenRequest]) -> None:
-        """Begin with new routers, which hear of the slots and of all that is under way."""
+        """Replace the routers by new ones, which learn of the slots and of all running requests."""
         there = [slot for slot in self._slots.values() if slot.ready and slot.state == "ready"]
         sizes = [slot.facts.block_size for slot in self._slots.values() if slot.facts is not None]
         if not sizes:
@@ -69,7 +69,7 @@ class Routers:
             self._account(entry)
 
     def free(self, entry: OpenRequest, num_output_tokens: int = 0) -> None:
-        """Take a request that has left its workers off the accounts."""
+        """Remove a request that has left its workers from the accounted load."""
         self.main.free(entry.sent_as, num_output_tokens)
         self.prefill.free(entry.sent_as)
 

@@ -107,7 +107,7 @@ class WorkerSlot:
             self._link.send(message)
 
     def beat(self) -> None:
-        """Ask for a sign of life, which comes between two steps; a worker that hangs is killed."""
+        """Ask for a heartbeat, which comes between two steps; a worker that hangs is killed."""
         link, config = self._link, self._config
         if link is None or not self.ready:
             return

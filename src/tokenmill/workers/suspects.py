@@ -34,7 +34,7 @@ class Suspects:
         return guilty
 
     def may_go(self, entry: OpenRequest) -> bool:
-        """False while the request has to wait for the trial of another one."""
+        """False while the request must wait because another suspect runs."""
         if entry.num_deaths < max(self._max_deaths, 1):
             return True
         if self._on_trial is None:

@@ -71,10 +71,10 @@ PANELS = {
 def campaign(settings: Settings) -> None:
     """The curve of MLPerf Endpoints: tokens/s of the system over tokens/s of a user.
 
-    Points of fixed concurrency in every region of the rules, each for ten
-    minutes (up to 32 users) or twenty and for whole passes over the data,
-    --quick: for seconds. With --submission-dir the files of a submission are
-    written; what only the submitter knows comes from --disclosure.
+    It measures points of fixed concurrency in every region of the rules. A
+    point takes ten minutes (up to 32 users) or twenty, and whole passes over
+    the data; with --quick it takes seconds. --submission-dir writes the files
+    of a submission, and --disclosure has what only the submitter knows.
 
     tokenmill bench campaign --url http://127.0.0.1:8000/v1 --quick
     tokenmill bench campaign --url URL --max-concurrency 256 --prompts cnn.jsonl
@@ -106,7 +106,7 @@ def _write_template(path: Path) -> None:
 
 
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
-    """What cannot go together is refused in one sentence."""
+    """Refuse flags that contradict each other."""
     endpoint.check_flags(settings, config)
     if "duration" in settings and not settings.get("quick"):
         raise SettingsError("--duration needs --quick: otherwise the rules set the duration")
@@ -162,7 +162,7 @@ class Campaign:
         return Shuffled(dataset, dataset.size, self._disclosure.seeds["sample_index_rng_seed"])
 
     def run(self) -> EndpointReport:
-        """C_max, the points, the curve; Ctrl-C leaves out the rest."""
+        """Find C_max and measure the points; after Ctrl-C the rest is left out."""
         c_min = self._settings.get("min-concurrency")
         c_max = self._settings.values.get("max-concurrency")
         search = None
@@ -218,7 +218,7 @@ class Campaign:
         run.records.clear()  # the next point may have millions of its own
 
     def _reasons(self) -> list[str]:
-        """Why what comes out is not a valid submission."""
+        """Why the result is not a valid submission."""
         from tokenmill.bench.client.prefix_hits import hit_sentences
 
         reasons = [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _several(key: str, kind_of: str, help: str) -> Setting:
-    """A setting of which other commands take one number: one for all rounds, or one for each."""
+    """A setting that takes one number for all rounds, or one for each round."""
     kind = SETTINGS[kind_of].kind
     return replace(SETTINGS[key], kind=kind, help=help, owner=None, default=None)
 
@@ -53,11 +53,11 @@ def compare(
         list[Path], typer.Argument(metavar="ROUND", help="Two or more; baseline first.")
     ],
 ) -> None:
-    """Rounds side by side: speed-ups with intervals, what changed, and a verdict.
+    """Compare results: speed-ups with intervals, changed settings, and a verdict.
 
-    A round is a result folder or a JSON file: of tokenmill (also a saved last
-    line), AIPerf, guidellm, mlcommons/endpoints or vllm bench serve. The first
-    one is the baseline. Loads are matched by concurrency or rate.
+    A round is a result folder or a JSON file of tokenmill (a saved last line
+    works, too), AIPerf, guidellm, mlcommons/endpoints or vllm bench serve. The
+    first round is the baseline. Loads are matched by concurrency or rate.
 
     tokenmill bench compare results/monday results/tuesday
     tokenmill bench compare before after --gpus 8,16 --price-per-gpu-hour 3
@@ -85,7 +85,7 @@ def compare(
 
 
 def set_for_each(rounds: Sequence[Round], key: str, settings: Settings) -> None:
-    """Give each round its own of the numbers, or all of them the only one."""
+    """Set the number of each round, or one number for all rounds."""
     given = settings.values.get(key)
     if given is None:
         return

@@ -55,12 +55,12 @@ FUSIONS = {
 
 
 def decode(settings: Settings) -> None:
-    """Time of a decode step by batch, its parts, and the least each of them can take.
+    """Time of a decode step by batch size, its parts, and the least time of each part.
 
-    Every sequence has the same context; the cache holds zeros. On a GPU the
-    step runs as a CUDA graph, and its kernels are timed one by one for the
-    shares. With --fusions every fused kernel is replaced by torch's operations
-    in turn, at the largest batch.
+    Every sequence has the same context, and the cache holds zeros. On a GPU
+    the step runs as a CUDA graph, and its kernels are timed one by one to get
+    the shares of the parts. With --fusions each fused kernel in turn is
+    replaced by torch's operations, at the largest batch.
 
     The shape [bold]deepseek-r1-rank[/bold] is one rank of 32: all layers'
     attention, dense and shared parts, and 8 of 256 experts, each of which

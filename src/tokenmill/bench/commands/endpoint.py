@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def here(key: str, help: str) -> Setting:
-    """A setting that other commands have too, in the words of this one and without a default."""
+    """A setting of another command, with a help text for this one and no default."""
     return replace(SETTINGS[key], help=help, owner=None, default=None)
 
 
@@ -92,10 +92,10 @@ def endpoint(settings: Settings) -> None:
     """Latency, throughput and price of an OpenAI-compatible server.
 
     Requests are stamped at the socket; token counts come from the server's
-    usage and are checked. Every report says what the client itself could do,
-    and warns where the client was the limit. Every run and every point sends
-    prompts of its own, so that no prefix cache knows them; --seed repeats a
-    run's. Ctrl-C reports what has finished.
+    usage and are checked. Every report says how fast the client itself is, and
+    warns where the client was the limit. Every run and every point sends new
+    prompts, so that no prefix cache has them; --seed repeats a run's prompts.
+    After Ctrl-C the finished requests are reported.
 
     tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --concurrency 1,4,16
     tokenmill bench endpoint --url URL --rate 4 --duration 60 --goodput ttft:500,tpot:50
@@ -153,7 +153,7 @@ def _failed_share(point: PointReport) -> float:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM too ends the run with a report."""
+    """Let SIGTERM end the run with a report, as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -162,7 +162,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
-    """What cannot go together is refused in one sentence."""
+    """Refuse flags that contradict each other."""
     if not settings.get("url"):
         raise SettingsError(
             "--url is missing: give the server to measure, such as http://127.0.0.1:8000/v1"
@@ -213,7 +213,7 @@ class EndpointBench:
         self._points: list[PointReport] = []
 
     def run(self) -> EndpointReport:
-        """Every point in turn; Ctrl-C leaves out the rest."""
+        """Measure the points in turn; after Ctrl-C the rest is left out."""
         saturation = None
         if self._config.saturate:
             saturation = search_saturation(self, self._loads[0], self._config, self._by_rate)
@@ -232,7 +232,7 @@ class EndpointBench:
         return {**report, "saturation": saturation}
 
     def report(self, points: list[PointReport]) -> EndpointReport:
-        """What the JSON line has around the points."""
+        """The JSON report around these points."""
         from tokenmill.bench.client.arrivals import as_run
         from tokenmill.bench.client.prefix_hits import note_differences
 
@@ -260,7 +260,7 @@ class EndpointBench:
         return hit_sentences(self._points)
 
     def write(self, report: EndpointReport) -> None:
-        """The files of the result, where a folder is given."""
+        """Write the files of the result, if --output-dir is given."""
         if self.folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
             return
@@ -279,7 +279,7 @@ class EndpointBench:
 
     @property
     def interrupted(self) -> bool:
-        """By Ctrl-C, in the last point."""
+        """True if Ctrl-C ended the last point."""
         return bool(self._runs) and self._runs[-1].interrupted
 
     def measure(self, load: Load) -> PointReport:
@@ -314,7 +314,7 @@ class EndpointBench:
         return run
 
     def _finish_records(self, run: Run) -> None:
-        """Number them, count their tokens where asked to, and let the texts go."""
+        """Number the records, count their tokens with --tokenizer, and drop the texts."""
         from tokenmill.bench.client.summary import count_tokens
 
         if self._count is not None:
@@ -323,7 +323,7 @@ class EndpointBench:
             record.point, record.text = len(self._runs), None
 
     def add_client_baseline(self, points: Sequence[PointReport]) -> None:
-        """Join the client alone, as the largest point had it, to the audits."""
+        """Measure the client alone at the largest point, and add it to the audits."""
         from tokenmill.bench.client.audit import add_client_baseline
         from tokenmill.bench.client.load_run import measure_client_baseline
 

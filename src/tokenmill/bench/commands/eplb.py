@@ -42,17 +42,17 @@ TINY: dict[str, Any] = {
 
 
 class EplbError(TokenmillError):
-    """The run is not what it should be; the message says how."""
+    """A live run moved no expert, or gave other tokens than one rank."""
 
 
 def eplb(settings: Settings) -> None:
-    """How evenly experts load their ranks, before and after they are copied and moved.
+    """Balance of the experts' load over ranks, before and after experts are copied and moved.
 
-    First on synthetic loads of DeepSeek-R1's shape (58 layers, 256 experts, 32
-    redundant ones): busiest rank over mean, placed by one window of counted
-    tokens and judged by the next. Then live: a small random model on ranks of
-    this machine, whose experts move while it generates; its outputs must be
-    those of one rank to the last bit.
+    The first part uses synthetic loads of DeepSeek-R1's shape (58 layers, 256
+    experts, 32 redundant ones). It places experts by one window of counted
+    tokens and reports the busiest rank over the mean in the next window. The
+    second part runs a small random model on ranks of this machine and moves
+    experts while it generates; its outputs must be bitwise those of one rank.
 
     tokenmill bench eplb
     tokenmill bench eplb --eplb-ranks 8,16 --live-ranks 0

@@ -19,13 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.results.reports import FrontendReport
 from tokenmill.console import fetch
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, ModelConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.metrics import RequestTimes, summarize
@@ -139,7 +140,7 @@ def _child(role: str, settings: Settings) -> list[str]:
 
 
 class FrontendBenchError(TokenmillError):
-    """A stream did not go as it should; the message has the server's answer."""
+    """A stream failed; the message has the server's answer."""
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ def measure_frontend(
     num_streams: int = 128,
     num_tokens: int = 512,
     server_pid: int | None = None,
-) -> dict[str, Any]:
+) -> FrontendReport:
     """Stream `num_streams` chat completions of `num_tokens` tokens at once; report the rates.
 
     With `server_pid` the CPU time of the server and of its children is reported too.
@@ -194,18 +195,23 @@ def measure_frontend(
     wall_s = time.monotonic() - start_s
     client_s = time.process_time() - client_before_s
     server_s = [_cpu_s(p) - b for p, b in zip(server_pids, cpu_before_s, strict=True)]
-    return _report(streams, wall_s, client_s, server_s) | {"tokens_per_stream": num_tokens}
+    return _report(streams, num_tokens, wall_s, client_s, server_s)
 
 
 def _report(
-    streams: Sequence[Stream], wall_s: float, client_s: float, server_s: Sequence[float]
-) -> dict[str, Any]:
+    streams: Sequence[Stream],
+    tokens_per_stream: int,
+    wall_s: float,
+    client_s: float,
+    server_s: Sequence[float],
+) -> FrontendReport:
     num_tokens = sum(s.num_tokens for s in streams)
     num_chunks = sum(s.num_events - FRAME_EVENTS for s in streams)
     tok_s = num_tokens / wall_s
     return {
         "benchmark": "frontend",
         "num_streams": len(streams),
+        "tokens_per_stream": tokens_per_stream,
         "tok_s": tok_s,
         "chunks_s": num_chunks / wall_s,
         "tokens_per_chunk": num_tokens / num_chunks,

@@ -15,10 +15,11 @@ PANELS = {
 
 
 def kv_transfer(settings: Settings) -> None:
-    """Speed of KV between two processes, beside a plain copy of as many bytes.
+    """Speed of KV blocks between two processes, beside a plain copy of the same size.
 
-    The source is a process of its own. Blocks lie side by side, as in a fresh
-    cache, then scattered. Without --kv-connector all that are installed run.
+    The blocks come from a second process. They are first contiguous, as in a
+    fresh cache, then scattered. Without --kv-connector every installed
+    connector is measured.
 
     tokenmill bench kv-transfer
     tokenmill bench kv-transfer --kv-connector nixl --kv-tokens 8192

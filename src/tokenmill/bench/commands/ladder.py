@@ -152,12 +152,12 @@ PANELS = {"Ladder": LADDER, **BENCHMARK}
 
 
 def ladder(settings: Settings) -> None:
-    """The same workload with one optimisation more each time, and what each is worth.
+    """Speed-up of each optimisation: the same workload, with one more switched on each time.
 
     On a GPU: eager torch, fused kernels, CUDA graphs, overlap, fp8, fp8 KV.
     On a CPU: eager torch, fused kernels, overlap, int8. Where the model has an
-    MTP module, multi-token prediction comes last. Each rung runs in a process
-    of its own; without --lengths it is the batch cell.
+    MTP module, multi-token prediction comes last. Each rung runs in its own
+    process. Without --lengths the workload is the batch cell.
 
     tokenmill bench ladder --plot ladder.html
     tokenmill bench ladder --model llama3.1-8b --random-weights --device cuda
@@ -196,7 +196,7 @@ def ladder(settings: Settings) -> None:
 
 
 def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
-    """Where it runs, and what is there to be switched on."""
+    """The device, and the features that can be switched on there."""
     from tokenmill.bench.ceiling import device_features
     from tokenmill.engine.build import has_mtp
     from tokenmill.engine.choices import choose_device

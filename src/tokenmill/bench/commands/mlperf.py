@@ -68,7 +68,7 @@ Reports = dict[str, MlperfReport]  # by the test's name
 
 
 def mlperf(settings: Settings) -> None:
-    """An MLPerf Inference scenario, by the official LoadGen.
+    """Run an MLPerf Inference scenario with the official LoadGen.
 
     The system under test is an engine of this package, or with --url any
     OpenAI-compatible server. Samples are synthesised to the benchmark's

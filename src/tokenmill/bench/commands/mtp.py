@@ -45,7 +45,7 @@ Update = Callable[[int, int], None]
 
 
 def mtp(settings: Settings) -> None:
-    """How many drafts of the MTP module are right, and the speed-up over no drafts.
+    """Share of accepted drafts of the MTP module, and the speed-up over no drafts.
 
     Chat prompts of this package, greedy answers of at most 128 tokens, without drafts and
     with 1, 2 and 3 of them, turn by turn. The ceiling is the speed-up if every

@@ -19,9 +19,10 @@ PANELS = {"Price": (*FIGURES, SETTINGS["json-only"])}
 
 
 def price(settings: Settings) -> None:
-    """Dollars per million output tokens of a bare figure.
+    """Dollars per million output tokens for a given rate.
 
-    The rate is that of all GPUs at full load; every hour of every GPU is paid.
+    The rate is that of all GPUs together at full load, and all GPUs are paid
+    for every hour.
 
     tokenmill bench price --tok-s 250634 --gpus 72 --price-per-gpu-hour 3.76
     """

@@ -36,10 +36,10 @@ NUMBER_COLUMNS, SYSTEM_WIDTH = 4, 48
 
 
 def published(settings: Settings) -> None:
-    """The published MLPerf results per accelerator, and where yours stands.
+    """The published MLPerf results per accelerator, and the rank of yours.
 
     The table is that of MLPerf Inference v5.1 and v6.0, datacenter. Without
-    --benchmark it lists what there is; an MLPerf result names its own.
+    --benchmark the benchmarks are listed; an MLPerf result names its own.
 
     tokenmill bench published --benchmark deepseek-r1 --scenario Server
     tokenmill bench published --benchmark llama3.1-8b --accelerator H200

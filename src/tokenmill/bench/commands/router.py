@@ -47,9 +47,9 @@ Form = Callable[[list[int]], Any]  # a prompt -> what a router is given
 def router(settings: Settings) -> None:
     """Time and memory of a KV-aware routing decision.
 
-    A decision is the whole way: tokens, block hashes, overlap with every
-    worker's cache, score, choice, bookkeeping. Prompts are synthetic. Beside
-    it stands a plain dict of sets, walked block by block.
+    A decision includes block hashes of the tokens, the overlap with every
+    worker's cache, score, choice and bookkeeping. Prompts are synthetic. The
+    same decisions are also made with a plain dict of sets, for comparison.
 
     tokenmill bench router --num-decisions 5000
     """

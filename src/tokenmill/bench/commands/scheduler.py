@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.results.reports import SchedulerReport
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from tokenmill.core.metrics import summarize
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
@@ -85,7 +86,7 @@ def fake_result(batch: Any) -> StepResult:
 
 def measure_steps(
     scheduler: StepScheduler, requests: list[Request], num_steps: int
-) -> dict[str, Any]:
+) -> SchedulerReport:
     """Time schedule() and update() over num_steps steps in which all requests decode.
 
     The scheduler never waits: its cost is its CPU time, whoever else uses the machine.
@@ -130,20 +131,17 @@ def _fill(scheduler: StepScheduler, requests: list[Request]) -> None:
         scheduler.update(batch, fake_result(batch))
 
 
-def _report(num_running: int, schedule_us: list[float], update_us: list[float]) -> dict[str, Any]:
-    total_us = [s + u for s, u in zip(schedule_us, update_us, strict=True)]
-    times = {"schedule_us": schedule_us, "update_us": update_us, "total_us": total_us}
-    summaries = {
-        name: {key: round(value, 1) for key, value in summarize(values).items()}
-        for name, values in times.items()
-    }
+def _report(num_running: int, schedule_us: list[float], update_us: list[float]) -> SchedulerReport:
+    total = summarize((s + u for s, u in zip(schedule_us, update_us, strict=True)), 1)
     return {
         "benchmark": "scheduler_steps",
         "num_running": num_running,
-        "num_steps": len(total_us),
-        **summaries,
+        "num_steps": len(schedule_us),
+        "schedule_us": summarize(schedule_us, 1),
+        "update_us": summarize(update_us, 1),
+        "total_us": total,
         "limit_us": LIMIT_US,
-        "share_of_limit": round(summaries["total_us"]["p50"] / LIMIT_US, 3),
+        "share_of_limit": round(total["p50"] / LIMIT_US, 3),
     }
 
 

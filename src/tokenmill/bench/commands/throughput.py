@@ -56,14 +56,14 @@ NOT_WITH_LENGTHS = ("cell", "input-len", "bench-seed", "peers", "skip-peer")
 
 
 def throughput(settings: Settings) -> None:
-    """Tokens per second of the engine, beside what the machine could do.
+    """Tokens per second of the engine, beside the ceiling of the machine.
 
     Three cells: [bold]batch[/bold] (32 requests, 128 tokens in and 64 out),
     [bold]single[/bold] (one stream, 128 in and 128 out) and [bold]prefill[/bold] (one prompt
     of 2,048 tokens). Each is warmed up; the median of the rounds counts.
     Prompts are random tokens, all different.
 
-    With --lengths one workload, whose requests have lengths of their own and
+    --lengths runs one workload instead, whose requests differ in length and
     arrive at once. With --random-weights a model is a config.json, or one of
     the shapes llama3.1-8b, qwen3-0.6b, qwen3-14b, qwen3-30b-a3b, gpt-oss-20b
     and gpt-oss-120b.

@@ -21,10 +21,10 @@ def verify(
     settings: Settings,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a result.")],
 ) -> None:
-    """Are the files of a result still those that the run wrote?
+    """Check that the files of a result are unchanged since the run.
 
-    Compares every file with manifest.json. This shows what was edited by
-    accident or without care; it is no signature.
+    Every file is compared with manifest.json. This shows accidental edits; it
+    is not a signature.
 
     tokenmill bench verify results
     """

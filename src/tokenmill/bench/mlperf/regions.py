@@ -15,7 +15,7 @@ from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import tok_s_user
 
 ULTRA_LOW_MAX = 32  # concurrency up to which a point counts as ultra low
-MIN_POINTS, MAX_POINTS = 7, 32
+MIN_POINTS = 7
 ULTRA_LOW_S, OTHER_S = 600.0, 1200.0  # least durations of a point
 MARGIN = 1.10  # points may lie so far above C_max
 

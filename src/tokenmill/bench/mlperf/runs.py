@@ -15,7 +15,7 @@ from tokenmill.bench.mlperf.loadgen import Sample, SystemUnderTest, Test, run_te
 from tokenmill.bench.mlperf.presets import ROUNDS, Preset
 from tokenmill.bench.results.mlperf_reports import LatencyMs, MetricReport, MlperfReport
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
-from tokenmill.core.metrics import RequestTimes, summarize
+from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.types import SamplingParams
 
 MIN_DURATION_MS = 600_000
@@ -26,7 +26,10 @@ MIN_OUTPUT = 2  # LoadGen counts a sample of one token as an error: it has no TP
 SCENARIOS = ("Offline", "Server", "Interactive", "SingleStream")
 LATENCY_BOUND = ("Server", "Interactive")
 PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
-NS_PER_MS = 1e6
+# LoadGen's keys of a mean and of a percentile.
+TTFT = "result_first_token_mean_latency_ns", "result_first_token_{}_percentile_latency_ns"
+TPOT = "result_time_to_output_token_mean", "result_time_per_output_token_{}_percentile_ns"
+LATENCY = "result_mean_latency_ns", "result_{}_percentile_latency_ns"
 MAX_PEAK_RUNS = 16
 USER_CONF = "user.conf"
 
@@ -227,10 +230,10 @@ def performance_report(
 
     LoadGen has no token latencies in Offline; there they are the adapter's, from the issue.
     """
-    ttft, tpot = _latencies(values, "first_token_", "_latency"), _tpot(values)
+    ttft, tpot = _latencies(values, *TTFT), _latencies(values, *TPOT)
     if run.scenario == "Offline":
-        ttft = _rounded(summarize(t.ttft_ms for t in times))
-        tpot = _rounded(summarize(t.tpot_ms for t in times))
+        ttft = summarize((t.ttft_ms for t in times), 3)
+        tpot = summarize((t.tpot_ms for t in times), 3)
     reasons = invalid_reasons(run, values, errors, ttft, tpot)
     limits = run.preset.limits(run.scenario)
     return {
@@ -244,7 +247,7 @@ def performance_report(
         or values.get("result_qps_without_loadgen_overhead"),
         "ttft_ms": ttft,
         "tpot_ms": tpot,
-        "latency_ms": _latencies(values, "", "_latency"),
+        "latency_ms": _latencies(values, *LATENCY),
         "limits_ms": {"ttft": limits.ttft_ms, "tpot": limits.tpot_ms} if limits else None,
         "percentile": run.percentile,
         "min_duration_s": run.min_duration_ms / 1000,
@@ -266,8 +269,8 @@ def given_up_report(run: Run, why: str, times: Sequence[RequestTimes]) -> Mlperf
         "metric": None,
         "num_queries": len(times),
         "num_output_tokens": sum(t.num_tokens for t in times),
-        "ttft_ms": _rounded(summarize(t.ttft_ms for t in times)),
-        "tpot_ms": _rounded(summarize(t.tpot_ms for t in times)),
+        "ttft_ms": summarize((t.ttft_ms for t in times), 3),
+        "tpot_ms": summarize((t.tpot_ms for t in times), 3),
         "percentile": run.percentile,
     }
 
@@ -319,29 +322,11 @@ def invalid_reasons(
     return [*reasons, f"LoadGen: {hint}"] if hint or not reasons else reasons
 
 
-def _latencies(values: Mapping[str, Any], kind: str, what: str) -> LatencyMs:
-    """Milliseconds by percentile; {} where LoadGen logged none."""
-    found = {"mean": values.get(f"result_{kind}mean{what}_ns")}
-    for percent in PERCENTILES:
-        found[_short(percent)] = values.get(f"result_{kind}{percent}_percentile{what}_ns")
-    return _rounded({k: v / NS_PER_MS for k, v in found.items() if v is not None})
-
-
-def _tpot(values: Mapping[str, Any]) -> LatencyMs:
-    found = {"mean": values.get("result_time_to_output_token_mean")}
-    for percent in PERCENTILES:
-        key = f"result_time_per_output_token_{percent}_percentile_ns"
-        found[_short(percent)] = values.get(key)
-    return _rounded({k: v / NS_PER_MS for k, v in found.items() if v is not None})
-
-
-def _short(percent: str) -> str:
-    """ "99.00" is p99, "99.90" is p99.9."""
-    return f"p{float(percent):g}"
-
-
-def _rounded(values: Mapping[str, float]) -> LatencyMs:
-    return {name: round(value, 3) for name, value in values.items()}
+def _latencies(values: Mapping[str, Any], mean: str, percentile: str) -> LatencyMs:
+    """Milliseconds by statistic under LoadGen's keys; {} where it logged none."""
+    keys = {"mean": mean} | {f"p{float(p):g}": percentile.format(p) for p in PERCENTILES}
+    found = {name: values.get(key) for name, key in keys.items()}
+    return {name: round(ns / NS_PER_MS, 3) for name, ns in found.items() if ns is not None}
 
 
 def find_peak(

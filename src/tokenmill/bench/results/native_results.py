@@ -15,13 +15,16 @@ from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.results.reports import (
     LIMITS,
     EndpointReport,
+    FrontendReport,
     LadderReport,
     LatencyName,
     PointReport,
+    SchedulerReport,
     ThroughputReport,
 )
 from tokenmill.bench.results.result import Json, Point, Round, flat, load_key, per_request, present
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import NS_PER_MS
 
 OWN, LOADGEN = "tokenmill", "LoadGen"
 EVENTS = "events.jsonl"
@@ -37,7 +40,6 @@ MLPERF_CONFIG = (
     *("mlperf_benchmark", "scenario", "test_mode", "target_qps", "peak_qps", "model", "dtype"),
     *("kv_dtype", "device", "accelerator", "num_samples", "synthetic", "quick", "length_scale"),
 )
-NS_PER_MS = 1e6
 MIN_DURATION_MS = 600_000  # of a valid run
 
 
@@ -225,18 +227,18 @@ def read_ladder(data: LadderReport, path: Path) -> Round:
     return Round(str(path), OWN, points, config, 1 if on_gpu else None, price)
 
 
-def read_frontend(data: Json, path: Path) -> Round:
+def read_frontend(data: FrontendReport, path: Path) -> Round:
     """The JSON line of `bench frontend`."""
     load, key = load_key(data["num_streams"], None, "")
     point = Point(load, key, {"output_tok_s": data["tok_s"]})
-    for name in ("ttft_ms", "e2e_ms"):
-        point.add(name, data.get(name))
+    point.add("ttft_ms", data.get("ttft_ms"))
+    point.add("e2e_ms", data.get("e2e_ms"))
     point.facts = {"requests": data["num_streams"], "output_tokens": data["tokens_per_stream"]}
     names = ("num_streams", "tokens_per_stream", "num_cpus")
     return Round(str(path), OWN, [point], {name: data.get(name) for name in names})
 
 
-def read_scheduler(data: Json, path: Path) -> Round:
+def read_scheduler(data: SchedulerReport, path: Path) -> Round:
     """The JSON line of `bench scheduler`."""
     load = f"{data['num_running']} running"
     point = Point(load, ("running", data["num_running"]))

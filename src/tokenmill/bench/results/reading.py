@@ -9,6 +9,7 @@ from typing import Any
 from tokenmill.bench.mlperf import loadgen
 from tokenmill.bench.results import external_results
 from tokenmill.bench.results import native_results as own
+from tokenmill.bench.results.manifest import MANIFEST
 from tokenmill.bench.results.result import Round, flat
 from tokenmill.bench.workload import BenchError
 
@@ -20,7 +21,6 @@ FILES = (
     "performance/result_summary.json",
     "result_summary.json",
 )
-MANIFEST = "manifest.json"
 KNOWN = ", ".join(
     [
         "tokenmill bench (summary.json or the last line)",

@@ -455,3 +455,38 @@ class PublishedReport(TypedDict):
     filters: dict[str, str]
     rows: list[EntryReport]
     placed: NotRequired[PlacedReport]
+
+
+class FrontendReport(TypedDict):
+    """The JSON line of `bench frontend`; CPU figures are cores."""
+
+    benchmark: str
+    num_streams: int
+    tokens_per_stream: int
+    tok_s: float
+    chunks_s: float
+    tokens_per_chunk: float
+    required_tok_s: float
+    share_of_required: float
+    num_tokens: int
+    wall_s: float
+    ttft_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+    client_cpu: float
+    server_cpu: float | None
+    worker_cpu: float | None
+    num_cpus: int | None
+    offered_tok_s: NotRequired[float | None]
+
+
+class SchedulerReport(TypedDict):
+    """The JSON line of `bench scheduler`; times are summaries by statistic."""
+
+    benchmark: str
+    num_running: int
+    num_steps: int
+    schedule_us: dict[str, float]
+    update_us: dict[str, float]
+    total_us: dict[str, float]
+    limit_us: float
+    share_of_limit: float
