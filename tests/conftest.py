@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ def pytest_configure() -> None:
     """Commands under test hear Ctrl-C, even where the tests themselves run in the background.
 
     torch computes in one thread: teams of several test processes would wait for each other.
+    Hypothesis draws the same examples in every run, and a slow machine is no failure.
     """
+    with suppress(ModuleNotFoundError):  # a GPU host may be without it
+        from hypothesis import HealthCheck, settings
+
+        checks = [HealthCheck.too_slow]
+        settings.register_profile(
+            "same", derandomize=True, deadline=None, suppress_health_check=checks
+        )
+        settings.load_profile("same")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

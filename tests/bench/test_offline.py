@@ -129,16 +129,16 @@ def test_peers_that_do_not_run_are_listed_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     known = [
-        peers.Peer("llama.cpp", "json", "pytest", "any"),  # installed, but not what it says
-        peers.Peer("openvino", "no_such_module", "some-package", "any"),
-        peers.Peer("transformers", "json", "pytest", "any"),
+        peers.Peer("llama.cpp", "json", "pytest"),  # installed, but not what it says
+        peers.Peer("openvino", "no_such_module", "some-package"),
+        peers.Peer("transformers", "json", "pytest"),
     ]
     monkeypatch.setattr(peers, "PEERS", known)
     lineup = peers.start_peers(tmp_path, 1, skip=["transformers"])
     assert lineup.running == []
     assert lineup.absent["openvino"] == "not installed (pip install some-package)"
     assert lineup.absent["transformers"] == "left out by --skip-peer"
-    assert lineup.absent["llama.cpp"].startswith("does not run: ValueError: needs a GGUF file")
+    assert lineup.absent["llama.cpp"].startswith("does not run: ValueError: this peer needs a")
     with pytest.raises(BenchError, match="--skip-peer vlm: no such peer"):
         peers.start_peers(tmp_path, 1, skip=["vlm"])
 
