@@ -156,7 +156,8 @@ class ResponseFormat:
             events += self._open_part(item, OutputText(text="", logprobs=[]))
         part = _text_part(item)
         part.text += text
-        part.logprobs = (part.logprobs or []) + logprobs
+        if part.logprobs is not None:
+            part.logprobs += logprobs
         if not text:
             return events
         fields = {"delta": text, "logprobs": logprobs}
