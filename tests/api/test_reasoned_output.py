@@ -223,10 +223,22 @@ def test_harmony_answers_or_calls_where_both_may_be() -> None:
     script = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>"
     said = answer(True, script, **fields)
     assert said["reason"] == "tool_calls" and said["content"] is None
-    with pytest.raises(InvalidRequestError, match="response_format"):
-        job_of(False, **fields)
-    with pytest.raises(InvalidRequestError, match="response_format"):
-        job_of(True, tool_choice="required", **fields)
+    for harmony in (False, True):
+        with pytest.raises(InvalidRequestError, match="response_format"):
+            job_of(harmony, tool_choice="required", **fields)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_think_tag_model_answers_or_calls_after_its_reasoning(streams: bool) -> None:
+    fields = {"tools": TOOLS, "response_format": FORMAT}
+    thought = "<think>\nI think so.\n</think>"
+    said = answer(False, f'{thought}{{"ok": true}}', streams, **fields)
+    assert json.loads(said["content"]) == {"ok": True}
+    call = '<tool_call>\n{"name": "weather", "arguments": {"ok": true}}\n</tool_call>'
+    called = answer(False, thought + call, streams, **fields)
+    assert called["reason"] == "tool_calls" and not called.get("content")
+    for message in (said, called):
+        assert message["reasoning_content"] == "I think so."
 
 
 def test_effort_and_date_reach_the_prompt() -> None:

@@ -215,6 +215,23 @@ def test_structured_output(client: OpenAI) -> None:
     assert forced.output_text.startswith("{")
 
 
+def test_a_schema_binds_the_answer_and_leaves_calls(client: OpenAI, server: SimServer) -> None:
+    """What the Agents SDK sends for an agent with tools and an output type."""
+    fields: Any = {"model": MODEL, "tools": TOOLS, "text_format": City}
+    answered = client.responses.parse(input='say: {"city": "Bern"}', **fields)
+    assert answered.output_parsed == City(city="Bern")
+    called = client.responses.parse(input=f"say: {CALL}\n{CALL}", **fields)
+    assert [item.type for item in called.output] == ["function_call"] * 2
+    one = client.responses.parse(input=f"say: {CALL}\n{CALL}", parallel_tool_calls=False, **fields)
+    assert [item.type for item in one.output] == ["function_call"]
+    schema = {"type": "json_schema", "name": "c", "schema": SCHEMA}
+    free = post(server, {"input": "say: free", "tools": TOOLS, "text": {"format": schema}}).json
+    assert "free" not in str(free["output"])
+    wrong = {"input": "x", "tools": TOOLS, "tool_choice": "required", "text": {"format": schema}}
+    refused = post(server, wrong)
+    assert refused.status == 400 and refused.error["param"] == "text.format"
+
+
 def test_tool_choice(client: OpenAI) -> None:
     named = client.responses.create(
         model=MODEL,

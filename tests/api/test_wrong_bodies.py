@@ -140,9 +140,9 @@ CHAT = [
         "letters, digits",
     ),
     (
-        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
-        "tool_choice is 'none'",
+        "tool_choice 'auto' or 'none' alone",
     ),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "'text', 'json_object'"),
     ({"response_format": "json"}, "response_format", "an object whose 'type' is"),

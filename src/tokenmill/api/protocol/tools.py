@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from tokenmill.api.protocol.requests import (
     AllowedToolChoice,
     AllowedTools,
     ChatCompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
     NamedToolChoice,
     Tool,
 )
@@ -78,7 +80,11 @@ def plan_tool_use(
         choice = choice.allowed_tools.mode
     one_call = call.parallel_tool_calls is False
     if choice in (None, "auto"):
-        return _free_use(tools, definitions, style, one_call)
+        use = _free_use(tools, definitions, style, one_call)
+        schema = _answer_schema(call)
+        if schema is None or style.harmony is not None:
+            return use
+        return replace(use, structured=_calls_or_answer(tools, schema, one_call))
     names = [tool.function.name for tool in tools]
     if isinstance(choice, NamedToolChoice):
         names = [choice.function.name]
@@ -96,14 +102,42 @@ def plan_tool_use(
 
 def _check_format(call: ChatCompletionRequest, style: OutputStyle) -> None:
     """Refuse a format of the answer where calls and content cannot be told apart beforehand."""
-    if call.response_format is None or call.response_format.__struct_config__.tag == "text":
+    if _answer_schema(call) is None:
         return
-    if style.harmony is not None and call.tool_choice in (None, "auto"):
-        return  # it binds the channel of the answer, and calls have another one
+    # Harmony binds the channel of the answer; a call in Hermes' style begins with a tag.
+    can_tell = style.harmony is not None or style.tools == "hermes"
+    if can_tell and call.tool_choice in (None, "auto"):
+        return
     raise InvalidRequestError(
-        "response_format cannot be combined with tools unless tool_choice is 'none'",
+        "response_format can be combined with tools for models that call in Hermes' or Harmony's "
+        "style, and with tool_choice 'auto' or 'none' alone",
         "response_format",
     )
+
+
+def _answer_schema(call: ChatCompletionRequest) -> dict[str, Any] | None:
+    """What the content must be; None: any text."""
+    match call.response_format:
+        case JsonSchemaFormat(json_schema=definition):
+            return definition.schema
+        case JsonObjectFormat():
+            return {"type": "object"}
+        case _:
+            return None
+
+
+def _calls_or_answer(tools: list[Tool], schema: dict[str, Any], one_call: bool) -> StructuredOutput:
+    """Calls in Hermes' style, or else an answer that follows the schema."""
+    calls = {
+        "type": "tags_with_separator",
+        "tags": _call_tags(tools),
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": one_call,
+    }
+    answer = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": [answer, calls]}}
+    return StructuredOutput("structural_tag", json.dumps(tag))
 
 
 def _call_branches(
@@ -171,7 +205,18 @@ def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
             "the hermes parser",
             "tools",
         )
-    tags = [
+    tag_format = {
+        "type": "triggered_tags",
+        "triggers": ["<tool_call>"],
+        "tags": _call_tags(tools),
+    }
+    tag = {"type": "structural_tag", "format": tag_format}
+    return StructuredOutput("structural_tag", json.dumps(tag))
+
+
+def _call_tags(tools: list[Tool]) -> list[dict[str, Any]]:
+    """A call of each function in Hermes' style; only strict ones must follow their schema."""
+    return [
         {
             "type": "tag",
             "begin": f'<tool_call>\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
@@ -185,9 +230,6 @@ def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
         }
         for tool in tools
     ]
-    tag_format = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
-    tag = {"type": "structural_tag", "format": tag_format}
-    return StructuredOutput("structural_tag", json.dumps(tag))
 
 
 def write_tools(messages: list[Message], definitions: list[dict[str, Any]]) -> list[Message]:
