@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 
 from api.sim import make_tokenizer
@@ -22,6 +23,7 @@ from tokenmill.api.protocol.format_chat import ChatFormat
 from tokenmill.api.protocol.prepare import Job, Preparer
 from tokenmill.api.protocol.requests import ChatCompletionRequest
 from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.core.codec import dumps, loads
 from tokenmill.core.config import SchedulerConfig, ServerConfig
 from tokenmill.core.types import InvalidRequestError, Request, StepResult
 from tokenmill.engine.engine import LanguageEngine
@@ -130,8 +132,6 @@ def answer(
 
 
 def _plain(generation: Generation) -> dict[str, Any]:
-    import msgspec
-
     usage: dict[str, Any] = msgspec.to_builtins(generation.usage())
     return usage
 
@@ -239,6 +239,14 @@ def test_a_think_tag_model_answers_or_calls_after_its_reasoning(streams: bool) -
     assert called["reason"] == "tool_calls" and not called.get("content")
     for message in (said, called):
         assert message["reasoning_content"] == "I think so."
+
+
+def test_constraints_reach_a_worker_as_they_are() -> None:
+    for fields in ({"response_format": FORMAT}, {"tools": TOOLS, "tool_choice": "required"}):
+        (request,) = job_of(True, **fields).requests
+        assert request.sampling.structured is not None
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+        assert loads(Request, dumps(Request, request)) == request
 
 
 def test_effort_and_date_reach_the_prompt() -> None:

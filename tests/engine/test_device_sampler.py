@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from random_model import sequence
 from sampling_rows import VOCAB, Options, logits_of, on_host, random_rows
+from tokenmill.core.types import FreeText, StructuredOutput
 from tokenmill.engine.sampling.device_sampler import DeviceSampler
-from tokenmill.engine.sampling.sampler import TokenCounts, uniform, uniforms
+from tokenmill.engine.sampling.sampler import TokenCounts, state_of, uniform, uniforms
 from tokenmill.sched.sequence import PENDING, Sequence
 
 
@@ -169,6 +170,23 @@ class NoReads(TorchDispatchMode):
         if name == "index":  # a boolean mask is nonzero in disguise
             assert all(i is None or i.dtype != torch.bool for i in args[1])
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_free_text_has_not_is_not_sampled(temperature: float) -> None:
+    structured = StructuredOutput("json_object", after=FreeText(end=5, banned=(0, 3, VOCAB + 9)))
+    rows = [
+        sequence([1], temperature=temperature, seed=seed, structured=structured)
+        for seed in range(20)
+    ]
+    logits = logits_of(len(rows), 1)
+    logits[:, [0, 3]] = 40.0
+    assert set(on_device(logits, rows)[0]) <= {0, 3}
+    for seq in rows[1:]:  # the first one is past its free text
+        state_of(seq).banned = (0, 3, VOCAB + 9)
+    tokens = on_device(logits, rows)
+    assert_same(tokens, on_host(logits, rows))
+    assert tokens[0][0] in (0, 3) and not {0, 3} & set(tokens[0][1:])
 
 
 def test_warm_up_leaves_nothing_behind() -> None:

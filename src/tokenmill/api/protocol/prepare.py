@@ -117,6 +117,8 @@ class Preparer:
         """
         self._check_choices(1, call.n or 1)
         tools = plan_tool_use(call, self._style, self._tokenizer)
+        if tools is not None and tools.is_loose:
+            self.ignored.note(["tools[].function.strict"])
         text = self._render_call(call, tools)
         token_ids = await self.tokenize(text, bool(call.add_special_tokens))
         plan = plan_output(

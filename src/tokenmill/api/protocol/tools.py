@@ -53,6 +53,7 @@ class ToolUse:
     parser: Callable[[], ToolParser] | None  # a new one for each choice; None: harmony reads calls
     structured: StructuredOutput | None = None
     one_call: bool = False  # parallel_tool_calls is false: the answer ends with the first call
+    is_loose: bool = False  # a function is strict, and nothing enforces it
 
 
 def plan_tool_use(
@@ -183,7 +184,8 @@ def _free_use(
     """tool_choice "auto": the model decides, the parser of its style finds the calls."""
     names = [tool.function.name for tool in tools]
     if style.harmony is not None:
-        return ToolUse(definitions, names, None, None, one_call)
+        is_loose = any(tool.function.strict for tool in tools)
+        return ToolUse(definitions, names, None, None, one_call, is_loose)
     if style.tools not in TOOL_PARSERS:
         raise InvalidRequestError(
             "tool_choice 'auto' needs a tool parser for this model; start the server with "
