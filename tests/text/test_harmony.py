@@ -112,6 +112,10 @@ WELL_FORMED = {
 MALFORMED = {
     "no header": ("Hello there.<|return|>", ("", "Hello there.", [])),
     "no header, long": ("word " * 50 + "<|return|>", ("", "word " * 50, [])),
+    "no message, long": (
+        "<|channel|>analysis" + " word" * 50 + "<|return|>",
+        (" word" * 50, "", []),
+    ),
     "no channel": ("<|message|>Hello.<|return|>", ("", "Hello.", [])),
     "no channel in a second header": (
         "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|message|>B.<|return|>",

@@ -21,7 +21,7 @@ from tokenmill.text.message import MessageReader
 from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta, ToolCallDelta
 from tokenmill.text.tokenizer import Tokenizer
 
-MAX_ROLE_TOKENS = 32  # a longer "role" is the text of an answer without a header
+MAX_HEADER_TOKENS = 64  # of one section; a longer one is the text of an answer
 _RECIPIENT = re.compile(r"\s*\bto=([\w.\-]+)")
 _FUNCTIONS = "functions."
 _ROLES = ("assistant", "user", "system", "developer", "tool")
@@ -168,8 +168,10 @@ class HarmonyReader(MessageReader):
         if self._state == "header":
             self._detokenizer.num_tokens += 1
             self._header[self._section].append(token_id)
-            too_long = self._section == "role" and len(self._header["role"]) > MAX_ROLE_TOKENS
-            return self._end_header() if too_long else []
+            # A bound header is as long as the constraint's: until its message begins.
+            limited = self._section == "role" or not self._bound
+            too_long = len(self._header[self._section]) > MAX_HEADER_TOKENS
+            return self._end_header() if limited and too_long else []
         if self._state == "idle":
             self._begin_body("reasoning" if self._bound else "content")
         self.num_reasoning_tokens += self._kind == "reasoning"
