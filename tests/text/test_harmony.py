@@ -11,7 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from api.sim import make_tokenizer
 from harmony_tokenizer import SPECIAL_TOKENS, harmony_tokenizer
+from tokenmill.cli.chat_channels import Channels
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.harmony import HarmonyReader, HarmonyTokens, one_call_per_message
@@ -278,6 +280,16 @@ def test_how_constraints_begin() -> None:
     assert opening == "<|start|>assistant<|channel|>analysis<|message|>"
 
 
+def test_a_terminal_shows_reasoning_and_keeps_the_answer() -> None:
+    known = harmony_tokenizer()
+    channels = Channels.of(known, known.encode(PROMPT, False))
+    assert channels is not None and Channels.of(make_tokenizer(), [1]) is None
+    ids = known.encode(WELL_FORMED["reasoning and answer"][0], False)
+    pieces = [channels.read([token_id], None) for token_id in ids] + [channels.read([], "stop")]
+    assert "".join(shown for shown, _ in pieces) == "Well.\n\nHi."
+    assert "".join(kept for _, kept in pieces) == "Hi."
+
+
 class TestStyle:
     def test_it_is_found_by_template_and_tokens(self) -> None:
         assert resolve_style(harmony_tokenizer(), "auto", "auto").harmony == tokens()
@@ -285,8 +297,6 @@ class TestStyle:
         assert resolve_style(harmony_tokenizer(), "harmony", "none").harmony == tokens()
 
     def test_what_cannot_be_is_refused(self) -> None:
-        from api.sim import make_tokenizer
-
         with pytest.raises(ModelLoadError, match=r"<\|channel\|>"):
             resolve_style(make_tokenizer(), "auto", "harmony")
         assert resolve_style(make_tokenizer(), "auto", "auto").harmony is None

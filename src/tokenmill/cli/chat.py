@@ -51,9 +51,12 @@ def chat(settings: Settings) -> None:
 
 def _local(settings: Settings, sampling: SamplingParams) -> Source:
     llm = local.load_llm(settings)
+    from tokenmill.cli.chat_channels import Channels
 
     def source(messages: Messages, answer: local.Answer) -> Iterator[str]:
-        return local.stream(llm, llm.tokenizer.encode_chat(messages), sampling, answer)
+        prompt = llm.tokenizer.encode_chat(messages)
+        channels = Channels.of(llm.tokenizer, prompt)
+        return local.stream(llm, prompt, sampling, answer, channels)
 
     return source
 

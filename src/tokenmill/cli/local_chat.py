@@ -24,6 +24,7 @@ from tokenmill.core.types import SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, PARALLEL, SCHEDULER, SETTINGS, Settings
 
 if TYPE_CHECKING:
+    from tokenmill.cli.chat_channels import Channels
     from tokenmill.llm import LLM
 
 LOCAL_MODEL = tuple(s for s in MODEL if s.key != "weights-seed")  # LLM() seeds no weights
@@ -85,20 +86,30 @@ def load_llm(settings: Settings) -> LLM:
 
 
 def stream(
-    llm: LLM, token_ids: list[int], sampling: SamplingParams, answer: Answer
+    llm: LLM,
+    token_ids: list[int],
+    sampling: SamplingParams,
+    answer: Answer,
+    channels: Channels | None = None,
 ) -> Iterator[str]:
-    """Text as it is generated; Ctrl-C ends the answer between two steps, never inside one."""
+    """Text as it is generated; Ctrl-C ends the answer between two steps, never inside one.
+
+    With `channels` the text is read from the tokens, and reasoning is shown and not kept.
+    """
     answer.num_prompt_tokens = len(token_ids)
     with _interrupt_flag() as interrupted:
         for text, output in llm.stream(token_ids, sampling):
             completion = output.outputs[0]
-            num_new = len(completion.token_ids) - answer.times.num_tokens
-            if num_new:
-                answer.times.record(time.monotonic_ns(), num_new)
+            new_ids = completion.token_ids[answer.times.num_tokens :]
+            if new_ids:
+                answer.times.record(time.monotonic_ns(), len(new_ids))
             answer.num_cached_tokens = output.num_cached_tokens
             answer.finish_reason = completion.finish_reason
-            answer.text += text
-            yield text
+            shown = kept = text
+            if channels is not None:
+                shown, kept = channels.read(new_ids, completion.finish_reason)
+            answer.text += kept
+            yield shown
             if interrupted.is_set():
                 return
 
