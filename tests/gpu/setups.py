@@ -44,6 +44,15 @@ GEMMA3 = CONFIG | {
     "sliding_window": 32,
     "sliding_window_pattern": 3,
 }
+GPT_OSS = CONFIG | {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 160,  # no multiple of a tile of the kernels for MXFP4
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "sliding_window": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 LLAMA = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 512}
 DEFAULT = ExecutionConfig()
 PLAIN = ExecutionConfig(cuda_graphs=False, overlap=False)
@@ -88,6 +97,8 @@ def make_drafted_llama(folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     "qwen3": make_random,
     "gemma3": partial(make_random, config=GEMMA3),
+    "gpt-oss": partial(make_random, config=GPT_OSS),
+    "gpt-oss-bf16": partial(make_random, config=GPT_OSS | {"quantization_config": None}),
     "drafted-qwen3": make_drafted_qwen3,
     "drafted-llama": make_drafted_llama,
 }
@@ -165,6 +176,15 @@ GEMMA3_SETUPS = {
 }
 
 
+GPT_OSS_SETUPS = {
+    "gpt-oss": EngineSetup("gpt-oss"),
+    "gpt-oss-plain": EngineSetup("gpt-oss", PLAIN),
+    "gpt-oss-invariant": EngineSetup("gpt-oss", INVARIANT),
+    "gpt-oss-kv-fp8": EngineSetup("gpt-oss", kv_dtype="fp8"),
+    "gpt-oss-bf16": EngineSetup("gpt-oss-bf16"),
+}
+
+
 def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
     return replace(execution, mtp=depth, mtp_adaptive=False)
 
@@ -204,7 +224,9 @@ SMOLLM2 = {
     for dtype in ("bf16", "fp8")
     for kv_dtype in ("bf16", "fp8")
 }
-SETUPS: dict[str, EngineSetup] = QWEN3 | GEMMA3_SETUPS | DRAFTED_QWEN3 | DRAFTED_LLAMA | SMOLLM2
+SETUPS: dict[str, EngineSetup] = (
+    QWEN3 | GEMMA3_SETUPS | GPT_OSS_SETUPS | DRAFTED_QWEN3 | DRAFTED_LLAMA | SMOLLM2
+)
 
 
 def random_prompts(lengths: tuple[int, ...], vocab_size: int, seed: int) -> list[list[int]]:
