@@ -260,7 +260,9 @@ def tile_shape(rows: int, most_tiles: int) -> TileShape:
     """
     if rows <= 32:
         return TileShape(1 if most_tiles < FEW_TILES else 2, 3, 4, 3)
-    return TileShape(2, 1, 8, 4)
+    return TileShape(
+        2, 1, 8, 3
+    )  # 128 registers: two programs run side by side, and unpack in turns
 
 
 def _launch(
