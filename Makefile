@@ -64,6 +64,7 @@ quick: lint
 docs: $(VENV)/.test
 	$(BIN)/python scripts/module_table.py
 	$(BIN)/python scripts/grafana_dashboard.py
+	$(BIN)/tokenmill plan validate --json-only --markdown docs/validation.md > /dev/null
 	$(BIN)/python scripts/page_outputs.py
 
 pictures: $(VENV)/.browser

@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench/commands": ENGINE_PATH | FRONT | TERMINAL | {"plan"},
     "bench/kv_transfer_pair": ENGINE_PATH | {"console"},
     "plan": POLICY,
+    "plan/predict": POLICY | {"bench"},
     "llm": {"core", "models", "engine", "text"},
     "cli": ENGINE_PATH | FRONT | TERMINAL | {"proxy", "bench", "plan", "llm"},
     "__main__": {"core", "settings", "cli", "console"},

@@ -9,6 +9,7 @@ import typer
 
 from tokenmill import console
 from tokenmill.cli import plan_attention_dp as attention_dp
+from tokenmill.cli import plan_predict, plan_size
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
 from tokenmill.settings.commands import LOADS, REPLAY
@@ -27,6 +28,7 @@ PANELS = {
     "Router": ROUTER,
     "Output": (SETTINGS["json-only"],),
 }
+GROUP_HELP = "Predict and simulate systems that you do not have."
 DEFAULTS = {
     "workers": 8,
     "block-size": 64,
@@ -43,13 +45,19 @@ def register(app: typer.Typer) -> None:
     command(group, "attention-dp", attention_dp.PANELS, defaults=attention_dp.DEFAULTS)(
         attention_dp.attention_dp
     )
-    app.add_typer(
-        group, name="plan", help="Simulate workers that you do not have, in virtual time."
+    command(group, "predict", plan_predict.PREDICT, defaults=plan_predict.DEFAULTS)(
+        plan_predict.predict
     )
+    command(group, "size", plan_size.SIZE, defaults=plan_size.SIZE_DEFAULTS)(plan_size.size)
+    command(group, "calibrate", plan_size.CALIBRATE, defaults=plan_size.CALIBRATE_DEFAULTS)(
+        plan_size.calibrate
+    )
+    command(group, "validate", plan_predict.VALIDATE)(plan_predict.validate)
+    app.add_typer(group, name="plan", help=GROUP_HELP)
 
 
 def _group() -> None:
-    """Simulate workers that you do not have, in virtual time."""
+    """Predict and simulate systems that you do not have."""
 
 
 def replay(settings: Settings) -> None:

@@ -94,6 +94,14 @@ def mean_work(ranks: Sequence[RankWork]) -> RankWork:
     return RankWork(*(sum(column) // len(ranks) for column in counts))
 
 
+def exchange_bytes(spec: ModelSpec, num_ranks: int) -> float:
+    """Bytes that a rank sends for one of its tokens: to experts elsewhere, and back from them."""
+    if spec.moe is None:
+        return 0.0
+    hit = (num_ranks - 1) * (1 - (1 - 1 / num_ranks) ** spec.moe.top_k)  # ranks, by even choice
+    return sum(spec.moe.layers) * hit * spec.hidden_size * (DISPATCH_BYTES + COMBINE_BYTES)
+
+
 class RankCost:
     """Prices the steps of one model on ranks of one kind of GPU."""
 
@@ -105,11 +113,7 @@ class RankCost:
         self._own_params = sum(spec.step_params(0))
         self._head_params = spec.vocab_size * spec.hidden_size
         self._kv_bytes = spec.kv_bytes_per_token(FP8_BYTES)
-        others = num_ranks - 1
-        hit = others * (1 - (1 - 1 / num_ranks) ** self._moe.top_k)  # other ranks, by even choice
-        self._sent_bytes = (
-            self._num_sparse * hit * spec.hidden_size * (DISPATCH_BYTES + COMBINE_BYTES)
-        )
+        self._sent_bytes = exchange_bytes(spec, num_ranks)
 
     @property
     def kv_tokens(self) -> int:

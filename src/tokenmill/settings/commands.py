@@ -210,6 +210,40 @@ ATTENTION_DP = (
         default=2000.0,
     ),
 )
+PLAN = (
+    Setting("hardware", "TOML file with GPUs of your own; its tables win over the shipped.", TEXT),
+    Setting(
+        "efficiencies",
+        "TOML file of `plan calibrate` with efficiencies; its tables win over the shipped.",
+        TEXT,
+    ),
+    Setting(
+        "precision",
+        "Type of the weights; the narrowest that the GPU computes in, if not given.",
+        one_of("bf16", "fp8", "fp4", "mxfp4"),
+    ),
+    Setting(
+        "acceptance",
+        "Share of drafts that are accepted where those before them were.",
+        number(0, 1),
+        default=0.75,
+    ),
+    Setting("ttft", "Most milliseconds to the first token.", number(1, 1e7), default=2000.0),
+    Setting("tpot", "Most milliseconds per output token.", number(0.01, 1e6), default=80.0),
+    Setting(
+        "percentile", "Share of the requests that keep both limits.", number(50, 99.9), default=99.0
+    ),
+    Setting(
+        "cache-hits",
+        "Share of prompt tokens that a prefix cache has; a trace's own, if not given.",
+        number(0, 0.99),
+    ),
+    Setting("start-s", "Seconds that a worker takes to start.", number(0, 1e5), default=120.0),
+    Setting("alternatives", "Systems to show.", count(1, 32), default=3),
+    Setting("write", "File for the settings of `serve`.", TEXT, default="plan.toml"),
+    Setting("rows", "Print every row, not only the summary.", SWITCH, default=False),
+    Setting("markdown", "Write the table to this Markdown file.", TEXT),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),

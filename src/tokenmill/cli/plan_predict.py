@@ -1,0 +1,179 @@
+"""tokenmill plan predict, and plan validate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill import console
+from tokenmill.core.flags import TEXT
+from tokenmill.settings import SETTINGS, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.plan.predict.prediction import Question
+    from tokenmill.plan.predict.search import Choice
+
+GPU = replace(
+    SETTINGS["gpu"],
+    help="GPU: h100, h200, b200, b300, gb200, gb300, mi300x, mi325x, mi355x, or one of --hardware.",
+    kind=TEXT,
+    default="h200",
+)
+FILES = tuple(SETTINGS[key] for key in ("hardware", "efficiencies"))
+CONFIGURATION = (
+    SETTINGS["precision"],
+    replace(SETTINGS["tp"], help="GPUs of a replica that divide every layer.", default=None),
+    replace(SETTINGS["ep"], help="With --attention-dp: GPUs of a replica.", default=None),
+    replace(
+        SETTINGS["attention-dp"],
+        help="Every GPU of a replica has requests of its own, experts lie over all.",
+        default=None,
+    ),
+    replace(SETTINGS["mtp"], help="Tokens drafted in a step.", default=None),
+    SETTINGS["acceptance"],
+    replace(SETTINGS["max-num-seqs"], help="Most requests that a rank runs at once."),
+)
+PREDICT = {
+    "Benchmark": (
+        replace(
+            SETTINGS["benchmark"],
+            help="MLPerf benchmark: its model, lengths and limits.",
+            kind=TEXT,
+        ),
+        SETTINGS["scenario"],
+        replace(SETTINGS["round"], help="Round whose software is taken: v5.1 or v6.0."),
+    ),
+    "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), *FILES),
+    "Configuration (searched for where not given)": CONFIGURATION,
+    "Output": (SETTINGS["json-only"],),
+}
+VALIDATE = {
+    "Output": tuple(SETTINGS[key] for key in ("rows", "markdown", "json-only")),
+    "System": (SETTINGS["efficiencies"],),
+}
+DEFAULTS = {"gpu": "h200", "gpus": 8, "round": "v6.0", "scenario": "Offline"}
+
+
+def predict(settings: Settings) -> None:
+    """Throughput and latency of an MLPerf benchmark on GPUs that you do not have.
+
+    The time of a step is a sum of rooflines times efficiencies that were
+    fitted to published rows; limits are held by a queueing model over the
+    dataset's lengths. The configuration is searched for, or given by flags
+    or by the file of --config.
+
+    tokenmill plan predict --benchmark gpt-oss-120b --gpu h200 --gpus 8
+    """
+    from tokenmill.plan.hardware import find_gpu
+    from tokenmill.plan.predict import prediction
+    from tokenmill.plan.predict.benchmarks import ROUNDS, find_benchmark
+    from tokenmill.plan.predict.efficiencies import find_fit
+    from tokenmill.plan.predict.jobs import JOBS, predict_job
+
+    gpu, round = (
+        find_gpu(settings.get("gpu"), own_file(settings, "hardware")),
+        settings.get("round"),
+    )
+    if round not in ROUNDS:
+        raise SettingsError(f"--round {round}: expected one of {', '.join(ROUNDS)}")
+    fit = find_fit(round, own_file(settings, "efficiencies"))
+    scenario, gpus = settings.get("scenario"), settings.get("gpus")
+    if settings.get("benchmark") in JOBS:
+        report = predict_job(settings.get("benchmark"), scenario, gpu, gpus, fit)
+    else:
+        benchmark = find_benchmark(settings.get("benchmark"))
+        question = prediction.Question(benchmark, scenario, gpu, gpus, round)
+        report = prediction.predict(question, fit, choice_of(settings, question))
+    if not settings.get("json-only"):
+        _print(report)
+    console.print_json(report)
+
+
+def own_file(settings: Settings, key: str) -> Path | None:
+    """The file that a setting names."""
+    path = settings.get(key)
+    return Path(path).expanduser() if path else None
+
+
+def choice_of(settings: Settings, question: Question) -> Choice:
+    """What of the configuration is given; the rest is what a submission would choose among."""
+    return given_choice(settings, question.choice())
+
+
+def given_choice(settings: Settings, base: Choice) -> Choice:
+    """The choice with what flags and file give."""
+    given: dict[str, Any] = {"acceptance": settings.get("acceptance")}
+    if settings.get("precision"):
+        given["precision"] = settings.get("precision")
+    if "attention-dp" in settings and settings.get("attention-dp"):
+        if "ep" not in settings:
+            raise SettingsError("--attention-dp needs --ep N: the GPUs of a replica")
+        given |= {"attention_dp": settings.get("ep"), "tensor_parallel": 1}
+    elif "tp" in settings:
+        given |= {"tensor_parallel": settings.get("tp"), "attention_dp": 1}
+    if "mtp" in settings:
+        given["mtp_depths"] = (settings.get("mtp"),)
+    if settings.get("max-num-seqs"):
+        given["max_sequences"] = settings.get("max-num-seqs")
+    return replace(base, **given)
+
+
+def _print(report: dict[str, Any]) -> None:
+    low, high = report["interval"]
+    console.out.print(
+        f"{report['output_tok_s']:,.0f} tokens/s ({low:,.0f} to {high:,.0f}), "
+        f"{report['samples_s']:,.2f} samples/s, {report['tok_s_per_gpu']:,.0f} tokens/s per GPU"
+        if report["output_tok_s"] is not None
+        else f"{report['samples_s']:,.4f} samples/s ({low:,.4f} to {high:,.4f})"
+    )
+    if report.get("configuration"):
+        console.out.print(describe(report["configuration"]))
+    for name, values in (("first token", report["ttft_ms"]), ("per token", report["tpot_ms"])):
+        if values:
+            figures = ", ".join(f"{key} {value:,.1f} ms" for key, value in values.items())
+            console.out.print(f"{name}: {figures}")
+    parts = sorted(report["step_ms"].items(), key=lambda item: -item[1])
+    console.out.print(
+        "step: " + ", ".join(f"{name} {value:,.1f} ms" for name, value in parts if value >= 0.05)
+    )
+    used = ", ".join(f"{name} {value:g}" for name, value in report["efficiencies"].items())
+    console.out.print(f"efficiencies ({report['round']}): {used}")
+
+
+def describe(configuration: dict[str, Any]) -> str:
+    """One line for a configuration."""
+    line = f"{configuration['replicas']} x {_replica(configuration)}"
+    if "prefill" in configuration:
+        prefill = configuration["prefill"]
+        line = f"{prefill['replicas']} prefill x {_replica(prefill)}, decode {line}"
+    return f"{line}; {configuration['sequences_per_gpu']:,.0f} sequences per GPU"
+
+
+def _replica(replica: dict[str, Any]) -> str:
+    kind = f"TP{replica['tp']}"
+    if replica["attention_dp"] > 1:
+        kind = f"DEP{replica['attention_dp']}"
+    drafts = f", {replica['mtp']} drafts" if replica["mtp"] else ""
+    return f"{kind} ({replica['precision']}, KV {replica['kv']}{drafts})"
+
+
+def validate(settings: Settings) -> None:
+    """Compare predictions with published rows and with our own measured runs.
+
+    Rows that the efficiencies were fitted on stand apart from those that
+    they never saw.
+
+    tokenmill plan validate --rows
+    """
+    from tokenmill.plan.predict import validation
+
+    checked = validation.validate(own_file(settings, "efficiencies"))
+    report = validation.summary(checked)
+    if settings.get("markdown"):
+        Path(settings.get("markdown")).write_text(validation.markdown(checked), encoding="utf-8")
+    if not settings.get("json-only"):
+        if settings.get("rows"):
+            console.print_table(validation.row_table(checked))
+        console.print_table(validation.summary_table(report))
+    console.print_json(report)

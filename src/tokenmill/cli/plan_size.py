@@ -1,0 +1,320 @@
+"""tokenmill plan size, and plan calibrate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill import console
+from tokenmill.cli.plan_predict import CONFIGURATION, FILES, GPU, describe, given_choice, own_file
+from tokenmill.core.bench_config import BenchConfig
+from tokenmill.core.flags import TEXT, number
+from tokenmill.settings import SETTINGS, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.plan.predict.lengths import Lengths
+    from tokenmill.plan.predict.search import Choice, System
+    from tokenmill.plan.predict.sizing import Size, Traffic
+
+MODEL = replace(
+    SETTINGS["model"],
+    help="A shipped shape such as deepseek-r1, a config.json, or its folder.",
+    default=None,
+)
+RATE = replace(
+    SETTINGS["rate"], help="Requests per second.", kind=number(1e-6, 1e9, "X"), default=None
+)
+LENGTHS = replace(
+    SETTINGS["lengths"],
+    help="Lengths: an MLPerf benchmark, a CSV file of input_length,output_length, or uniform:1-2.",
+)
+ENGINE = replace(
+    SETTINGS["round"],
+    help="Whose efficiencies: tokenmill, v5.1 or v6.0 (the best submissions of that round).",
+)
+SIZE = {
+    "Demand": (
+        MODEL,
+        RATE,
+        LENGTHS,
+        replace(SETTINGS["output-len"], help="Tokens of every answer, whatever --lengths say."),
+        SETTINGS["trace"],
+        SETTINGS["trace-block-tokens"],
+        *(SETTINGS[key] for key in ("cache-hits", "ttft", "tpot", "percentile")),
+    ),
+    "System": (
+        GPU,
+        replace(SETTINGS["gpus"], help="Most GPUs that there may be."),
+        SETTINGS["price-per-gpu-hour"],
+        SETTINGS["start-s"],
+        ENGINE,
+        *FILES,
+    ),
+    "Configuration (searched for where not given)": CONFIGURATION,
+    "Output": (*(SETTINGS[key] for key in ("alternatives", "write", "json-only")),),
+}
+SIZE_DEFAULTS = {"gpu": "gb300", "gpus": 4096, "round": "v6.0"}
+CALIBRATE = {
+    "What was measured": (
+        MODEL,
+        replace(LENGTHS, help=f"{LENGTHS.help} Else those of the result."),
+        SETTINGS["output-len"],
+    ),
+    "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), ENGINE, *FILES),
+    "Configuration (searched for where not given)": CONFIGURATION,
+    "Output": (
+        replace(
+            SETTINGS["write"],
+            help="File for the efficiencies, which --efficiencies takes.",
+            kind=TEXT,
+            default="efficiencies.toml",
+        ),
+        SETTINGS["json-only"],
+    ),
+}
+CALIBRATE_DEFAULTS = {"gpu": "h200", "gpus": 1, "round": "tokenmill"}
+MARK = "# Written by tokenmill plan size."
+SERVED = {"bf16": "bf16", "fp8": "fp8"}  # types that `serve` loads weights in
+
+
+def size(settings: Settings) -> None:
+    """The cheapest systems that bear a demand within limits.
+
+    It writes a TOML file that `serve --config` takes, and prints the
+    benchmark that tests the plan.
+
+    tokenmill plan size --model deepseek-r1 --gpu gb300 --rate 60
+    --lengths deepseek-r1 --ttft 2000 --tpot 80
+    """
+    from tokenmill.plan.predict import sizing
+
+    begin = time.process_time()
+    system, choice, traffic = _demand(settings)
+    sizes = sizing.cheapest(system, choice, traffic)
+    best = sizes[0]
+    shown = _distinct(sizes)[: settings.get("alternatives")]
+    report: dict[str, Any] = {
+        "plan": "size",
+        "model": settings.get("model"),
+        "gpu": system.gpu.key,
+        "rate": traffic.rate,
+        "lengths": system.lengths.name,
+        "cache_hits": system.cached,
+        "price_per_gpu_hour": traffic.price_per_gpu_hour,
+        **sizing.describe(system, choice, traffic, best),
+        "interval_gpus": _gpu_interval(settings, best),
+        "breaks_first": sizing.breaks_first(system, choice, traffic, best),
+        "what_if": sizing.what_if(system, choice, traffic, best),
+        "while_a_worker_starts": sizing.while_starting(best, traffic, settings.get("start-s")),
+        "alternatives": [sizing.describe(system, choice, traffic, one) for one in shown[1:]],
+        "bench": bench_command(system, traffic),
+    }
+    report["written"] = _write(settings, best)
+    report["cpu_s"] = round(time.process_time() - begin, 2)
+    if not settings.get("json-only"):
+        _print(report)
+    console.print_json(report)
+
+
+def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
+    from tokenmill.plan.hardware import find_gpu
+    from tokenmill.plan.predict.catalog import find_model
+    from tokenmill.plan.predict.efficiencies import find_fit
+    from tokenmill.plan.predict.search import Choice, System
+    from tokenmill.plan.predict.sizing import Traffic
+    from tokenmill.plan.predict.steady_state import Limit
+
+    if not settings.get("model"):
+        raise SettingsError("--model is needed: a shipped shape such as deepseek-r1")
+    gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))
+    lengths, rate, cached = _load(settings)
+    fit = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
+    spec = find_model(settings.get("model"))
+    price = settings.get("price-per-gpu-hour")
+    if price is None:
+        price = gpu.price_per_hour
+    if price is None:
+        raise SettingsError(f"--price-per-gpu-hour is needed: {gpu.name} has no known price")
+    limit = Limit(
+        settings.get("ttft") / 1e3, settings.get("tpot") / 1e3, settings.get("percentile")
+    )
+    depths = (0, 1, 2, 3) if spec.num_mtp_layers else (0,)
+    choice = given_choice(settings, Choice(mtp_depths=depths, disaggregates=True))
+    system = System(spec, gpu, settings.get("gpus"), lengths, fit.efficiency, cached)
+    return system, choice, Traffic(rate, limit, price)
+
+
+def _load(settings: Settings) -> tuple[Lengths, float, float]:
+    """Lengths, requests per second and cached share: of flags, or of a trace."""
+    from tokenmill.core.mooncake import read_trace
+    from tokenmill.plan.predict.lengths import from_trace
+
+    rate, cached = settings.get("rate"), settings.get("cache-hits")
+    if settings.get("trace"):
+        block_tokens = settings.get("trace-block-tokens")
+        trace = read_trace(settings.get("trace"), block_tokens)
+        lengths, own_rate, hits = from_trace(settings.get("trace"), trace, block_tokens)
+        return lengths, rate or own_rate, hits if cached is None else cached
+    if rate is None:
+        raise SettingsError("--rate is needed: requests per second; or --trace")
+    return named_lengths(settings), rate, cached or 0.0
+
+
+def named_lengths(settings: Settings) -> Lengths:
+    """Those of a benchmark as runs emit them, or of a file."""
+    from tokenmill.bench.workload import make_cells
+    from tokenmill.plan.predict.benchmarks import BENCHMARKS, benchmark_lengths
+    from tokenmill.plan.predict.lengths import represent
+
+    name, output = settings.get("lengths"), settings.get("output-len")
+    if name is None:
+        raise SettingsError("--lengths is needed: a benchmark, a CSV file or uniform:LOW-HIGH")
+    if name in BENCHMARKS and output is None:
+        return benchmark_lengths(name)
+    return represent(name, make_cells(BenchConfig(lengths=name, output_len=output))[0].lengths)
+
+
+def _distinct(sizes: list[Size]) -> list[Size]:
+    """The best of each kind: precision, replica, and whether prefill is apart."""
+    found: dict[Any, Size] = {}
+    for one in sizes:
+        found.setdefault((one.precision, one.plan.replica.gpus, one.plan.prefill is None), one)
+    return list(found.values())
+
+
+def _gpu_interval(settings: Settings, best: Size) -> list[int]:
+    """GPUs where the prediction is as wrong as 90 % of those before."""
+    import math
+
+    from tokenmill.plan.predict.efficiencies import find_fit
+
+    error = find_fit(settings.get("round"), own_file(settings, "efficiencies")).error
+    unit = best.plan.replica.gpus
+    low, high = (best.gpus * math.exp(sign * error) / unit for sign in (-1, 1))
+    return [max(1, math.floor(low)) * unit, math.ceil(high) * unit]
+
+
+def bench_command(system: System, traffic: Traffic) -> str:
+    """The benchmark that tests the plan."""
+    limit, lengths = traffic.limit, system.lengths
+    return (
+        f"tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --rate {traffic.rate:g} "
+        f"--duration 600 --input-len {round(lengths.mean_input)} "
+        f"--output-len {round(lengths.mean_output)} "
+        f"--goodput ttft:{limit.ttft_s * 1e3:g},tpot:{limit.tpot_s * 1e3:g} "
+        f"--slo-percentile {limit.percentile:g}"
+    )
+
+
+def _write(settings: Settings, best: Size) -> str:
+    """A TOML file for `serve --config`; a file of the user's is not written over."""
+    path = Path(settings.get("write")).expanduser()
+    if path.exists() and not path.read_text(encoding="utf-8").startswith(MARK):
+        raise SettingsError(f"--write {path}: is there and was not written by plan size")
+    path.write_text("\n".join(serve_lines(settings.get("model"), best)) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def serve_lines(model: str, best: Size) -> list[str]:
+    """Settings of `serve` in TOML."""
+    import math
+
+    plan, replica = best.plan, best.plan.replica
+    lines = [MARK, f'model = "{model}"']
+    if best.precision in SERVED:
+        kv = replica.precision.kv
+        lines += [f'dtype = "{SERVED[best.precision]}"', f'kv-cache-dtype = "{kv}"']
+    else:
+        lines.append(f"# The plan is for {best.precision} weights: give a checkpoint in it.")
+    if replica.attention_dp > 1:
+        lines += [f"ep = {replica.attention_dp}", "attention-dp = true"]
+    elif replica.tensor_parallel > 1:
+        lines.append(f"tp = {replica.tensor_parallel}")
+    if replica.mtp_depth:
+        lines.append(f"mtp = {replica.mtp_depth}")
+    if plan.prefill is not None:
+        lines += [f"prefill = {plan.prefill_replicas}", f"decode = {plan.replicas}"]
+    else:
+        lines.append(f"workers = {plan.replicas}")
+    ranks = replica.attention_dp
+    lines.append(f"max-num-seqs = {max(1, math.ceil(1.25 * plan.operation.sequences / ranks))}")
+    return lines
+
+
+def _print(report: dict[str, Any]) -> None:
+    low, high = report["interval_gpus"]
+    console.out.print(
+        f"{report['gpus']} x {report['gpu']} ({low} to {high}) in {report['workers']} workers "
+        f"for {report['rate']:g} requests/s"
+    )
+    rows = [["", "GPUs", "tok/s per GPU", "per user", "TTFT", "TPOT", "$/h", "$/M in", "$/M out"]]
+    for name, one in (("cheapest", report), *((f"or {n}", a) for n, a in _numbered(report))):
+        ttft, tpot = list(one["ttft_ms"].values())[-1], list(one["tpot_ms"].values())[-1]
+        rows.append(
+            [
+                name,
+                str(one["gpus"]),
+                f"{one['tok_s_per_gpu']:,.0f}",
+                f"{one['tok_s_per_user']:,.0f}",
+                f"{ttft:,.0f} ms",
+                f"{tpot:,.1f} ms",
+                f"{one['usd_per_hour']:,.2f}",
+                f"{one['usd_per_million_input']:,.3f}",
+                f"{one['usd_per_million_output']:,.3f}",
+            ]
+        )
+    console.print_table(rows)
+    for name, one in (("cheapest", report), *((f"or {n}", a) for n, a in _numbered(report))):
+        console.out.print(f"{name}: {describe(one['configuration'])}; {one['bottleneck']}")
+    console.out.print(
+        f"headroom {report['headroom']:.0%}; what breaks first: {report['breaks_first']}"
+    )
+    for name, case in report["what_if"].items():
+        verdict = "holds" if case["holds"] else f"needs {case['needs_gpus']} GPUs"
+        console.out.print(f"{name}: bears {case['bears']:g} requests/s: {verdict}")
+    console.out.print(f"while a worker starts: {report['while_a_worker_starts']['words']}")
+    console.out.print(f"written: {report['written']}; test it with: {report['bench']}")
+
+
+def _numbered(report: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    return list(enumerate(report["alternatives"], 2))
+
+
+def calibrate(
+    settings: Settings,
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Result folders.")],
+) -> None:
+    """Fit efficiencies to results of yours: ours, AIPerf's, guidellm's, vllm bench's.
+
+    The file that it writes is what --efficiencies takes.
+
+    tokenmill plan calibrate results/monday --model llama3.1-8b --gpu h200
+    """
+    from tokenmill.plan.hardware import find_gpu
+    from tokenmill.plan.predict import calibration
+    from tokenmill.plan.predict.catalog import find_model
+    from tokenmill.plan.predict.efficiencies import find_fit, write_fits
+    from tokenmill.plan.predict.search import Choice
+
+    if not settings.get("model"):
+        raise SettingsError("--model is needed: the model that was measured")
+    base = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
+    gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))
+    target = calibration.Target(
+        find_model(settings.get("model")),
+        gpu,
+        settings.get("gpus"),
+        given_choice(settings, Choice()),
+        named_lengths(settings) if settings.get("lengths") else None,
+    )
+    found = calibration.calibrate(results, target, base, time.strftime("%Y-%m-%d"))
+    path = Path(settings.get("write")).expanduser()
+    write_fits(path, {found.fit.name: found.fit}, "Written by tokenmill plan calibrate.")
+    if not settings.get("json-only"):
+        console.print_table(found.table())
+        console.out.print(f"written: {path}; use it with --efficiencies {path}")
+    console.print_json(found.report() | {"written": str(path)})

@@ -1,0 +1,1 @@
+"""Predicting throughput and latency of a model on GPUs from rooflines, lengths and queues."""

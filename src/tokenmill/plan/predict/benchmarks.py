@@ -1,0 +1,78 @@
+"""The MLPerf benchmarks as a plan sees them: model, lengths, limits, and what a round allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from tokenmill.bench.mlperf.presets import PRESETS, Limits
+from tokenmill.bench.workload import SHIPPED, read_lengths
+from tokenmill.plan.hardware import PlanError
+from tokenmill.plan.predict.lengths import Lengths, exponential_outputs, represent
+
+SCENARIOS = ("Offline", "Server", "Interactive")
+GPT_OSS_OUTPUT = 1309  # what the runs of v6.0 emit at the mean; its distribution is not published
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One language benchmark."""
+
+    name: str
+    model: str
+    limits: dict[str, Limits]
+    mtp_depth: int = 0  # drafts that the rules allow in Interactive
+
+    def limit(self, scenario: str) -> Limits | None:
+        """None for Offline."""
+        if scenario != "Offline" and scenario not in self.limits:
+            raise PlanError(
+                f"--scenario {scenario}: {self.name} has {', '.join(('Offline', *self.limits))}"
+            )
+        return self.limits.get(scenario)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What the software of a round did, as its submissions show."""
+
+    name: str
+    disaggregates: bool  # prefill and decode apart, on systems of more than one node
+    drafts: bool  # multi-token prediction, where the rules allow it
+
+
+ROUNDS = {
+    "v5.1": Round("v5.1", disaggregates=False, drafts=False),
+    "v6.0": Round("v6.0", disaggregates=True, drafts=True),
+}
+BENCHMARKS = {
+    name: Benchmark(
+        name,
+        name,
+        {"Server": preset.server, "Interactive": preset.interactive},
+        mtp_depth=3 * (name == "deepseek-r1"),
+    )
+    for name, preset in PRESETS.items()
+} | {"mixtral-8x7b": Benchmark("mixtral-8x7b", "mixtral-8x7b", {"Server": Limits(2000, 200)})}
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """A benchmark by its name; llama2-70b-99 and -99.9 differ in accuracy alone."""
+    plain = name.lower().removesuffix("-99.9").removesuffix("-99")
+    if plain not in BENCHMARKS:
+        raise PlanError(f"--benchmark {name}: expected one of {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[plain]
+
+
+@cache
+def benchmark_lengths(name: str) -> Lengths:
+    """The dataset's lengths with the outputs that runs emit."""
+    path, preset = SHIPPED / f"{name}.csv", PRESETS.get(name)
+    if name == "gpt-oss-120b":
+        inputs = sorted(i for i, _ in read_lengths(path, 1))
+        return represent(name, exponential_outputs(inputs, GPT_OSS_OUTPUT, 10_240))
+    if preset is None:
+        return represent(name, read_lengths(path))
+    rows = read_lengths(path, preset.output_len)
+    scale, cap = preset.output_scale, preset.max_output
+    return represent(name, [(i, min(cap, max(1, round(o * scale)))) for i, o in rows])
