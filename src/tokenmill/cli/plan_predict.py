@@ -42,7 +42,7 @@ PREDICT = {
             kind=TEXT,
         ),
         SETTINGS["scenario"],
-        replace(SETTINGS["round"], help="Round whose software is taken: v5.1 or v6.0."),
+        replace(SETTINGS["round"], help="Round whose software is taken: v5.1 or v6.0.", kind=TEXT),
     ),
     "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), *FILES),
     "Configuration (searched for where not given)": CONFIGURATION,
