@@ -51,14 +51,20 @@ def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
     others(target, 20)
     hold(target, "b", prompt(0)[:20])
     decision = target.route("r", prompt(0), 0.0)
+    each = 2.0 * decision.num_waiting  # ms of a token: few have waited so far
+    assert 1.0 < decision.num_waiting < 1.5
     assert decision.worker == "b" and decision.num_cached_tokens == 20
     terms = decision.terms()
     idle = dict.fromkeys(("wait_ms", "queue_ms", "stall_ms", "decode_ms"), 0.0)
     assert terms["b"] == idle | {
-        **{"uncached_tokens": 20, "num_requests": 0, "prefill_ms": 40.0, "cost_ms": 40.0}
+        "uncached_tokens": 20,
+        "num_requests": 0,
+        "prefill_ms": pytest.approx(20 * each, abs=1e-3),
+        "cost_ms": pytest.approx(20 * each, abs=1e-3),
     }
-    assert terms["a"]["cost_ms"] == terms["c"]["cost_ms"] == 80.0
-    after = target.route("s", prompt(500), 0.003).terms()["b"]
+    assert terms["a"]["cost_ms"] == terms["c"]["cost_ms"] == pytest.approx(40 * each, abs=1e-3)
+    second = target.route("s", prompt(500), 0.003)
+    after, prefill_ms = second.terms()["b"], 40 * 2.0 * second.num_waiting
     step_ms = 10 + 2 + 20 * 1.0 + 0.5 + 40 * 0.01
     decode_ms = 0.5 * (OUTPUT_TOKENS / 2) * (2 * 0.5 + 0.01 * (40 + 40))
     assert after == {
@@ -66,10 +72,10 @@ def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
         "num_requests": 1,
         "wait_ms": pytest.approx(step_ms - 3),
         "queue_ms": 0.0,
-        "prefill_ms": 80.0,
+        "prefill_ms": pytest.approx(prefill_ms, abs=1e-3),
         "stall_ms": 0.5 * 40,
         "decode_ms": pytest.approx(decode_ms),
-        "cost_ms": pytest.approx(step_ms - 3 + 80 + 20 + decode_ms),
+        "cost_ms": pytest.approx(step_ms - 3 + prefill_ms + 20 + decode_ms),
     }
 
 
@@ -88,6 +94,41 @@ def test_the_choice_is_by_the_terms() -> None:
             target.prefill_done(str(source.randrange(number + 1)))
             target.stepped(source.choice("abcd"), now_s)
             target.free(str(source.randrange(number + 1)), 10)
+
+
+def test_a_token_costs_as_many_as_wait_for_it() -> None:
+    """Prompts of 8 tokens: of three, all wait for the first and two for the second, ..."""
+    at_once, by_turns = router("a"), router("a")
+    for number in range(3000):
+        tokens = prompt(100 * number, 8)
+        crowded = at_once.route(str(number), tokens, 0.1 * number)
+        alone = by_turns.route(str(number), tokens, 0.1 * number)
+        by_turns.prefill_done(str(number))
+        if number % 3 == 2:
+            for done in range(number - 2, number + 1):
+                at_once.prefill_done(str(done))
+    assert alone.num_waiting == pytest.approx(1.0, abs=0.01), "none has waited"
+    assert crowded.num_waiting == pytest.approx((1 + 2 + 3) / 3, abs=0.01)
+
+
+def test_a_busy_worker_is_not_worth_a_prefix_that_nobody_waits_for() -> None:
+    """The same choice where each prompt found none ahead, and where every other one found one."""
+
+    def chosen(crowded: bool) -> str:
+        target = router("a", "b", decode_weight=0.5)
+        target.learn_rates(replace(RATES, sequence=0.0, kv=0.0))
+        for number in range(1, 601):
+            target.route(str(number), prompt(100 * number), 0.0, without="a")
+            if not crowded or number % 2 == 0:
+                target.free(str(number - 1))
+                target.free(str(number))
+        hold(target, "a", prompt(0))
+        target.route("there", prompt(90_000), 0.0, without="b")
+        target.prefill_done("there")
+        target.stepped("a", 0.0)
+        return target.route("r", prompt(0, 110), 0.0).worker
+
+    assert chosen(crowded=False) == "b" and chosen(crowded=True) == "a"
 
 
 @pytest.mark.parametrize(("num_requests", "num_shared"), [(24, 800), (8, 110)])
@@ -121,13 +162,16 @@ def test_a_prefix_that_all_ask_for_is_copied_while_others_wait_for_it() -> None:
 def test_a_prefix_has_as_many_workers_as_its_share_of_the_requests() -> None:
     source = random.Random(2)
     target = router(*"abcdefgh", predict_s=1e9)
-    target.learn_rates(RATES)
+    target.learn_rates(replace(RATES, kv=0.0005))
     used: dict[int, set[str]] = {0: set(), 1: set()}
     for number in range(400):
         which = 0 if number % 2 else 1 + source.randrange(40)
         tokens = [*prompt(10_000 * which, 2000), number]
-        used.setdefault(which, set()).add(target.route(str(number), tokens, 0.1 * number).worker)
+        worker = target.route(str(number), tokens, 0.1 * number).worker
+        used.setdefault(which, set()).add(worker)
         target.prefill_done(str(number))
+        for name in "abcdefgh":
+            target.stepped(name, 0.1 * number)
         target.free(str(number - 32))
     rare = [len(names) for which, names in used.items() if which and names]
     assert 1 < len(used[0]) <= 5 and sum(rare) / len(rare) < 1.5, used

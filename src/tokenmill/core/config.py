@@ -238,7 +238,7 @@ class RouterConfig:
     )
     block_size: int = 16
     prefill_weight: float = setting(
-        2.0,
+        1.0,
         "kv: weight of the time to compute uncached prompt tokens.",
         number(0, math.inf),
         flag="router-prefill-weight",

@@ -23,7 +23,7 @@ class Choice:
     prices: Prices
     slots: dict[str, int]
     cached: dict[str, int]  # prompt tokens by worker; those without any are left out
-    num_uses: float  # that are expected of another copy of the longest prefix that a worker has
+    copy_ms: float  # to compute a token that another worker has, shared by all who use the copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def _kv(choice: Choice) -> list[float]:
         for in_time, late, growth, each in choice.lines
     ]
     prices, slots, loads = choice.prices, choice.slots, choice.loads
-    uncached, stall = prices.uncached / choice.num_uses, prices.stall * prices.rates.prefill
+    copy_ms, stall = choice.copy_ms, prices.stall * prices.rates.prefill
     for name, num_cached in choice.cached.items():
         slot = slots[name]
-        costs[slot] -= num_cached * (uncached + stall * loads[slot].num_requests)
+        costs[slot] -= num_cached * (copy_ms + stall * loads[slot].num_requests)
     return costs
 
 

@@ -4,7 +4,8 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
 
     wait    = until the step that runs there ends, which may compute prompts
     queue   = prefill of the prompts that wait for the next step
-    prefill = the uncached tokens of this prompt; they count twice: whoever comes next waits too.
+    prefill = the uncached tokens of this prompt, for this request and for those that come while
+              they are computed and wait, too: as many as waited of late for each token computed.
               Those that another worker has are shared by all who are expected to use the copy
     stall   = the requests there get no token while this prompt is computed. What a step takes once
               for all of its prompts is left out: it would gather a burst on few workers
@@ -37,6 +38,7 @@ MEMORY = 256  # answers whose mean length is expected
 MAX_PREFIXES = 4096  # whose uses are counted
 USE_DECAY = 0.5 ** (1 / 256)  # of a use with each decision
 AHEAD = 16  # requests of each worker that a copy of a prefix is made for
+FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, before any was routed
 
 
 class NoWorkerError(TokenmillError):
@@ -56,6 +58,7 @@ class Decision:
     prices: Prices
     now_ms: float
     num_uses: float  # that are expected of another copy of the longest prefix that a worker has
+    num_waiting: float  # requests, this one and others, that are expected to wait for each token
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
@@ -67,6 +70,7 @@ class Decision:
         uncached = num_tokens - self.cached_tokens.get(name, 0)
         held = max(self.cached_tokens.values(), default=0)
         paid = num_tokens - held + (held + uncached - num_tokens) / self.num_uses
+        paid *= self.num_waiting
         costs = self.prices.terms(load, self.now_ms, num_tokens, uncached, paid)
         return {
             "uncached_tokens": uncached,
@@ -105,6 +109,8 @@ class Router:
         self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
         self._num_decisions = 0
         self._num_recent = 0.0  # decisions, counted as uses are
+        self._waited_tokens = FIRST_TOKENS  # of prompts that those routed of late found ahead
+        self._own_tokens = FIRST_TOKENS  # of these prompts
 
     @property
     def num_open(self) -> int:
@@ -175,7 +181,9 @@ class Router:
         chain = hash_chain(token_ids, size, salt=salt) if self.policy.knows_blocks else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
         num_uses = 1.0 if chain is None else self._num_uses(chain, cached)
-        name = self._choose(num_tokens, cached, num_uses, without, now_s)
+        num_waiting = 1.0 + self._waited_tokens / self._own_tokens
+        copy_ms = self._prices.uncached * num_waiting / num_uses
+        name = self._choose(num_tokens, cached, copy_ms, without, now_s)
         num_cached = cached.get(name, 0)
         decision = Decision(
             name,
@@ -187,7 +195,9 @@ class Router:
             self._prices,
             1e3 * now_s,
             num_uses,
+            num_waiting,
         )
+        self._learn_waiting(name, num_tokens - num_cached)
         if chain is not None and config.events:
             self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
         elif chain is not None:
@@ -249,6 +259,12 @@ class Router:
         if not 0.9 < self._num_output_tokens / self._priced_tokens < 1.1:
             self._set_prices(self._prices.rates)
 
+    def _learn_waiting(self, name: str, num_tokens: int) -> None:
+        """Who waits behind a token finds it ahead when routed: counted there, once for each."""
+        ahead = self._loads[self._slots[name]].queued_tokens
+        self._waited_tokens = self._waited_tokens * USE_DECAY + ahead
+        self._own_tokens = self._own_tokens * USE_DECAY + max(num_tokens, 1)
+
     def _set_prices(self, rates: StepRates) -> None:
         self._priced_tokens = self._num_output_tokens
         self._prices = Prices.of(rates, self._num_output_tokens, self.config)
@@ -303,7 +319,7 @@ class Router:
         self,
         num_tokens: int,
         cached: dict[str, int],
-        num_uses: float,
+        copy_ms: float,
         without: Collection[str],
         now_s: float,
     ) -> str:
@@ -319,7 +335,7 @@ class Router:
             self._prices,
             self._slots,
             cached,
-            num_uses,
+            copy_ms,
         )
         costs = self.policy.costs(choice)
         if without:
