@@ -16,7 +16,7 @@ _MARKUP = re.compile(r"\[/?(?:bold|dim)\]")
 
 
 class PlainConsole:
-    """What this package uses of rich's Console, where rich is not installed."""
+    """The part of rich's Console that this package uses, for when rich is not installed."""
 
     is_terminal = False  # no colours and no bars
 
@@ -48,12 +48,12 @@ err = _console(stderr=True)
 
 
 def fail(message: str) -> None:
-    """One red sentence on stderr."""
+    """Print an error in red to stderr."""
     err.print(f"error: {message}", style="bold red", markup=False)
 
 
 def note(message: str) -> None:
-    """One line about what is going on."""
+    """Print one line of progress to stderr."""
     err.print(message, style="dim", markup=False)
 
 

@@ -124,7 +124,7 @@ class HttpConnection(asyncio.Protocol, ABC):
 
 
 def raise_file_limit() -> None:
-    """A connection is a file: allow MAX_FILES, or as many as the system grants."""
+    """Raise the limit of open files, which bounds connections, to MAX_FILES or what is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -86,7 +86,7 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
 
 @dataclass(slots=True)
 class PromptSource:
-    """The data of one point after another; a point before has filled the server's cache."""
+    """Gives every point new data, because earlier points have filled the server's cache."""
 
     dataset: Dataset
     seed: int
@@ -142,7 +142,7 @@ class PromptSource:
 
 
 def make_target(settings: Settings, config: EndpointConfig) -> Target:
-    """Whom to ask, and what every request says."""
+    """The server to send to, and the fields of every request."""
     from tokenmill.bench.client.connections import route_url
     from tokenmill.bench.client.records import Target
 

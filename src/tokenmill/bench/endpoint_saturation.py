@@ -35,7 +35,7 @@ class Bench(Protocol):
 
 
 def check_saturation(settings: Settings, config: EndpointConfig) -> None:
-    """What a search cannot have."""
+    """Refuse flags that do not go with --saturate."""
     for name, values in (("concurrency", config.concurrency), ("rate", config.rate)):
         if len(values) > 1:
             raise SettingsError(f"--saturate starts at a single --{name}, got {len(values)} values")
@@ -96,7 +96,7 @@ def _load(base: Load, load: float, by_rate: bool) -> Load:
 
 
 def note_client(saturation: SaturationReport, points: Sequence[PointReport]) -> None:
-    """Where the audit says that the client was the limit, so does the search."""
+    """Mark the search as limited by the client if an audit at the found load says so."""
     decisive = (saturation["found"], saturation["above"])
     saturation["client_limited"] |= any(
         point["audit"]["client_limited"] for point in points if point[saturation["by"]] in decisive

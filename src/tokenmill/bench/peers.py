@@ -64,7 +64,7 @@ class PeerProcess:
             raise
 
     def run(self, cell: Cell, prompts: Prompts) -> CellRun:
-        """Have the peer generate; its own clock counts, and so does every token."""
+        """Let the peer generate; the time is measured by the peer, and every token is counted."""
         assert self._process.stdin is not None
         (output_len,) = set(cell.output_lens)  # the peers are asked for equal lengths only
         try:

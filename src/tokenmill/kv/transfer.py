@@ -33,7 +33,7 @@ class TransferError(TokenmillError):
 
 
 class Read(Protocol):
-    """A read under way; a Future is one."""
+    """A running read, such as a Future."""
 
     def done(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
@@ -73,7 +73,7 @@ class _Incoming:
     token_id: int | None = None  # known once all blocks are announced
 
     def wait(self, now_ns: int, hold_s: float) -> None:
-        """Wait again for half a lease, since there was news."""
+        """Wait for another half of a lease, because a notice arrived."""
         self.give_up_ns = now_ns + round(_PATIENCE * hold_s * 1e9)
 
     def reading(self) -> bool:
@@ -99,7 +99,7 @@ class KVTransfer:
     # What a worker calls.
 
     def connect(self, peer: KVAddress) -> str | None:
-        """Be ready to read from all ranks of a peer; returns why not."""
+        """Connect to all ranks of a peer; returns the reason if that fails."""
         ranks = (peer, *peer.ranks)
         for rank in ranks:
             if (problem := mismatch(rank, self.address)) is not None:

@@ -130,8 +130,8 @@ def load(
     """Join flags (by key; None is not given), environment, TOML file and a command's defaults.
 
     `config` is the --config flag. Only keys of `flags` are taken: a file or an environment may
-    also set what other commands read. `offered` are settings that a command reads in a way of its
-    own, such as several numbers where others take one.
+    also set what other commands read. `offered` are settings with a kind of this
+    command's own, such as several numbers where others take one.
     """
     table = SETTINGS | {setting.key: setting for setting in offered}
     values = dict(defaults or {})

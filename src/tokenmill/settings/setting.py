@@ -10,7 +10,7 @@ from tokenmill.core.types import TokenmillError
 
 
 class SettingsError(TokenmillError):
-    """A flag, variable or file sets something that does not exist or cannot be."""
+    """A flag, variable or file has an unknown setting or a wrong value."""
 
 
 @dataclass(frozen=True, slots=True)

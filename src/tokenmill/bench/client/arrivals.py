@@ -54,7 +54,7 @@ class Load:
 
 
 def as_run(config: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings of a run as they held: a closed loop has no arrival process, but slots."""
+    """The settings of a run without those that had no effect, such as arrivals in a closed loop."""
     slots = [point["concurrency"] for point in points]
     if not slots or None in slots:
         return dict(config)

@@ -35,7 +35,7 @@ def audit(run: Run, point: PointReport) -> AuditReport:
 def add_client_baseline(
     report: AuditReport, point: PointReport, baseline: ClientBaseline, stream: bool
 ) -> AuditReport:
-    """The same audit beside what the client reaches alone, which is measured later."""
+    """Add the client's baseline, which is measured later, to an audit."""
     return _judged({**report, "floor": baseline_report(baseline, stream)}, point)
 
 
@@ -46,7 +46,7 @@ def _judged(report: AuditReport, point: PointReport) -> AuditReport:
 
 
 def baseline_report(baseline: ClientBaseline, stream: bool) -> BaselineReport:
-    """What this client does at best here, and what it adds to a latency."""
+    """The highest rate of this client on this machine, and the time that it adds to a latency."""
     full = summarize_point(baseline.full.load, baseline.full.records, stream=stream)
     alone = summarize_point(baseline.alone.load, baseline.alone.records, stream=stream)
     return {
@@ -101,7 +101,7 @@ def _median_latency(point: PointReport) -> float:
 
 
 def all_warnings(points: Sequence[PointReport]) -> list[str]:
-    """Those of every point, with its name where there are several."""
+    """The warnings of all points, each with the point's name if there are several."""
     return [
         f"{point['load']}: {text}" if len(points) > 1 else text
         for point in points

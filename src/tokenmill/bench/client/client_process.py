@@ -29,7 +29,7 @@ STALL_S = 0.025  # a pulse so late is a stall
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process does."""
+    """The work of one client process."""
 
     target: Target
     load: Load
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(slots=True)
 class Health:
-    """What the process knows of itself."""
+    """CPU time, lag and stalls of a client process, measured by itself."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
@@ -65,7 +65,7 @@ class Issuer:
     _failure: BaseException | None = None
 
     async def warm_up(self) -> None:
-        """A closed loop over sessions of its own; its records are kept apart."""
+        """Run a closed loop over sessions that are not measured; its records are kept apart."""
         load, shard = self.task.load, self.task.shard
         concurrency = load.concurrency or self.task.num_warmup
         slots = len(shard_slots(concurrency, shard, self.task.num_shards))
@@ -93,7 +93,7 @@ class Issuer:
             raise self._failure
 
     async def stop(self) -> None:
-        """End what is under way; it stays in the records as cancelled."""
+        """Cancel the running requests; the records list them as cancelled."""
         for running in self._open:
             running.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
@@ -186,7 +186,7 @@ class Issuer:
 
 
 def take_ticket(tickets: Any, pass_size: int, is_over: bool) -> int | None:
-    """The next session of all processes; None once the time is over and a pass is whole."""
+    """The next session of all processes; None when the time is over and a pass is complete."""
     with tickets.get_lock():
         index = int(tickets[0])
         if tickets[1] or (is_over and index and index % pass_size == 0):
@@ -220,7 +220,7 @@ async def _watch(health: Health) -> None:
 
 
 def run_process(task: Task, counters: Any, tickets: Any, pipe: Pipe) -> None:
-    """Entry of a client process: "ready", then the start is awaited; "done" with its health."""
+    """Entry of a client process: it reports "ready", waits for the start, and ends with "done"."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent says when to stop
     raise_file_limit()

@@ -117,7 +117,7 @@ class Exchange:
             self.record.error, self.record.detail = error, detail
 
     def finish(self, now_ns: int) -> None:
-        """The answer has ended as HTTP has it; whether it is a whole one is decided here."""
+        """Take the end of the HTTP answer, and decide whether the answer is complete."""
         record = self.record
         if record.status != 200:
             self.fail(f"http_{record.status}", error_text(bytes(self.body)))
@@ -235,7 +235,7 @@ class Client:
         return record
 
     async def open(self, count: int) -> None:
-        """Connect ahead; a failure shows up again with the request that needs it."""
+        """Open connections ahead; a failure is reported by the request that needs it."""
         opened = await asyncio.gather(
             *(self._connect() for _ in range(count)), return_exceptions=True
         )

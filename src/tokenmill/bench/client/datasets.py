@@ -92,7 +92,7 @@ def _corpus() -> tuple[str, tuple[int, ...]]:
 
 
 def words(key: str, number: int, count: int) -> str:
-    """`count` words that begin unlike those of any other (key, number): no cache can help."""
+    """`count` words whose beginning differs for every (key, number), so that no cache has them."""
     size = len(WORDS)
     head = [WORDS[(number // size**i + first) % size] for i, first in enumerate(_firsts(key))]
     text, starts = _corpus()
@@ -114,7 +114,7 @@ def _firsts(key: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random words: lengths in turn, on request behind a shared prefix or as conversations."""
+    """Random words of given lengths, optionally with shared prefixes or as conversations."""
 
     lengths: tuple[tuple[int, int], ...]  # (in, out) of request i, i modulo their number
     seed: int = 0
@@ -163,10 +163,10 @@ def _warmup(seed: int | None, index: int) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The lines of a file, from the start again after the last one.
+    """The lines of a file; after the last one they start again.
 
-    With a seed every pass has a salt of its own, the same in all of its prompts: a cache cannot
-    know them from before, and what they share with each other they still share.
+    With a seed, all prompts of a pass begin with the same salt, which differs between passes. So no
+    cache has them from an earlier pass, and they still share what they share in the file.
     """
 
     turns: tuple[Turn, ...]
@@ -203,7 +203,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The beginning of a prompt that a salt takes the place of; nothing: the salt is put before."""
+    """The beginning of a prompt that a salt replaces; if it is empty, the salt is put before it."""
 
     num_chars: int = 0
     num_words: int = SALT_WORDS  # of the salt: as many as the tokens that it replaces
@@ -252,7 +252,7 @@ def whole_text(content: str | list[Message]) -> str:
 
 
 def find_cuts(turns: tuple[Turn, ...], count: Callable[[str], int]) -> tuple[Cut, ...]:
-    """Where salts change no length by this tokenizer; () where a word of a salt is no token."""
+    """Cuts at which salts keep the number of tokens; () if a word of a salt is not one token."""
     if any(count(f"{word} {word}") != 2 for word in WORDS):
         return ()
     return tuple(_cut(first_text(turn.content), count) for turn in turns)
@@ -272,7 +272,7 @@ def _cut(text: str, count: Callable[[str], int]) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Whole passes over a finite dataset, each in an order of its own."""
+    """Passes over a finite dataset, each in a different order."""
 
     dataset: Dataset
     pass_size: int
@@ -348,7 +348,7 @@ class Trace:
 
 
 def fresh(dataset: Dataset, seed: int) -> Dataset:
-    """The same data with prompts that no other seed has: salted where they are given."""
+    """The same data with prompts of another seed; given prompts get a salt."""
     if isinstance(dataset, Shuffled):
         return replace(dataset, dataset=fresh(dataset.dataset, seed))
     if isinstance(dataset, Synthetic | Prompts | Trace):

@@ -19,7 +19,7 @@ BAR = 30
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a point is, and what bounds it."""
+    """The name of a point, and the number of requests or the time that ends it."""
 
     name: str
     num_requests: int | None = None
@@ -35,7 +35,7 @@ class Goal:
         return min(max(shares), 1.0) if shares else None
 
     def seconds_left(self, now: Progress) -> float | None:
-        """At the pace so far; None where there is no telling."""
+        """Seconds until the end at the present rate; None if it is unknown."""
         share = self.share_done(now)
         return now.seconds * (1 - share) / share if share else None
 
@@ -100,7 +100,7 @@ def line_watch() -> Watch:
 
 @contextmanager
 def watching(goal: Goal) -> Iterator[Watch]:
-    """What to call at every look at a run."""
+    """The function that shows the progress, called a few times a second."""
     if not console.err.is_terminal:
         yield line_watch()
         return

@@ -37,7 +37,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one point gave; `interrupted`: by Ctrl-C."""
+    """The records of one point; `interrupted` is True after Ctrl-C."""
 
     load: Load
     records: list[Record]
@@ -55,7 +55,7 @@ class ClientBaseline:
 
 
 def choose_processes(load: Load, num_cpus: int | None = None) -> int:
-    """As many as the load asks for; half of the cores at most."""
+    """The number of client processes that the load needs, at most half of the cores."""
     cpus = num_cpus or len(os.sched_getaffinity(0))
     slots = (load.concurrency or 0) / SLOTS_PER_PROCESS
     wanted = math.ceil(max(slots, (load.rate or 0.0) / RATE_PER_PROCESS, 1))
@@ -71,7 +71,7 @@ def run_load(
     watch: Watch = lambda progress: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Run:
-    """One point; Ctrl-C ends it early and gives what there is.
+    """Run one point; after Ctrl-C the requests that have ended are returned.
 
     `begin` is called after the warm-up, just before the start.
     """
@@ -145,7 +145,7 @@ class ClientProcesses:
             watch(Progress.read((time.monotonic_ns() - start_ns) / 1e9, self._counters))
 
     def health(self) -> list[Health]:
-        """What each process says of itself at its end."""
+        """The health that each process reports at its end."""
         found = []
         for pipe in self._pipes:
             answer = self._receive(pipe)

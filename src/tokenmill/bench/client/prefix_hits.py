@@ -47,7 +47,7 @@ def prefix_hits(
 def explained_tokens(
     dataset: Dataset, records: Sequence[Record], warmup: Sequence[Record] = ()
 ) -> list[float]:
-    """Of each whole answer: the prompt tokens that a perfect cache, empty before, could have had.
+    """Prompt tokens of each complete answer that a perfect, initially empty cache would have.
 
     What all prompts have around them (a chat template) counts, and so does the turn before.
     """
@@ -129,7 +129,7 @@ def hit_doubts(hits: HitsReport | None) -> dict[str, Occurrence]:
 
 
 def note_differences(points: Sequence[PointReport]) -> None:
-    """A doubt at every point whose hits are not those of the point with the fewest."""
+    """Add a doubt to every point with more hits than the point with the fewest."""
     known = [
         (hits["share"], hits["explained"], point)
         for point in points

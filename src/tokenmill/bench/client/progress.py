@@ -22,7 +22,7 @@ _LOG_GROWTH = math.log(GROWTH)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A moment of a run; latencies are those of answers that have ended."""
+    """The state of a run at one moment; latencies are those of finished answers."""
 
     seconds: float
     num_done: int = 0

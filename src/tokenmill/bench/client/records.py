@@ -20,7 +20,7 @@ _IGNORED = (b":", b"event:", b"id:", b"retry:")
 
 
 class SseError(ValueError):
-    """A line that no server-sent event has, or data that is not a chunk."""
+    """A line is not part of a server-sent event, or its data are not a chunk."""
 
 
 class Delta(msgspec.Struct, gc=False):

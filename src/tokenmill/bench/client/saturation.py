@@ -33,7 +33,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`share` of the requests must be good; None: the knee of throughput."""
+    """The goal of a search: `share` of the requests must be good; None: the knee of throughput."""
 
     share: float | None = None
     start: float = 1.0
@@ -131,7 +131,7 @@ class _Search:
         self._num_probes = 0
 
     def to_limit(self) -> str:
-        """Until the highest good load and the lowest bad one are neighbours."""
+        """Search until no load is left between the highest good and the lowest bad one."""
         while self._num_probes < MAX_PROBES:
             load, stopped = self._next_to_limit()
             if load is None:

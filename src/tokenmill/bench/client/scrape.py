@@ -264,7 +264,7 @@ def server_report(readings: Sequence[Reading], num_during: int | None = None) ->
 def server_doubts(
     server: ServerReport, point: PointReport, records: Sequence[Record]
 ) -> dict[str, Occurrence]:
-    """Where the server's counts are not the client's: {class: {count, first}} as for other doubts.
+    """Doubts where the server's counts differ from the client's: {class: {count, first}}.
 
     What was cut off or failed may have cost the server tokens that never came.
     """

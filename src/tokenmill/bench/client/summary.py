@@ -77,7 +77,7 @@ def parse_slo(texts: Iterable[str]) -> Slo | None:
 
 
 def usage_fault(record: Record) -> tuple[str, str] | None:
-    """(class, why) where the token counts of a whole answer cannot be trusted."""
+    """(class, reason) if the token counts of a complete answer cannot be trusted."""
     tokens = record.completion_tokens
     if tokens is None:
         return USAGE_MISSING, "the answer has no usage"
@@ -98,7 +98,7 @@ def usage_fault(record: Record) -> tuple[str, str] | None:
 
 
 def num_tokens(record: Record, stream: bool) -> int:
-    """Output tokens: those of a usage that can be trusted, else what was counted here."""
+    """Output tokens by the usage if it can be trusted, otherwise as counted here."""
     if usage_fault(record) is None:
         return record.completion_tokens or 0
     if record.counted_tokens is not None:
@@ -180,7 +180,7 @@ def _doubts(record: Record, stall_s: float) -> list[tuple[str, str]]:
 
 
 def usage_doubts(whole: Sequence[Record]) -> dict[str, Occurrence]:
-    """A usage that may count double, told from outputs and bytes; none where a tokenizer counted.
+    """Doubts about a usage that may count tokens twice, judged by outputs and bytes.
 
     Either every answer has two tokens an output, or outputs have several and tokens hardly a byte.
     """

@@ -73,12 +73,12 @@ class Row:
 
     @property
     def too_few(self) -> bool:
-        """True where an interval is missing for want of requests, not of data."""
+        """True if there are too few requests for an interval, although their data are there."""
         return self.estimates is None and self.sampled
 
     @property
     def unfounded(self) -> bool:
-        """True of a tail that nothing tells how well it is known."""
+        """True for a tail percentile without any measure of its accuracy."""
         known = self.estimates is not None or self.sampled
         return not known and self.metric.name.endswith("p99")
 
@@ -323,7 +323,7 @@ def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:
 
 
 def changes(baseline: Round, other: Round) -> dict[str, list[Any]]:
-    """What the configurations have different: name -> [baseline, other].
+    """The settings that differ: name -> [baseline, other].
 
     Tools have settings of their own: between two tools only those that both have are compared.
     """

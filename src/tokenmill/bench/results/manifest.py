@@ -43,7 +43,7 @@ def utc_now() -> str:
 
 
 def make_facts(benchmark: str, configuration: Mapping[str, Any], started_at: str) -> Facts:
-    """A manifest but for its files: what ran, on what, how and when."""
+    """The manifest without its files: software, hardware, settings and times of the run."""
     return {
         "format": FORMAT,
         "benchmark": benchmark,
@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> VerifyReport:
-    """Which files are not as the manifest has them; the manifest itself is one of them."""
+    """Find files that differ from the manifest; the manifest itself is checked as well."""
     manifest = read_manifest(folder)
     listed, found = manifest["files"], file_digests(folder)
     changed = [name for name in listed if name in found and listed[name] != found[name]]
@@ -192,7 +192,7 @@ def _without(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
 
 
 def result_folder(name: str) -> Path:
-    """A folder for one result, made now: what cannot be written should fail before the run.
+    """Make the folder of a result before the run, so that a wrong path fails at once.
 
     A folder with other files in it is refused: the manifest would list them as part of the result.
     """

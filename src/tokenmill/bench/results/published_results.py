@@ -133,7 +133,7 @@ def _order(entry: Entry) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """A result to place: of so many accelerators, and what must be said of it."""
+    """A result to rank, its accelerators, and notices that must be shown with it."""
 
     result: float
     accelerators: int | None
@@ -161,7 +161,7 @@ def of_round(one: Round, entry: Entry, accelerators: int | None) -> Ours:
 
 
 def place(entries: Sequence[Entry], ours: Ours) -> PlacedReport:
-    """Rank among the rows, and the share of the best: per accelerator, of latencies as they are."""
+    """Rank and share of the best among the rows: per accelerator, but latencies as they are."""
     latency = bool(entries) and entries[0].unit == LATENCY
     if latency:
         values, value = [e.result for e in entries], ours.result
