@@ -18,10 +18,14 @@ from api.sim import make_tokenizer
 from harmony_tokenizer import harmony_tokenizer
 from random_model import noise
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
+from tokenmill.api.messages.message_format import MessageFormat
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.format_chat import ChatFormat
 from tokenmill.api.protocol.prepare import Job, Preparer
 from tokenmill.api.protocol.requests import ChatCompletionRequest
+from tokenmill.api.responses.response_format import ResponseFormat
+from tokenmill.api.responses.response_object import ResponseObject
+from tokenmill.api.responses.response_request import ReasoningConfig, TextConfig
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.codec import dumps, loads
 from tokenmill.core.config import SchedulerConfig, ServerConfig
@@ -247,6 +251,42 @@ def test_constraints_reach_a_worker_as_they_are() -> None:
         assert request.sampling.structured is not None
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
         assert loads(Request, dumps(Request, request)) == request
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_harmony_in_the_other_apis(streams: bool) -> None:
+    """Its channels are items of the Responses API, and blocks of Anthropic's."""
+    script = (
+        "<|channel|>analysis<|message|>I think so.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"ok": true}<|call|>'
+    )
+    job, tokenizer = job_of(True, tools=TOOLS), model(True)
+    generation = Generation(job, tokenizer, ServerMetrics("m"), streams)
+    outputs = outputs_of(job, True, script, [])
+    deltas = [d for output in outputs for d in generation.advance({0: output})]
+    usage, ended = generation.usage(), []
+    response = ResponseObject(
+        id="r", created_at=0, model="m", reasoning=ReasoningConfig(), text=TextConfig()
+    )
+    items = ResponseFormat(response, tokenizer, ended.append, carries=False)
+    blocks = MessageFormat(job, "m", hides_thinking=False, fills_context=False)
+    message: dict[str, Any] = {}
+    if streams:
+        for form in (items, blocks):
+            events = form.start(usage) + b"".join(map(form.event, deltas)) + form.end(usage)
+            message = json.loads(events.split(b"data: ")[-2].split(b"\n")[0])
+        assert message["delta"]["stop_reason"] == "tool_use"
+    else:
+        items.answer([join_deltas(deltas)], usage)
+        message = json.loads(blocks.answer([join_deltas(deltas)], usage))
+        assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
+        assert message["content"][2]["input"] == {"ok": True}
+    (reasoning, text, call) = ended[0].output
+    assert reasoning.content[0].text == "I think so." and call.arguments == '{"ok": true}'
+    assert text.content[0].text == "Let me look." and ended[0].status == "completed"
+    details = message["usage"]["output_tokens_details"]
+    assert details["thinking_tokens"] == ended[0].usage.output_tokens_details.reasoning_tokens > 0
 
 
 def test_effort_and_date_reach_the_prompt() -> None:
