@@ -24,6 +24,7 @@ from api.sim_server import SimServer, sim_server
 from tokenmill.__main__ import run
 from tokenmill.cli.app import app
 from tokenmill.core.config import PoolConfig, SchedulerConfig
+from tokenmill.core.kv_groups import kept_positions
 from tokenmill.models import spec_of
 
 SERVED = "http://127.0.0.1:8000"
@@ -216,6 +217,15 @@ def test_the_list_of_modules_is_fresh() -> None:
     page = module_table.PAGE.read_text(encoding="utf-8")
     assert module_table.render(page) == page, "run python scripts/module_table.py"
     assert not re.findall(r"^(?:- `|\*\*`).*: ?$", page, re.M), "a module without a docstring"
+
+
+def test_the_share_of_sliding_layers_agrees_with_the_spec() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    shape = ROOT / "src" / "tokenmill" / "bench" / "shapes" / "gpt-oss-120b.json"
+    spec = spec_of(json.loads(shape.read_text(encoding="utf-8")))
+    share = kept_positions(spec.layer_windows, 8192) / (spec.num_layers * 8192)
+    kib = share * spec.kv_bytes_per_token(2) / 1024
+    assert f"{share:.0%} of that in gpt-oss-120b, {kib:.1f} KiB" in text.replace(" %", "%")
 
 
 def test_the_table_of_memory_agrees_with_the_specs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,12 @@ def test_serial_takes_the_longer_of_each_kind_and_overlap_of_the_sums() -> None:
 
 def test_fewest_decode_steps() -> None:
     cell = Cell("m", ((10, 4), (6, 2)))
-    assert min_decode_steps(cell, 1000, 10**9) == 3  # the longest output
-    assert min_decode_steps(cell, 1, 10**9) == 4  # one after the other
-    assert min_decode_steps(cell, 1000, 13) == pytest.approx(max(3, (11 + 12 + 13 + 7) / 13))
+    assert min_decode_steps(cell, SPEC, 1000, 10**9) == 3  # the longest output
+    assert min_decode_steps(cell, SPEC, 1, 10**9) == 4  # one after the other
+    assert min_decode_steps(cell, SPEC, 1000, 13) == pytest.approx(max(3, (11 + 12 + 13 + 7) / 13))
+    half = replace(SPEC, num_layers=2, layer_windows=(None, 5))
+    held = (11 + 12 + 13 + 7 + 4 * 5) / 2
+    assert min_decode_steps(cell, half, 1000, 7) == pytest.approx(held / 7)
 
 
 def test_bytes_of_the_weights_by_type() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tokenmill.core.kv_groups import Sliding
 from tokenmill.sched.blocks import BlockPool, block_hashes, chain_seed, next_block_hashes
 
 MASK = 2**64 - 1
@@ -252,9 +253,14 @@ def test_check_integrity_sees_each_kind_of_damage() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Tables come and go; a model remembers what each cached block stands for."""
 
-    @initialize(num_blocks=st.integers(1, 8), size=st.integers(1, 3), collide=st.booleans())
-    def start(self, num_blocks: int, size: int, collide: bool) -> None:
-        self.pool = BlockPool(num_blocks, size)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        size=st.integers(1, 3),
+        collide=st.booleans(),
+        groups=st.sampled_from([0, 0, 1, 2]),
+    )
+    def start(self, num_blocks: int, size: int, collide: bool, groups: int) -> None:
+        self.pool = BlockPool(num_blocks, size, sliding=Sliding(2, groups))
         self.collide = collide
         self.tables: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the prefix it was written with
@@ -265,22 +271,29 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), cached=st.booleans())
     def admit(self, tokens: list[int], cached: bool) -> None:
-        pool, size = self.pool, self.pool.block_size
+        pool, size, groups = self.pool, self.pool.block_size, self.pool.sliding.num_groups
         hashes = self.hashes(tokens)
         found = pool.match(tokens, hashes)
         for index, block in enumerate(found):
-            assert self.content[block] == tuple(tokens[: (index + 1) * size])
+            for each in (block, *pool.beside(block)):
+                assert self.content[each] == tuple(tokens[: (index + 1) * size])
+        beside = [each for block in found for each in pool.beside(block)]
         fresh = len(hashes) - len(found)
-        if fresh + pool.num_revived(found) > pool.num_free:
+        revived = pool.num_revived([*found, *beside])
+        if fresh * (1 + groups) + revived > pool.num_free:
             return
-        pool.acquire(found)
-        table = found + pool.allocate(fresh)
+        pool.acquire([*found, *beside])
+        table, sliding = found + pool.allocate(fresh), pool.allocate(fresh * groups)
         parent: int | str = pool.identity(found[-1]) if found else ""
         for index in range(len(found), len(table) if cached else 0):
-            self.content[table[index]] = tuple(tokens[: (index + 1) * size])
+            own = sliding[(index - len(found)) * groups :][:groups]
+            for each in (table[index], *own):
+                self.content[each] = tuple(tokens[: (index + 1) * size])
             block = tuple(tokens[index * size : (index + 1) * size])
             parent = pool.insert(table[index], hashes[index], parent, block)
-        self.tables.append(table)
+            if groups:
+                pool.put_beside(parent, own)
+        self.tables.append(table + beside + sliding)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

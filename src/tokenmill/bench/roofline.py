@@ -50,7 +50,7 @@ class Setup:
     dtype: str
     kv_dtype: str
     max_num_seqs: int
-    kv_tokens: int  # that the KV cache holds
+    kv_tokens: int  # whose KV in all layers is as large as the cache
     tokens_per_step: float = 1.0  # that a sequence gains; drafts that came true make it more
 
 
@@ -79,7 +79,8 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     prefill_flops = prefill_seen * spec.seen_flops(decode=False)
     decode_flops = decode_seen * spec.seen_flops(decode=True)
     seen_bytes = spec.num_kv_heads * sum(spec.cache_dims) * BYTES[setup.kv_dtype]
-    steps = min_decode_steps(cell, setup.max_num_seqs, setup.kv_tokens) / setup.tokens_per_step
+    steps = min_decode_steps(cell, spec, setup.max_num_seqs, setup.kv_tokens)
+    steps /= setup.tokens_per_step
     weight_bytes = step_weight_bytes(spec, setup.dtype, num_decoded / steps) if steps else 0.0
     weights_s = steps * weight_bytes / machine.read_bytes_per_s
     cache_s = decode_seen / setup.tokens_per_step * seen_bytes / machine.read_bytes_per_s
@@ -111,13 +112,15 @@ def _layer_seconds(spec: ModelSpec, dtype: str, machine: Machine) -> float:
     return (flops - experts) / own + experts / theirs
 
 
-def min_decode_steps(cell: Cell, max_num_seqs: int, kv_tokens: int) -> float:
+def min_decode_steps(cell: Cell, spec: ModelSpec, max_num_seqs: int, kv_tokens: int) -> float:
     """Fewest decode steps: by sequences at once, by the longest output and by room in the cache.
 
-    A step holds the tokens of all its sequences, so the sum over steps is at most steps x room.
+    A step holds what the tokens of all its sequences see, in sliding layers no more than their
+    window, so the sum over steps is at most steps x room.
     """
     num_decoded = cell.num_output_tokens - cell.num_prompts
-    held = sum(_triangle(i + o - 1) - _triangle(i) for i, o in cell.lengths)
+    seen = spec.attended_positions
+    held = sum(seen(i + o - 1) - seen(i) for i, o in cell.lengths) / spec.num_layers
     return max(num_decoded / max_num_seqs, max(cell.output_lens) - 1, held / kv_tokens)
 
 
@@ -137,7 +140,3 @@ def expert_dtype(spec: ModelSpec, dtype: str) -> str:
 def expert_bytes(spec: ModelSpec, dtype: str) -> float:
     """Bytes of a weight of the experts: a GPU reads MXFP4 as it is stored."""
     return MXFP4_BYTES if spec.mxfp4 and dtype in GPU_DTYPES else BYTES[dtype]
-
-
-def _triangle(n: int) -> int:
-    return n * (n + 1) // 2

@@ -68,6 +68,13 @@ def plan_groups(windows: Windows, num_drafting: int = 0) -> KVGroups:
     return KVGroups(num_full, _places(slides, num_groups), sliding)
 
 
+def kept_positions(windows: Windows, num_tokens: int) -> int:
+    """Positions that all layers together keep of a sequence of so many tokens."""
+    if not plan_groups(windows).sliding.num_groups:
+        return len(windows) * num_tokens
+    return sum(min(num_tokens, window or num_tokens) for window in windows)
+
+
 def _places(slides: list[bool], num_groups: int) -> tuple[int, ...]:
     """Full layers in order; of sliding ones each group takes its turn."""
     counts = {False: 0, True: 0}

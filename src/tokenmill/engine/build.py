@@ -20,7 +20,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
-from tokenmill.core.kv_groups import KVGroups, Sliding, plan_groups
+from tokenmill.core.kv_groups import KVGroups, plan_groups
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
@@ -84,9 +84,16 @@ class BuiltEngine:
     num_blocks: int  # of each rank, where ranks have requests of their own
     block_size: int
     kv_tokens: int  # of one request that the blocks hold
+    groups: KVGroups
     weight_bytes: int  # of this rank
     description: str
     group: RankGroup | None = None  # the other ranks
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens whose KV in all layers is as large as the cache."""
+        layers = self.num_blocks * self.groups.page_layers
+        return layers * self.block_size // len(self.groups.places)
 
     def close(self) -> None:
         """End the other ranks; they also end with this process."""
@@ -104,7 +111,7 @@ class Part:
     cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
     kv_cache: KVCache
     num_blocks: int
-    sliding: Sliding
+    groups: KVGroups
     kv_tokens: int  # of one request that the KV cache holds
     max_model_len: int  # what is asked for, or what the KV cache holds if that is less
     link: KVLink | GroupLink | None
@@ -150,6 +157,7 @@ def build_engine(
         num_blocks=part.num_blocks,
         block_size=setup.cache.block_size,
         kv_tokens=part.kv_tokens,
+        groups=part.groups,
         weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
         description=part.checkpoint.describe() + _drafts_line(setup.execution),
         group=group,
@@ -189,11 +197,11 @@ def load_part(
     kv_cache = allocate_kv_cache(
         cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages, groups
     )
-    sliding, most_new = groups.sliding, scheduler.most_new_tokens
-    room = sliding.num_blocks(num_blocks, most_new, cache.block_size) * cache.block_size
+    most_new, size = scheduler.most_new_tokens, cache.block_size
+    room = groups.sliding.num_blocks(num_blocks, most_new, size) * size
     max_len = min(max_len, room)
     return Part(
-        checkpoint, network, mtp, cached, kv_cache, num_blocks, sliding, room, max_len, link, narrow
+        checkpoint, network, mtp, cached, kv_cache, num_blocks, groups, room, max_len, link, narrow
     )
 
 
@@ -213,7 +221,7 @@ def make_engine(
     num_slots, max_len = 2 * scheduler.num_seqs, scheduler.max_model_len
     runner = ModelRunner(
         network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution),
-        part.sliding,
+        part.groups.sliding,
     )  # fmt: skip
     if part.narrow:
         quantize(runner)
@@ -228,7 +236,7 @@ def make_engine(
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
-    pool = BlockPool(part.num_blocks, block_size, cache.prefix_cache, part.sliding)
+    pool = BlockPool(part.num_blocks, block_size, cache.prefix_cache, part.groups.sliding)
     policy = Scheduler(scheduler, pool, eos)
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)

@@ -23,9 +23,10 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.kv_groups import kept_positions
 from tokenmill.core.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
-from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
+from tokenmill.engine.limits import EXPECTED_TOKENS, Room, choose_budget, choose_num_seqs
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
@@ -102,7 +103,7 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     free, total = torch.cuda.mem_get_info() if on_gpu else (0, None)
     num_seqs = scheduler.num_seqs
     if scheduler.max_num_seqs is None and on_gpu and setup.cache.num_blocks is None:
-        num_seqs = choose_num_seqs(_room(setup, spec, free), max_len)
+        num_seqs = choose_num_seqs(_room(setup, spec, free, max_len), max_len)
     return replace(
         scheduler,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or choose_budget(spec, total),
@@ -111,11 +112,13 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     )
 
 
-def _room(setup: Setup, spec: ModelSpec, free: int) -> Room:
+def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> Room:
     """Return the memory of one rank's GPU before anything is loaded."""
     cache, parallel = setup.cache, setup.parallel
     assert cache.memory_share is not None
-    per_token = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // parallel.tp
+    expected = min(EXPECTED_TOKENS, max_len)
+    layer_bytes = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // spec.num_layers // parallel.tp
+    per_token = layer_bytes * kept_positions(spec.layer_windows, expected) // expected
     if cache.memory_bytes is not None:
         return Room(cache.memory_bytes, 0, per_token)
     width = 1 if setup.model.dtype == "fp8" else 2

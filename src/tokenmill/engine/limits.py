@@ -23,7 +23,7 @@ class Room:
 
     memory_bytes: int  # that weights and KV may take
     weight_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # of a request of the expected length
 
     @property
     def num_kv_tokens(self) -> int:

@@ -19,7 +19,7 @@ class BlockLedger:
     """
 
     def __init__(self, pool: BlockPool, most_new: int) -> None:
-        self.pool, self._sliding = pool, pool.sliding
+        self.pool, self._sliding, self._num_groups = pool, pool.sliding, pool.sliding.num_groups
         self._most_seen = pool.sliding.most_blocks(most_new, pool.block_size)
         self._most_new_blocks = -(-most_new // pool.block_size) + 1
         self.num_slots = 0
@@ -27,6 +27,7 @@ class BlockLedger:
         self.num_in_flight = 0  # batches between launch() and collect()
         self.num_advanced = 0  # of these, batches that are counted as computed
         self.num_launched = 0
+        self.num_slid = 0  # blocks that slide() has freed
         self.dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
         # (index of the first, blocks) that slid behind the window while a batch is in flight
         self.behind: dict[Sequence, tuple[int, list[int]]] = {}
@@ -40,10 +41,10 @@ class BlockLedger:
     def fits(self, seq: Sequence, matched: list[int], total: int, alone: bool) -> bool:
         """Whether `total` blocks, the matched ones among them, fit beside the running ones."""
         needed = total - len(matched) + self.pool.num_revived(matched)
-        if self._sliding.num_groups:
+        if self._num_groups:
             first, beside = self._seen(seq, matched)
             num_seen = min(total - first, self._most_seen)
-            needed += num_seen * self._sliding.num_groups - len(beside)
+            needed += num_seen * self._num_groups - len(beside)
             needed += self.pool.num_revived(beside)
         if not alone:
             needed += self.reserved + self._watermark
@@ -63,13 +64,13 @@ class BlockLedger:
     def reserve(self, num_blocks: int) -> None:
         """Count the blocks that a sequence will need for known tokens after this step."""
         in_a_step = min(num_blocks, self._most_new_blocks)
-        self.reserved += num_blocks + in_a_step * self._sliding.num_groups
+        self.reserved += num_blocks + in_a_step * self._num_groups
 
     def occupy(self, seq: Sequence, matched: list[int], total: int) -> None:
         """Give a sequence its first blocks: the matched ones and others up to `total`."""
         pool = self.pool
         pool.acquire(matched)
-        if groups := self._sliding.num_groups:
+        if groups := self._num_groups:
             first, beside = self._seen(seq, matched)
             pool.acquire(beside)
             num_more = (total - first) * groups - len(beside)
@@ -92,7 +93,7 @@ class BlockLedger:
         """Give a running sequence blocks for more tokens; num_needed() must be free."""
         self._grown.append((seq, len(seq.block_ids)))
         seq.block_ids += self.pool.allocate(num_blocks)
-        if groups := self._sliding.num_groups:
+        if groups := self._num_groups:
             seq.window_ids += self.pool.allocate(num_blocks * groups)
         seq.capacity = len(seq.block_ids) * self.pool.block_size
 
@@ -105,11 +106,8 @@ class BlockLedger:
 
         Where a batch in flight may still write some, what it fails to write must be forgotten.
         """
-        groups = self._sliding.num_groups
-        if not groups:
-            return
         first = self._sliding.first_block(seq.num_computed_tokens, self.pool.block_size)
-        count = (first - seq.window_first) * groups
+        count = (first - seq.window_first) * self._num_groups
         if count > 0:
             behind = seq.window_ids[:count]
             if in_flight:
@@ -117,6 +115,7 @@ class BlockLedger:
             self.pool.release(behind)
             del seq.window_ids[:count]
             seq.window_first = first
+            self.num_slid += count
 
     def window_parts(self, seq: Sequence) -> list[tuple[int, list[int]]]:
         """(index of the first, blocks of sliding layers) that it holds or that slid behind."""
@@ -145,7 +144,7 @@ class BlockLedger:
             self.pool.release(seq.block_ids[num_blocks:])
             del seq.block_ids[num_blocks:]
             seq.capacity = num_blocks * self.pool.block_size
-            kept = (num_blocks - seq.window_first) * self._sliding.num_groups
+            kept = (num_blocks - seq.window_first) * self._num_groups
             self.pool.release(seq.window_ids[kept:])
             del seq.window_ids[kept:]
 
@@ -238,5 +237,5 @@ class BlockLedger:
         """The blocks of sliding layers go from one that the next token sees to the last."""
         sliding, size = self._sliding, self.pool.block_size
         num_held = len(seq.block_ids) - seq.window_first
-        assert len(seq.window_ids) == num_held * sliding.num_groups, "blocks of a window are lost"
+        assert len(seq.window_ids) == num_held * self._num_groups, "blocks of a window are lost"
         assert seq.window_first <= sliding.first_block(seq.num_computed_tokens, size)

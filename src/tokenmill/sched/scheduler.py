@@ -71,6 +71,7 @@ class Scheduler:
         self.pool = pool
         self.limits = Limits(config, kv_tokens(pool, config))
         self._eos = eos_token_ids
+        self._slides = pool.sliding.num_groups > 0
         self._order = 0
         self._now_ns = 0
         self._drafting = False  # some sequence may have drafts
@@ -125,6 +126,7 @@ class Scheduler:
             num_waiting=len(self._queues.waiting),
             num_running=self._queues.num_running,
             num_kv_blocks_used=self.pool.num_used,
+            num_kv_blocks_slid=self._ledger.num_slid,
             num_finished=dict(self._counters.num_finished),
             num_receiving=len(self.receiving),
             num_leases=len(self.leases),
@@ -238,17 +240,18 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Give a sequence blocks up to `end`, preempting from the tail; False if it went itself."""
-        ledger, num_blocks = self._ledger, -(-end // self.pool.block_size) - len(seq.block_ids)
-        ledger.slide(seq, in_flight=ledger.num_in_flight > 0)
-        needed = ledger.num_needed(num_blocks)
+        needed = num_blocks = -(-end // self.pool.block_size) - len(seq.block_ids)
+        if self._slides:
+            self._ledger.slide(seq, in_flight=self._ledger.num_in_flight > 0)
+            needed = self._ledger.num_needed(num_blocks)
         if self._drafting:
-            make_room(needed, self._queues.running, ledger)
+            make_room(needed, self._queues.running, self._ledger)
         while self.pool.num_free < needed:
             victim = self._queues.running.pop()
             self._requeue(victim)
             if victim is seq:
                 return False
-        ledger.grow(seq, num_blocks)
+        self._ledger.grow(seq, num_blocks)
         return True
 
     def _requeue(self, seq: Sequence) -> None:
@@ -326,7 +329,7 @@ class Scheduler:
             self._drafting = any(seq.draft_ids for seq in self._queues.running)
         self._hash_late()
         self.leases.announce_computed(batch)
-        if self.pool.sliding.num_groups:
+        if self._slides:
             self._slide(batch)
         return outputs
 

@@ -35,7 +35,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     num_kv_blocks: int
     block_size: int
     dtype: str
-    kv_tokens: int = 0  # of one request that the blocks hold
+    kv_tokens: int | None = None  # of one request that the blocks hold
     device: str = "cpu"
     kv: KVAddress | None = None  # how other engines reach its KV
     max_waiting: int | None = None  # requests that may wait; None: any number

@@ -44,6 +44,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     busy: float = 0.0  # share of the last minute with something to compute
     prompt_tokens_per_s: float | None = None  # computed there, over ten seconds; None: not known
     warnings: list[str] = []  # that it started with
+    kv_tokens: int | None = None  # of one request that its KV cache holds; None: not known
 
     @property
     def up(self) -> bool:
@@ -160,4 +161,5 @@ def worker_view(slot: WorkerSlot, router: Router, entries: list[OpenRequest]) ->
         busy=round(slot.busy(), 3),
         prompt_tokens_per_s=round(slot.prompt_tokens.per_s(), 1),
         warnings=[] if slot.facts is None else slot.facts.warnings,
+        kv_tokens=None if slot.facts is None else slot.facts.kv_tokens,
     )

@@ -205,6 +205,7 @@ class ServerMetrics:
             ("prefix_cache_hits", "Prompt tokens found in the cache.", s.prefix_hit_tokens),
             ("num_preemptions", "Preemptions.", s.num_preemptions),
             ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
+            ("kv_blocks_slid", "KV blocks freed behind a window.", s.num_kv_blocks_slid),
             ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),
             ("mtp_runs", "Runs of drafts verified.", s.num_drafted[0] if s.num_drafted else 0),

@@ -72,7 +72,7 @@ def decode(settings: Settings) -> None:
     from tokenmill.bench.ceiling import measure_machine
     from tokenmill.engine.build import build_engine
     from tokenmill.engine.choices import choose_device, resolve_setup
-    from tokenmill.engine.probe import DecodeProbe
+    from tokenmill.engine.probe import DecodeProbe, pages_per_seq
 
     sizes, context = settings.get("decode-batch"), settings.get("context")
     setup = settings.setup()
@@ -90,8 +90,8 @@ def decode(settings: Settings) -> None:
         built = build_engine(resolve_setup(Setup(model, cache, limits, launched)), progress=loaded)
     if context + 1 > built.max_model_len:
         raise BenchError(f"--context {context}: the model's context is {built.max_model_len}")
-    if largest * (context // built.block_size + 1) > built.num_blocks:
-        room = built.num_blocks // (context // built.block_size + 1)
+    room = built.num_blocks // pages_per_seq(built.runner, context)
+    if largest > room:
         raise BenchError(
             f"--decode-batch {largest}: the KV cache holds {room} sequences of {context} tokens"
         )

@@ -159,7 +159,7 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
         dtype=built.dtype,
         kv_dtype=built.kv_dtype,
         max_num_seqs=num_caches * built.max_num_seqs,
-        kv_tokens=num_caches * built.num_blocks * built.block_size,
+        kv_tokens=num_caches * built.whole_tokens,
     )
 
 
@@ -196,7 +196,7 @@ def num_blocks(cells: list[Cell], block_size: int, max_num_seqs: int) -> int:
 
 def _check_context(cells: list[Cell], built: BuiltEngine) -> None:
     limit, advice = built.max_model_len, "choose others with --cell or --lengths"
-    if limit == built.num_blocks * built.block_size:
+    if limit == built.kv_tokens:
         advice = "the KV cache holds no more, raise --kv-cache-memory"
     for cell in cells:
         if cell.longest > limit:
