@@ -57,7 +57,8 @@ def test_every_mode_gives_transformers_tokens(family: str, tmp_path: Path) -> No
             if prefix_cache and num_blocks == 400:
                 cached = [answer.num_cached_tokens for answer in answers]
                 assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts()]
-            if num_blocks == 18 and not prefix_cache and family != "gemma3":  # test_sliding_kv.py
+            slides = built.runner.sliding.num_groups > 0  # see test_sliding_kv.py
+            if num_blocks == 18 and not prefix_cache and not slides:
                 assert built.engine.stats().num_preemptions > 0
             built.engine._scheduler.check_integrity()
             assert built.engine.stats().num_kv_blocks_used == 0
