@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -22,8 +23,11 @@ from tokenmill.cli.worker_commands import notes_of
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import (
     FinishReason,
+    FreeText,
     Request,
     RequestOutput,
+    SamplingParams,
+    StructuredOutput,
     TokenmillError,
 )
 from tokenmill.workers import worker_process as worker
@@ -169,17 +173,37 @@ def test_a_prefix_that_takes_long_attracts_to_a_worker_that_runs_others() -> Non
     asyncio.run(main())
 
 
+CHOICES = ["red", "blue"]
+
+
+def reasoning(name: str) -> Request:
+    """Free text, then one of the choices, by a script that has another answer."""
+    tokenizer = make_tokenizer()
+    first, last = (tokenizer.token_to_id(tag) for tag in ("<think>", "</think>"))
+    assert first is not None and last is not None
+    free = FreeText(last, opening=first, banned=tokenizer.eos_token_ids)
+    structured = StructuredOutput("choice", json.dumps(CHOICES), after=free)
+    prompt = tokenizer.encode("say: <think>" + "the lazy dog " * 40 + "</think>green")
+    return Request(name, prompt, SamplingParams(max_tokens=300, structured=structured))
+
+
 def test_a_killed_worker_loses_no_token() -> None:
     async def main() -> None:
         spawner = Spawner(SIM)
         async with running(spawner, PoolConfig(workers=3, backoff_s=0.01)) as pool:
             (whole,) = await read(pool.submit([request("whole", 300)]))
+            (reasoned,) = await read(pool.submit([reasoning("reasoned")]))
             streams = [
                 pool.submit([request(f"{i}a", 100 + i), request(f"{i}b", 300)]) for i in range(6)
             ]
-            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            thoughts = pool.submit([reasoning(f"{i}r") for i in range(6)])
+            reading = [asyncio.create_task(read(stream)) for stream in [*streams, thoughts]]
             await asyncio.sleep(0.2)
             kill(spawner)
+            for output in await reading.pop():
+                assert output.token_ids == reasoned.token_ids
+                assert output.finish_reason is FinishReason.STOP
+            assert make_tokenizer().decode(reasoned.token_ids).split("</think>")[1] in CHOICES
             for i, task in enumerate(reading):
                 short, long = await task
                 assert short.token_ids == whole.token_ids[: 100 + i]

@@ -2,7 +2,8 @@
 
 A launch queues kernels and copies and returns; what it knows of the sequences is what the host
 knows. The newest token may still be on the device alone, in `last_ids`: penalties take it there.
-Grammar masks need the token on the host, so structured output stays with the other sampler.
+Grammar masks need the token on the host, so rows with a mask stay with the other sampler; free text
+before a constraint has none.
 """
 
 from __future__ import annotations
