@@ -196,7 +196,7 @@ def test_a_killed_worker_loses_no_token() -> None:
             streams = [
                 pool.submit([request(f"{i}a", 100 + i), request(f"{i}b", 300)]) for i in range(6)
             ]
-            thoughts = pool.submit([reasoning(f"{i}r") for i in range(6)])
+            thoughts = pool.submit([reasoning(f"{i}r") for i in range(3)])
             reading = [asyncio.create_task(read(stream)) for stream in [*streams, thoughts]]
             await asyncio.sleep(0.2)
             kill(spawner)
