@@ -185,8 +185,8 @@ def test_errors_come_before_any_work(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"error: {message}")
     if "gpt-9" in arguments:
-        shapes = "gpt-oss-120b, gpt-oss-20b, llama3.1-8b, qwen3-0.6b, qwen3-14b, qwen3-30b-a3b"
-        assert captured.err.strip().endswith(shapes)
+        listed = captured.err.strip().rpartition("shapes of this package: ")[2].split(", ")
+        assert {"gpt-oss-120b", "llama3.1-8b", "qwen3-30b-a3b"} <= set(listed)
 
 
 def test_the_ladder_offers_nothing_that_a_rung_sets() -> None:

@@ -14,6 +14,7 @@ from tokenmill.kernels import cpu_kernels
 NEW_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
 FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3", "gemma3", "gpt-oss")
+FEWER = {"gpt-oss": 13}  # blocks instead of 18: layers with a window leave room
 # chunked, prefix_cache, num_blocks, overlap
 MODES = (
     (False, False, 400, True),
@@ -47,8 +48,9 @@ def test_every_mode_gives_transformers_tokens(family: str, tmp_path: Path) -> No
         if dtype == "fp32":
             assert [answer.token_ids for answer in golden] == expected
         for chunked, prefix_cache, num_blocks, overlap in MODES:
+            blocks = FEWER.get(family, 18) if num_blocks == 18 else num_blocks
             built = build(
-                folder, dtype, chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks,
+                folder, dtype, chunked=chunked, prefix_cache=prefix_cache, num_blocks=blocks,
                 overlap=overlap,
             )  # fmt: skip
             for _ in range(1 + prefix_cache):
@@ -58,7 +60,7 @@ def test_every_mode_gives_transformers_tokens(family: str, tmp_path: Path) -> No
                 cached = [answer.num_cached_tokens for answer in answers]
                 assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts()]
             slides = built.runner.sliding.num_groups > 0  # see test_sliding_kv.py
-            if num_blocks == 18 and not prefix_cache and not slides:
+            if num_blocks == 18 and not prefix_cache and (family in FEWER or not slides):
                 assert built.engine.stats().num_preemptions > 0
             built.engine._scheduler.check_integrity()
             assert built.engine.stats().num_kv_blocks_used == 0

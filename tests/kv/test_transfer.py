@@ -95,6 +95,16 @@ def test_same_answer_as_a_single_engine(
     pool.close()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_layers_with_windows_and_sinks(dtype: str, tmp_path: Path) -> None:
+    folder, sampling = save(tame(make_model("gpt-oss"), 0.3), tmp_path), greedy(logprobs=2)
+    expected = told(complete(build(folder, dtype), prompts(), sampling))
+    pool = WorkerPool(build(folder, dtype, budget=48), build(folder, dtype, overlap=True))
+    assert told(pool.complete(prompts(), sampling)) == expected
+    assert pool.num_early > 0
+    pool.close()
+
+
 def test_every_way_to_sample_continues_in_the_other_engine(folder: Path) -> None:
     """Seeds, penalties, log-probabilities of the prompt, n > 1, and grammars."""
     kinds: list[SamplingParams] = [
