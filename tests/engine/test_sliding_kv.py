@@ -12,7 +12,7 @@ from driver import Answer, assert_same, build, complete
 from engine import disaggregated
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv_groups import KVGroups, plan_groups
-from tokenmill.core.types import SamplingParams
+from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine import build as engine_build
 
 WINDOW = 24  # one block and a half
@@ -26,10 +26,21 @@ def prompts() -> list[list[int]]:
     return own + [shared + tail for tail in own]
 
 
+@pytest.fixture(scope="module", params=["gemma3", "gpt-oss"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tame(make_model("gemma3", sliding_window=WINDOW), 0.3)
-    return save(model, tmp_path_factory.mktemp("gemma3"))
+def groups(family: str) -> int:
+    """Of sliding layers: three of four in one model, two of four in the other."""
+    return {"gemma3": 3, "gpt-oss": 1}[family]
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tame(make_model(family, sliding_window=WINDOW), 0.3)
+    return save(model, tmp_path_factory.mktemp(family))
 
 
 def plain_groups(windows: tuple[int | None, ...], num_drafting: int = 0) -> KVGroups:
@@ -57,14 +68,15 @@ def plain(folder: Path) -> list[Answer]:
     ],
 )
 def test_same_bits_as_with_plain_paging(
-    folder: Path, plain: list[Answer], chunked: bool, prefix_cache: bool, num_blocks: int,
-    overlap: bool,
+    folder: Path, groups: int, plain: list[Answer], chunked: bool, prefix_cache: bool,
+    num_blocks: int, overlap: bool,
 ) -> None:  # fmt: skip
     built = build(
         folder, "fp32", chunked=chunked, prefix_cache=prefix_cache, num_blocks=num_blocks,
         overlap=overlap,
     )  # fmt: skip
-    assert built.num_blocks == 4 * num_blocks and built.runner.sliding == (WINDOW, 3)
+    assert built.num_blocks == (1 + groups) * num_blocks
+    assert built.runner.sliding == (WINDOW, groups)
     for _ in range(1 + prefix_cache):
         answers = complete(built.engine, prompts(), GREEDY)
         assert_same(answers, plain)
@@ -77,26 +89,41 @@ def test_same_bits_as_with_plain_paging(
     assert built.engine.stats().num_kv_blocks_used == 0
 
 
-def test_a_long_sequence_holds_its_window(folder: Path) -> None:
-    """Two engines of the same memory: plain paging fits a third of what this one does."""
-    built = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=8)
+def test_a_long_sequence_holds_its_window(folder: Path, groups: int) -> None:
+    """A prompt runs that plain paging of the same memory does not hold."""
+    num_blocks = {3: 8, 1: 10}[groups]
+    built = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=num_blocks)
     scheduler, most = built.engine._scheduler, []
-    assert built.kv_tokens == 16 * (32 - 3 * 6) > 8 * 16
+    assert built.kv_tokens == 16 * (num_blocks * (1 + groups) - groups * 6) == 224
 
     def look(_: int) -> None:
         seqs = scheduler._queues.running
-        most.extend(len(seq.window_ids) // 3 for seq in seqs if seq.num_output_tokens > 1)
+        most.extend(len(seq.window_ids) // groups for seq in seqs if seq.num_output_tokens > 1)
 
     prompt = prompts()[-1]
     (answer,) = complete(built.engine, [prompt], replace(GREEDY, max_tokens=10), look)
-    assert len(prompt) + 10 > 8 * 16 and len(answer.token_ids) == 10
+    assert len(prompt) + 10 > num_blocks * 16 and len(answer.token_ids) == 10
     assert max(most) == 3  # blocks that 24 tokens and the next one may lie in
+
+
+def test_a_request_that_began_elsewhere_goes_on(folder: Path, plain: list[Answer]) -> None:
+    """As after a migration: with the tokens that another engine has generated, and no KV."""
+    built = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=64)
+    for index, (prompt, answer) in enumerate(zip(prompts(), plain, strict=True)):
+        begun = answer.token_ids[: 5 + 4 * index]
+        request = Request(str(index), prompt, GREEDY, output_token_ids=begun)
+        built.engine.submit(request)
+        rest = Answer()
+        while built.engine.has_work():
+            for output in built.engine.step():
+                rest.add(output)
+        assert begun + rest.token_ids == answer.token_ids
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_prefill_and_decode_in_two_engines(
-    folder: Path, plain: list[Answer], overlap: bool, prefix_cache: bool
+    folder: Path, groups: int, plain: list[Answer], overlap: bool, prefix_cache: bool
 ) -> None:
     source, target = (
         disaggregated.build(folder, budget=48, overlap=overlap, prefix_cache=prefix_cache)
@@ -107,7 +134,7 @@ def test_prefill_and_decode_in_two_engines(
         assert_same(pool.complete(prompts(), GREEDY), plain)
     assert pool.num_early > 0
     windows = [notice.window_ids for notice in pool.notices if notice.token_id is not None]
-    assert max(map(len, windows)) == 3 * 3
+    assert max(map(len, windows)) == 3 * groups
     pool.close()
 
 

@@ -64,6 +64,7 @@ class BlockTables:
         self, num_rows: int, width: int, pad_block: int, device: torch.device, num_sliding: int = 0
     ) -> None:
         self.device, self._num_sliding = device, num_sliding
+        width += -width % ALIGN if num_sliding else 0  # every table begins where kernels expect it
         shape = (1 + num_sliding, num_rows + 1, width)
         self._all = torch.zeros(shape, dtype=torch.int32, device=device)
         self._all[:, num_rows] = pad_block
