@@ -26,7 +26,7 @@ from tokenmill.core.types import (
     SamplingParams,
     StructuredOutput,
 )
-from tokenmill.engine.executors import Ahead
+from tokenmill.engine.executors import Ahead, HeldBlocks
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.graphs.prompt_graphs import Prompted, PromptGraphs
 from tokenmill.sched.sequence import Batch, Item, Sequence
@@ -245,13 +245,22 @@ def test_steps_launched_ahead_change_no_answer(
         assert used[0] > 0.9 * (ahead.engine.stats().num_steps - before)
 
 
+@pytest.mark.parametrize("slides", [False, True])
 @pytest.mark.parametrize(("changed", "same"), [(7, True), (8, False), (11, False)])
-def test_a_step_ahead_lies_in_the_blocks_of_its_batch(changed: int, same: bool) -> None:
-    """However many blocks its tokens take."""
+def test_a_step_ahead_lies_in_the_blocks_of_its_batch(
+    changed: int, same: bool, slides: bool
+) -> None:
+    """However many blocks its tokens take, of full layers or of sliding ones."""
     seq = Sequence(Request("0", [1] * 9), (0, 0, 0), 100, frozenset())
     seq.num_computed_tokens, seq.block_ids = 8, list(range(20, 32))
-    known = [99 if index == changed else block for index, block in enumerate(seq.block_ids)]
-    graphs: Any = SimpleNamespace(builder=SimpleNamespace(block_size=1), depth=3)
+    seq.window_first, seq.window_ids = 6, list(range(40, 46)) if slides else []
+    known = HeldBlocks.of(seq)
+    if slides:
+        known.window_ids[changed - 6] = 99
+    else:
+        known.block_ids[changed] = 99
+    tables = SimpleNamespace(sliding=[None] * slides)
+    graphs: Any = SimpleNamespace(builder=SimpleNamespace(block_size=1, tables=tables), depth=3)
     ahead = Ahead(graphs, [seq], [known], torch.empty(0), None)
     assert ahead.matches(graphs, Batch([(seq, 4)], 4)) == same
 
