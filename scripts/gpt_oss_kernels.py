@@ -179,13 +179,17 @@ def _products(
                     lambda t=t, s=shape: mxfp4.gate_up_product(x, packed[0], t, TOP_K, SWIGLU, s)
                     for t in tiles
                 ],
-                "down": [
-                    lambda t=t, g=g, s=shape: mxfp4.down_product(g, packed[1], t, count, s)
-                    for t, g in zip(tiles, gated, strict=True)
-                ],
             }
-            for product, each in calls.items():
-                tried[product][name] = _attempt(bench, each)
+            for splits in (1, 2) if tokens <= 16 else (1,):
+                calls[f"down{splits}"] = [
+                    lambda t=t, g=g, s=shape, p=splits: mxfp4.down_product(
+                        g, packed[1], t, count, s, p
+                    )
+                    for t, g in zip(tiles, gated, strict=True)
+                ]
+            for call, each in calls.items():
+                product, split = call.rstrip("12"), " in 2 parts" * call.endswith("2")
+                tried[product][name + split] = _attempt(bench, each)
     for product, weight in zip(tried, packed, strict=True):
         num_bytes = touched * weight.num_bytes / bench.experts + 2 * count * size * 2
         yield {

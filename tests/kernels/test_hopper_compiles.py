@@ -81,10 +81,11 @@ def test_weights_in_mxfp4_stay_in_registers(rows: int, few_or_many: int, up: boo
     """The left operand of every product is registers, and nothing is written to shared memory."""
     shape = mxfp4.tile_shape(rows, few_or_many)
     types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("alpha", "limit"), "fp32")
-    types |= dict.fromkeys(("row_tiles", "channel_tiles", "n", "k"), "i32")
+    types |= dict.fromkeys(("row_tiles", "channel_tiles", "n", "k", "num_rows"), "i32")
     constants = {
         "SHARE": 4, "UP": up, "BM": rows, "BLOCKS": shape.blocks, "TURN": shape.turn,
         "GROUP": mxfp4.GROUP, "STAGES": shape.stages, "EVEN": True, "PAIRS": True, "EARLY": True,
+        "SPLITS": 1 if up or rows > 16 else 2,
     }  # fmt: skip
     compiled = compiled_for_hopper(
         mxfp4.grouped_kernel, types, constants, ("n", "k"), ASTSource, shape.warps

@@ -71,13 +71,16 @@ CALIBRATE = {
         replace(
             SETTINGS["write"],
             help="File for the efficiencies, which --efficiencies takes.",
-            kind=TEXT,
-            default="efficiencies.toml",
         ),
         SETTINGS["json-only"],
     ),
 }
-CALIBRATE_DEFAULTS = {"gpu": "h200", "gpus": 1, "round": "tokenmill"}
+CALIBRATE_DEFAULTS = {
+    "gpu": "h200",
+    "gpus": 1,
+    "round": "tokenmill",
+    "write": "efficiencies.toml",
+}
 MARK = "# Written by tokenmill plan size."
 SERVED = {"bf16": "bf16", "fp8": "fp8"}  # types that `serve` loads weights in
 
@@ -129,7 +132,7 @@ def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
     from tokenmill.plan.predict.sizing import Traffic
     from tokenmill.plan.predict.steady_state import Limit
 
-    if not settings.get("model"):
+    if "model" not in settings:
         raise SettingsError("--model is needed: a shipped shape such as deepseek-r1")
     gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))
     lengths, rate, cached = _load(settings)
@@ -154,7 +157,8 @@ def _load(settings: Settings) -> tuple[Lengths, float, float]:
     from tokenmill.core.mooncake import read_trace
     from tokenmill.plan.predict.lengths import from_trace
 
-    rate, cached = settings.get("rate"), settings.get("cache-hits")
+    rate = settings.get("rate") if "rate" in settings else None
+    cached = settings.get("cache-hits")
     if settings.get("trace"):
         block_tokens = settings.get("trace-block-tokens")
         trace = read_trace(settings.get("trace"), block_tokens)
@@ -301,7 +305,7 @@ def calibrate(
     from tokenmill.plan.predict.efficiencies import find_fit, write_fits
     from tokenmill.plan.predict.search import Choice
 
-    if not settings.get("model"):
+    if "model" not in settings:
         raise SettingsError("--model is needed: the model that was measured")
     base = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
     gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))

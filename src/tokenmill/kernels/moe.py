@@ -204,7 +204,10 @@ def apply_experts(
 
 
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
-    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order."""
+    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order.
+
+    The GPU's experts in MXFP4 may leave results in parts, [parts, t * top_k, n].
+    """
     if not weights.numel():
         return
     add = gpu_twin(add_choices_reference) if use_triton(results) else add_choices_reference

@@ -203,10 +203,11 @@ def _grouped_kernel(
     tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_kernel(
-    results, weights, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+    results, weights, out, n, num_rows,
+    TOP_K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     release(EARLY)
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -216,6 +217,9 @@ def _sum_kernel(
     for i in tl.static_range(TOP_K):
         row = token * TOP_K + i
         values = tl.load(results + row * n + columns, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more = results + (row + part * num_rows) * n + columns
+            values += tl.load(more, mask=inside, other=0.0).to(tl.float32)
         total += values * tl.load(weights + row)
     total += tl.load(out + token * n + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * n + columns, total.to(out.dtype.element_ty), mask=inside)
@@ -371,9 +375,14 @@ def _suits_hopper(x: torch.Tensor, gate_up: PackedExperts, down: PackedExperts) 
 
 
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
-    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k]."""
-    (tokens, top_k), n = weights.shape, results.shape[1]
-    assert add_to.is_contiguous() and add_to.shape == (tokens, n)
+    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k].
+
+    Results may come in parts, [parts, t * top_k, n].
+    """
+    (tokens, top_k), n = weights.shape, results.shape[-1]
+    parts = results.shape[0] if results.dim() == 3 else 1
+    assert results.is_contiguous() and add_to.is_contiguous() and add_to.shape == (tokens, n)
     _sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
-        results, weights, add_to, n, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=4, **launch_options()
-    )
+        results, weights, add_to, n, tokens * top_k, TOP_K=top_k, PARTS=parts, BLOCK=SUM_BLOCK,
+        num_warps=4, **launch_options(),
+    )  # fmt: skip

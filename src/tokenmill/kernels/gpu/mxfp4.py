@@ -35,6 +35,7 @@ SCALES = tl.constexpr(32)  # words of its scales, four each
 GROUP = 8  # tiles of rows that share their columns of W in L2
 MOST_ROWS = 128  # of tokens per tile
 FEW_TILES = 1024  # up to here programs take one block of 64 rows
+SPLIT_TILES = 720  # and up to here the second product's share its channels: 4 tokens of GPT-OSS
 VALUE_EXPONENT = 126  # values of a word are 2^126 too small
 SUM_EXPONENT = 64  # and so are sums, until the end: so scales from 2^-61 to 2^65 fit a bfloat16
 MOST_EXPONENT = 254  # of a bfloat16
@@ -122,14 +123,15 @@ def _dequantise(words, scales, BLOCKS: tl.constexpr, PAIRS: tl.constexpr):
 @triton.jit
 def grouped_kernel(
     x, words, scales, bias, out, sorted_rows, tile_experts, tile_sizes, num_tiles,
-    row_tiles, channel_tiles, n, k, alpha, limit,
+    row_tiles, channel_tiles, n, k, num_rows, alpha, limit,
     SHARE: tl.constexpr, UP: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr,
     TURN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """UP: x's rows by gate and up, activated, as tiles have them; else such rows by W, by choice.
 
-    `n` is the width of a row of the result.
+    `n` is the width of a row of the result. Of several SPLITS each program takes a part of the
+    channels, and the results are [SPLITS, num_rows, n] to be added up.
     """
     release(EARLY)
     wait(EARLY)
@@ -154,7 +156,10 @@ def grouped_kernel(
     channels = tl.arange(0, SIDE)
     lines = x + sources.to(tl.int64)[:, None] * k + channels[None, :]
     acc = tl.zeros([BLOCKS * 64, BM], tl.float32)
-    for start in tl.range(0, channel_tiles, TURN, num_stages=STAGES):
+    part = tl.cdiv(channel_tiles, SPLITS * TURN) * TURN
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, channel_tiles)
+    for start in tl.range(begin, end, TURN, num_stages=STAGES):
         for i in tl.static_range(TURN):
             step = start + i
             if EVEN:
@@ -170,7 +175,8 @@ def grouped_kernel(
             acc = tl.dot(weights, tl.trans(values), acc)
     rows = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64)
     width = 2 * n if UP else n
-    own = tl.load(bias + expert * width + rows, mask=rows < width, other=0.0)
+    counts = (rows < width) & (tl.program_id(1) == 0)
+    own = tl.load(bias + expert * width + rows, mask=counts, other=0.0)
     pairs = tl.permute(tl.reshape(acc, [BLOCKS * 4, 2, 8, BM]), [0, 2, 1, 3])
     acc = tl.reshape(pairs, [BLOCKS * 64, BM]) * SUM_FACTOR + own.to(tl.float32)[:, None]
     lines = choices
@@ -178,6 +184,8 @@ def grouped_kernel(
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCKS * 32, 2, BM]), [0, 2, 1]))
         acc = clamped_swiglu(gate, up, alpha, limit)
         rows, lines = column * (BLOCKS * 32) + tl.arange(0, BLOCKS * 32), places
+    if SPLITS > 1:
+        lines += tl.program_id(1) * num_rows
     target = out + lines.to(tl.int64)[None, :] * n + rows[:, None]
     mask = valid[None, :] & (rows < n)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
@@ -265,22 +273,33 @@ def tile_shape(rows: int, most_tiles: int) -> TileShape:
     )  # 128 registers: two programs run side by side, and unpack in turns
 
 
+def num_splits(ids: torch.Tensor, tiles: Tiles, down: PackedExperts) -> int:
+    """Programs that share the channels of a row, where there are too few to keep a GPU reading.
+
+    What they leave is added up with the choices; rows that go back to another rank have one.
+    """
+    assert down.data is not None
+    few = tiles.most * down.data.shape[1] <= SPLIT_TILES
+    return 2 if few and ids.shape[1] > 1 and not MODE.batch_invariant else 1
+
+
 def _launch(
     x: torch.Tensor, weight: PackedExperts, out: torch.Tensor, tiles: Tiles, up: bool, share: int,
-    clamp: tuple[float, float], shape: TileShape | None,
+    clamp: tuple[float, float], shape: TileShape | None, splits: int = 1,
 ) -> None:  # fmt: skip
     words, scales, bias, k = weight.data, weight.scales, weight.bias, weight.k
     assert words is not None and scales is not None and bias is not None
     assert all(y.is_contiguous() for y in (x, words, scales, bias)) and x.shape[1] == k
     _, row_tiles, channel_tiles, _ = words.shape
     shape = shape or tile_shape(tiles.rows, tiles.most * row_tiles)
-    grid = (tiles.most * triton.cdiv(row_tiles, shape.blocks),)
+    grid = (tiles.most * triton.cdiv(row_tiles, shape.blocks), splits)
     grouped_kernel[grid](
         x, words, scales, bias, out, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used,
-        row_tiles, channel_tiles, out.shape[1], k, *clamp,
+        row_tiles, channel_tiles, out.shape[-1], k, out.shape[-2], *clamp,
         SHARE=share, UP=up, BM=tiles.rows, BLOCKS=shape.blocks, TURN=shape.turn, GROUP=GROUP,
         STAGES=shape.stages, EVEN=k % (shape.turn * SIDE.value) == 0,
-        PAIRS=x.dtype == torch.bfloat16 and enabled(), num_warps=shape.warps, **launch_options(),
+        PAIRS=x.dtype == torch.bfloat16 and enabled(), SPLITS=splits, num_warps=shape.warps,
+        **launch_options(),
     )  # fmt: skip
 
 
@@ -304,10 +323,17 @@ def down_product(
     tiles: Tiles,
     num_rows: int,
     shape: TileShape | None = None,
+    splits: int = 1,
 ) -> torch.Tensor:
-    """Rows in the order of tiles times W.T, plus bias -> [num_rows, n] in the order of choices."""
-    out = gated.new_empty(num_rows, weight.n)
-    _launch(gated, weight, out, tiles, False, 1, (0.0, 0.0), shape)
+    """Rows in the order of tiles times W.T, plus bias -> [num_rows, n] in the order of choices.
+
+    With `splits` parts of them to be added up, fp32 [splits, num_rows, n].
+    """
+    if splits == 1:
+        out = gated.new_empty(num_rows, weight.n)
+    else:
+        out = torch.empty(splits, num_rows, weight.n, device=gated.device)
+    _launch(gated, weight, out, tiles, False, 1, (0.0, 0.0), shape, splits)
     return out
 
 
@@ -318,10 +344,13 @@ def apply_experts(
     down: PackedExperts,
     activation: Activation,
 ) -> torch.Tensor:
-    """down(act(gate(x), up(x))) of x[t, k] by each of its experts ids[t, top_k], a row each."""
+    """down(act(gate(x), up(x))) of x[t, k] by each of its experts ids[t, top_k], a row each.
+
+    Of a few tokens parts to be added up: see down_product.
+    """
     if not isinstance(activation, ClampedSwiGLU):
         raise ValueError(f"experts in MXFP4: the activation is {activation!r}, not ClampedSwiGLU")
     count, num_experts = ids.numel(), gate_up.num_experts
     tiles = sort_by_expert(ids, num_experts, tile_rows(count, num_experts))
     gated = gate_up_product(x, gate_up, tiles, ids.shape[1], activation)
-    return down_product(gated, down, tiles, count)
+    return down_product(gated, down, tiles, count, splits=num_splits(ids, tiles, down))
