@@ -156,6 +156,7 @@ def _error(
     x, ids = _rows(bench, 6), _choices(bench, 6)
     expected = moe.apply_experts_reference(x.float(), ids, *stored, SWIGLU)
     found = gpu_moe.apply_experts(x, ids, *packed, SWIGLU).float()
+    found = found.sum(0) if found.dim() == 3 else found  # parts of a few tokens' results
     return round(((found - expected).norm() / expected.norm()).item(), 6)
 
 
