@@ -154,6 +154,24 @@ def test_throughput_ends_in_one_json_line(model: Path, capsys: pytest.CaptureFix
     assert "cell prefill needs 2049 tokens" in capsys.readouterr().err
 
 
+def test_a_recorded_run_is_replayed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "flight.jsonl"
+    load = ["--lengths", "uniform:4-40", "--num-prompts", "12", "--output-len", "6", "--json-only"]
+    engine = [*ENGINE, "--model", str(model), "--record", str(record)]
+    assert run(["bench", "throughput", *engine, *load]) == 0
+    capsys.readouterr()
+    command = ["plan", "replay", "--record", str(record), "--max-num-seqs", "2"]
+    assert run(command) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["num_equal_steps"] == report["num_steps"] > 6
+    assert report["first_difference"] is None and report["changed"] == {"max-num-seqs": 2}
+    assert report["what_if"]["ttft_ms"]["mean"] > report["simulated"]["ttft_ms"]["mean"]
+    assert run([*command, "--loads"]) == 2
+    assert "--record: leave out --trace and --loads" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`tokenmill serve` on a free port; its URL is read from its log."""

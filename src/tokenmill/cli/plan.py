@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from tokenmill import console
 from tokenmill.cli import plan_attention_dp as attention_dp
 from tokenmill.cli import plan_predict, plan_size
+from tokenmill.cli.plan_record import replay_record
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
 from tokenmill.settings.commands import LOADS, REPLAY
@@ -18,23 +20,26 @@ from tokenmill.settings.options import command
 if TYPE_CHECKING:
     from tokenmill.plan.load_table import Row
 
+RECORD = replace(
+    SETTINGS["record"], owner=None, help="File of `serve --record`; other flags say what if."
+)
+WHAT_IF = {"block-size": 64, "max-num-batched-tokens": 8192, "max-num-seqs": 256}
 PANELS = {
     "Trace": (*(SETTINGS[key] for key in ("trace", "trace-speed")), *LOADS),
+    "Record": (RECORD, SETTINGS["policy"], SETTINGS["chunked-prefill"]),
     "Workers": (
         SETTINGS["workers"],
         *REPLAY,
-        *(SETTINGS[key] for key in ("block-size", "max-num-batched-tokens", "max-num-seqs")),
+        *(
+            replace(SETTINGS[key], owner=None, help=f"As in serve; {value} where not given.")
+            for key, value in WHAT_IF.items()
+        ),
     ),
     "Router": ROUTER,
     "Output": (SETTINGS["json-only"],),
 }
 GROUP_HELP = "Predict and simulate systems that you do not have."
-DEFAULTS = {
-    "workers": 8,
-    "block-size": 64,
-    "max-num-batched-tokens": 8192,
-    "max-num-seqs": 256,
-}
+DEFAULTS = {"workers": 8}
 
 
 def register(app: typer.Typer) -> None:
@@ -70,17 +75,27 @@ def replay(settings: Settings) -> None:
     tokenmill plan replay --trace FILE --workers 8 --router kv
 
     tokenmill plan replay --loads --workers 2
+
+    With --record it drives one scheduler with what `serve --record` kept, says
+    whether every batch is chosen again and how wrong a formula of the step time
+    is, and what other settings would have given.
+
+    tokenmill plan replay --record FILE --max-num-seqs 64
     """
     from tokenmill.core.mooncake import read_trace
     from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
 
     path = settings.get("trace")
+    if settings.get("record"):
+        if path is not None or settings.get("loads"):
+            raise SettingsError("--record: leave out --trace and --loads")
+        return replay_record(settings)
     if settings.get("loads"):
         if path is not None:
             raise SettingsError(f"--trace {path}: leave it out, or --loads")
         return _replay_loads(settings)
     if path is None:
-        raise SettingsError("--trace is needed: a JSONL file of requests; or --loads")
+        raise SettingsError("--trace is needed: a JSONL file of requests; or --loads, or --record")
     block_tokens = settings.get("trace-block-tokens")
     trace = read_trace(path, block_tokens, settings.get("trace-speed"))
     formulas = {
@@ -88,12 +103,13 @@ def replay(settings: Settings) -> None:
         for name in ("prefill", "decode")
         if settings.get(f"{name}-ms") is not None
     }
+    values = WHAT_IF | settings.values
     pool = ReplayConfig(
         num_workers=settings.get("workers"),
         num_blocks=settings.get("num-blocks"),
-        block_size=settings.get("block-size"),
-        max_num_batched_tokens=settings.get("max-num-batched-tokens"),
-        max_num_seqs=settings.get("max-num-seqs"),
+        block_size=values["block-size"],
+        max_num_batched_tokens=values["max-num-batched-tokens"],
+        max_num_seqs=values["max-num-seqs"],
         trace_block_tokens=block_tokens,
         timing=StepTiming(**formulas),
     )

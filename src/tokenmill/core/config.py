@@ -157,6 +157,17 @@ class ExecutionConfig:
         "exact.",
         RELAXED,
     )
+    record_path: str | None = setting(
+        None,
+        "Record arrivals, batches and step times in this file, for `plan replay`; no text.",
+        flag="record",
+    )
+    record_bytes: int = setting(
+        GIB // 4,
+        "Size at which a record becomes FILE.old and the next begins.",
+        SIZE,
+        flag="record-size",
+    )
 
 
 RouterPolicy = Literal["kv", "round-robin", "least-loaded", "random"]

@@ -60,7 +60,7 @@ from tokenmill.models.weights import (
 from tokenmill.parallel import ALONE, ONE, Layout, Ranks
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.blocks import BlockPool
-from tokenmill.sched.scheduler import Scheduler
+from tokenmill.sched.recording import make_scheduler
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def make_engine(
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
     pool = BlockPool(part.num_blocks, block_size, cache.prefix_cache, part.groups.sliding)
-    policy = Scheduler(scheduler, pool, eos)
+    policy = make_scheduler(scheduler, pool, eos, execution, part.link is not None)
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
     engine = LanguageEngine(

@@ -85,6 +85,15 @@ class Scheduler:
         self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
         self._admission = Admission(config, *holders, self.receiving, self._counters)
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return the budget now, and how many batches were chosen: what resume() takes."""
+        return self._budget, self._ledger.num_launched
+
+    def resume(self, budget: int, num_launched: int) -> None:
+        """Go on as a scheduler that was at this point; only an idle one can."""
+        self._budget, self._ledger.num_launched = budget, num_launched
+
     # Requests come and go.
 
     def add(self, request: Request) -> None:

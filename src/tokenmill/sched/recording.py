@@ -1,0 +1,270 @@
+"""The flight recorder: what a scheduler was told and what it chose, as JSON lines.
+
+A line is a list: an event's name, then its values. Requests are numbers in their order, token ids
+are not kept, and block hashes are salted with a secret that nobody keeps: equal blocks of one file
+have equal hashes, and nothing leads back to a text. plan/recorded.py reads the files.
+
+A file begins with an idle scheduler and an empty prefix cache, so that it can be replayed alone.
+When it has its size and nothing runs, it becomes `FILE.old`, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from tokenmill.core.config import ExecutionConfig, SchedulerConfig
+from tokenmill.core.types import Request, RequestOutput, StepResult, TokenmillError
+from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.sched.sequence import Batch, Sequence
+
+VERSION = 1
+MAX_FILES = 1000
+PAUSE = 2  # times the size: a scheduler that is never idle stops being recorded there
+_FLUSH_NS = 10**9
+
+
+class RecordFile:
+    """One file and the one before it; the process that writes holds a lock on it."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._file, self.path = _take(path)
+        self._num_bytes, self._flush_ns = 0, 0
+
+    @property
+    def full(self) -> bool:
+        return self._num_bytes >= self._max_bytes
+
+    @property
+    def over(self) -> bool:
+        """True where even the bound on a file that cannot be exchanged is reached."""
+        return self._num_bytes >= PAUSE * self._max_bytes
+
+    def write(self, line: Any) -> None:
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        self._num_bytes += len(text)
+        self._file.write(text)
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._flush_ns:
+            self._file.flush()
+            self._flush_ns = now_ns + _FLUSH_NS
+
+    def exchange(self) -> None:
+        """Keep the file as the old one, and begin the next."""
+        old = _old(self.path)
+        self.close()
+        os.replace(self.path, old)
+        self._file, self.path = _take(self.path)
+        self._num_bytes = 0
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _take(path: Path) -> tuple[TextIO, Path]:
+    """Open `path`, or `path-2` and so on where another process writes it; keep what it had."""
+    for number in range(1, MAX_FILES):
+        mine = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        file = mine.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            continue
+        if mine.stat().st_size:
+            _old(mine).write_bytes(mine.read_bytes())
+            file.truncate(0)
+        return file, mine
+    raise OSError(f"{path}: {MAX_FILES} processes record to it")
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler that writes what it is told and chooses."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        eos_token_ids: frozenset[int],
+        file: RecordFile,
+    ) -> None:
+        super().__init__(config, pool, eos_token_ids)
+        self._file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start a file: the scheduler is idle and its cache empty."""
+        self._secret = os.urandom(16)
+        self._numbers: dict[str, int] = {}
+        self._recorded: dict[str, Sequence] = {}
+        self._num_added = self._num_chosen = 0
+        self._last_singles: list[int] = []
+        self._was_idle = False
+        self._batches: dict[int, int] = {}  # number of a batch under way, by its id()
+        self._began_ns: dict[int, int] = {}
+        self._file.write(
+            {
+                "version": VERSION,
+                "scheduler": asdict(self.config),
+                "num_blocks": self.pool.num_blocks,
+                "block_size": self.pool.block_size,
+                "prefix_cache": self.pool.prefix_cache,
+                "sliding": self.pool.sliding,
+                "progress": self.progress,
+            }
+        )
+
+    def _rotate(self) -> None:
+        if self._file.full and not len(self._queues) and not self._batches:
+            self._file.exchange()
+            self.pool.clear()
+            self._begin()
+
+    # Each call is written before or after the scheduler has done it.
+
+    def add(self, request: Request) -> None:
+        """Queue a request, and write what decides on its turn."""
+        self._rotate()
+        if self._file.over or request.kv_from is not None or request.hold_kv_s is not None:
+            return super().add(request)
+        number = self._num_added
+        super().add(request)
+        seq = self._queues.get(request.request_id)
+        if seq is None or request.request_id in self._recorded:
+            return None
+        self._num_added += 1
+        self._numbers[request.request_id], self._recorded[request.request_id] = number, seq
+        sampling = request.sampling
+        self._file.write(
+            [
+                "add",
+                number,
+                request.arrival_ns,
+                request.deadline_ns,
+                request.priority,
+                len(request.prompt_token_ids),
+                len(request.output_token_ids),
+                sampling.max_tokens,
+                sampling.min_tokens,
+                sampling.prompt_logprobs is not None,
+            ]
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End a request, and write that the caller did."""
+        if request_id in self._numbers:
+            self._file.write(["abort", self._numbers[request_id]])
+        super().abort(request_id)
+
+    def schedule(self, now_ns: int, hold_context: bool = False) -> Batch:
+        """Choose a batch, and write it."""
+        batch = super().schedule(now_ns, hold_context)
+        idle = not batch.items and self._was_idle
+        self._was_idle = not batch.items
+        if self._file.over or idle:  # one empty step says as much as many
+            return batch
+        items = [[self._numbers[seq.request_id], num_new] for seq, num_new in batch.items]
+        num_singles = batch.num_singles()
+        singles = [number for number, _ in items[:num_singles]]
+        changed: list[int] | None = singles if singles != self._last_singles else None
+        self._last_singles = singles
+        self._file.write(["schedule", now_ns, int(hold_context), changed, items[num_singles:]])
+        if batch.items:
+            self._batches[id(batch)] = self._num_chosen
+            self._began_ns[id(batch)] = time.monotonic_ns()
+        self._num_chosen += 1
+        return batch
+
+    def advance(self, batch: Batch) -> None:
+        """Count a launched batch, and write that it was launched ahead."""
+        if id(batch) in self._batches:
+            self._file.write(["advance", self._batches[id(batch)]])
+        super().advance(batch)
+
+    def update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
+        """Account for a step, and write its time, how many tokens came and who ended."""
+        if (number := self._batches.pop(id(batch), None)) is None:
+            return super().update(batch, result)
+        began_ns, ended_ns = self._began_ns.pop(id(batch)), time.monotonic_ns()
+        counts = [len(tokens) for tokens in result.token_ids]
+        outputs = super().update(batch, result)
+        drafts = None
+        if result.draft_ids is not None:
+            drafts = [len(seq.draft_ids) for seq, _ in batch.items]
+        self._file.write(["update", number, began_ns, ended_ns, counts, drafts])
+        self._write_ends(outputs)
+        return outputs
+
+    def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
+        """Run a batch again that did not fit, and write it."""
+        return self._lost("preempt", batch, super().preempt, message)
+
+    def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
+        """End the requests of a failed batch, and write it."""
+        return self._lost("fail", batch, super().fail, message)
+
+    def take_finished(self) -> list[RequestOutput]:
+        """The terminal outputs that no batch produces; their ends are written."""
+        outputs = super().take_finished()
+        self._write_ends(outputs)
+        return outputs
+
+    def _lost(self, name: str, batch: Batch, call: Any, message: str) -> list[RequestOutput]:
+        number = self._batches.pop(id(batch), None)  # none: preempt() has called fail()
+        self._began_ns.pop(id(batch), None)
+        if number is not None:
+            self._file.write([name, number])
+        outputs: list[RequestOutput] = call(batch, message)
+        self._write_ends(outputs)
+        return outputs
+
+    def _write_ends(self, outputs: list[RequestOutput]) -> None:
+        """Write the salted hashes of the blocks of those that ended, and how many tokens came."""
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            seq = self._recorded.pop(output.request_id, None)
+            number = self._numbers.pop(output.request_id, None)
+            if seq is not None:
+                hashes = [self._salted(block_hash) for block_hash in seq.chain[1:]]
+                reason = output.finish_reason.value
+                self._file.write(["end", number, reason, seq.num_output_tokens, hashes])
+
+    def _salted(self, block_hash: int) -> str:
+        data = (block_hash & (2**64 - 1)).to_bytes(8, "little")
+        return hashlib.blake2b(data, key=self._secret, digest_size=6).hexdigest()
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    pool: BlockPool,
+    eos_token_ids: frozenset[int],
+    execution: ExecutionConfig,
+    moves_kv: bool = False,
+) -> Scheduler:
+    """A scheduler; one that is recorded where the settings ask for it."""
+    if execution.record_path is None:
+        return Scheduler(config, pool, eos_token_ids)
+    if moves_kv:
+        raise TokenmillError(
+            "--record does not go with a KV connector: prompts that another worker computes are "
+            "not recorded; leave out --prefill and --decode, or --record"
+        )
+    path = Path(execution.record_path).expanduser()
+    try:
+        file = RecordFile(path, execution.record_bytes)
+    except OSError as error:
+        raise TokenmillError(f"--record {path}: {error.strerror or error}") from None
+    return RecordedScheduler(config, pool, eos_token_ids, file)
