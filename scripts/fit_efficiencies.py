@@ -3,15 +3,15 @@
     python scripts/fit_efficiencies.py 2026-11-16
 
 It takes some minutes. What it fits on and what it holds to be plausible before stands in
-src/tokenmill/plan/predict/fit_sources.py.
+src/tokenmill/plan/fit/fit_sources.py.
 """
 
 from __future__ import annotations
 
 import sys
 
+from tokenmill.plan.fit.fit_sources import PRIORS, refit
 from tokenmill.plan.predict.efficiencies import TABLE, write_fits
-from tokenmill.plan.predict.fit_sources import PRIORS, refit
 
 NOTE = """Written by scripts/fit_efficiencies.py. Shares are of the peaks in hardware.toml, of the
 measured ones where the engine is tokenmill. `error` is the log error that 90 % of the rows stay

@@ -33,7 +33,7 @@ import triton.language as tl
 from safetensors.torch import load_file, save_file
 
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.models import spec_of
 from tokenmill.models.names import mtp_tensors
 

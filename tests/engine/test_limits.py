@@ -10,7 +10,7 @@ import torch
 
 from tokenmill import bench
 from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from harness import Harness, assert_same_logits
 from tiny_models import make_model, save, tame
-from tokenmill.core.rope import RopeSpec
+from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers import attention
 from tokenmill.models import spec_of

@@ -20,9 +20,9 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tokenmill.core.quantization import QuantizationSpec
-from tokenmill.core.rope import RopeSpec
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.quantization import QuantizationSpec
+from tokenmill.core.specs.rope import RopeSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import spec_of
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tokenmill.__main__ import run
+from tokenmill.plan.fit.fitting import Prior, Row, fit
+from tokenmill.plan.fit.validation import BEST, OURS, Checked, markdown, summary, validate
 from tokenmill.plan.hardware import PlanError, find_gpu
 from tokenmill.plan.predict.benchmarks import BENCHMARKS, benchmark_lengths, find_benchmark
 from tokenmill.plan.predict.efficiencies import Fit, find_fit, load_fits, write_fits
-from tokenmill.plan.predict.fitting import Prior, Row, fit
 from tokenmill.plan.predict.jobs import wan_job
 from tokenmill.plan.predict.prediction import Question, predict
 from tokenmill.plan.predict.step_cost import Efficiency
-from tokenmill.plan.predict.validation import BEST, OURS, Checked, markdown, summary, validate
 
 PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
 

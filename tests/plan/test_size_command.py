@@ -11,8 +11,8 @@ import pytest
 
 from tokenmill.__main__ import run
 from tokenmill.core.config import ParallelConfig, PoolConfig, SchedulerConfig
+from tokenmill.plan.fit.calibration import Target, closed_loop_tok_s
 from tokenmill.plan.hardware import find_gpu
-from tokenmill.plan.predict.calibration import Target, closed_loop_tok_s
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import find_fit
 from tokenmill.plan.predict.lengths import Lengths

@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tiny_tokenizers import HERMES_TEMPLATE, byte_fallback, byte_level, save_folder, save_gguf
-from tokenmill.core.gguf import read_gguf_header
+from tokenmill.core.specs.gguf import read_gguf_header
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.text.gguf_tokenizer import PRE_TOKENIZERS
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer

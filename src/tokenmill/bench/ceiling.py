@@ -14,7 +14,7 @@ from tokenmill.bench.mlperf.submission import NO_ACCELERATOR
 from tokenmill.bench.results.manifest import cpu_name
 from tokenmill.bench.roofline import Machine
 from tokenmill.bench.versions import package_version
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, by_groups, matmul, pack, quantize_rows
 

@@ -15,7 +15,7 @@ import torch
 
 from tokenmill.console import fetch
 from tokenmill.core.kv import KVAddress
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.kv.connectors import CONNECTORS, KVLink

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from tokenmill.bench.workload import Cell
-from tokenmill.core.quantization import MXFP4_BYTES
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.quantization import MXFP4_BYTES
+from tokenmill.core.specs.spec import ModelSpec
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 ATTENTION_DTYPE = {"fp16": "int16"}  # what a cache of this type is multiplied in, if not its own

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, generate, plan, pull, route, serve
+from tokenmill.cli import bench, chat, generate, pull, route, serve
 from tokenmill.cli import worker_commands as pool
+from tokenmill.cli.plan import group as plan
 
 app = typer.Typer(
     name="tokenmill",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tokenmill.core.spec import Windows
+from tokenmill.core.specs.spec import Windows
 
 
 class Sliding(NamedTuple):

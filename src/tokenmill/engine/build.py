@@ -21,7 +21,7 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.kv_groups import KVGroups, plan_groups
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads

@@ -24,7 +24,7 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.kv_groups import kept_positions
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.limits import EXPECTED_TOKENS, Room, choose_budget, choose_num_seqs
 from tokenmill.kernels import MODE, cpu_kernels

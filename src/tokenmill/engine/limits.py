@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.core.config import DEFAULT_BUDGET
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 
 MAX_GPU_NUM_SEQS = 1024  # larger batches gain little and lengthen every step

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokenmill.core.kv_groups import KVGroups
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.layers.experts import RoutedExperts

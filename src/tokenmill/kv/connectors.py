@@ -9,7 +9,7 @@ from uuid import uuid4
 import torch
 
 from tokenmill.core.kv import NIXL, SHM, KVAddress, KVGeometry, KVWay, choose_connectors
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kv.nixl_connector import NixlConnector
 from tokenmill.kv.shared_memory import SharedMemoryConnector, SharedPages, host_identity

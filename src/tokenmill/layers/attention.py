@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch, paged_attention, rope_and_cache
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.core.moe import MoESpec
+from tokenmill.core.specs.moe import MoESpec
 from tokenmill.kernels.moe import Routing, add_choices, apply_experts, route, router_logits
 from tokenmill.kernels.norm import Activation, act_and_mul
 from tokenmill.layers.experts import RoutedExperts

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from tokenmill.core.rope import RopeSpec
+from tokenmill.core.specs.rope import RopeSpec
 
 # pi / 2 in parts of 33 bits, so that their products with a number below 2**20 are exact
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.core.types import ModelLoadError
 
 if TYPE_CHECKING:
-    from tokenmill.core.spec import ModelSpec
+    from tokenmill.core.specs.spec import ModelSpec
     from tokenmill.models.family import Family
 
 # A family is imported when a model of it is read: its layers need torch.

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.core.kv_groups import layer_groups
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.norm import Activation
 from tokenmill.layers.attention import Attention

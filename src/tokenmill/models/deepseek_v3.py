@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.core.fields import Settings, count, flag, number, positive_int
-from tokenmill.core.mla import MLASpec
-from tokenmill.core.moe import MoESpec, read_choice
-from tokenmill.core.rope import mscale, rope_fields
-from tokenmill.core.spec import ModelSpec, read_common
+from tokenmill.core.specs.fields import Settings, count, flag, number, positive_int
+from tokenmill.core.specs.mla import MLASpec
+from tokenmill.core.specs.moe import MoESpec, read_choice
+from tokenmill.core.specs.rope import mscale, rope_fields
+from tokenmill.core.specs.spec import ModelSpec, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.matmul import pack

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tokenmill.core.fields import Settings, fixed
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.fields import Settings, fixed
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 
 if TYPE_CHECKING:

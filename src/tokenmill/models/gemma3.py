@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.core.fields import Settings, number, positive_int
-from tokenmill.core.rope import RopeSpec, read_rope
-from tokenmill.core.spec import ModelSpec, Windows, listed_windows, read_common
+from tokenmill.core.specs.fields import Settings, number, positive_int
+from tokenmill.core.specs.rope import RopeSpec, read_rope
+from tokenmill.core.specs.spec import ModelSpec, Windows, listed_windows, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.linear import Linear

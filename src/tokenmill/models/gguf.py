@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenmill.core.gguf import Metadata, read_gguf_header
-from tokenmill.core.rope import RopeSpec
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.gguf import Metadata, read_gguf_header
+from tokenmill.core.specs.rope import RopeSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import all_families, spec_of
 from tokenmill.models.family import Architecture, GGUFSource

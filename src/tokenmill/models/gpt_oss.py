@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.core.fields import Settings, positive_int
-from tokenmill.core.moe import MoESpec, read_choice
-from tokenmill.core.quantization import MXFP4_BLOCK, read_mxfp4
-from tokenmill.core.spec import ModelSpec, Windows, listed_windows, read_common
+from tokenmill.core.specs.fields import Settings, positive_int
+from tokenmill.core.specs.moe import MoESpec, read_choice
+from tokenmill.core.specs.quantization import MXFP4_BLOCK, read_mxfp4
+from tokenmill.core.specs.spec import ModelSpec, Windows, listed_windows, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.norm import ClampedSwiGLU

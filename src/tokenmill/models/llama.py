@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tokenmill.core.fields import Settings
-from tokenmill.core.spec import ModelSpec, even_windows, read_common
+from tokenmill.core.specs.fields import Settings
+from tokenmill.core.specs.spec import ModelSpec, even_windows, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.stack import DenseLayer, Heads, make_stack, run_stack

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmill.core.fields import Settings
-from tokenmill.core.spec import ModelSpec, even_windows, read_common
+from tokenmill.core.specs.fields import Settings
+from tokenmill.core.specs.spec import ModelSpec, even_windows, read_common
 from tokenmill.models.family import Architecture, Family
 from tokenmill.models.llama import Llama, layer_tensors
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.core.fields import Settings
-from tokenmill.core.moe import MoESpec, read_choice
-from tokenmill.core.spec import ModelSpec, even_windows, read_common
+from tokenmill.core.specs.fields import Settings
+from tokenmill.core.specs.moe import MoESpec, read_choice
+from tokenmill.core.specs.spec import ModelSpec, even_windows, read_common
 from tokenmill.models.family import Architecture, Family
 from tokenmill.models.llama import Llama, layer_tensors
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tokenmill.core.moe import MoESpec
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.moe import MoESpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.models import family_of
 from tokenmill.models.family import Shape
 

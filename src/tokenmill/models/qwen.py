@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.core.fields import Settings, flag, positive_int
-from tokenmill.core.moe import MoESpec, read_choice
-from tokenmill.core.spec import (
+from tokenmill.core.specs.fields import Settings, flag, positive_int
+from tokenmill.core.specs.moe import MoESpec, read_choice
+from tokenmill.core.specs.spec import (
     ModelSpec,
     Windows,
     even_windows,

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import torch
 
 from tokenmill.core.config import ParallelConfig
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers.experts import first_placement, own_slots
 from tokenmill.models.names import canonical, expert_of

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tokenmill.core.spec import ModelSpec, token_ids
+from tokenmill.core.specs.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import gguf, spec_of
 from tokenmill.models.family import Shape

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.sched.scheduler import Batch
 
 FP8_BYTES, BF16_BYTES = 1, 2

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.core.gguf import Metadata, read_gguf_header
+from tokenmill.core.specs.gguf import Metadata, read_gguf_header
 from tokenmill.core.types import ModelLoadError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type

@@ -9,7 +9,7 @@ import pytest
 from tokenmill.__main__ import run as run_command
 from tokenmill.bench.commands.decode import by_part, least_seconds, part_of
 from tokenmill.bench.roofline import Machine
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.models import spec_of
 
 SHAPES = Path(__file__).parents[3] / "src/tokenmill/bench/shapes"

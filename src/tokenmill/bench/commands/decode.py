@@ -13,7 +13,7 @@ from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, Machine, expert_bytes, expert_dtype
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import SchedulerConfig, Setup
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
 
 # Nothing of it shows in single steps without drafts.

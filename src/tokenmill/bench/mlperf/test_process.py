@@ -29,7 +29,7 @@ from tokenmill.settings import Settings
 if TYPE_CHECKING:
     from tokenmill.bench.client.records import Target
     from tokenmill.bench.mlperf.loadgen_url import UrlUnderTest
-    from tokenmill.core.spec import ModelSpec
+    from tokenmill.core.specs.spec import ModelSpec
     from tokenmill.engine.build import BuiltEngine
     from tokenmill.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tokenmill.core.config import ParallelConfig
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.parallel import Ranks
 from tokenmill.routing import eplb

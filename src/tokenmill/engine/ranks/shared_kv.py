@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from tokenmill.core.kv import KVAddress, KVWay
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.engine.model import KVCache
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.rank_messages import KVCall, KVCallOver, KVReachable, send

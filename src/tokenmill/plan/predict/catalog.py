@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenmill.bench
-from tokenmill.core.mla import MLASpec
-from tokenmill.core.moe import MoESpec, read_choice
-from tokenmill.core.rope import RopeSpec
-from tokenmill.core.spec import ModelSpec, Windows
+from tokenmill.core.specs.mla import MLASpec
+from tokenmill.core.specs.moe import MoESpec, read_choice
+from tokenmill.core.specs.rope import RopeSpec
+from tokenmill.core.specs.spec import ModelSpec, Windows
 from tokenmill.plan.hardware import PlanError
 
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"

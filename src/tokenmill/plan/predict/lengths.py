@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from tokenmill.core.mooncake import TraceRequest
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 
 REPRESENTATIVES = 512
 QUANTILES = 20  # of the prompts, where waiting is added to them

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.hardware import GIGA, Accelerator, PlanError
 from tokenmill.plan.predict.catalog import Precision, precisions_of
 from tokenmill.plan.predict.lengths import Demand, Lengths, demand_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.hardware import Accelerator
 from tokenmill.plan.predict.catalog import Precision
 from tokenmill.plan.rank_cost import MEMORY_SHARE, exchange_bytes

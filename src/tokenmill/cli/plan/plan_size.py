@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import console
-from tokenmill.cli.plan_predict import CONFIGURATION, FILES, GPU, describe, given_choice, own_file
+from tokenmill.cli.plan.plan_predict import (
+    CONFIGURATION,
+    FILES,
+    GPU,
+    describe,
+    given_choice,
+    own_file,
+)
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.flags import TEXT, number
 from tokenmill.settings import SETTINGS, Settings, SettingsError
@@ -299,8 +306,8 @@ def calibrate(
 
     tokenmill plan calibrate results/monday --model llama3.1-8b --gpu h200
     """
+    from tokenmill.plan.fit import calibration
     from tokenmill.plan.hardware import find_gpu
-    from tokenmill.plan.predict import calibration
     from tokenmill.plan.predict.catalog import find_model
     from tokenmill.plan.predict.efficiencies import find_fit, write_fits
     from tokenmill.plan.predict.search import Choice

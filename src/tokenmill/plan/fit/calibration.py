@@ -10,12 +10,12 @@ from typing import Any
 
 from tokenmill.bench.results.reading import read_round
 from tokenmill.bench.results.result import Point, Round
-from tokenmill.core.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec
+from tokenmill.plan.fit.fit_sources import unseen_error
+from tokenmill.plan.fit.fitting import Prior, Row, fit
 from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.catalog import precisions_of
 from tokenmill.plan.predict.efficiencies import Fit
-from tokenmill.plan.predict.fit_sources import unseen_error
-from tokenmill.plan.predict.fitting import Prior, Row, fit
 from tokenmill.plan.predict.lengths import Lengths
 from tokenmill.plan.predict.search import Choice, System, best_precision, fitting, replicas_of
 from tokenmill.plan.predict.step_cost import Efficiency

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill.core.quantization import QuantizationSpec, read_quantization
+from tokenmill.core.specs.quantization import QuantizationSpec, read_quantization
 from tokenmill.core.types import ModelLoadError
 
 # As llm-compressor writes FP8_DYNAMIC, and Qwen3-8B-FP8 its blocks.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenmill.core.fields import Settings, flag, number, positive_int
+from tokenmill.core.specs.fields import Settings, flag, number, positive_int
 from tokenmill.core.types import ModelLoadError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]

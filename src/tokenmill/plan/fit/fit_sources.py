@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+from tokenmill.plan.fit.fitting import Prior, Row, fit, log_error
+from tokenmill.plan.fit.own_runs import own_runs
+from tokenmill.plan.fit.published import best_rows, covered_rows
 from tokenmill.plan.predict.efficiencies import OWN, Fit
-from tokenmill.plan.predict.fitting import Prior, Row, fit, log_error
-from tokenmill.plan.predict.own_runs import own_runs
 from tokenmill.plan.predict.prediction import predicted_tokens_per_s
-from tokenmill.plan.predict.published import best_rows, covered_rows
 from tokenmill.plan.predict.step_cost import Efficiency
 
 # Where a fit begins. Of our own engine it is what its kernels reach alone (docs/log.md): products

@@ -166,7 +166,7 @@ def validate(settings: Settings) -> None:
 
     tokenmill plan validate --rows
     """
-    from tokenmill.plan.predict import validation
+    from tokenmill.plan.fit import validation
 
     checked = validation.validate(own_file(settings, "efficiencies"))
     report = validation.summary(checked)

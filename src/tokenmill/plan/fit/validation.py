@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill.plan.fit.own_runs import RULE as OWN_RULE
+from tokenmill.plan.fit.own_runs import own_runs
+from tokenmill.plan.fit.published import RULE, Published, best_rows, covered_rows
 from tokenmill.plan.predict.efficiencies import OWN, load_fits
-from tokenmill.plan.predict.own_runs import RULE as OWN_RULE
-from tokenmill.plan.predict.own_runs import own_runs
 from tokenmill.plan.predict.prediction import predicted_tokens_per_s
-from tokenmill.plan.predict.published import RULE, Published, best_rows, covered_rows
 from tokenmill.plan.predict.step_cost import Efficiency
 
 BEST, OTHER, OURS = "best published", "other published", "our own"

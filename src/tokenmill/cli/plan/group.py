@@ -1,4 +1,4 @@
-"""tokenmill plan replay, and the group around it."""
+"""tokenmill plan: the group of its commands, and plan replay."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tokenmill import console
-from tokenmill.cli import plan_attention_dp as attention_dp
-from tokenmill.cli import plan_predict, plan_size
-from tokenmill.cli.plan_record import replay_record
+from tokenmill.cli.plan import plan_attention_dp as attention_dp
+from tokenmill.cli.plan import plan_predict, plan_size
+from tokenmill.cli.plan.plan_record import replay_record
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
 from tokenmill.settings.commands import LOADS, REPLAY

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from tokenmill.core.fields import Settings, flag, number, positive_int
-from tokenmill.core.mla import MLASpec
-from tokenmill.core.moe import MoESpec
-from tokenmill.core.quantization import (
+from tokenmill.core.specs.fields import Settings, flag, number, positive_int
+from tokenmill.core.specs.mla import MLASpec
+from tokenmill.core.specs.moe import MoESpec
+from tokenmill.core.specs.quantization import (
     MXFP4,
     MXFP4_BYTES,
     QuantizationSpec,
     read_quantization,
 )
-from tokenmill.core.rope import ORIGINAL, RopeSpec, read_rope, rope_fields
+from tokenmill.core.specs.rope import ORIGINAL, RopeSpec, read_rope, rope_fields
 from tokenmill.core.types import ModelLoadError
 
 Windows = tuple[int | None, ...]  # for each layer: how many positions a query sees; None: all

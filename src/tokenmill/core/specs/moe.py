@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenmill.core.fields import Settings, positive_int
+from tokenmill.core.specs.fields import Settings, positive_int
 from tokenmill.core.types import ModelLoadError
 
 Scoring = Literal["softmax", "sigmoid"]
