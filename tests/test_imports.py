@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench/kv_transfer_pair": ENGINE_PATH | {"console"},
     "plan": POLICY,
     "plan/predict": POLICY | {"bench"},
+    "plan/fit": POLICY | {"bench"},
     "llm": {"core", "models", "engine", "text"},
     "cli": ENGINE_PATH | FRONT | TERMINAL | {"proxy", "bench", "plan", "llm"},
     "__main__": {"core", "settings", "cli", "console"},

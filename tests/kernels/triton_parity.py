@@ -282,8 +282,8 @@ def check_layers(device: str) -> None:
     if device == "cpu":
         mm.use_triton = norm.use_triton = lambda *_: MODE.fused
     for dtype, rows, invariant in itertools.product(("bf16", "fp8"), (1, 3, 9, 70), (False, True)):
-        if dtype == "bf16" and invariant and device == "cpu":
-            continue
+        if device == "cpu" and (invariant if dtype == "bf16" else rows == 70):
+            continue  # the interpreter takes long
         x, attended = torch.randn(2, rows, 64, device=device).bfloat16()
         MODE.fused = False
         expected = _run_layers(dtype, x, attended)
