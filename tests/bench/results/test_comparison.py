@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,13 @@ def test_the_page_needs_nothing_else() -> None:
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "http" not in text and "viewport" in text and "prefers-color-scheme: dark" in text
     assert text.count("<section>") == text.count("</section>") == 2
+
+
+@pytest.mark.parametrize("tok_s", [1e-9, 1e12])
+def test_a_ratio_without_bounds_is_drawn_at_the_end_of_the_scale(tok_s: float) -> None:
+    text = page(compare([published(100, 8), published(tok_s, 8)], 0.05), "footnote")
+    places = [float(x) for x in re.findall(r'<circle cx="([^"]+)"', text)]
+    assert places and all(0 < x < 160 for x in places)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

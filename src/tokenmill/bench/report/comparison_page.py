@@ -19,6 +19,7 @@ from tokenmill.bench.results.reports import (
 from tokenmill.bench.workload import BenchError
 
 WIDTH, HEIGHT = 160, 18
+MOST = 1000.0  # a ratio beyond it, or below its inverse, is drawn at the end of the scale
 CLASSES = {"better": "good", "worse": "bad", "mixed": "warn"}
 STYLE = """
 :root { color-scheme: light dark;
@@ -114,7 +115,7 @@ def _verdict(one: Comparison) -> str:
 def _point(point: PointComparison, first: str, second: str, threshold: float) -> str:
     rows = point["rows"]
     ratios = [bound for row in rows for bound in (row["ci95"] or []) + [row["speedup"]]]
-    reach = max([abs(math.log(ratio)) for ratio in ratios] + [math.log(1.1)])
+    reach = max([abs(_log(ratio)) for ratio in ratios] + [math.log(1.1)])
     head = ["metric", first, second, "change", "speed-up", "95 % interval", "", "verdict"]
     cells = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "\n".join(_row(row, reach, threshold) for row in rows)
@@ -145,7 +146,7 @@ def _whisker(row: RowReport, reach: float, color: str) -> str:
     """The speed-up and its interval on a logarithmic scale with 1 in the middle."""
 
     def x(ratio: float) -> float:
-        return WIDTH / 2 + math.log(ratio) / reach * (WIDTH / 2 - 6)
+        return WIDTH / 2 + _log(ratio) / reach * (WIDTH / 2 - 6)
 
     middle = HEIGHT / 2
     line = ""
@@ -157,6 +158,11 @@ def _whisker(row: RowReport, reach: float, color: str) -> str:
         f'<path d="M{WIDTH / 2} 0V{HEIGHT}" stroke="var(--line)"/>{line}'
         f'<circle cx="{x(row["speedup"]):.1f}" cy="{middle}" r="4" fill="currentColor"/></svg>'
     )
+
+
+def _log(ratio: float) -> float:
+    """The logarithm within the scale; reports round a tiny ratio to 0."""
+    return math.log(min(max(ratio, 1 / MOST), MOST))
 
 
 def _table(rows: Sequence[Sequence[str]], text_columns: Iterable[int] = ()) -> str:

@@ -286,7 +286,8 @@ def _print(report: dict[str, Any]) -> None:
         f"headroom {report['headroom']:.0%}; what breaks first: {report['breaks_first']}"
     )
     for name, case in report["what_if"].items():
-        verdict = "holds" if case["holds"] else f"needs {case['needs_gpus']} GPUs"
+        lacking = f"{case['gpus']} GPUs do not suffice, {case['needs_gpus']} would"
+        verdict = "holds" if case["holds"] else lacking
         console.out.print(f"{name}: bears {case['bears']:g} requests/s: {verdict}")
     console.out.print(f"while a worker starts: {report['while_a_worker_starts']['words']}")
     console.out.print(f"written: {report['written']}; test it with: {report['bench']}")
