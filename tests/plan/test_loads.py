@@ -33,7 +33,8 @@ def test_kv_is_not_much_worse_than_the_best_other_policy(machine: str, kind: str
         assert row.ratios[name] <= WORSE, (name, row.ratios)
     assert row.intervals()["ttft_p99_ms"][0] <= WORSE, row.intervals()
     if kind in ("documents", "skewed"):
-        assert row.ratios["ttft_ms"] < 0.9, "it wins where prefixes are many"
+        least_lead = 0.9 if machine == "dynamo" else 0.8  # skewed: 0.85 by its costs
+        assert row.ratios["ttft_ms"] < least_lead, "it wins where prefixes are many"
 
 
 def test_an_interval_tells_luck_from_a_difference() -> None:
