@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tokenmill.core.flags import INTEGER, Flag, Kind, count, number
+from tokenmill.core.images import ImageSpan
 
 MAX_TOP_LOGPROBS = 20
 
@@ -210,6 +211,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)  # generated elsewhere; goes on there
     hold_kv_s: float | None = None  # compute the prompt and one token, then hold the KV so long
     kv_from: str | None = None  # id of the engine that computes the prompt and the first token
+    images: tuple[ImageSpan, ...] = ()  # of the prompt, in its order
 
 
 @dataclass(slots=True)

@@ -188,6 +188,8 @@ class LanguageEngine:
         if request.request_id in self._structured:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
         problem = self._out_of_vocabulary(request)
+        if request.images:
+            problem = "images: this engine's model takes text alone"
         if problem:
             return "invalid_request", problem
         if request.kv_from is not None or request.hold_kv_s is not None:

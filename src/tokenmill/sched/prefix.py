@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenmill.core.images import content_ids
 from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
 from tokenmill.sched.sequence import Item, Sequence
 
@@ -17,12 +18,12 @@ def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
     chain, size = seq.chain, pool.block_size
     num_hashed = len(chain) - 1
     if seq.num_tokens // size > num_hashed:
-        unhashed = seq.token_ids[num_hashed * size :]
+        unhashed = _contents(seq, num_hashed * size)
         chain += block_hashes(unhashed, size, (chain[-1], num_hashed))
     if seq.prompt_logprobs is not None:  # each prompt position has to be computed
         return []
     limit = (seq.num_tokens - (not seq.remote)) // size
-    matched = pool.match(seq.token_ids, chain[1 : limit + 1], seq.request.cache_salt)
+    matched = pool.match(_contents(seq), chain[1 : limit + 1], seq.request.cache_salt)
     if pool.sliding.num_groups and not seq.remote:
         del matched[_num_seen(pool, matched) :]
     return matched
@@ -48,7 +49,7 @@ def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
     for seq, end in filled:
         parent = seq.parent
         for index in range(seq.num_inserted_blocks, end // size):
-            tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
+            tokens = tuple(_contents(seq, index * size, (index + 1) * size))
             above, own = seq.chain[index : index + 2]
             parent = pool.insert(seq.block_ids[index], own, parent, tokens, above)
             if groups and index >= seq.window_first:
@@ -65,12 +66,18 @@ def cache_computed(pool: BlockPool, seq: Sequence) -> None:
         cache_blocks(pool, [(seq, end)])
 
 
+def _contents(seq: Sequence, first: int = 0, end: int | None = None) -> list[int]:
+    """What tells the tokens from `first` to `end` apart from others: their ids, or an image."""
+    known = seq.token_ids if end is None and not first else seq.token_ids[first:end]
+    return content_ids(known, seq.request.images, first)
+
+
 def _hash(unhashed: list[Item], size: int) -> None:
     """Extend the hash chain of each (sequence, end) to `end`, one block of all at a time."""
     while unhashed:
         starts = [(seq.chain[-1], len(seq.chain) - 1) for seq, _ in unhashed]
         blocks = [
-            seq.token_ids[index * size : (index + 1) * size]
+            _contents(seq, index * size, (index + 1) * size)
             for (seq, _), (_, index) in zip(unhashed, starts, strict=True)
         ]
         hashes = next_block_hashes(blocks, size, starts)

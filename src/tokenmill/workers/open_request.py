@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from tokenmill.core.images import content_ids
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.sched.blocks import U64, hash_input
 from tokenmill.workers.output_stream import OutputStream
@@ -68,7 +69,8 @@ class OpenRequest:
     def routed_tokens(self) -> U64:
         """What the next worker has to have in its cache: the prompt and what was said."""
         if self.hash_input is None:
-            self.hash_input = hash_input(self.request.prompt_token_ids)
+            request = self.request
+            self.hash_input = hash_input(content_ids(request.prompt_token_ids, request.images))
         if not self.token_ids:
             return self.hash_input
         return hash_input(self.token_ids, self.hash_input)

@@ -121,7 +121,8 @@ class WorkerPool:
         """Route requests to workers; their outputs come by their index in the stream.
 
         Each request reports its stages to its trace. `hash_inputs` are the results of
-        sched.blocks.hash_input() for the prompts, if they are known.
+        sched.blocks.hash_input() for the prompts, if they are known; of those with images they
+        do not count.
         """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
@@ -133,7 +134,8 @@ class WorkerPool:
                 entry.put_end(FinishReason.REJECT, message, "draining")
             return stream
         for index, entry in enumerate(entries):
-            entry.hash_input = hash_inputs[index] if hash_inputs else None
+            if hash_inputs and not entry.request.images:
+                entry.hash_input = hash_inputs[index]
             entry.trace = traces[index] if traces else NO_TRACE
         self._requests.submit(entries)
         return stream

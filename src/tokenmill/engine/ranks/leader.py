@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import reduce
 
+from tokenmill.core.images import content_ids
 from tokenmill.core.kv_events import (
     Dump,
     Event,
@@ -211,7 +212,7 @@ class DataParallelEngine:
         submits: list[list[Request]] = [[] for _ in self._states]
         aborts: list[list[str]] = [[] for _ in self._states]
         new, self._new = list(self._new.values()), {}
-        known = [request.prompt_token_ids + request.output_token_ids for request in new]
+        known = [content_ids(r.prompt_token_ids, r.images) + r.output_token_ids for r in new]
         cached = [
             self._caches.cached_tokens(token_ids, request.cache_salt)
             for request, token_ids in zip(new, known, strict=True)

@@ -1,0 +1,64 @@
+"""Images of a request: the patches of each, and where its tokens stand in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from struct import unpack
+
+_IS_CONTENT = 1 << 62  # no token id has this bit
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """One image as the model's processor makes it."""
+
+    data: bytes  # float32 [patches, channels * temporal * patch * patch], little-endian
+    grid: tuple[int, int, int]  # patches in time, height and width
+    content_hash: bytes  # of the two above, 32 bytes
+
+    @classmethod
+    def of(cls, data: bytes, grid: tuple[int, int, int]) -> ImageInput:
+        """An image from its patches, in the order in which transformers' processor puts them."""
+        key = b"%d,%d,%d" % grid
+        return cls(data, grid, blake2b(data, digest_size=32, key=key).digest())
+
+    @property
+    def num_patches(self) -> int:
+        frames, height, width = self.grid
+        return frames * height * width
+
+    def num_tokens(self, merge: int) -> int:
+        """Tokens of the prompt that it takes, where merge x merge patches are one."""
+        return self.num_patches // merge**2
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image, and the placeholder tokens of the prompt that it takes the place of."""
+
+    offset: int
+    num_tokens: int
+    image: ImageInput
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_tokens
+
+
+def content_ids(token_ids: list[int], images: Sequence[ImageSpan], first: int = 0) -> list[int]:
+    """Token ids from position `first` on, with those of images told apart by their content.
+
+    Two prompts are the same to a prefix cache or a router iff these are the same.
+    """
+    if not images:
+        return token_ids
+    ids, last = list(token_ids), first + len(token_ids)
+    for span in images:
+        begin, end = max(span.offset, first), min(span.end, last)
+        if begin < end:
+            words = unpack("<4Q", span.image.content_hash)
+            words = tuple(word & (_IS_CONTENT - 1) | _IS_CONTENT for word in words)
+            ids[begin - first : end - first] = [words[i % 4] for i in range(begin, end)]
+    return ids
