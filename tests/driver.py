@@ -75,6 +75,7 @@ def build(
     vocab: GrammarVocab | None = None,
     relaxed: str | None = None,
     max_model_len: int | None = None,
+    batch_invariant: bool = False,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
@@ -93,7 +94,13 @@ def build(
                     max_num_seqs=16,
                     chunked_prefill=chunked,
                 ),
-                ExecutionConfig(overlap=overlap, mtp=mtp, mtp_adaptive=False, mtp_relaxed=relaxed),
+                ExecutionConfig(
+                    overlap=overlap,
+                    batch_invariant=batch_invariant,
+                    mtp=mtp,
+                    mtp_adaptive=False,
+                    mtp_relaxed=relaxed,
+                ),
             )
         ),
         vocab,

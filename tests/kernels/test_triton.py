@@ -25,6 +25,7 @@ KERNELS = {
         "spread_keys",
         "paged_attention",
         "sinks",
+        "attention_own_bits",
         "layers",
     ),
     "triton_moe_parity": (
@@ -33,6 +34,7 @@ KERNELS = {
         "experts",
         "mxfp4",
         "biased_experts",
+        "experts_own_bits",
         "latent_cache",
         "latent_attention",
     ),

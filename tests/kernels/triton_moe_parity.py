@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import torch
-from triton_parity import BLOCKS, _cpu_batch, make_batch
+from triton_parity import BLOCKS, _cpu_batch, batch_invariant_mode, make_batch
 
 from tokenmill.kernels import MODE, mla, moe
 from tokenmill.kernels import matmul as mm
@@ -185,12 +185,44 @@ def check_biased_experts(device: str) -> None:
     torch.testing.assert_close(gpu_moe.apply_experts(*rest), expected, atol=limit, rtol=limit)
 
 
+def check_experts_own_bits(device: str) -> None:
+    """A row's experts in MXFP4 give the same bits beside any other rows: router, sort, products."""
+    tokens, experts, hidden, inner, routing = 40, 4, 96, 32, Routing(2)
+    gate_up, down = (
+        _mxfp4(experts, n, k, (117, 123), device)[1]
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    dense = torch.randn(experts, hidden, device=device)
+    router, bias = mm.PackedWeight(dense, None, experts, hidden, tiled=False), torch.randn(experts)
+    x = torch.randn(tokens, hidden, device=device) * hidden**-0.5
+
+    def add_experts(rows: slice) -> torch.Tensor:
+        part = x[rows].clone()
+        ids, weights = moe.route(moe.router_logits(part, router), None, routing, bias.to(device))
+        results = moe.apply_experts(part, ids, gate_up, down, ClampedSwiGLU())
+        moe.add_choices(results, weights, part)
+        return part
+
+    by_triton, few, split = moe.use_triton, gpu_moe.FEW_ROWS, gpu_mxfp4.SPLIT_TILES
+    moe.use_triton = lambda *_: True
+    gpu_mxfp4.SPLIT_TILES = 6  # few rows would share their channels, many would not
+    with batch_invariant_mode():
+        together = add_experts(slice(None))
+        for rows in (slice(1), slice(7, 12), slice(20, 40)):
+            assert torch.equal(add_experts(rows), together[rows]), rows
+        gpu_moe.FEW_ROWS = 0  # the sort of many rows
+        assert torch.equal(add_experts(slice(None)), together)
+    assert not torch.equal(add_experts(slice(1)), together[:1])
+    moe.use_triton, gpu_moe.FEW_ROWS, gpu_mxfp4.SPLIT_TILES = by_triton, few, split
+
+
 CHECKS = {
     "route": check_route,
     "sort_by_expert": check_sort_by_expert,
     "experts": check_experts,
     "mxfp4": check_mxfp4,
     "biased_experts": check_biased_experts,
+    "experts_own_bits": check_experts_own_bits,
     "latent_cache": check_latent_cache,
     "latent_attention": check_latent_attention,
 }

@@ -5,6 +5,9 @@ dots use.
 """
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +46,25 @@ def round_like_torch(convert: Any) -> Any:
 
 
 interpreter._convert_float = round_like_torch(interpreter._convert_float)
+
+
+def _dot_by_channel(_: Any, a: Any, b: Any, total: Any, *precision: Any) -> Any:
+    sums = total.data
+    for channel in range(a.data.shape[1]):
+        sums = sums + a.data[:, channel, None] * b.data[channel]
+    return interpreter.TensorHandle(sums, total.dtype.scalar)
+
+
+@contextmanager
+def batch_invariant_mode() -> Iterator[None]:
+    """In it the interpreter adds up products by channel: BLAS rounds by a row's place in a tile."""
+    builder = interpreter.InterpreterBuilder
+    dot, builder.create_dot = builder.create_dot, _dot_by_channel
+    MODE.batch_invariant = True
+    try:
+        yield
+    finally:
+        builder.create_dot, MODE.batch_invariant = dot, False
 
 
 def make_batch(
@@ -403,6 +425,42 @@ def _check_paged_attention(shape: tuple, device: str, sinks: torch.Tensor | None
     torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
+def check_attention_own_bits(device: str) -> None:
+    """A query of GPT-OSS's layers has the same bits in any chunk, beside any other sequences."""
+    heads, kv_heads, dim, block_size, lens = 8, 2, 32, 16, [100, 45]
+    shape = (BLOCKS, kv_heads, block_size, dim)
+    k_cache, v_cache = torch.randn(2, *shape, device=device)
+    tables = torch.randperm(BLOCKS)[:14].view(2, 7).int().to(device)
+    queries = [torch.randn(n, heads * dim, device=device) * dim**-0.5 for n in lens]
+    sinks = 3 * torch.randn(heads, device=device)
+    everything = [(0, 0, 100), (1, 0, 45)]
+    others = (
+        [(0, 99, 1)], [(1, 44, 1), (0, 70, 1)], [(0, 37, 5)], [(1, 7, 38), (0, 3, 90)],
+    )  # fmt: skip
+
+    def attend(pieces: list[tuple[int, int, int]], window: int) -> list[torch.Tensor]:
+        seqs, firsts, counts = (list(column) for column in zip(*pieces, strict=True))
+        batch = make_batch(counts, firsts, block_size, (heads, kv_heads), device)
+        rows = torch.tensor(seqs, dtype=torch.int32, device=device)
+        batch = replace(batch, block_tables=tables, table_rows=rows)
+        q = torch.cat([queries[seq][first : first + n] for seq, first, n in pieces])
+        out = torch.empty_like(q)
+        for tiles in batch.tiles:
+            gpu_attention.paged_attention(
+                q, out, k_cache, v_cache, tiles, batch, heads, window, sinks
+            )
+        return list(out.split(counts))
+
+    with batch_invariant_mode():
+        for window, narrow in ((0, 256), (20, 256), (20, 0)):
+            gpu_attention.NARROW_WINDOW = narrow
+            whole = attend(everything, window)
+            for pieces in others:
+                for (seq, first, n), found in zip(pieces, attend(pieces, window), strict=True):
+                    assert torch.equal(found, whole[seq][first : first + n]), (window, seq, first)
+    gpu_attention.NARROW_WINDOW = 256
+
+
 def _forget(batch: AttentionBatch, window: int, v_cache: torch.Tensor) -> None:
     """Make blocks behind all windows of a sequence such that no kernel may read them."""
     rows, contexts = batch.table_rows.tolist(), batch.context_lens.tolist()
@@ -439,5 +497,6 @@ CHECKS = {
     "spread_keys": check_spread_keys,
     "paged_attention": check_paged_attention,
     "sinks": check_sinks,
+    "attention_own_bits": check_attention_own_bits,
     "layers": check_layers,  # last: it changes how the modules dispatch
 }

@@ -1,4 +1,4 @@
-"""Prefill and decode workers behind one front, with a tiny model: the answers of one engine."""
+"""Prefill and decode workers behind one front, with a tiny GPT-OSS: the answers of one engine."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ MIN_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=300)
+# Its windows, sinks and experts are the most that a request takes along when it moves.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "max_position_embeddings": 1024,
+}
 
 
 @dataclass
@@ -116,7 +126,7 @@ def whole_engine(folder: Path) -> Callable[[Request], list[int]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+    return write_config(tmp_path_factory.mktemp("model"), **GPT_OSS)
 
 
 @asynccontextmanager
