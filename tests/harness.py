@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.model import allocate_kv_cache
@@ -14,6 +13,9 @@ from tokenmill.engine.runner import ModelRunner
 from tokenmill.models import family_of
 from tokenmill.models.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # which ranks need not import
 
 BLOCK_SIZE = 16
 

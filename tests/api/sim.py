@@ -161,8 +161,9 @@ def run_sim_worker(
         max_waiting=limits.max_waiting,
         warnings=warnings,
     )
+    # xgrammar is imported when a test asks for it.
     grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
-    grammar.warm_up()
+    assert "torch" not in sys.modules, "importing torch is longer than all else that a start does"
     runner = ScriptRunner(tokenizer, step_ms, prefill_ms, cache)
     run_worker(LanguageEngine(scheduler, runner, grammar, kv=kv), address, facts, kv)
 

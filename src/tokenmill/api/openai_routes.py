@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache, partial
 
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import HTMLResponse, Response
@@ -64,8 +65,8 @@ def create_app(
         exception_handlers=exception_handlers(),
     )
     app.state.api = state
-    api_document = document(__version__, model, bool(config.api_keys))
-    app.openapi = lambda: api_document  # type: ignore[method-assign]
+    api_document = partial(document, __version__, model, bool(config.api_keys))
+    app.openapi = cache(api_document)  # type: ignore[method-assign]
     preparer = Preparer(tokenizer, state.facts, config)
     _add_generation(app, state, preparer)
     add_responses(app, state, preparer)

@@ -7,14 +7,16 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tokenmill.core.kv import SHM, KVAddress, KVWay
 from tokenmill.kv.transfer import Run, TransferError
+
+if TYPE_CHECKING:
+    import torch
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block]
 

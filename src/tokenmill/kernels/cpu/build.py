@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +63,21 @@ def cached(decorate: Callable[[Any], Any], function: Any) -> Any:
     """Apply a numba decorator with our cache folder, leaving numba's own setting as it was."""
     before, config.CACHE_DIR = config.CACHE_DIR, _CACHE_FOLDER
     try:
-        return decorate(function)
+        with _alone():
+            return decorate(function)
     finally:
         config.CACHE_DIR = before
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Of processes that start together one compiles; the others wait and find it in the cache."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that cannot be written: each compiles for itself
+            Path(_CACHE_FOLDER).mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(Path(_CACHE_FOLDER, "lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def compiled(function: Any) -> Any:

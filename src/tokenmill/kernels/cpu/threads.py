@@ -13,13 +13,15 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, types
+from numba import carray, cfunc, types
 
 from tokenmill.kernels.cpu.build import cached, compiled, emitted
+from tokenmill.kernels.cpu.tiles import i64_at
 
 # The control block: ticket at 0, tasks done at 64, kernel and args at 128; a cache line each,
 # so that taking a task, finishing one and reading what to run do not disturb each other.
@@ -184,17 +186,17 @@ def rows_of_task(num_rows: int, row_size: int) -> int:
     return max(-(-num_rows // (4 * get_num_threads())), -(-_TASK_ELEMENTS // row_size), 1)
 
 
+def _entry(args_at: int, task: int) -> None:
+    _body(carray(i64_at(args_at), (MAX_ARGS,)), task)  # type: ignore[name-defined]  # noqa: F821
+
+
 def task_kernel(body: Callable[[Any, int], None]) -> Any:
-    """Compile `body(args, task)`, args an int64 array, into a kernel for `launch`."""
-    from numba import carray
+    """Compile `body(args, task)`, args an int64 array, into a kernel for `launch`.
 
-    from tokenmill.kernels.cpu.tiles import i64_at
-
-    run = compiled(body)
-
-    def entry(args_at: int, task: int) -> None:
-        run(carray(i64_at(args_at), (MAX_ARGS,)), task)
-
+    numba finds it in the cache by the entry's name; a closure over the body would never be found.
+    """
+    entry = FunctionType(_entry.__code__, globals() | {"_body": compiled(body)})
+    entry.__name__ = entry.__qualname__ = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
     return cached(cfunc(types.void(types.int64, types.int64), nopython=True, cache=True), entry)
 
 
