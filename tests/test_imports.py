@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": POLICY,
     "plan/predict": POLICY | {"bench"},
     "plan/fit": POLICY | {"bench"},
+    "plan/pareto": POLICY | {"bench"},
     "llm": {"core", "models", "engine", "text"},
     "cli": ENGINE_PATH | FRONT | TERMINAL | {"proxy", "bench", "plan", "llm"},
     "__main__": {"core", "settings", "cli", "console"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from tokenmill.__main__ import run
 from tokenmill.plan.fit.fitting import Prior, Row, fit
+from tokenmill.plan.fit.own_runs import TABLE as RUNS
+from tokenmill.plan.fit.own_runs import own_runs
 from tokenmill.plan.fit.validation import BEST, OURS, Checked, markdown, summary, validate
 from tokenmill.plan.hardware import PlanError, find_gpu
 from tokenmill.plan.predict.benchmarks import BENCHMARKS, benchmark_lengths, find_benchmark
@@ -43,6 +46,26 @@ def test_the_last_line_has_what_was_promised(
         assert report["ttft_ms"]["p99"] <= 3000 and report["tpot_ms"]["p99"] <= 80  # type: ignore[index]
 
 
+def test_a_round_without_results_stands_on_the_one_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """v6.1 lets gpt-oss-120b draft in Interactive; its efficiencies are those of v6.0."""
+    words = ("predict", "--benchmark", "gpt-oss-120b", "--gpu", "b200", "--scenario", "Interactive")
+    before = report_of(capsys, *words)
+    assert run(["plan", *words, "--round", "v6.1"]) == 0
+    text = capsys.readouterr().out
+    after = json.loads(text.splitlines()[-1])
+    assert (after["round"], after["efficiencies_of"]) == ("v6.1", "v6.0")
+    assert "v6.0's, since v6.1 has no results to fit on yet" in " ".join(text.split())
+    assert after["efficiencies"] == before["efficiencies"]
+    assert before["configuration"]["mtp"] == 0 < after["configuration"]["mtp"]  # type: ignore[index]
+    offline = [
+        report_of(capsys, *words[:-1], "Offline", "--round", name)["output_tok_s"]
+        for name in ("v6.0", "v6.1")
+    ]
+    assert offline[0] == offline[1]
+
+
 def test_a_configuration_may_be_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("predict", "--benchmark", "deepseek-r1", "--gpu", "gb300", "--gpus", "72")
     file = tmp_path / "given.toml"
@@ -60,7 +83,11 @@ def test_a_configuration_may_be_given(capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (["--gpu", "b100"], "--gpu b100: not known"),
         (["--benchmark", "bert"], "--benchmark bert: expected one of deepseek-r1"),
-        (["--round", "v4.0"], "--round v4.0: expected one of v5.1, v6.0"),
+        (["--round", "v4.0"], "--round v4.0: expected one of v5.1, v6.0, v6.1"),
+        (
+            ["--round", "v6.1", "--benchmark", "llama3.1-405b"],
+            "v6.1 has no longer this benchmark, which --round v6.0 has",
+        ),
         (["--benchmark", "mixtral-8x7b", "--scenario", "Interactive"], "has Offline, Server"),
         (
             ["--benchmark", "llama3.1-405b", "--gpus", "1", "--gpu", "h100"],
@@ -132,13 +159,32 @@ def test_our_own_runs_are_within_a_tenth(checked: list[Checked]) -> None:
     assert max(abs(row.error) for row in own) <= 0.10
 
 
+def test_a_measured_run_is_one_line_more(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    line = "gpt-oss-20b mxfp4,gpt-oss-20b,mxfp4,bf16,uniform:100-1024,64,,256,8192,9000,2026-11-16"
+    table.write_text(RUNS.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
+    found = own_runs(table)
+    assert len(found) == len(own_runs()) + 1
+    assert found[0].name == "gpt-oss-20b mxfp4" and not found[0].fitted and found[1].fitted
+    assert found[0].predict(find_fit("tokenmill").efficiency) > 1000
+    for right, wrong, message in (
+        (",mxfp4,bf16,", ",mxfp4,int4,", r"runs\.csv:7: kv int4: expected one of bf16, fp8"),
+        (",9000,", ",fast,", r"runs\.csv:7: output_tok_s fast: expected a positive number"),
+        (",2026-11-16", "", r"runs\.csv:7: date is needed"),
+    ):
+        text = RUNS.read_text(encoding="utf-8") + line.replace(right, wrong) + "\n"
+        table.write_text(text, encoding="utf-8")
+        with pytest.raises(PlanError, match=message):
+            own_runs(table)
+
+
 def test_published_rows_keep_the_bars(checked: list[Checked]) -> None:
     best = [row for row in checked if row.kind == BEST]
     unseen = [abs(row.error) for row in best if not row.fitted]
     for round in ("v5.1", "v6.0"):
         rows = [row for row in best if row.set == round]
         assert 4 * sum(row.fitted for row in rows) <= len(rows)
-    assert sorted(unseen)[len(unseen) // 2] <= 0.15
+    assert statistics.median(unseen) <= 0.15
     assert sum(error <= 0.3 for error in unseen) >= 0.8 * len(unseen)
     assert summary(checked)["disordered"] == []
 

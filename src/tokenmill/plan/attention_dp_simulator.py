@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
+from tokenmill.core.specs.spec import Windows
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenmillError
 from tokenmill.plan.rank_cost import RankWork, mean_work
 from tokenmill.routing.attention_dp import ContextPolicy, assign
@@ -58,6 +59,7 @@ class RanksConfig:
     num_steps: int = 1000
     num_warmup_steps: int = 100  # before these
     seed: int = 0
+    windows: Windows = (None,)  # of the model's layers, whose positions a work counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class Ranks:
         self._place()
         held = self._policy.hold([rank.outlook() for rank in self.ranks])
         batches = [rank.schedule(self._now_ns, held) for rank in self.ranks]
-        works = [RankWork.of(batch) for batch in batches]
+        works = [RankWork.of(batch, self._config.windows) for batch in batches]
         step_ns = round(self._cost.step_s(works) * 1e9)
         even_ns = round(self._cost.step_s([mean_work(works)] * len(works)) * 1e9)
         self._now_ns += step_ns

@@ -8,10 +8,12 @@ slower. Launches, norms, sampling and uneven experts cost nothing here: it is a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from tokenmill.core.specs.spec import ModelSpec
+from tokenmill.core.specs.spec import ModelSpec, Windows, attended
+from tokenmill.plan.hardware import Accelerator
 from tokenmill.sched.scheduler import Batch
 
 FP8_BYTES, BF16_BYTES = 1, 2
@@ -21,71 +23,47 @@ DISPATCH_BYTES, COMBINE_BYTES = FP8_BYTES, BF16_BYTES  # of a hidden value on it
 # TensorRT-LLM's one-sided NVLink kernels with one token: 18 us to dispatch, 31 us to combine.
 EXCHANGE_LATENCY_S = (18 + 31) * 1e-6
 
-
-@dataclass(frozen=True, slots=True)
-class GPU:
-    """What one GPU reaches."""
-
-    name: str
-    read_bytes_per_s: float
-    bf16_flops: float
-    fp8_flops: float
-    expert_flops: float  # in the type of the routed experts
-    expert_bytes: float  # of a parameter of theirs
-    link_bytes_per_s: float  # to the other ranks, one direction
-    memory_bytes: float
-
-
-def _from_datasheet(name: str, fp4_flops: float, memory_bytes: float) -> GPU:
-    """Blackwell's peaks, less what H200 falls short of its own: 4.8 TB/s, 989 and 1,979 TFLOP/s."""
-    h200 = GPUS["h200"]
-    fp8_share = h200.fp8_flops / 1979e12
-    return GPU(
-        name,
-        read_bytes_per_s=8e12 * h200.read_bytes_per_s / 4.8e12,
-        bf16_flops=2.5e15 * h200.bf16_flops / 989e12,
-        fp8_flops=5e15 * fp8_share,
-        expert_flops=fp4_flops * fp8_share,
-        expert_bytes=NVFP4_BYTES,
-        link_bytes_per_s=900e9,
-        memory_bytes=memory_bytes,
-    )
-
-
-# H200: measured rates of memory and GEMM; the link is half of the datasheet's 900 GB/s.
-GPUS = {"h200": GPU("h200", 4.3e12, 790e12, 1.5e15, 1.5e15, FP8_BYTES, 450e9, 141e9)}
-GPUS["gb200"] = _from_datasheet("gb200", fp4_flops=10e15, memory_bytes=186e9)
-GPUS["gb300"] = _from_datasheet("gb300", fp4_flops=15e15, memory_bytes=288e9)
+Layers = Iterable[tuple[int | None, int]]  # windows, and how many layers have each
 
 
 @dataclass(slots=True)
 class RankWork:
-    """What a rank computes in a step."""
+    """What a rank computes in a step; positions are summed over all layers."""
 
     num_tokens: int = 0
     num_context_tokens: int = 0  # of these, tokens of prompts
     num_sampled: int = 0
-    context_seen: int = 0  # positions that prompt tokens attend to, in a layer
+    context_seen: int = 0  # positions that prompt tokens attend to
     decode_seen: int = 0  # and decoded ones
-    kv_read: int = 0  # tokens whose KV is read: by each decoded token, and once by a chunk
+    kv_read: int = 0  # positions whose KV is read: by each decoded token, and once by a chunk
 
     @classmethod
-    def of(cls, batch: Batch) -> RankWork:
+    def of(cls, batch: Batch, windows: Windows = (None,)) -> RankWork:
+        """Of a batch in layers with these windows; without any it is the work of one layer."""
+        layers = Counter(windows).items()
         work = cls(num_tokens=batch.num_tokens)
-        decoded = 0
         for seq, num_new in batch.items:
             computed = seq.num_computed_tokens
             if num_new == 1:
-                decoded += computed + 1
                 work.num_sampled += 1
+                work.decode_seen += _kept(layers, computed + 1)
             else:
                 work.num_context_tokens += num_new
-                work.context_seen += num_new * computed + num_new * (num_new + 1) // 2
-                work.kv_read += computed
+                work.context_seen += _seen(layers, computed + num_new) - _seen(layers, computed)
+                work.kv_read += _kept(layers, computed)
                 work.num_sampled += computed + num_new == len(seq.token_ids)
-        work.decode_seen = decoded
-        work.kv_read += decoded
+        work.kv_read += work.decode_seen
         return work
+
+
+def _kept(layers: Layers, num_tokens: int) -> int:
+    """Positions that a token after so many sees, or one that is the last of them."""
+    return sum(count * min(num_tokens, window or num_tokens) for window, count in layers)
+
+
+def _seen(layers: Layers, num_tokens: int) -> int:
+    """Positions that the first tokens of a sequence attend to: ModelSpec.attended_positions."""
+    return sum(count * attended(window, num_tokens) for window, count in layers)
 
 
 def mean_work(ranks: Sequence[RankWork]) -> RankWork:
@@ -105,23 +83,28 @@ def exchange_bytes(spec: ModelSpec, num_ranks: int) -> float:
 class RankCost:
     """Prices the steps of one model on ranks of one kind of GPU."""
 
-    def __init__(self, spec: ModelSpec, gpu: GPU, num_ranks: int) -> None:
+    def __init__(self, spec: ModelSpec, gpu: Accelerator, num_ranks: int) -> None:
         if spec.moe is None:
             raise ValueError("attention data parallelism is priced for models with experts")
-        self._spec, self._gpu, self._num_ranks = spec, gpu, num_ranks
+        self._spec, self._gpu, self._num_ranks = spec, gpu.as_reached(), num_ranks
+        self._expert_type = "fp4" if "fp4" in gpu.flops else "fp8"
+        self._expert_bytes = NVFP4_BYTES if self._expert_type == "fp4" else FP8_BYTES
         self._moe, self._num_sparse = spec.moe, sum(spec.moe.layers)
         self._own_params = sum(spec.step_params(0))
         self._head_params = spec.vocab_size * spec.hidden_size
-        self._kv_bytes = spec.kv_bytes_per_token(FP8_BYTES)
+        self._seen_bytes = spec.kv_bytes_per_token(FP8_BYTES) // spec.num_layers
         self._sent_bytes = exchange_bytes(spec, num_ranks)
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens whose KV fits beside a rank's weights."""
-        experts = self._expert_params(self._moe.num_experts) * self._gpu.expert_bytes
+    def kv_tokens(self, num_seqs: int) -> int:
+        """Tokens whose KV fits beside a rank's weights; layers with a window keep no more of each
+        of so many sequences."""
+        windows = self._spec.layer_windows
+        experts = self._expert_params(self._moe.num_experts) * self._expert_bytes
         embeddings = 2 * self._head_params * BF16_BYTES
         weights = self._own_params * FP8_BYTES + embeddings + experts / self._num_ranks
-        return int((self._gpu.memory_bytes * MEMORY_SHARE - weights) / self._kv_bytes)
+        kept = num_seqs * sum(window or 0 for window in windows) * self._seen_bytes
+        room = self._gpu.memory_bytes * MEMORY_SHARE - weights - kept
+        return int(room / (max(1, windows.count(None)) * self._seen_bytes))
 
     def step_s(self, ranks: Sequence[RankWork]) -> float:
         """The slowest rank's own work, then the experts of all."""
@@ -131,27 +114,28 @@ class RankCost:
     def own_s(self, work: RankWork) -> float:
         """Everything that a rank does for its own tokens alone."""
         gpu, spec = self._gpu, self._spec
-        linear_s = self._linear_s(work.num_tokens, self._own_params, gpu.fp8_flops, FP8_BYTES)
-        head_s = self._linear_s(work.num_sampled, self._head_params, gpu.bf16_flops, BF16_BYTES)
-        flops = spec.num_layers * work.decode_seen * spec.seen_flops(decode=True)
-        decode_s = max(work.kv_read * self._kv_bytes / gpu.read_bytes_per_s, flops / gpu.bf16_flops)
-        flops = spec.num_layers * work.context_seen * spec.seen_flops(decode=False)
-        context_s = flops / gpu.bf16_flops
-        sent_s = work.num_tokens * self._sent_bytes / gpu.link_bytes_per_s
+        bf16, memory = gpu.peak("bf16"), gpu.memory_bytes_per_s
+        linear_s = self._linear_s(work.num_tokens, self._own_params, gpu.peak("fp8"), FP8_BYTES)
+        head_s = self._linear_s(work.num_sampled, self._head_params, bf16, BF16_BYTES)
+        flops = work.decode_seen * spec.seen_flops(decode=True)
+        decode_s = max(work.kv_read * self._seen_bytes / memory, flops / bf16)
+        context_s = work.context_seen * spec.seen_flops(decode=False) / bf16
+        sent_s = work.num_tokens * self._sent_bytes / gpu.link(self._num_ranks)
         return linear_s + head_s + decode_s + context_s + sent_s
 
     def experts_s(self, num_tokens: int) -> float:
         """A rank's part of the routed experts, and the way there and back at its shortest."""
         gpu = self._gpu
         flops = 2 * num_tokens * self._expert_params(self._moe.top_k)
-        read = self._expert_params(self._moe.distinct_experts(num_tokens)) * gpu.expert_bytes
-        compute_s = max(flops / gpu.expert_flops, read / gpu.read_bytes_per_s) / self._num_ranks
-        return compute_s + self._num_sparse * EXCHANGE_LATENCY_S * (self._num_ranks > 1)
+        read = self._expert_params(self._moe.distinct_experts(num_tokens)) * self._expert_bytes
+        longest = max(flops / gpu.peak(self._expert_type), read / gpu.memory_bytes_per_s)
+        exchange_s = self._num_sparse * EXCHANGE_LATENCY_S * (self._num_ranks > 1)
+        return longest / self._num_ranks + exchange_s
 
     def _expert_params(self, num_experts: float) -> float:
         return self._num_sparse * num_experts * self._moe.expert_params(self._spec.hidden_size)
 
     def _linear_s(self, num_rows: int, params: float, flops_per_s: float, width: int) -> float:
         """One product with weights of `params` values for so many rows; none costs nothing."""
-        read_s = params * width / self._gpu.read_bytes_per_s
+        read_s = params * width / self._gpu.memory_bytes_per_s
         return max(2 * num_rows * params / flops_per_s, read_s) if num_rows else 0.0

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 
-from tokenmill.core.flags import POLYNOMIAL, SWITCH, TEXT, count, number, numbers, one_of, read_int
+from tokenmill.core.flags import (
+    POLYNOMIAL,
+    SWITCH,
+    TEXT,
+    count,
+    number,
+    numbers,
+    one_of,
+    read_float,
+    read_int,
+)
 from tokenmill.settings.setting import Setting
 
 POOL = (
@@ -167,9 +177,9 @@ ATTENTION_DP = (
     Setting("ranks", "Ranks of attention data and expert parallelism.", count(1), default=8),
     Setting(
         "gpu",
-        "GPU of a rank: measured rates of H200, the others by datasheet.",
-        one_of("h200", "gb200", "gb300"),
-        default="gb200",
+        "GPU of the system: h200, gb300 or another of plan/hardware.toml.",
+        TEXT,
+        default="h200",
     ),
     Setting(
         "max-output-len",
@@ -241,6 +251,13 @@ PLAN = (
     Setting("start-s", "Seconds that a worker takes to start.", number(0, 1e5), default=120.0),
     Setting("alternatives", "Systems to show.", count(1, 32), default=3),
     Setting("write", "File for the settings of `serve`.", TEXT, default="plan.toml"),
+    Setting(
+        "interactivity",
+        "Tokens/s that a user is to have; several, each a point of the curves.",
+        numbers(read_float, 0.1, "X[,X...]"),
+        default=(5, 8, 16, 20, 25, 33, 40, 50, 80, 100, 125, 160, 200, 250),
+    ),
+    Setting("csv", "File for the table.", TEXT, default="pareto.csv"),
     Setting("rows", "Print every row, not only the summary.", SWITCH, default=False),
     Setting("markdown", "Write the table to this Markdown file.", TEXT),
 )

@@ -77,6 +77,7 @@ class Series:
     shape: Shape = "line"
     color: str = BLUE
     quiet: bool = False  # drawn, but in no legend and under no pointer
+    bounds: Sequence[tuple[float, float] | None] = ()  # of a line: its interval at each value
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +312,24 @@ def _paths(chart: Chart, series: Series) -> list[str]:
         return []
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     found = [f'<path class="line" style="stroke:{series.color}" d="M{line}"/>']
+    if series.bounds:
+        found.insert(0, _band(chart, series))
     if series.shape == "area":
         begin, end = points[0][0], points[-1][0]
         area = f"M{begin:.1f} {HEIGHT}L{line}L{end:.1f} {HEIGHT}Z"
         found.insert(0, f'<path class="fill" style="fill:{series.color}" d="{area}"/>')
     return found
+
+
+def _band(chart: Chart, series: Series) -> str:
+    """The interval of a line: along the upper bounds, and back along the lower ones."""
+    known = [(x, b) for x, b in zip(chart.xs, series.bounds, strict=True) if b is not None]
+    ends = [(x, high) for x, (_, high) in known] + [(x, low) for x, (low, _) in reversed(known)]
+    corners = "L".join(
+        f"{WIDTH * chart.x.place(x):.1f} {HEIGHT * (1 - chart.y.place(value)):.1f}"
+        for x, value in ends
+    )
+    return f'<path class="band" style="fill:{series.color}" d="M{corners}Z"/>'
 
 
 def _bars(chart: Chart, series: Series) -> str:
@@ -391,13 +405,23 @@ def _attribute(value: Any) -> str:
     return "'" + text.replace("&", "&amp;").replace("'", "&#39;").replace("<", "&lt;") + "'"
 
 
+def _hover_text(chart: Chart, series: Series, index: int) -> str | None:
+    value = series.values[index]
+    if value is None:
+        return None
+    bounds = series.bounds[index] if series.bounds else None
+    if bounds is None:
+        return chart.show(value)
+    return f"{chart.show(value)} ({chart.show(bounds[0])} to {chart.show(bounds[1])})"
+
+
 def _hover(chart: Chart) -> list[list[Any]]:
     """[x in %, heading, texts, heights in %] for every x."""
     rows = []
     spoken = [series for series in chart.series if not series.quiet]
     for index, (x, label) in enumerate(zip(chart.xs, chart.labels, strict=True)):
         values = [series.values[index] for series in spoken]
-        texts = [None if v is None else chart.show(v) for v in values]
+        texts = [_hover_text(chart, series, index) for series in spoken]
         heights = [None if v is None else round(100 * chart.y.place(v), 1) for v in values]
         rows.append([round(100 * chart.x.place(x), 2), label, texts, heights])
     return rows

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
+from tokenmill.cli.plan.plan_predict import GPU, own_file
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
@@ -23,7 +24,9 @@ POLICY = (
 )
 PANELS = {
     "Ranks": (
-        *(SETTINGS[key] for key in ("ranks", "gpu")),
+        SETTINGS["ranks"],
+        replace(GPU, help="GPU of a rank: measured rates of H200, the others by datasheet."),
+        SETTINGS["hardware"],
         replace(SETTINGS["max-num-seqs"], help="Most requests that a rank runs at once."),
         replace(SETTINGS["max-num-batched-tokens"], help="Most tokens of a rank in one step."),
     ),
@@ -45,6 +48,7 @@ PANELS = {
     "Output": (SETTINGS["num-steps"], SETTINGS["json-only"]),
 }
 DEFAULTS = {
+    "gpu": "gb200",
     "lengths": "deepseek-r1",
     "max-num-seqs": 512,
     "max-num-batched-tokens": 4608,
@@ -119,13 +123,18 @@ def _pool(settings: Settings) -> tuple[RanksConfig, RankCost]:
     from tokenmill.bench import workload
     from tokenmill.models import spec_of
     from tokenmill.plan.attention_dp_simulator import RanksConfig
-    from tokenmill.plan.rank_cost import GPUS, RankCost
+    from tokenmill.plan.hardware import find_gpu
+    from tokenmill.plan.rank_cost import RankCost
 
     shape = Path(workload.__file__).parent / "shapes" / "deepseek-r1.json"
     spec = spec_of(json.loads(shape.read_text(encoding="utf-8")))
-    num_ranks, gpu = settings.get("ranks"), GPUS[settings.get("gpu")]
+    num_ranks, gpu = (
+        settings.get("ranks"),
+        find_gpu(settings.get("gpu"), own_file(settings, "hardware")),
+    )
     cost = RankCost(spec, gpu, num_ranks)
-    if cost.kv_tokens < BLOCK_SIZE:
+    kv_tokens = cost.kv_tokens(settings.get("max-num-seqs"))
+    if kv_tokens < BLOCK_SIZE:
         raise SettingsError(f"--ranks {num_ranks}: the weights do not fit into so many {gpu.name}")
     asked = settings.get("concurrency")
     if asked and len(asked) > 1:
@@ -135,10 +144,11 @@ def _pool(settings: Settings) -> tuple[RanksConfig, RankCost]:
         concurrency=asked[0] if asked else num_ranks * settings.get("max-num-seqs"),
         max_num_seqs=settings.get("max-num-seqs"),
         max_num_batched_tokens=settings.get("max-num-batched-tokens"),
-        num_blocks=cost.kv_tokens // BLOCK_SIZE,
+        num_blocks=kv_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         num_steps=settings.get("num-steps"),
         seed=settings.get("seed"),
+        windows=spec.layer_windows,
     )
     return config, cost
 

@@ -42,7 +42,11 @@ PREDICT = {
             kind=TEXT,
         ),
         SETTINGS["scenario"],
-        replace(SETTINGS["round"], help="Round whose software is taken: v5.1 or v6.0.", kind=TEXT),
+        replace(
+            SETTINGS["round"],
+            help="Round whose rules and software hold: v5.1, v6.0 or v6.1 (efficiencies of v6.0).",
+            kind=TEXT,
+        ),
     ),
     "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), *FILES),
     "Configuration (searched for where not given)": CONFIGURATION,
@@ -80,9 +84,9 @@ def predict(settings: Settings) -> None:
     fit = find_fit(round, own_file(settings, "efficiencies"))
     scenario, gpus = settings.get("scenario"), settings.get("gpus")
     if settings.get("benchmark") in JOBS:
-        report = predict_job(settings.get("benchmark"), scenario, gpu, gpus, fit)
+        report = predict_job(settings.get("benchmark"), scenario, gpu, gpus, round, fit)
     else:
-        benchmark = find_benchmark(settings.get("benchmark"))
+        benchmark = find_benchmark(settings.get("benchmark"), round)
         question = prediction.Question(benchmark, scenario, gpu, gpus, round)
         report = prediction.predict(question, fit, choice_of(settings, question))
     if not settings.get("json-only"):
@@ -138,7 +142,12 @@ def _print(report: dict[str, Any]) -> None:
         "step: " + ", ".join(f"{name} {value:,.1f} ms" for name, value in parts if value >= 0.05)
     )
     used = ", ".join(f"{name} {value:g}" for name, value in report["efficiencies"].items())
-    console.out.print(f"efficiencies ({report['round']}): {used}")
+    console.out.print(f"efficiencies ({_origin(report)}): {used}")
+
+
+def _origin(report: dict[str, Any]) -> str:
+    name, round = report["efficiencies_of"], report["round"]
+    return name if name == round else f"{name}'s, since {round} has no results to fit on yet"
 
 
 def describe(configuration: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ LENGTHS = replace(
 )
 ENGINE = replace(
     SETTINGS["round"],
-    help="Whose efficiencies: tokenmill, v5.1 or v6.0 (the best submissions of that round).",
+    help="Whose efficiencies: tokenmill, v5.1, v6.0 or v6.1 (the best submissions of that round).",
     kind=TEXT,
 )
 SIZE = {

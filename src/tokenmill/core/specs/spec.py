@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -27,6 +28,12 @@ class StepParams(NamedTuple):
     rounded: float  # that fp8 rounds, without experts
     plain: float  # that keep the stream's type
     experts: float
+
+
+def attended(window: int | None, num_tokens: int) -> int:
+    """Positions that the first `num_tokens` tokens of a sequence attend to in one layer."""
+    ramp = min(num_tokens, window or num_tokens)  # each of these sees one more position
+    return ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +155,8 @@ class ModelSpec:
 
     def attended_positions(self, num_tokens: int) -> int:
         """Positions that the first `num_tokens` tokens of a sequence attend to, over all layers."""
-        total = 0
-        for window in self.layer_windows:
-            ramp = min(num_tokens, window or num_tokens)  # each of these sees one more position
-            total += ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
-        return total
+        layers = Counter(self.layer_windows).items()
+        return sum(count * attended(window, num_tokens) for window, count in layers)
 
     def _matmul_params(self, num_experts: float | None = None) -> float:
         """Matrix parameters of all layers, with so many experts of each sparse one; or with all."""

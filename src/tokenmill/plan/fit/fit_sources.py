@@ -54,7 +54,11 @@ _ROUND_SIGMAS: Mapping[str, float] = {
     "load": 0.15,
 }
 PRIORS = {
-    OWN: Prior(_OWN, {"products": 0.15, "attention": 0.3, "overlap": 0.2}, row_sigma=0.05),
+    OWN: Prior(
+        _OWN,
+        {"products": 0.15, "experts": 0.2, "attention": 0.3, "overlap": 0.2},
+        row_sigma=0.05,
+    ),
     "v5.1": Prior(_OLD_ROUND, _ROUND_SIGMAS),
     "v6.0": Prior(_ROUND, _ROUND_SIGMAS),
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenmill.bench.workload import make_cells
 from tokenmill.core.bench_config import BenchConfig
-from tokenmill.plan.hardware import find_gpu
+from tokenmill.plan.hardware import PlanError, find_gpu
 from tokenmill.plan.predict.catalog import find_model, precisions_of
 from tokenmill.plan.predict.finite_run import FiniteRun
 from tokenmill.plan.predict.step_cost import Efficiency, Replica, StepCost
@@ -16,6 +16,12 @@ from tokenmill.plan.predict.step_cost import Efficiency, Replica, StepCost
 TABLE = Path(__file__).parent / "measured_runs.csv"
 RULE = "the rows in alphabetical order: every second is fitted on"
 EVERY = 2
+FIELDS = (
+    *("name", "model", "precision", "kv", "lengths", "num_prompts", "output_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "output_tok_s", "date"),
+)
+OPTIONAL = ("output_len",)
+KV = ("bf16", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class OwnRun:
     name: str
     model: str
     precision: str
+    kv: str  # type of the KV cache
     lengths: tuple[tuple[int, int], ...]
     max_num_seqs: int
     budget: int
@@ -34,7 +41,7 @@ class OwnRun:
     def predict(self, efficiency: Efficiency) -> float:
         """Output tokens per second, from the rates that `bench` measured on this GPU."""
         spec = find_model(self.model)
-        replica = Replica(precisions_of(spec, self.precision))
+        replica = Replica(replace(precisions_of(spec, self.precision), kv=self.kv))
         cost = StepCost(spec, find_gpu("h200").as_measured(), replica, efficiency)
         seconds = FiniteRun(cost, self.lengths, self.max_num_seqs, self.budget).run()
         return sum(output for _, output in self.lengths) / seconds
@@ -43,8 +50,27 @@ class OwnRun:
 def own_runs(path: Path = TABLE) -> list[OwnRun]:
     """All measured runs, every second of them to fit on."""
     with path.open(encoding="utf-8", newline="") as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: row["name"])
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, start=2):
+        _check(row, f"{path}:{number}")
+    rows.sort(key=lambda row: row["name"])
     return [_own_run(row, index % EVERY == EVERY - 1) for index, row in enumerate(rows)]
+
+
+def _check(row: dict[str, str], where: str) -> None:
+    """A line that lacks a field, or has a wrong one, is an error that names it."""
+    for field in FIELDS:
+        if not row.get(field) and field not in OPTIONAL:
+            raise PlanError(f"{where}: {field} is needed; a line has {','.join(FIELDS)}")
+    if row["kv"] not in KV:
+        raise PlanError(f"{where}: kv {row['kv']}: expected one of {', '.join(KV)}")
+    for field in ("num_prompts", "max_num_seqs", "max_num_batched_tokens", "output_tok_s"):
+        try:
+            wrong = not float(row[field]) > 0
+        except ValueError:
+            wrong = True
+        if wrong:
+            raise PlanError(f"{where}: {field} {row[field]}: expected a positive number")
 
 
 def _own_run(row: dict[str, str], fitted: bool) -> OwnRun:
@@ -57,6 +83,7 @@ def _own_run(row: dict[str, str], fitted: bool) -> OwnRun:
         row["name"],
         row["model"],
         row["precision"],
+        row["kv"],
         make_cells(config)[0].lengths,
         int(row["max_num_seqs"]),
         int(row["max_num_batched_tokens"]),

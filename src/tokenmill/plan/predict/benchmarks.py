@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from tokenmill.bench.mlperf.presets import PRESETS, Limits
+from tokenmill.bench.mlperf.presets import ROUNDS as RULES
 from tokenmill.bench.workload import SHIPPED, read_lengths
 from tokenmill.plan.hardware import PlanError
 from tokenmill.plan.predict.lengths import Lengths, exponential_outputs, represent
@@ -21,7 +22,7 @@ class Benchmark:
     name: str
     model: str
     limits: dict[str, Limits]
-    mtp_depth: int = 0  # drafts that the rules allow in Interactive
+    dropped: str = ""  # the round from which on it is no benchmark any more
 
     def limit(self, scenario: str) -> Limits | None:
         """None for Offline."""
@@ -38,29 +39,42 @@ class Round:
 
     name: str
     disaggregates: bool  # prefill and decode apart, on systems of more than one node
-    drafts: bool  # multi-token prediction, where the rules allow it
+    drafts: frozenset[tuple[str, str]] = frozenset()  # benchmark and scenario, by the rules
 
 
 ROUNDS = {
-    "v5.1": Round("v5.1", disaggregates=False, drafts=False),
-    "v6.0": Round("v6.0", disaggregates=True, drafts=True),
+    "v5.1": Round("v5.1", disaggregates=False),
+    "v6.0": Round("v6.0", disaggregates=True, drafts=RULES["v6.0"].speculative),
+    "v6.1": Round("v6.1", disaggregates=True, drafts=RULES["v6.1"].speculative),
 }
+LATEST = "v6.1"
+DRAFTS = 3  # of a step, in all submissions that draft: DeepSeek-R1's own, gpt-oss's EAGLE-3
 BENCHMARKS = {
     name: Benchmark(
         name,
         name,
         {"Server": preset.server, "Interactive": preset.interactive},
-        mtp_depth=3 * (name == "deepseek-r1"),
+        dropped="" if LATEST in preset.rounds else LATEST,
     )
     for name, preset in PRESETS.items()
-} | {"mixtral-8x7b": Benchmark("mixtral-8x7b", "mixtral-8x7b", {"Server": Limits(2000, 200)})}
+} | {
+    "mixtral-8x7b": Benchmark(
+        "mixtral-8x7b", "mixtral-8x7b", {"Server": Limits(2000, 200)}, dropped="v6.1"
+    )
+}
 
 
-def find_benchmark(name: str) -> Benchmark:
-    """A benchmark by its name; llama2-70b-99 and -99.9 differ in accuracy alone."""
+def find_benchmark(name: str, round: str = "v6.0") -> Benchmark:
+    """A benchmark of a round by name; llama2-70b-99 and -99.9 differ in accuracy alone."""
     plain = name.lower().removesuffix("-99.9").removesuffix("-99")
+    left = [one.name for one in BENCHMARKS.values() if one.dropped != round]
+    if plain in BENCHMARKS and plain not in left:
+        raise PlanError(
+            f"--benchmark {name}: {round} has no longer this benchmark, which --round v6.0 has; "
+            f"it has {', '.join(left)}"
+        )
     if plain not in BENCHMARKS:
-        raise PlanError(f"--benchmark {name}: expected one of {', '.join(BENCHMARKS)}")
+        raise PlanError(f"--benchmark {name}: expected one of {', '.join(left)}")
     return BENCHMARKS[plain]
 
 

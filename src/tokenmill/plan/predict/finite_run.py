@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenmill.core.kv_groups import plan_groups
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.hardware import PlanError
 from tokenmill.plan.predict.step_cost import StepCost, Work
 
@@ -34,15 +36,17 @@ class FiniteRun:
         self._cost, self._spec = cost, cost.spec
         self._waiting: deque[tuple[float, float]] = deque((i, o) for i, o in lengths)
         self._max_num_seqs, self._budget = max_num_seqs, budget
-        self._room = cost.max_sequences(cost.spec.num_layers)  # tokens, where no layer has a window
+        self._positions = cost.max_sequences(1)  # whose KV fits, a layer each
+        self._full, self._kept = _kept_positions(cost.spec)
         self._heap: list[_Running] = []
         self._order: list[_Running] = []
         self._count, self._offsets, self._number = 0, 0.0, 0
         self._steps, self.seconds = 0.0, 0.0
         longest = max(i + o for i, o in lengths)
-        if longest > self._room:
+        if longest > self._room(1):
             raise PlanError(
-                f"a request of {longest:,} tokens does not fit: the cache holds {self._room:,.0f}"
+                f"a request of {longest:,} tokens does not fit: "
+                f"the cache holds {self._room(1):,.0f}"
             )
 
     def run(self) -> float:
@@ -55,6 +59,10 @@ class FiniteRun:
             self._finish()
         return self.seconds
 
+    def _room(self, count: int) -> float:
+        """Tokens of so many sequences that fit."""
+        return (self._positions - count * self._kept) / self._full
+
     @property
     def _held(self) -> float:
         return self._offsets + self._count * self._steps
@@ -63,7 +71,7 @@ class FiniteRun:
         if not self._waiting or self._count >= self._max_num_seqs:
             return False
         wanted = self._waiting[0][0] + self._count * ROOM_TOKENS
-        return not self._count or self._held + wanted <= self._room
+        return not self._count or self._held + wanted <= self._room(self._count + 1)
 
     def _work(self, prompt: float, seen: float) -> Work:
         count = self._count
@@ -90,7 +98,7 @@ class FiniteRun:
     def _decode(self) -> None:
         """Steps until a request ends or the cache is full; then the youngest starts over."""
         until_end = self._heap[0].end - self._steps
-        until_full = (self._room - self._held) / self._count
+        until_full = (self._room(self._count) - self._held) / self._count
         steps = max(0.0, min(until_end, until_full))
         self._steps += steps / 2
         step_s = self._cost.step_s(self._work(0, 0))
@@ -117,3 +125,11 @@ class FiniteRun:
             one = heapq.heappop(self._heap)
             if not one.is_out:
                 self._leave(one)
+
+
+def _kept_positions(spec: ModelSpec) -> tuple[int, int]:
+    """Layers that keep every token, and positions that those with a window keep of a sequence."""
+    windows = spec.layer_windows
+    if not plan_groups(windows).sliding.num_groups:
+        return len(windows), 0
+    return windows.count(None), sum(window or 0 for window in windows)

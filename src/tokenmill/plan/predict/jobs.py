@@ -80,7 +80,9 @@ JOBS: dict[str, Callable[[Accelerator], Job]] = {
 }
 
 
-def predict_job(name: str, scenario: str, gpu: Accelerator, gpus: int, fit: Fit) -> dict[str, Any]:
+def predict_job(
+    name: str, scenario: str, gpu: Accelerator, gpus: int, software: str, fit: Fit
+) -> dict[str, Any]:
     """Samples per second of GPUs that each take their own; SingleStream divides one among all."""
     job = JOBS[name](gpu)
     if scenario not in job.scenarios:
@@ -94,7 +96,8 @@ def predict_job(name: str, scenario: str, gpu: Accelerator, gpus: int, fit: Fit)
         "plan": "predict",
         "benchmark": name,
         "scenario": scenario,
-        "round": fit.name,
+        "round": software,
+        "efficiencies_of": fit.name,
         "gpu": gpu.key,
         "gpus": gpus,
         "output_tok_s": None,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokenmill.plan.hardware import Accelerator, PlanError
-from tokenmill.plan.predict.benchmarks import ROUNDS, Benchmark, benchmark_lengths
+from tokenmill.plan.predict.benchmarks import DRAFTS, ROUNDS, Benchmark, benchmark_lengths
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import Fit
 from tokenmill.plan.predict.search import Choice, Plan, System, search
@@ -36,9 +36,9 @@ class Question:
     def choice(self) -> Choice:
         """What a submission of the round would choose among."""
         round = ROUNDS[self.round]
-        drafts = self.benchmark.mtp_depth if self.scenario == "Interactive" and round.drafts else 0
+        drafts = (self.benchmark.name, self.scenario) in round.drafts
         return Choice(
-            mtp_depths=(0, drafts) if drafts else (0,),
+            mtp_depths=(0, DRAFTS) if drafts else (0,),
             disaggregates=round.disaggregates and self.gpus > ONE_NODE,
         )
 
@@ -75,6 +75,7 @@ def predict(question: Question, fit: Fit, choice: Choice | None = None) -> dict[
         "benchmark": name,
         "scenario": question.scenario,
         "round": question.round,
+        "efficiencies_of": fit.name,
         "gpu": question.gpu.key,
         "gpus": question.gpus,
         "output_tok_s": round(tokens, 1),

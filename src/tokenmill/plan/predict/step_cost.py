@@ -128,6 +128,19 @@ class StepCost:
 
     def parts(self, work: Work) -> dict[str, float]:
         """Seconds of each part on a GPU, all GPUs with the same share."""
+        parts = self._trunk_parts(work)
+        if self.replica.mtp_depth:
+            parts["drafts"] = self._drafts_s(work)
+        return parts
+
+    def _drafts_s(self, work: Work) -> float:
+        """One layer as the model's own and its output head, one draft after the other."""
+        sequences = work.sequences
+        alone = self._trunk_parts(Work(sequences, sequences, work.decode_seen, sampled=sequences))
+        head = alone.pop("output head")
+        return self.replica.mtp_depth * (sum(alone.values()) / self.spec.num_layers + head)
+
+    def _trunk_parts(self, work: Work) -> dict[str, float]:
         spec, replica = self.spec, self.replica
         ranks = replica.attention_dp * (self.efficiency.balance if replica.attention_dp > 1 else 1)
         rows, prefill = work.rows / ranks, work.prefill_tokens / ranks

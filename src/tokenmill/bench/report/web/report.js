@@ -50,8 +50,9 @@ for (const plot of document.querySelectorAll(".plot")) {
     const box = area.getBoundingClientRect();
     const distance = ([x, , , heights]) => {
       const dx = box.left + box.width * x / 100 - event.clientX;
-      const height = heights.find((h) => h !== null);
-      const dy = dotted ? box.bottom - box.height * height / 100 - event.clientY : 0;
+      const gaps = heights.filter((h) => h !== null)
+        .map((h) => Math.abs(box.bottom - box.height * h / 100 - event.clientY));
+      const dy = dotted && gaps.length ? Math.min(...gaps) : 0;
       return dx * dx + dy * dy;
     };
     let best = 0;

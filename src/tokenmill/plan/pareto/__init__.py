@@ -1,0 +1,1 @@
+"""Predicted throughput and price over interactivity for several GPUs, beside published points."""
