@@ -170,7 +170,9 @@ class StepCost:
     def _head_s(self, rows: float) -> float:
         if not rows:
             return 0.0
-        read_s = self._head * BF16_BYTES / self._memory
+        # TensorRT-LLM divides the head among ranks where it drafts (enable_lm_head_tp_in_adp).
+        shards = self.replica.attention_dp if self.replica.mtp_depth else 1
+        read_s = self._head * BF16_BYTES / shards / self._memory
         return self._product_s(2 * rows * self._head / self._head_rate, read_s)
 
     def _experts_s(self, tokens: float) -> float:
