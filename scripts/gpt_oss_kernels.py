@@ -38,10 +38,10 @@ SHAPES = {  # by rows of tokens per tile: blocks, turn, warps, stages
          (2, 3, 8, 3), (4, 3, 8, 2)),
     32: ((2, 3, 4, 3), (1, 3, 4, 3), (2, 1, 4, 4), (2, 3, 8, 3)),
     64: ((2, 1, 8, 3), (2, 1, 8, 4), (2, 1, 4, 4), (2, 3, 8, 2), (1, 3, 4, 3)),
-    128: ((2, 1, 8, 3), (2, 1, 8, 4), (2, 3, 8, 2), (2, 1, 4, 4)),
-    256: ((2, 1, 8, 3),),
+    128: ((2, 1, 4, 4), (2, 1, 4, 3), (1, 1, 4, 4), (1, 1, 4, 6), (2, 1, 8, 4), (1, 3, 4, 2)),
+    256: ((2, 1, 8, 3), (2, 1, 8, 4), (1, 1, 4, 4), (1, 1, 4, 3)),
 }  # fmt: skip
-TOKENS = (256, 64, 1, 1024, 8192, 4, 16)
+TOKENS = (1, 4, 64, 256, 768, 1024, 2048, 8192)
 TOP_K = 4
 HEADS, KV_HEADS, DIM, BLOCK = 64, 8, 64, 64
 WINDOW = 128
@@ -179,11 +179,14 @@ def _products(
     usual = mxfp4.tile_rows(count, bench.experts)
     tried: dict[str, dict[str, float | None]] = {"gate_up": {}, "down": {}}
     for rows in sorted({max(16, usual // 2), usual, min(256, 2 * usual)}):
-        tiles = [gpu_moe.sort_by_expert(ids, bench.experts, rows) for ids in sets]
+        if single := rows == usual and count <= mxfp4.SINGLE_ROWS:
+            tiles = [gpu_moe.single_tiles(ids) for ids in sets]
+        else:
+            tiles = [gpu_moe.sort_by_expert(ids, bench.experts, rows) for ids in sets]
         gated = [torch.randn(t.most * rows, size, device=bench.device) for t in tiles]
         gated = [values.to(bench.dtype) for values in gated]
         for shape in map(TileShape._make, SHAPES[rows]):
-            name = f"{rows}:{','.join(map(str, shape))}"
+            name = f"{1 if single else rows}:{','.join(map(str, shape))}"
             calls: dict[str, list[Callable[[], object]]] = {
                 "gate_up": [
                     lambda t=t, s=shape: mxfp4.gate_up_product(x, packed[0], t, TOP_K, SWIGLU, s)

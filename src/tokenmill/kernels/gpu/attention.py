@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels import MODE
 from tokenmill.kernels.attention import spread_width
-from tokenmill.kernels.gpu.dependent import enabled, launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -50,7 +50,6 @@ def _rope_kernel(
     HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, SPREAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channels = tl.arange(0, HALF)
@@ -181,7 +180,6 @@ def _attention_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, HALF_PRECISION: tl.constexpr,
     INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
     first = tl.load(tile_starts + tile)
@@ -251,7 +249,6 @@ def _join_kernel(
     partial, stats, out, out_stride, num_tokens, heads, first,
     DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     token, head = first + tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, channels = tl.arange(0, SPLITS), tl.arange(0, DIM)
@@ -355,8 +352,13 @@ def paged_attention(
 
 
 def window_splits(splits: int, window: int) -> int:
-    """Programs per tile: one takes a narrow window in a few turns, and nothing is left to join."""
-    return 1 if 0 < window <= NARROW_WINDOW else splits
+    """Programs per tile: one takes a narrow window in a few turns, and nothing is left to join.
+
+    But where sequences are few, a turn each.
+    """
+    if 0 < window <= NARROW_WINDOW:
+        return min(splits, 8) if splits >= 8 else 1
+    return splits
 
 
 def launch_shape(rows: int, dim: int, itemsize: int) -> tuple[int, int, int]:

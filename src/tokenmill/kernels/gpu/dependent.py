@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels import MODE
+
 
 @functools.cache
 def enabled() -> bool:
@@ -23,19 +25,18 @@ def enabled() -> bool:
 
 def launch_options() -> dict[str, bool]:
     """Arguments of a launch; EARLY reaches the kernel."""
-    early = enabled()
-    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}
+    early = enabled() and "dependent_launch" not in MODE.without
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit
-def release(EARLY: tl.constexpr):
-    """Let the kernel after this one be set up as soon as all programs of this one run."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+def wait(EARLY: tl.constexpr, RELEASE: tl.constexpr = True):
+    """Wait until the kernels before this one are complete and what they wrote can be read.
 
-
-@triton.jit
-def wait(EARLY: tl.constexpr):
-    """Wait until the kernels before this one are complete and what they wrote can be read."""
+    RELEASE: then let the kernel after this one be set up as soon as all programs of this one run.
+    Sooner, kernels that wait would queue up, and the programs of a large one be spread unevenly.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        if RELEASE:
+            tl.extra.cuda.gdc_launch_dependents()

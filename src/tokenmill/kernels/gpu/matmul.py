@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.rows import activate
 from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
 
@@ -95,7 +95,6 @@ def _skinny_kernel(
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    release(EARLY)
     rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
     row, column = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
     x_line = x + row[:, None, None] * k

@@ -18,7 +18,7 @@ from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.attention import num_splits
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.attention import LOG2E, _join_kernel
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import launch_options, wait
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -36,7 +36,6 @@ def _cache_kernel(
     LATENT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, HALF)
@@ -108,7 +107,6 @@ def _latent_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, INVARIANT: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     part, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)

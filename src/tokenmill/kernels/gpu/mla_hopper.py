@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.attention import LOG2E
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import launch_options, wait
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
@@ -253,7 +253,6 @@ def latent_kernel(
     BLOCK: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """As _latent_kernel of kernels/gpu/mla.py, with descriptors of the caches' rows."""
-    release(EARLY)
     wait(EARLY)
     part, tile, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     seq = gl.load(tile_seqs + tile)

@@ -18,7 +18,7 @@ import triton.language as tl
 from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.matmul import _load
 from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.moe import PackedExperts, Routing
@@ -29,7 +29,7 @@ GROUP = 8  # tiles that share their columns of W in L2
 RANK_BLOCK = 256
 PLACE_BLOCK = 32
 FEW_ROWS = 1024  # up to here one launch sorts
-SORT_SPAN = 64
+SORT_SPAN = 256
 SUM_BLOCK = 1024
 
 
@@ -41,7 +41,6 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr, GROUP_SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -143,16 +142,14 @@ def _sort_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Few rows: each program counts all of them itself, and one launch is enough."""
-    release(EARLY)
-    expert = tl.arange(0, EXPERTS)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sizes, rank = tl.zeros([EXPERTS], tl.int32), tl.zeros([BLOCK], tl.int32)
     wait(EARLY)
     own = tl.load(ids + index, mask=index < count, other=0)
     for start in range(0, count, SPAN):
         other = start + tl.arange(0, SPAN)
-        chosen = tl.load(ids + other, mask=other < count, other=EXPERTS)
-        sizes += tl.sum((chosen[None, :] == expert[:, None]).to(tl.int32), axis=1)
+        chosen = tl.load(ids + other, mask=other < count, other=-1)
+        sizes += tl.histogram(chosen, EXPERTS, mask=other < count)
         before = (chosen[None, :] == own[:, None]) & (other[None, :] < index[:, None])
         rank += tl.sum(before.to(tl.int32), axis=1)
     _place(
@@ -169,7 +166,6 @@ def _grouped_kernel(
     GROUP: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     program, column_tiles = tl.program_id(0), tl.cdiv(n, BN)
     count = tl.load(num_tiles)
@@ -208,7 +204,6 @@ def _sum_kernel(
     results, weights, out, n, num_rows,
     TOP_K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -234,6 +229,7 @@ class Tiles(NamedTuple):
     num_used: torch.Tensor  # int32 [1]: tiles that are used
     rows: int
     most: int  # tiles that there can be
+    single: bool = False  # each row has a tile of its own, in the order of choices
 
 
 def route(
@@ -279,6 +275,12 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
     sort = _sort_few if count <= FEW_ROWS else _sort_many
     sort(ids, tiles, num_experts)
     return tiles
+
+
+def single_tiles(ids: torch.Tensor) -> Tiles:
+    """A tile for each row, which takes no launch: few tokens seldom choose the same expert."""
+    flat = ids.flatten()
+    return Tiles(flat, flat, flat, flat, 16, flat.shape[0], single=True)
 
 
 def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.moe import Tiles
 from tokenmill.kernels.moe import PackedExperts
 
@@ -210,7 +210,6 @@ def grouped_kernel(
     GROUP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """UP: x's rows times gate and up; else x, a descriptor of rows as tiles have them, by W."""
-    release(EARLY)
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * HALF, STEP], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, STEP], TILE)
     places = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, PIECE], TILE)

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels import MODE
-from tokenmill.kernels.gpu.dependent import enabled, launch_options, release, wait
-from tokenmill.kernels.gpu.moe import Tiles, sort_by_expert
+from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.moe import Tiles, single_tiles, sort_by_expert
 from tokenmill.kernels.gpu.rows import clamped_swiglu
 from tokenmill.kernels.moe import PackedExperts
 from tokenmill.kernels.norm import Activation, ClampedSwiGLU
@@ -34,6 +34,7 @@ WORDS = tl.constexpr(512)  # of its values
 SCALES = tl.constexpr(32)  # words of its scales, four each
 GROUP = 8  # tiles of rows that share their columns of W in L2
 MOST_ROWS = 128  # of tokens per tile
+SINGLE_ROWS = 16  # up to here each choice has a tile of its own: 4 tokens of GPT-OSS
 FEW_TILES = 1024  # up to here programs take one block of 64 rows
 SPLIT_TILES = 720  # and up to here the second product's share its channels: 4 tokens of GPT-OSS
 VALUE_EXPONENT = 126  # values of a word are 2^126 too small
@@ -126,28 +127,34 @@ def grouped_kernel(
     row_tiles, channel_tiles, n, k, num_rows, alpha, limit,
     SHARE: tl.constexpr, UP: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr,
     TURN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    PAIRS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """UP: x's rows by gate and up, activated, as tiles have them; else such rows by W, by choice.
 
     `n` is the width of a row of the result. Of several SPLITS each program takes a part of the
-    channels, and the results are [SPLITS, num_rows, n] to be added up.
+    channels, and the results are [SPLITS, num_rows, n] to be added up. SINGLE: see single_tiles.
     """
-    release(EARLY)
-    wait(EARLY)
+    # A second product that is set up beside a first one of few programs would be spread unevenly.
+    wait(EARLY, not (SINGLE and UP))
     program, column_tiles = tl.program_id(0), tl.cdiv(row_tiles, BLOCKS)
-    count = tl.load(num_tiles)
-    if program >= count * column_tiles:
-        return
+    if SINGLE:
+        count = tl.num_programs(0) // column_tiles
+    else:
+        count = tl.load(num_tiles)
+        if program >= count * column_tiles:
+            return
     first = program // (GROUP * column_tiles) * GROUP
     height = tl.minimum(count - first, GROUP)
     inner = program % (GROUP * column_tiles)
     tile, column = first + inner % height, inner // height
     expert = tl.load(tile_experts + tile).to(tl.int64)
     member = tl.arange(0, BM)
-    valid = member < tl.load(tile_sizes + tile)
     places = tile * BM + member
-    choices = tl.load(sorted_rows + places, mask=valid, other=0)
+    if SINGLE:
+        valid, choices = member < 1, tile + tl.zeros([BM], tl.int32)
+    else:
+        valid = member < tl.load(tile_sizes + tile)
+        choices = tl.load(sorted_rows + places, mask=valid, other=0)
     sources = choices // SHARE if UP else places
     blocks = tl.minimum(column * BLOCKS + tl.arange(0, BLOCKS), row_tiles - 1)
     record = (expert * row_tiles + blocks) * channel_tiles
@@ -155,6 +162,10 @@ def grouped_kernel(
     scale = scales + record[:, None] * SCALES + tl.arange(0, SCALES)[None, :]
     channels = tl.arange(0, SIDE)
     lines = x + sources.to(tl.int64)[:, None] * k + channels[None, :]
+    rows = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64)
+    width = 2 * n if UP else n
+    counts = (rows < width) & (tl.program_id(1) == 0)
+    own = tl.load(bias + expert * width + rows, mask=counts, other=0.0)
     acc = tl.zeros([BLOCKS * 64, BM], tl.float32)
     part = tl.cdiv(channel_tiles, SPLITS * TURN) * TURN
     begin = tl.program_id(1) * part
@@ -173,10 +184,6 @@ def grouped_kernel(
                 exponents = tl.load(scale + step * SCALES, mask=there, other=0)
             weights = _dequantise(packed, exponents, BLOCKS, PAIRS).to(x.dtype.element_ty)
             acc = tl.dot(weights, tl.trans(values), acc)
-    rows = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64)
-    width = 2 * n if UP else n
-    counts = (rows < width) & (tl.program_id(1) == 0)
-    own = tl.load(bias + expert * width + rows, mask=counts, other=0.0)
     pairs = tl.permute(tl.reshape(acc, [BLOCKS * 4, 2, 8, BM]), [0, 2, 1, 3])
     acc = tl.reshape(pairs, [BLOCKS * 64, BM]) * SUM_FACTOR + own.to(tl.float32)[:, None]
     lines = choices
@@ -255,8 +262,9 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows of tokens per tile: as many as most experts get, for one more reads all of W again."""
     if MODE.batch_invariant:
         return 64
-    usual: int = triton.next_power_of_2(-(-3 * num_rows // (2 * num_experts)))
-    return min(MOST_ROWS, max(16, usual))
+    rows: int = triton.next_power_of_2(-(-num_rows // num_experts))
+    roomy: int = triton.next_power_of_2(-(-5 * num_rows // (4 * num_experts)))
+    return min(MOST_ROWS, max(16, roomy if roomy < 128 else rows))
 
 
 def tile_shape(rows: int, most_tiles: int) -> TileShape:
@@ -268,9 +276,7 @@ def tile_shape(rows: int, most_tiles: int) -> TileShape:
     """
     if rows <= 32:
         return TileShape(1 if most_tiles < FEW_TILES else 2, 3, 4, 3)
-    return TileShape(
-        2, 1, 8, 3
-    )  # 128 registers: two programs run side by side, and unpack in turns
+    return TileShape(2, 1, 4, 4)  # two programs run side by side: one unpacks, one multiplies
 
 
 def num_splits(ids: torch.Tensor, tiles: Tiles, down: PackedExperts) -> int:
@@ -298,7 +304,8 @@ def _launch(
         row_tiles, channel_tiles, out.shape[-1], k, out.shape[-2], *clamp,
         SHARE=share, UP=up, BM=tiles.rows, BLOCKS=shape.blocks, TURN=shape.turn, GROUP=GROUP,
         STAGES=shape.stages, EVEN=k % (shape.turn * SIDE.value) == 0,
-        PAIRS=x.dtype == torch.bfloat16 and enabled(), SPLITS=splits, num_warps=shape.warps,
+        PAIRS=x.dtype == torch.bfloat16 and enabled(), SPLITS=splits, SINGLE=tiles.single,
+        num_warps=shape.warps,
         **launch_options(),
     )  # fmt: skip
 
@@ -351,6 +358,9 @@ def apply_experts(
     if not isinstance(activation, ClampedSwiGLU):
         raise ValueError(f"experts in MXFP4: the activation is {activation!r}, not ClampedSwiGLU")
     count, num_experts = ids.numel(), gate_up.num_experts
-    tiles = sort_by_expert(ids, num_experts, tile_rows(count, num_experts))
+    if count <= SINGLE_ROWS and not MODE.batch_invariant:
+        tiles = single_tiles(ids)
+    else:
+        tiles = sort_by_expert(ids, num_experts, tile_rows(count, num_experts))
     gated = gate_up_product(x, gate_up, tiles, ids.shape[1], activation)
     return down_product(gated, down, tiles, count, splits=num_splits(ids, tiles, down))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.gpu.dependent import launch_options, release, wait
+from tokenmill.kernels.gpu.dependent import launch_options, wait
 
 if TYPE_CHECKING:
     from tokenmill.kernels.norm import Activation
@@ -50,7 +50,6 @@ def _rms_norm_kernel(
     ADD: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < k
@@ -71,7 +70,6 @@ def _rms_norm_kernel(
 def _norm_pair_kernel(
     a, b, a_weight, b_weight, out, k, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    release(EARLY)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < k
@@ -109,7 +107,6 @@ def _act_and_mul_kernel(
     ACTIVATION: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -131,7 +128,6 @@ def _quantize_kernel(
     x, out, scales, channels, k, stride,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY)
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
