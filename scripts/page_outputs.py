@@ -3,7 +3,8 @@
     python scripts/page_outputs.py
 
 A comment before a block says what tests/test_docs.py does with its commands: `<!-- run -->`,
-`<!-- run, same output -->`, `<!-- server -->` (against a simulated server) or
+`<!-- run, same output -->`, `<!-- server -->` (against a simulated server),
+`<!-- serves: tests/... -->` (up to where the server would start, which the test named starts) or
 `<!-- not run: why -->`.
 """
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 LOG = ROOT / "docs" / "log.md"  # of the past: its commands may be gone
 DOCS = sorted(path for path in ROOT.glob("docs/*.md") if path != LOG)
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *DOCS]
-MARKER = re.compile(r"<!-- (run|run, same output|server|not run: .+) -->")
+MARKER = re.compile(r"<!-- (run|run, same output|server|serves: .+|not run: .+) -->")
 SAME_OUTPUT = "run, same output"
 
 

@@ -22,10 +22,14 @@ from page_outputs import PAGES, ROOT, SAME_OUTPUT, Block, blocks_of, page_name
 from api.sim import MODEL
 from api.sim_server import SimServer, sim_server
 from tokenmill.__main__ import run
+from tokenmill.api import server as api_server
+from tokenmill.cli import route as cli_route
+from tokenmill.cli import serve as cli_serve
 from tokenmill.cli.app import app
 from tokenmill.core.config import PoolConfig, SchedulerConfig
 from tokenmill.core.kv_groups import kept_positions
 from tokenmill.models import spec_of
+from tokenmill.proxy import proxy_server
 
 SERVED = "http://127.0.0.1:8000"
 AIPERF = ROOT / "tests" / "bench" / "results" / "external" / "profile_export_aiperf.json"
@@ -88,7 +92,7 @@ def test_flags_in_the_text_exist(page: Path) -> None:
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_blocks_say_whether_they_run(block: Block) -> None:
     if block.commands:
-        assert block.marker, f"{block}: put <!-- run -->, <!-- server --> or <!-- not run: why -->"
+        assert block.marker, f"{block}: mark it as scripts/page_outputs.py says"
     for name in re.findall(r"tests/[\w/.]+\w", block.marker):
         assert (ROOT / name).exists(), f"{block} names {name}, which is not there"
 
@@ -136,6 +140,27 @@ def curl(words: list[str], server: SimServer) -> None:
     call = urllib.request.Request(url, body, {"content-type": "application/json"})
     with urllib.request.urlopen(call, timeout=60) as answer:
         assert answer.status == 200 and answer.read()
+
+
+SERVES = [
+    pytest.param(words[1:], id=f"{block}: {' '.join(words[1:4])}")
+    for block in SHELL
+    for words in block.commands
+    if block.marker.startswith("serves") and words[0] == "tokenmill"
+]
+
+
+@pytest.mark.parametrize("words", SERVES)
+def test_servers_come_to_the_point_of_serving(
+    words: list[str], folder: Path, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a command does before it starts a server; every model is the default one here."""
+    started: list[Any] = []
+    for module in (cli_serve, cli_route):
+        monkeypatch.setattr(module, "fetch", lambda model: smollm2_path)
+    for module, name in ((api_server, "serve"), (proxy_server, "route")):
+        monkeypatch.setattr(module, name, lambda *arguments: started.append(arguments))
+    assert run(words) == 0 and len(started) == 1
 
 
 SERVER_PAGES = sorted({block.page for block in BLOCKS if block.marker == "server"})

@@ -35,7 +35,7 @@ print(json.dumps({"peak": peak, "weights": built.weight_bytes, "used": most_used
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_peak_memory(smollm2_path: Path, dtype: str) -> None:
-    kv_bytes = 64 * 2**20
+    kv_bytes = 32 * 2**20
     command = [sys.executable, "-c", SCRIPT, str(smollm2_path), dtype, str(kv_bytes)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr

@@ -282,6 +282,7 @@ def _run_layers(dtype: str, x: torch.Tensor, attended: torch.Tensor) -> list[tor
     """Everything of two decoder layers but attention, and the states after them."""
     torch.manual_seed(1)
     hidden, device = x.shape[1], x.device
+    outputs, inner = (96, 160) if x.is_cuda else (40, 48)  # the interpreter takes long
 
     def linear(n: int, k: int) -> Linear:
         return Linear([torch.randn(n, k) / k**0.5], [torch.randn(n)], dtype, device)
@@ -291,10 +292,10 @@ def _run_layers(dtype: str, x: torch.Tensor, attended: torch.Tensor) -> list[tor
     gains = 1.0 + torch.rand(4, hidden, device=device)  # Gemma's: in fp32, and of what is added
     layers: tuple[tuple[norm.Activation, Any], ...] = (("silu", plain), ("gelu_tanh", gains))
     for activation, (post_norm, mlp_post_norm, before, mlp_norm) in layers:
-        results.append(stream.project(before, linear(96, hidden)))
+        results.append(stream.project(before, linear(outputs, hidden)))
         stream.add(linear(hidden, hidden), attended, norm=post_norm)
-        down = linear(hidden, 160)
-        gated = stream.gate(mlp_norm, linear(320, hidden), down.rounding, activation)
+        down = linear(hidden, inner)
+        gated = stream.gate(mlp_norm, linear(2 * inner, hidden), down.rounding, activation)
         stream.add(down, gated, norm=mlp_post_norm)
     return [*results, stream.complete()]
 
@@ -306,7 +307,7 @@ def check_layers(device: str) -> None:
     for dtype, rows, invariant in itertools.product(("bf16", "fp8"), (1, 3, 9, 70), (False, True)):
         if device == "cpu" and (invariant if dtype == "bf16" else rows == 70):
             continue  # the interpreter takes long
-        x, attended = torch.randn(2, rows, 64, device=device).bfloat16()
+        x, attended = torch.randn(2, rows, 32 if device == "cpu" else 64, device=device).bfloat16()
         MODE.fused = False
         expected = _run_layers(dtype, x, attended)
         MODE.fused, MODE.batch_invariant = True, invariant
