@@ -18,7 +18,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 POLICY = {"core", "sched", "routing"}
 ENGINE_PATH = POLICY | {"parallel", "kernels", "layers", "models", "engine", "kv"}
-FRONT = POLICY | {"text", "workers", "api"}
+FRONT = POLICY | {"text", "vision", "workers", "api"}
 TERMINAL = {"settings", "console"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "kv": {"core", "sched"},
     "engine": ENGINE_PATH - {"engine"},
     "text": {"core"},
+    "vision": {"core", "http_connection"},
     "workers": POLICY,
     "api": FRONT - {"api"} | {"http_connection"},
     "http_connection": set(),
@@ -61,7 +62,8 @@ PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2
 TORCH_BENCHES = ("bench/ceiling", "bench/kv_transfer_pair", "bench/peer_runners")
 NUMPY = ("core/", "sched/", "routing/", "kernels/", "layers/", "models/", "engine/", "kv/")
 HOMES: dict[str, tuple[str, ...]] = {
-    "numpy": (*NUMPY, "bench/peer_runners"),
+    "numpy": (*NUMPY, "vision/processor", "vision/decoding", "bench/peer_runners"),
+    "PIL": ("vision/decoding",),
     "torch": ("parallel", "kernels/", "layers/", "models/", "engine/", "kv/", *TORCH_BENCHES),
     "triton": ("kernels/",),
     "numba": ("kernels/cpu/",),

@@ -23,6 +23,7 @@ from tokenizers.models import BPE
 
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.types import Request, StepResult
+from tokenmill.core.vision_config import VisionConfig
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.sampler import state_of
 from tokenmill.plan.simulator import SimRunner
@@ -31,6 +32,8 @@ from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.loader import ImageLoader
+from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker
 
@@ -65,8 +68,22 @@ TEMPLATE = """\
 {% endif %}{% endif %}"""
 
 
-def make_tokenizer() -> Tokenizer:
-    """A byte-level tokenizer of 400 tokens with a ChatML template; the same in every process."""
+# The same with images, as Qwen3-VL's template writes them.
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+IMAGE_TEMPLATE = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
+)
+
+
+def make_tokenizer(sees: bool = False) -> Tokenizer:
+    """A byte-level tokenizer of 400 tokens with a ChatML template; the same in every process.
+
+    One that `sees` writes images.
+    """
     backend = Backend(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -78,12 +95,22 @@ def make_tokenizer() -> Tokenizer:
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    if sees:
+        backend.add_special_tokens([AddedToken(tag, normalized=False) for tag in IMAGE_TOKENS])
     return Tokenizer(
         backend,
         named_tokens={"eos_token": "<|im_end|>"},
         eos_token_ids=(backend.token_to_id("<|im_end|>"),),
-        chat_templates={"default": ChatTemplate(TEMPLATE, "sim")},
+        chat_templates={"default": ChatTemplate(IMAGE_TEMPLATE if sees else TEMPLATE, "sim")},
     )
+
+
+def make_loader(config: VisionConfig, tokenizer: Tokenizer) -> ImageLoader:
+    """Loads images as Qwen3-VL has them."""
+    token_id = tokenizer.encode("<|image_pad|>", add_special_tokens=False)[0]
+    limits, halves = PixelLimits(1024, 1024 * 256), (0.5, 0.5, 0.5)
+    processor = ImageProcessor(limits, 16, 2, 2, 1 / 255, halves, halves, token_id)
+    return ImageLoader(processor, config)
 
 
 class ScriptRunner(SimRunner):
@@ -138,11 +165,12 @@ def run_sim_worker(
     prefill_ms: float,
     num_blocks: int,
     fault_rate: float,
+    sees: bool,
 ) -> None:
     from api.light_xgrammar import LightGrammar
     from workers.sim_kv import SimCache
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(sees)
     warnings = []
     if limits.max_model_len > num_blocks * BLOCK_SIZE:
         limits = replace(limits, max_model_len=num_blocks * BLOCK_SIZE)
@@ -174,20 +202,26 @@ def worker_argv(
     num_blocks: int = NUM_BLOCKS,
     fault_rate: float = 0.0,
     prefill_ms: float = 0.0,
+    sees: bool = False,
 ) -> list[str]:
     """The command that starts a worker, but for its address; `prefill_ms` is by prompt token."""
     times = {"step_ms": step_ms, "prefill_ms": prefill_ms}
-    sizes = {"num_blocks": num_blocks, "fault_rate": fault_rate}
+    sizes = {"num_blocks": num_blocks, "fault_rate": fault_rate, "sees": sees}
     options = json.dumps({"limits": asdict(limits), **times, **sizes})
     return [sys.executable, str(Path(__file__)), "worker", "--options", options]
 
 
 def server_argv(
-    config: ServerConfig, pool: PoolConfig, router: RouterConfig, worker: list[str]
+    config: ServerConfig,
+    pool: PoolConfig,
+    router: RouterConfig,
+    worker: list[str],
+    vision: VisionConfig | None = None,
 ) -> list[str]:
     """The command that starts a server with such workers; it prints its URL."""
-    parts = {"config": config, "pool": pool, "router": router}
-    options = json.dumps({"worker": worker} | {k: asdict(v) for k, v in parts.items()})
+    parts = {"config": config, "pool": pool, "router": router, "vision": vision}
+    given = {name: asdict(part) for name, part in parts.items() if part is not None}
+    options = json.dumps({"worker": worker} | given)
     return [sys.executable, str(Path(__file__)), "server", "--options", options]
 
 
@@ -207,14 +241,17 @@ def main() -> None:
 
     config = ServerConfig(**args.options["config"])
     set_log_level(config.log_level)
+    vision = args.options.get("vision")
+    tokenizer = make_tokenizer(vision is not None)
     serve(
         args.options["worker"],
-        make_tokenizer(),
+        tokenizer,
         config,
         MODEL,
         on_listening=lambda url, facts: print(url, flush=True),
         pool=PoolConfig(**args.options["pool"]),
         router=RouterConfig(**args.options["router"]),
+        images=make_loader(VisionConfig(**vision), tokenizer) if vision is not None else None,
     )
 
 

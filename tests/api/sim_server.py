@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from api.sim import MAX_MODEL_LEN, MODEL, NUM_BLOCKS, server_argv, worker_argv
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.vision_config import VisionConfig
 
 GENEROUS_S = 60.0
 Json = dict[str, Any]
@@ -135,12 +136,16 @@ def sim_server(
     num_blocks: int = NUM_BLOCKS,
     fault_rate: float = 0.0,
     log: IO[str] | None = None,
+    vision: VisionConfig | None = None,
 ) -> Iterator[SimServer]:
-    """A running server; it must still end well when the caller is done. `log` gets its stderr."""
+    """A running server; it must still end well when the caller is done. `log` gets its stderr.
+
+    With `vision` it takes images.
+    """
     config = config or ServerConfig(port=0)
     limits = limits or SchedulerConfig(max_model_len=MAX_MODEL_LEN)
-    worker = worker_argv(limits, step_ms, num_blocks, fault_rate)
-    argv = server_argv(config, pool or PoolConfig(), router or RouterConfig(), worker)
+    worker = worker_argv(limits, step_ms, num_blocks, fault_rate, sees=vision is not None)
+    argv = server_argv(config, pool or PoolConfig(), router or RouterConfig(), worker, vision)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None

@@ -343,7 +343,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "nobody"}}, "nobody"),
     ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice: 'auto'"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: two functions have the same name"),
-    (blocks({"type": "image", "source": {}}), "messages[0].content[0].type: 'image' is not"),
+    (
+        blocks({"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}),
+        "messages[0].content[0].type: 'image' is not supported: this model takes text only; send "
+        "blocks of type 'text'",
+    ),
+    (blocks({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source.type"),
+    (blocks({"type": "video", "source": {}}), "videos are not taken; send some of their frames"),
     (blocks({"type": "document", "source": {}}), "messages[0].content[0].type: 'document'"),
     (blocks({"type": "text"}), "messages[0].content[0].text: the field is missing"),
     (

@@ -618,7 +618,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         items({"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}),
         "input[0].content[0].type",
-        "text only",
+        "'input_image' is not supported: this model takes text only; send parts of type "
+        "'input_text'",
     ),
     (
         items({"role": "user", "content": [{"type": "text", "text": "u"}]}),

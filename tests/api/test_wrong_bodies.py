@@ -54,7 +54,7 @@ CHAT = [
     ({"messages": [{"content": "x"}]}, "messages[0].role", "'assistant'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "a string or a list"),
     ({"messages": user(content=3)}, "messages[0].content", "a string or a list"),
-    ({"messages": user(images=["x"])}, "messages[0].images", "text only"),
+    ({"messages": user(images=["x"])}, "messages[0].images", "'image_url' in content"),
     (
         {"messages": user(content=[{"type": "text", "text": "x"}, IMAGE])},
         "messages[0].content[1].type",

@@ -208,6 +208,8 @@ class Generation:
         num_prompt = sum(len(p.token_ids) for p in self.job.prompts)
         num_output = sum(c.num_tokens for c in self.choices)
         usage = usage_of(num_prompt, num_output, sum(self._num_cached[:: self.job.n]))
+        if num_image := sum(span.num_tokens for p in self.job.prompts for span in p.images):
+            usage.prompt_tokens_details.image_tokens = num_image
         if self.job.make_reader is not None:
             num_reasoning = sum(c.num_reasoning_tokens for c in self.choices)
             details = CompletionTokensDetails(reasoning_tokens=num_reasoning)

@@ -42,6 +42,7 @@ from tokenmill.api.worker_routes import add_workers
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.pool import WorkerPool
 
 
@@ -51,8 +52,12 @@ def create_app(
     config: ServerConfig,
     model: str,
     tracing: Tracing = NO_TRACING,
+    images: ImageLoader | None = None,
 ) -> FastAPI:
-    """The app for a started client; `model` is the name clients use. `app.state.api` drains it."""
+    """The app for a started client; `model` is the name clients use. `app.state.api` drains it.
+
+    Without `images` the model takes text only.
+    """
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
     metrics = ServerMetrics(model)
@@ -67,7 +72,7 @@ def create_app(
     app.state.api = state
     api_document = partial(document, __version__, model, bool(config.api_keys))
     app.openapi = cache(api_document)  # type: ignore[method-assign]
-    preparer = Preparer(tokenizer, state.facts, config)
+    preparer = Preparer(tokenizer, state.facts, config, images)
     _add_generation(app, state, preparer)
     add_responses(app, state, preparer)
     add_messages(app, state, preparer)
@@ -148,14 +153,9 @@ async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) 
         special = call.add_special_tokens is not False
         token_ids = await preparer.tokenize(call.prompt or "", special)
     else:
-        text = preparer.render(
-            call.messages,
-            tool_definitions(call.tools or []),
-            call.add_generation_prompt,
-            call.continue_final_message,
-            call.chat_template_kwargs,
-        )
-        token_ids = await preparer.tokenize(text, bool(call.add_special_tokens))
+        definitions = tool_definitions(call.tools or [])
+        prompt = await preparer.chat_prompt(call, definitions, call.chat_template_kwargs)
+        token_ids = prompt.token_ids
     strings = [state.tokenizer.id_to_token(t) or "" for t in token_ids]
     return TokenizeAnswer(
         count=len(token_ids),

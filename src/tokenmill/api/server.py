@@ -10,9 +10,11 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
+from fastapi import FastAPI
 
 from tokenmill.api.access import Calls
 from tokenmill.api.connection import Connection, ConnectionLimits, check_all
@@ -21,11 +23,12 @@ from tokenmill.api.openai_routes import create_app
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.log_stats import StatsLog
 from tokenmill.api.telemetry.prometheus import ServerMetrics
-from tokenmill.api.telemetry.tracing import Tracing, open_tracing
+from tokenmill.api.telemetry.tracing import open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.http_connection import max_open_files, raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
@@ -55,11 +58,12 @@ def serve(
     pool: PoolConfig | None = None,
     router: RouterConfig | None = None,
     prefill_argv: Sequence[str] | None = None,
+    images: ImageLoader | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     `worker_argv` followed by "--address ADDRESS" starts a worker, `prefill_argv` one that computes
-    prompts for others; `on_listening` gets the URL.
+    prompts for others; `on_listening` gets the URL. Without `images` the model takes text only.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
     raise_file_limit()
@@ -73,16 +77,15 @@ def serve(
         if prefill_argv is not None:
             prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
         client = WorkerPool(worker, pool, router, placement.host, prefill)
-        run_in_loop(_run(listener, client, tokenizer, config, model, tracing, on_listening))
+        make_app = partial(create_app, client, tokenizer, config, model, tracing, images)
+        run_in_loop(_run(listener, client, config, make_app, on_listening))
 
 
 async def _run(
     listener: socket.socket,
     client: WorkerPool,
-    tokenizer: Tokenizer,
     config: ServerConfig,
-    model: str,
-    tracing: Tracing,
+    make_app: Callable[[], FastAPI],
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals()
@@ -90,7 +93,7 @@ async def _run(
         facts = await signals.interrupt(client.start())
         if facts is None:
             return
-        app = create_app(client, tokenizer, config, model, tracing)
+        app = make_app()
         gc.freeze()  # vocabulary and app live as long as the process: do not scan them
         state: ApiState = app.state.api
         async with (

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,8 @@ from tokenmill.core.config import (
     ServerConfig,
 )
 from tokenmill.core.kv import SHM, choose_connectors
+from tokenmill.core.types import TokenmillError
+from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
@@ -34,6 +37,7 @@ from tokenmill.settings import (
     SCHEDULER,
     SERVER,
     SETTINGS,
+    VISION,
     Settings,
     SettingsError,
     read_value,
@@ -42,6 +46,7 @@ from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
+    from tokenmill.vision.loader import ImageLoader
     from tokenmill.workers.messages import ModelFacts
 
 ENGINE_PANELS = {
@@ -57,7 +62,13 @@ WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    panels = {"Server": SERVER, "Workers": POOL, "Router": ROUTER, **ENGINE_PANELS}
+    panels = {
+        "Server": SERVER,
+        "Images": VISION,
+        "Workers": POOL,
+        "Router": ROUTER,
+        **ENGINE_PANELS,
+    }
     command(app, "serve", panels, positional="model")(serve)
     command(app, "worker", {"Engine": WORKER_SETTINGS}, hidden=True)(worker)
 
@@ -109,7 +120,25 @@ def serve(settings: Settings) -> None:
 
     tokenizer = load_tokenizer(path, config.chat_template)
     commands = [worker_command(role, path) for role in roles]
-    run_server(commands[0], tokenizer, config, name, on_listening, pool, router, commands[1])
+    images = image_loader(path, settings.build(VisionConfig))
+    run_server(
+        *(commands[0], tokenizer, config, name, on_listening, pool, router, commands[1], images)
+    )
+
+
+def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
+    """What loads the images of calls, for a model that takes some."""
+    from tokenmill.vision.loader import ImageLoader
+    from tokenmill.vision.processor import load_processor
+
+    processor = load_processor(path)
+    if processor is None:
+        return None
+    if find_spec("PIL") is None:
+        raise TokenmillError(
+            "the model takes images, which need Pillow; type: pip install 'tokenmill[vision]'"
+        )
+    return ImageLoader(processor, config)
 
 
 def worker(

@@ -36,6 +36,10 @@ class InvalidRequestError(TokenmillError, ValueError):
         self.param = param
 
 
+class ImageError(InvalidRequestError):
+    """An image that cannot be taken; the message says why, of "it"."""
+
+
 class ModelLoadError(TokenmillError):
     """A checkpoint, config or tokenizer cannot be used; the message names file and field."""
 

@@ -29,6 +29,7 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.flags import split_list
 from tokenmill.core.types import SamplingParams
+from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import commands
 from tokenmill.settings.setting import Setting as Setting
 from tokenmill.settings.setting import SettingsError as SettingsError
@@ -39,6 +40,7 @@ SCHEDULER, EXECUTION = settings_of(SchedulerConfig), settings_of(ExecutionConfig
 PARALLEL, SAMPLING = settings_of(ParallelConfig), settings_of(SamplingParams)
 SERVER, POOL = settings_of(ServerConfig), (*settings_of(PoolConfig), *commands.POOL)
 ROUTER, ROUTE = settings_of(RouterConfig), settings_of(RouteConfig)
+VISION = settings_of(VisionConfig)
 BENCH, ENDPOINT = settings_of(BenchConfig), settings_of(EndpointConfig)
 
 
@@ -63,7 +65,7 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for group in (
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
-        *(POOL, ROUTER, ROUTE, BENCH, ENDPOINT),
+        *(POOL, ROUTER, ROUTE, VISION, BENCH, ENDPOINT),
         *(value for value in vars(commands).values() if isinstance(value, tuple)),
     )
     for s in group

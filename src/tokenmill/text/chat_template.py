@@ -41,6 +41,7 @@ class ChatTemplate:
             _LOOPS_OVER_PARTS.search(source) is not None
             and _TESTS_FOR_STRING.search(source) is None
         )
+        self._takes_images = "image" in source and _LOOPS_OVER_PARTS.search(source) is not None
         self._knows_developer = "developer" in source
 
     def render(
@@ -69,7 +70,7 @@ class ChatTemplate:
     def _render_unfinished(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Mark the end of the final text, render, and cut at the mark."""
         content = messages[-1].get("content")
-        if isinstance(content, list) and content:
+        if isinstance(content, list) and content and "text" in content[-1]:
             content = content[-1]["text"]
             messages[-1]["content"][-1]["text"] = content + _CONTINUE_MARK
         elif isinstance(content, str):
@@ -103,6 +104,8 @@ class ChatTemplate:
     def _content(self, content: str | list[dict[str, Any]] | None) -> Any:
         if content is None:
             return None if self._keeps_null_content else ""
+        if isinstance(content, list) and (self._takes_images or any(map(_is_image, content))):
+            return [_template_part(part) for part in content]
         texts = [content] if isinstance(content, str) else [_part_text(part) for part in content]
         if self._wants_parts:
             return [{"type": "text", "text": text} for text in texts]
@@ -139,6 +142,15 @@ def check_unicode(text: str, param: str) -> None:
         raise InvalidRequestError(
             f"the text is not valid Unicode: a lone surrogate at position {error.start}", param
         ) from None
+
+
+def _is_image(part: dict[str, Any]) -> bool:
+    return part.get("type") == "image"
+
+
+def _template_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part as transformers gives it to templates that take images."""
+    return {"type": "image"} if _is_image(part) else {"type": "text", "text": _part_text(part)}
 
 
 def _part_text(part: dict[str, Any]) -> str:

@@ -9,8 +9,10 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.messages.message_request import (
     AnyChoice,
     AssistantTurn,
+    Base64Source,
     ClientTool,
     CountTokensRequest,
+    ImageBlock,
     MessagesRequest,
     NoneChoice,
     RedactedThinkingBlock,
@@ -29,23 +31,29 @@ from tokenmill.api.protocol.requests import (
     ChatCompletionRequest,
     EarlierCall,
     FunctionDefinition,
+    ImagePart,
     JsonSchema,
     JsonSchemaFormat,
+    LocatedImage,
     Message,
     NamedFunction,
     NamedToolChoice,
     SystemMessage,
+    TextPart,
     Tool,
     ToolMessage,
     UserMessage,
 )
-from tokenmill.api.protocol.requests import TextPart as Part
+
+Part = TextPart | ImagePart
 
 # What a chat completion's errors call it -> what it is called here.
 MESSAGE_NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "'required'": "'any'",
+    "'image_url'": "'image'",
+    "parts of type": "blocks of type",
 }
 
 
@@ -108,13 +116,31 @@ def _template_kwargs(call: CountTokensRequest) -> dict[str, Any] | None:
 
 
 def _system(system: str | list[TextBlock] | None) -> list[Message]:
-    return [SystemMessage(content=_content(system))] if system else []
+    return [SystemMessage(content=_text(system))] if system else []
 
 
-def _content(content: str | list[TextBlock]) -> str | list[Part]:
+def _text(content: str | list[TextBlock]) -> str | list[TextPart]:
     if isinstance(content, str):
         return content
-    return [Part(type="text", text=block.text) for block in content]
+    return [TextPart(text=block.text) for block in content]
+
+
+def _content(content: str | list[TextBlock | ImageBlock], path: str) -> str | list[Part]:
+    if isinstance(content, str):
+        return content
+    return [_part(block, f"{path}.content[{index}]") for index, block in enumerate(content)]
+
+
+def _part(block: TextBlock | ImageBlock, path: str) -> Part:
+    if isinstance(block, TextBlock):
+        return TextPart(text=block.text)
+    source = block.source
+    url = source.url if not isinstance(source, Base64Source) else _data_url(source)
+    return LocatedImage(image_url=url, path=path)
+
+
+def _data_url(source: Base64Source) -> str:
+    return f"data:{source.media_type};base64,{source.data}"
 
 
 def _messages(call: CountTokensRequest) -> list[Message]:
@@ -132,7 +158,7 @@ def _messages(call: CountTokensRequest) -> list[Message]:
             case UserTurn(content=str(text)):
                 messages.append(UserMessage(content=text))
             case SystemTurn():
-                messages.append(SystemMessage(content=_content(turn.content)))
+                messages.append(SystemMessage(content=_text(turn.content)))
     return messages
 
 
@@ -154,20 +180,23 @@ def _call(block: ToolUseBlock) -> EarlierCall:
     return EarlierCall(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))
 
 
-def _user(blocks: list[TextBlock | ToolResultBlock], turn: int, used: set[str]) -> list[Message]:
+def _user(
+    blocks: list[TextBlock | ImageBlock | ToolResultBlock], turn: int, used: set[str]
+) -> list[Message]:
     """Results of tools, each a message of its own, then what the user says."""
     messages: list[Message] = []
-    texts: list[TextBlock] = []
+    parts: list[Part] = []
     for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            texts.append(block)
+        path = f"messages[{turn}].content[{index}]"
+        if not isinstance(block, ToolResultBlock):
+            parts.append(_part(block, path))
             continue
         if block.tool_use_id not in used:
-            raise _unknown_use(f"messages[{turn}].content[{index}]", block.tool_use_id)
-        content = _content(block.content or "")
+            raise _unknown_use(path, block.tool_use_id)
+        content = _content(block.content or "", path)
         messages.append(ToolMessage(tool_call_id=block.tool_use_id, content=content))
-    if texts:
-        messages.append(UserMessage(content=_content(texts)))
+    if parts:
+        messages.append(UserMessage(content=parts))
     return messages
 
 
@@ -185,7 +214,7 @@ def _combined(messages: list[Message]) -> list[Message]:
 
 
 def _parts(content: str | list[Part]) -> list[Part]:
-    return [Part(type="text", text=content)] if isinstance(content, str) else content
+    return [TextPart(text=content)] if isinstance(content, str) else content
 
 
 def _unknown_use(path: str, tool_use_id: str) -> ApiError:

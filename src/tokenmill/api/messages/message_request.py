@@ -29,6 +29,20 @@ class TextBlock(Schema, kw_only=True, tag_field="type", tag="text"):
     citations: Any = None
 
 
+class Base64Source(Schema, kw_only=True, tag_field="type", tag="base64"):
+    media_type: str
+    data: str
+
+
+class UrlSource(Schema, kw_only=True, tag_field="type", tag="url"):
+    url: str
+
+
+class ImageBlock(Schema, kw_only=True, tag_field="type", tag="image"):
+    source: Base64Source | UrlSource
+    cache_control: Any = None
+
+
 class ThinkingBlock(Schema, kw_only=True, tag_field="type", tag="thinking"):
     thinking: str
     signature: str | None = None
@@ -47,7 +61,7 @@ class ToolUseBlock(Schema, kw_only=True, tag_field="type", tag="tool_use"):
 
 class ToolResultBlock(Schema, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
     cache_control: Any = None
 
@@ -56,7 +70,7 @@ AnswerBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
 
 
 class UserTurn(Schema, kw_only=True, tag_field="role", tag="user"):
-    content: str | list[TextBlock | ToolResultBlock]
+    content: str | list[TextBlock | ImageBlock | ToolResultBlock]
 
 
 class AssistantTurn(Schema, kw_only=True, tag_field="role", tag="assistant"):

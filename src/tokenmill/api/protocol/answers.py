@@ -17,6 +17,7 @@ class Answer(msgspec.Struct):
 
 class PromptTokensDetails(Answer, kw_only=True):
     cached_tokens: int = 0
+    image_tokens: int | UnsetType = UNSET  # of prompts with images
 
 
 class CompletionTokensDetails(Answer, kw_only=True):

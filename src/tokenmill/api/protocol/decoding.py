@@ -56,11 +56,18 @@ _ELSEWHERE = {
 _INSTEAD = {
     ("role", "function"): "send the result of a call as role 'tool' with its tool_call_id",
     ("tool_choice", "any"): "send 'required'",
-    ("type", "input_image"): "this model takes text only; send parts of type 'input_text'",
-    ("type", "input_file"): "this model takes text only; send parts of type 'input_text'",
-    ("type", "input_audio"): "this model takes text only; send parts of type 'input_text'",
-    ("type", "image"): "this model takes text only; send blocks of type 'text'",
-    ("type", "document"): "this model takes text only; send blocks of type 'text'",
+    ("type", "image_url"): "images stand in messages of role 'user' or 'tool'",
+    ("type", "input_image"): "images stand in messages of role 'user', as 'image_url' in chats",
+    ("type", "image"): "images stand in messages of role 'user', as 'image_url' in chats",
+    ("type", "input_file"): "files are not read here; send their text as 'input_text'",
+    ("type", "file"): "files are not read here; send their text as 'text'",
+    ("type", "input_audio"): "audio is not heard here; send its text",
+    ("type", "audio_url"): "audio is not heard here; send its text",
+    ("type", "document"): "documents are not read here; send their text as blocks of type 'text'",
+    **dict.fromkeys(
+        (("type", "video"), ("type", "video_url"), ("type", "input_video")),
+        "videos are not taken; send some of their frames as images",
+    ),
 }
 
 

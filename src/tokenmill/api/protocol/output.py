@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenmill.api.protocol.requests import ChatCompletionRequest
 from tokenmill.api.protocol.tools import ToolUse
+from tokenmill.core.images import ImageSpan, content_ids
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
 from tokenmill.sched.blocks import U64, hash_input
 from tokenmill.text.detokenize import Detokenizer
@@ -32,10 +33,11 @@ class Prompt:
     text: str
     token_ids: list[int]
     hash_input: U64  # the same tokens, as the router reads them
+    images: tuple[ImageSpan, ...] = ()
 
     @classmethod
-    def of(cls, text: str, token_ids: list[int]) -> Prompt:
-        return cls(text, token_ids, hash_input(token_ids))
+    def of(cls, text: str, token_ids: list[int], images: tuple[ImageSpan, ...] = ()) -> Prompt:
+        return cls(text, token_ids, hash_input(content_ids(token_ids, images)), images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def _harmony_plan(
     if tools is not None and tools.structured is not None:
         opening = tokens.open_analysis(prompt.token_ids)
         text = tokenizer.decode(opening, skip_special_tokens=False)
-        prompt = Prompt.of(prompt.text + text, prompt.token_ids + opening)
+        prompt = Prompt.of(prompt.text + text, prompt.token_ids + opening, prompt.images)
         structured = replace(tools.structured, after=tokens.until_end(ends))
     elif structured is not None:
         calls = {tokens.call} if tools is not None else set()

@@ -13,6 +13,12 @@ import msgspec
 
 from tokenmill.api.errors import context_exceeded
 from tokenmill.api.protocol.decoding import IgnoredFields
+from tokenmill.api.protocol.images import (
+    load_images,
+    mark_images,
+    place_images,
+    wanted_images,
+)
 from tokenmill.api.protocol.output import MakeReader, Prompt, harmony_effort, plan_output
 from tokenmill.api.protocol.requests import (
     INT64_MAX,
@@ -23,6 +29,8 @@ from tokenmill.api.protocol.requests import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    PixelBounds,
+    TokenizeRequest,
 )
 from tokenmill.api.protocol.structured import structured_output
 from tokenmill.api.protocol.tools import ToolUse, plan_tool_use, write_tools
@@ -39,6 +47,7 @@ from tokenmill.text.chat_template import parse_date
 from tokenmill.text.harmony import one_call_per_message
 from tokenmill.text.output_style import knows_tools, resolve_style
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.messages import ModelFacts
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
@@ -87,9 +96,14 @@ class Preparer:
     """Turns API calls into jobs for one model."""
 
     def __init__(
-        self, tokenizer: Tokenizer, facts: Callable[[], ModelFacts], config: ServerConfig
+        self,
+        tokenizer: Tokenizer,
+        facts: Callable[[], ModelFacts],
+        config: ServerConfig,
+        images: ImageLoader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._images = images  # None: the model takes text only
         self._facts_now = facts
         self._config = config
         self._style = resolve_style(tokenizer, config.tool_parser, config.reasoning_parser)
@@ -119,12 +133,10 @@ class Preparer:
         tools = plan_tool_use(call, self._style, self._tokenizer)
         if tools is not None and tools.is_loose:
             self.ignored.note(["tools[].function.strict"])
-        text = self._render_call(call, tools)
-        token_ids = await self.tokenize(text, bool(call.add_special_tokens))
         plan = plan_output(
             self._style,
             self._tokenizer,
-            Prompt.of(text, token_ids),
+            await self._chat_prompt(call, tools),
             tools,
             structured_output(call),
             bool(call.continue_final_message),
@@ -152,17 +164,33 @@ class Preparer:
     async def count_chat(self, call: ChatCompletionRequest) -> int:
         """The number of prompt tokens of a chat call."""
         tools = plan_tool_use(call, self._style, self._tokenizer)
-        text = self._render_call(call, tools)
-        return len(await self.tokenize(text, bool(call.add_special_tokens)))
+        return len((await self._chat_prompt(call, tools)).token_ids)
 
-    def _render_call(self, call: ChatCompletionRequest, tools: ToolUse | None) -> str:
-        return self.render(
-            call.messages,
+    async def _chat_prompt(self, call: ChatCompletionRequest, tools: ToolUse | None) -> Prompt:
+        return await self.chat_prompt(
+            call,
             tools.definitions if tools is not None else [],
-            call.add_generation_prompt,
-            call.continue_final_message,
             self._template_kwargs(call),
+            call.mm_processor_kwargs,
         )
+
+    async def chat_prompt(
+        self,
+        call: ChatCompletionRequest | TokenizeRequest,
+        tools: list[dict[str, Any]],
+        kwargs: dict[str, Any] | None,
+        bounds: PixelBounds | None = None,
+    ) -> Prompt:
+        """The prompt of a call's messages, its images in their places."""
+        messages, loader = call.messages or [], self._images
+        wanted = wanted_images(messages, bounds, loader)
+        generates, continues = call.add_generation_prompt, call.continue_final_message
+        text = self.render(messages, tools, generates, continues, kwargs)
+        token_ids = await self.tokenize(text, bool(call.add_special_tokens))
+        if loader is None:
+            return Prompt.of(text, token_ids)
+        images = await load_images(wanted, loader, self.max_model_len)
+        return Prompt.of(text, *place_images(token_ids, images, loader.processor))
 
     async def completion(self, call: CompletionRequest) -> Job:
         """Tokenise every prompt of a text completion."""
@@ -176,6 +204,7 @@ class Preparer:
         given = _split_prompts(call.prompt)
         self._check_choices(len(given), call.n or 1)
         prompts = [await self._prompt(prompt, special) for prompt in given]
+        self._check_placeholders(prompts)
         default = self._config.default_max_tokens or COMPLETION_MAX_TOKENS
         # An echo without new tokens still runs one step for the prompt's logprobs.
         wanted = max(call.max_tokens, 1) if call.max_tokens is not None else None
@@ -194,6 +223,18 @@ class Preparer:
         ]
         job = self._job("cmpl-", call, prompts, samplings)
         return replace(job, continues=True, echo_only=call.max_tokens == 0)
+
+    def _check_placeholders(self, prompts: list[Prompt]) -> None:
+        """400 for a text prompt with the token of an image, which it cannot have."""
+        if self._images is None:
+            return
+        token_id = self._images.processor.token_id
+        if any(token_id in prompt.token_ids for prompt in prompts):
+            raise InvalidRequestError(
+                f"prompt: token {token_id} stands for an image; send images to "
+                "/v1/chat/completions",
+                "prompt",
+            )
 
     def _check_choices(self, num_prompts: int, n: int) -> None:
         """400 for a call that could not run even alone: waiting would not help."""
@@ -246,6 +287,7 @@ class Preparer:
         conversation: list[dict[str, Any]] = msgspec.to_builtins(messages)
         for message in conversation:
             _drop_without_effect(message)
+            mark_images(message)
         if self._style.harmony is not None:
             conversation = one_call_per_message(conversation)
         elif not knows_tools(self._tokenizer.chat_template):
@@ -373,6 +415,7 @@ class Preparer:
             Request(
                 request_id=f"{job_id}-{p * n + j}",
                 prompt_token_ids=prompt.token_ids,
+                images=prompt.images,
                 sampling=_choice_sampling(sampling, j),
                 priority=call.priority or 0,
                 arrival_ns=now_ns,

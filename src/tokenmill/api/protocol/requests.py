@@ -41,7 +41,7 @@ def unsupported(way_out: str) -> Meta:
     return Meta(description=way_out)
 
 
-_TEXT_INPUT = unsupported("this model takes text only; send parts of type 'text'")
+_PARTS = unsupported("send images as parts of type 'image_url' in content")
 _TEXT_MESSAGE = unsupported("this model takes text only; send text in content")
 _TEXT_OUTPUT = unsupported("this model answers in text only; leave the field out, or send ['text']")
 _USE_TOOLS = unsupported("functions are deprecated; use tools")
@@ -52,10 +52,38 @@ class Schema(msgspec.Struct, forbid_unknown_fields=True):
     """Base of every struct a client fills: unknown fields are refused."""
 
 
-class TextPart(Schema, kw_only=True):
-    type: Annotated[Literal["text"], _TEXT_INPUT]
+class TextPart(Schema, kw_only=True, tag_field="type", tag="text"):
     text: str
     cache_control: Any = None
+
+
+Detail = Literal["low", "high", "auto", "original"]
+PixelCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+
+
+class PixelBounds(Schema, kw_only=True):
+    """Fewest and most pixels of an image after it is resized."""
+
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
+
+
+class ImageUrl(PixelBounds, kw_only=True):
+    url: str
+    detail: Detail | None = None
+
+
+class ImagePart(PixelBounds, kw_only=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl | str
+    detail: Detail | None = None
+    uuid: Any = None  # vLLM's; images are known by their content here
+    cache_control: Any = None
+
+
+class LocatedImage(ImagePart, kw_only=True, tag_field="type", tag="image_url"):
+    """An image of another API's call; errors say where it stands there."""
+
+    path: str
 
 
 class AnswerText(Schema, kw_only=True, tag_field="type", tag="text"):
@@ -68,6 +96,7 @@ class Refusal(Schema, kw_only=True, tag_field="type", tag="refusal"):
 
 
 Content = str | list[TextPart]
+ImageContent = str | list[TextPart | ImagePart]
 
 
 class CalledFunction(Schema, kw_only=True):
@@ -97,12 +126,12 @@ class DeveloperMessage(Schema, kw_only=True, tag_field="role", tag="developer"):
 
 
 class UserMessage(Schema, kw_only=True, tag_field="role", tag="user"):
-    content: Content
+    content: ImageContent
     name: str | None = None
     id: Any = None
     cache_control: Any = None
     metadata: Any = None
-    images: Annotated[NoItems | None, _TEXT_MESSAGE] = None
+    images: Annotated[NoItems | None, _PARTS] = None
     files: Annotated[NoItems | None, _TEXT_MESSAGE] = None
     attachments: Annotated[NoItems | None, _TEXT_MESSAGE] = None
 
@@ -135,7 +164,7 @@ class AssistantMessage(Schema, kw_only=True, tag_field="role", tag="assistant"):
 
 
 class ToolMessage(Schema, kw_only=True, tag_field="role", tag="tool"):
-    content: Content | None = None
+    content: ImageContent | None = None
     tool_call_id: str
     name: str | None = None
     id: Any = None
@@ -351,7 +380,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     chat_template: Annotated[
         None, unsupported("start the server with --chat-template FILE instead")
     ] = None
-    mm_processor_kwargs: Annotated[NoMembers | None, _TEXT_INPUT] = None
+    mm_processor_kwargs: PixelBounds | None = None  # vLLM's: of all images of the call
     include_reasoning: Annotated[
         Literal[True] | None, unsupported("reasoning is always in the answer; leave the field out")
     ] = None

@@ -20,11 +20,13 @@ from tokenmill.api.protocol.requests import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
+    LocatedImage,
     Message,
     NamedFunction,
     NamedToolChoice,
     ResponseFormat,
     SystemMessage,
+    TextPart,
     Tool,
     ToolMessage,
     UserMessage,
@@ -32,9 +34,12 @@ from tokenmill.api.protocol.requests import (
 from tokenmill.api.responses.response_items import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputImage,
     Item,
     MessageItem,
+    Part,
     ReasoningItem,
+    part_text,
     reasoning_of,
     text_of,
 )
@@ -54,6 +59,8 @@ RESPONSE_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "'image_url'": "'input_image'",
+    "of type 'text'": "of type 'input_text'",
 }
 _MESSAGES: dict[str, Any] = {
     "user": UserMessage,
@@ -103,7 +110,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
                 answer = _open_answer(messages, takes_text=True)
                 answer.content = text_of(item.content)
             case MessageItem():
-                messages.append(_MESSAGES[item.role](content=text_of(item.content)))
+                content = _content(item.content, f"input[{index}].content", item.role == "user")
+                messages.append(_MESSAGES[item.role](content=content))
             case ReasoningItem():
                 if reasoning := reasoning_of(item):
                     answer = _open_answer(messages, takes_text=True, takes_reasoning=True)
@@ -115,9 +123,29 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
             case FunctionCallOutputItem():
                 if item.call_id not in called:
                     raise _unknown_call(index, item.call_id)
-                content = text_of(item.output)
+                content = _content(item.output, f"input[{index}].output", takes_images=True)
                 messages.append(ToolMessage(tool_call_id=item.call_id, content=content))
     return messages
+
+
+def _content(content: str | Sequence[Part], path: str, takes_images: bool) -> Any:
+    """The text of a message, or its parts where some are images."""
+    if isinstance(content, str) or not any(isinstance(p, InputImage) for p in content):
+        return text_of(content)
+    if not takes_images:
+        message = f"{path}: images stand in messages of role 'user'; leave them out here"
+        raise ApiError(400, message, path, "unsupported_value")
+    return [_part(part, f"{path}[{number}]") for number, part in enumerate(content)]
+
+
+def _part(part: Part, path: str) -> TextPart | LocatedImage:
+    if not isinstance(part, InputImage):
+        return TextPart(text=part_text(part))
+    if part.image_url is None:
+        message = f"{path}.image_url: the field is missing; send a URL"
+        raise ApiError(400, message, f"{path}.image_url", "missing_field")
+    bounds = {"min_pixels": part.min_pixels, "max_pixels": part.max_pixels}
+    return LocatedImage(image_url=part.image_url, detail=part.detail, path=path, **bounds)
 
 
 def _open_answer(

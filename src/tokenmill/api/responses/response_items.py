@@ -8,14 +8,14 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
 import msgspec
 from msgspec import field
 
 from tokenmill.api.protocol.answers import ChatLogprob
-from tokenmill.api.protocol.requests import Schema
+from tokenmill.api.protocol.requests import Detail, PixelCount, Schema, unsupported
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _CARRIED = "tokenmill-reasoning-"  # reasoning in the field that clients hand back unread
@@ -23,6 +23,14 @@ _CARRIED = "tokenmill-reasoning-"  # reasoning in the field that clients hand ba
 
 class InputText(Schema, kw_only=True, tag_field="type", tag="input_text"):
     text: str
+
+
+class InputImage(Schema, kw_only=True, tag_field="type", tag="input_image"):
+    image_url: str | None = None
+    detail: Detail | None = None
+    file_id: Annotated[None, unsupported("files are not kept here; send image_url")] = None
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
 
 
 class OutputText(Schema, kw_only=True, tag_field="type", tag="output_text"):
@@ -43,7 +51,7 @@ class SummaryText(Schema, kw_only=True, tag_field="type", tag="summary_text"):
     text: str
 
 
-Part = InputText | OutputText | RefusalText
+Part = InputText | InputImage | OutputText | RefusalText
 
 
 class MessageItem(Schema, kw_only=True, tag_field="type", tag="message"):
@@ -70,7 +78,7 @@ class FunctionCallOutputItem(Schema, kw_only=True, tag_field="type", tag="functi
 
     id: str | None = None
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | InputImage]
     status: ItemStatus | None = None
 
 
@@ -125,7 +133,12 @@ def text_of(content: str | Sequence[Part]) -> str:
     """The text of a message or of a function's output."""
     if isinstance(content, str):
         return content
-    return "\n".join(p.refusal if isinstance(p, RefusalText) else p.text for p in content)
+    return "\n".join([part_text(p) for p in content if not isinstance(p, InputImage)])
+
+
+def part_text(part: InputText | OutputText | RefusalText) -> str:
+    """The text of a part."""
+    return part.refusal if isinstance(part, RefusalText) else part.text
 
 
 def reasoning_of(item: ReasoningItem) -> str:

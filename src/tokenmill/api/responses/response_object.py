@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, field
+from msgspec import UNSET, UnsetType, field
 
 from tokenmill.api.protocol.answers import Answer, Usage
 from tokenmill.api.responses.response_items import Item, OutputItem
@@ -25,6 +25,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 class InputTokensDetails(Answer, kw_only=True):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
+    image_tokens: int | UnsetType = UNSET  # of prompts with images
 
 
 class OutputTokensDetails(Answer, kw_only=True):
@@ -142,7 +143,8 @@ def response_usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(
-            cached_tokens=usage.prompt_tokens_details.cached_tokens
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            image_tokens=usage.prompt_tokens_details.image_tokens,
         ),
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning),

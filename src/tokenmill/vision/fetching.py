@@ -1,0 +1,146 @@
+"""Fetches an image over HTTP within limits of size and time.
+
+A name is resolved once, its addresses are checked, and the connection goes to the address that was
+checked: a name that changes its address in between leads nowhere else. Every redirect passes the
+same checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from functools import cache
+from urllib.parse import urljoin
+
+from tokenmill.core.types import ImageError, TokenmillError
+from tokenmill.http_connection import Headers, HttpConnection
+from tokenmill.vision.addresses import AllowedHosts, Target, check_address
+
+MAX_REDIRECTS = 3
+MAX_HEADER_BYTES = 65_536
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+async def fetch(url: str, allowed: AllowedHosts, max_bytes: int, timeout_s: float) -> bytes:
+    """The body behind a URL; ImageError says why there is none."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _follow(url, allowed, max_bytes)
+    except TimeoutError:
+        message = f"it did not come within {timeout_s:g} s (--image-timeout)"
+        raise ImageError(message) from None
+    except OSError as error:
+        raise ImageError(f"it cannot be fetched: {error.strerror or error}") from None
+
+
+async def _follow(url: str, allowed: AllowedHosts, max_bytes: int) -> bytes:
+    for _ in range(MAX_REDIRECTS + 1):
+        answer = await _get(allowed.check(url), max_bytes)
+        if answer.location is None:
+            return answer.body()
+        url = urljoin(url, answer.location)
+    raise ImageError(f"its URL leads to more than {MAX_REDIRECTS} redirects")
+
+
+async def _get(target: Target, max_bytes: int) -> _Download:
+    loop = asyncio.get_running_loop()
+    address = await _resolve(target)
+    tls = _tls() if target.is_tls else None
+    _, download = await loop.create_connection(
+        lambda: _Download(max_bytes),
+        *address,
+        ssl=tls,
+        server_hostname=target.host if tls is not None else None,
+    )
+    try:
+        head = f"GET {target.path} HTTP/1.1\r\nHost: {target.authority}\r\n"
+        head += "Accept: image/*\r\nUser-Agent: tokenmill\r\nConnection: close\r\n\r\n"
+        download.write(head.encode("ascii"))
+        await download.done
+        return download
+    finally:
+        download.close()
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+async def _resolve(target: Target) -> tuple[str, int]:
+    """The first address of a host; all of them must be allowed."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise ImageError(f"the host {target.host[:80]!r} is not known") from None
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        check_address(target, address)
+    return addresses[0], target.port
+
+
+class _Download(HttpConnection):
+    """One answer; `done` is set when it is whole, a redirect, or refused."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self._received: list[bytes] = []
+        self._size = 0
+        self._header_bytes = 0
+        self.location: str | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def body(self) -> bytes:
+        return b"".join(self._received)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self.fail("its headers are too long")
+        super().on_header(name, value)
+
+    def take_head(self, status: int, headers: Headers) -> None:
+        fields = dict(headers)
+        if status in _REDIRECTS and b"location" in fields:
+            self.location = fields[b"location"].decode("latin-1")
+            self._end()
+        elif status != 200:
+            self.fail(f"its server answers with status {status}")
+        elif (length := fields.get(b"content-length", b"")).isdigit() and int(
+            length
+        ) > self._max_bytes:
+            self.fail(_too_large(self._max_bytes))
+
+    def take_body(self, parts: list[bytes]) -> None:
+        self._size += sum(map(len, parts))
+        if self._size > self._max_bytes:
+            self.fail(_too_large(self._max_bytes))
+        elif not self.done.done():
+            self._received += parts
+
+    def finish(self, keep_alive: bool) -> None:
+        self._end()
+
+    def fail(self, reason: str) -> None:
+        self._end(ImageError(reason))
+        self._received.clear()
+        if self.transport is not None:
+            self.transport.abort()
+
+    def lose(self, error: Exception | None) -> None:
+        self._end(ImageError("its server ends the connection too early"))
+
+    def _end(self, error: TokenmillError | None = None) -> None:
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"it is larger than {max_bytes} bytes (--max-image-size)"

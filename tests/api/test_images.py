@@ -1,0 +1,322 @@
+"""Images in calls, over a simulated engine, by the clients of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from openai import BadRequestError, OpenAI
+from PIL import Image
+
+from api.sim import MODEL
+from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
+from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
+from tokenmill.core.vision_config import VisionConfig
+from vision.pictures import data_url, empty_png, file_of, mutated, photo, seeds
+
+PNG = file_of(photo(128, 96), "PNG")  # 4 x 3 tokens
+URL = data_url(PNG)
+NUM_TOKENS = 12
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+NUM_FUZZED = int(os.environ.get("TOKENMILL_FUZZED_IMAGES", "200"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images")
+    (path / "a.png").write_bytes(PNG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[SimServer]:
+    vision = VisionConfig(folder=str(folder), max_images=4)
+    limits = SchedulerConfig(max_model_len=1024)
+    pool, router = PoolConfig(workers=2), RouterConfig(policy="kv")
+    with sim_server(limits=limits, vision=vision, pool=pool, router=router) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def openai(server: SimServer) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def anthropic(server: SimServer) -> Anthropic:
+    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def image(url: str = URL, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def ask(client: OpenAI, *parts: dict[str, Any], **fields: Any) -> Any:
+    messages: Any = [user(*parts)]
+    return client.chat.completions.create(model=MODEL, messages=messages, **fields)
+
+
+def prompt_of(server: SimServer, *messages: dict[str, Any]) -> list[str]:
+    body = {"messages": list(messages), "return_token_strs": True}
+    answer = server.call("POST", "/tokenize", body)
+    assert answer.status == 200, answer.body
+    strings: list[str] = answer.json["token_strs"]
+    return strings
+
+
+def num_image_tokens(server: SimServer, part: dict[str, Any]) -> int:
+    return prompt_of(server, user(part)).count("<|image_pad|>")
+
+
+def test_an_image_stands_where_it_was_sent(server: SimServer) -> None:
+    tokens = prompt_of(server, user(text("before"), image(), text("after"), image()))
+    image_tokens = ["<|vision_start|>", *["<|image_pad|>"] * NUM_TOKENS, "<|vision_end|>"]
+    start = tokens.index("<|vision_start|>")
+    assert tokens[start : start + NUM_TOKENS + 2] == image_tokens
+    assert tokens.count("<|image_pad|>") == 2 * NUM_TOKENS
+    assert "after" in "".join(tokens[start + NUM_TOKENS + 2 :]).replace("Ġ", " ")
+
+
+def test_chat_completions(openai: OpenAI) -> None:
+    answer = ask(openai, image(), text("say: a cat"))
+    assert answer.choices[0].message.content == "a cat"
+    assert answer.usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+    assert answer.usage.prompt_tokens > NUM_TOKENS
+    plain = ask(openai, text("say: no image"))
+    assert plain.usage.prompt_tokens_details.image_tokens is None
+
+
+def test_streams_say_image_tokens(openai: OpenAI) -> None:
+    options = {"include_usage": True}
+    chunks = list(ask(openai, image(), text("say: a"), stream=True, stream_options=options))
+    assert chunks[-1].usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+
+
+def test_several_images_and_turns(openai: OpenAI) -> None:
+    other = data_url(file_of(photo(64, 64, 3), "WEBP"))
+    messages: Any = [
+        {"role": "system", "content": "be kind"},
+        user(image(), text("what is it?")),
+        {"role": "assistant", "content": "a cat"},
+        user(text("and these: say: a dog"), image(other), image()),
+    ]
+    answer = openai.chat.completions.create(model=MODEL, messages=messages)
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.model_dump()["image_tokens"] == 2 * NUM_TOKENS + 4
+
+
+def test_tools_and_schemas(openai: OpenAI) -> None:
+    script = 'say: <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tools = [{"type": "function", "function": TOOL}]
+    answer = ask(openai, image(), text(script), tools=tools)
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "f"
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    answer = ask(openai, image(), text('say: {"x": 1}'), response_format=schema)
+    assert answer.choices[0].message.content == '{"x": 1}'
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": [image(), text("say: ok")]}
+    earlier: Any = {"role": "assistant", "tool_calls": [call.model_dump()]}
+    answer = openai.chat.completions.create(
+        model=MODEL, messages=[user(text("go")), earlier, result], tools=tools
+    )  # type: ignore[call-overload]
+    assert answer.usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+
+
+def test_responses(openai: OpenAI) -> None:
+    content: Any = [
+        {"type": "input_text", "text": "say: a cat"},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+    ]
+    first = openai.responses.create(model=MODEL, input=[{"role": "user", "content": content}])
+    assert first.output_text == "a cat"
+    assert first.usage.input_tokens_details.image_tokens == NUM_TOKENS
+    second = openai.responses.create(
+        model=MODEL, input="say: still a cat", previous_response_id=first.id
+    )
+    assert second.output_text == "still a cat"
+    assert second.usage.input_tokens_details.image_tokens == NUM_TOKENS
+    items = openai.responses.input_items.list(first.id)
+    assert items.data[0].content[1].type == "input_image"
+
+
+def test_messages(anthropic: Anthropic) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    block = {"type": "image", "source": source}
+    content: Any = [block, {"type": "text", "text": "say: a cat"}]
+    messages: Any = [{"role": "user", "content": content}]
+    answer = anthropic.messages.create(model=MODEL, max_tokens=20, messages=messages)
+    assert answer.content[0].text == "a cat"
+    counted = anthropic.messages.count_tokens(model=MODEL, messages=messages)
+    cached = answer.usage.cache_read_input_tokens or 0
+    assert counted.input_tokens == answer.usage.input_tokens + cached > NUM_TOKENS
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    turns: Any = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "say: seen"}]},
+    ]
+    tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
+    answer = anthropic.messages.create(model=MODEL, max_tokens=9, messages=turns, tools=tools)
+    assert answer.content[0].text == "seen"
+
+
+def test_limits_of_pixels(server: SimServer) -> None:
+    large = data_url(file_of(photo(640, 640), "JPEG"))  # 400 tokens, the server's limit is 256
+    assert num_image_tokens(server, image(large)) == 256
+    assert num_image_tokens(server, image(large, detail="high")) == 256
+    assert num_image_tokens(server, image(max_pixels=6 * 1024)) == 4
+    assert num_image_tokens(server, image() | {"max_pixels": 4 * 1024}) == 2
+    assert num_image_tokens(server, image(min_pixels=100 * 1024)) == 108
+    assert num_image_tokens(server, {"type": "image_url", "image_url": URL}) == NUM_TOKENS
+
+
+def test_detail_low_is_less(folder: Path) -> None:
+    from api.sim import make_loader, make_tokenizer
+    from tokenmill.api.protocol.images import pixel_limits
+
+    loader = make_loader(VisionConfig(max_pixels=2**20), make_tokenizer(sees=True))
+    assert pixel_limits(loader.processor, "low", None, None).high == 512 * 512
+    for detail in ("high", "auto", "original", None):
+        assert pixel_limits(loader.processor, detail, None, None).high == 2**20  # type: ignore[arg-type]
+    loader.close()
+
+
+def test_kwargs_hold_for_all_images(openai: OpenAI) -> None:
+    extra = {"mm_processor_kwargs": {"max_pixels": 1024}}
+    answer = ask(openai, image(), image(max_pixels=6 * 1024), text("say: x"), extra_body=extra)
+    assert answer.usage.prompt_tokens_details.image_tokens == 1 + 4
+
+
+def test_files_of_the_folder(openai: OpenAI, folder: Path) -> None:
+    answer = ask(openai, image((folder / "a.png").as_uri()), text("say: x"))
+    assert answer.usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+
+
+WRONG = [
+    (image("data:image/png;base64,AAAA"), "no readable PNG"),
+    (image(data_url(PNG[:200])), "cannot be decoded"),
+    (image(data_url(empty_png(30_000, 30_000))), "30000 x 30000 pixels"),
+    (image(data_url(file_of(Image.new("RGB", (900, 4)), "PNG"))), "200 times"),
+    (image(data_url(file_of(Image.new("I;16", (40, 40)), "PNG"))), "8 bits a channel"),
+    (image("https://example.com/a.png"), "--image-host example.com"),
+    (image("http://169.254.169.254/meta"), "--image-host"),
+    (image("file:///etc/passwd"), "not in the folder"),
+    (image("a.png"), "send https://"),
+    (image(max_pixels=10**9), "max_pixels 1000000000 is over the server's limit of 262144"),
+    (image(max_pixels=1000), "less than the 1024 of one token"),
+    (image(min_pixels=9000, max_pixels=8000), "min_pixels 9000 is more than max_pixels 8000"),
+    (image(detail="most"), "'high'"),
+    ({"type": "image_url"}, "image_url"),
+    ({"type": "video_url", "video_url": {"url": "x"}}, "videos are not taken"),
+    ({"type": "input_audio", "input_audio": {}}, "audio"),
+]
+
+
+@pytest.mark.parametrize(("part", "problem"), WRONG)
+def test_wrong_images_are_named(server: SimServer, part: dict[str, Any], problem: str) -> None:
+    body = {"messages": [user(text("what?"), part)]}
+    answer = server.call("POST", "/v1/chat/completions", body)
+    assert answer.status == 400
+    assert problem in answer.error["message"]
+    assert str(answer.error["param"]).startswith("messages[0].content[1]")
+
+
+def test_wrong_images_of_other_apis_are_named_where_they_stand(server: SimServer) -> None:
+    part = {"type": "input_image", "image_url": "data:,x"}
+    body: Any = {"instructions": "x", "input": [{"role": "user", "content": [part]}]}
+    answer = server.call("POST", "/v1/responses", body)
+    assert (answer.status, answer.error["param"]) == (400, "input[0].content[0]")
+    body["input"][0] |= {"role": "system"}
+    assert "role 'user'" in server.call("POST", "/v1/responses", body).error["message"]
+    block = {"type": "image", "source": {"type": "url", "url": "data:,x"}}
+    body = {"model": MODEL, "max_tokens": 1, "system": "x"}
+    body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "x"}, block]}]
+    answer = server.call("POST", "/v1/messages", body)
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith("messages[0].content[1]: the image cannot")
+
+
+def test_placeholders_in_texts_are_refused(server: SimServer) -> None:
+    answer = server.call(
+        "POST", "/v1/chat/completions", {"messages": [user(text("<|image_pad|>"))]}
+    )
+    assert answer.status == 400
+    assert "1 placeholders for 0 images" in answer.error["message"]
+    answer = server.complete("a <|image_pad|>")
+    assert answer.status == 400
+    assert "stands for an image" in answer.error["message"]
+
+
+def test_too_many_images_and_too_long_prompts(server: SimServer, openai: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="5 images; 4 are allowed"):
+        ask(openai, *[image()] * 5)
+    large = data_url(file_of(photo(512, 512), "PNG"))
+    with pytest.raises(BadRequestError, match="context is 1024 tokens"):
+        ask(openai, *[image(large)] * 4)
+
+
+def test_a_body_of_200_mb_is_refused_by_its_size(server: SimServer) -> None:
+    """The answer comes though most of the body does not."""
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {200 * 2**20}\r\n\r\n"
+    with socket.create_connection(server.address, timeout=GENEROUS_S) as connection:
+        connection.sendall(head.encode() + bytes(2**16))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+    assert server.chat("say: on").status == 200
+
+
+def test_the_same_image_is_a_prefix_hit_and_another_is_not(openai: OpenAI) -> None:
+    """The router sends a conversation to the worker that has its image cached."""
+
+    def cached(url: str) -> int:
+        answer = ask(openai, image(url), text("say: x"), max_tokens=1)
+        return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+    first, second = (data_url(file_of(photo(512, 480, seed), "PNG")) for seed in (7, 8))
+    assert cached(first) < 32
+    assert cached(second) < 32
+    for url in (first, second, first):
+        assert cached(url) >= 240
+
+
+def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
+    """Streams of text go on meanwhile, and every call ends in an answer or a 400."""
+    source, files = random.Random(1), seeds()
+    bodies = [
+        {
+            "messages": [user(image(data_url(mutated(source.choice(files), source))), text("hi"))],
+            "stream": bool(source.randrange(2)),
+            "max_tokens": 4,
+        }
+        for _ in range(NUM_FUZZED)
+    ]
+
+    def send(body: dict[str, Any]) -> int:
+        answer = server.call("POST", "/v1/chat/completions", body)
+        if answer.status == 200 and body["stream"]:
+            assert answer.events[-1] == "[DONE]"
+        return answer.status
+
+    with ThreadPoolExecutor(4) as threads:
+        statuses = Counter(threads.map(send, bodies))
+    assert set(statuses) == {200, 400}
+    assert server.chat("say: still here").json["choices"][0]["message"]["content"] == "still here"
+    wait_until(lambda: server.metric("requests_running") == 0, "no request is left")
