@@ -158,6 +158,13 @@ class ScriptRunner(SimRunner):
         return self._token_ids
 
 
+class SeeingEngine(LanguageEngine):
+    """Takes images, and answers as if it had none."""
+
+    def _refusal(self, request: Request) -> tuple[str, str] | None:
+        return super()._refusal(replace(request, images=()))
+
+
 def run_sim_worker(
     address: str,
     limits: SchedulerConfig,
@@ -193,7 +200,8 @@ def run_sim_worker(
     grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
     assert "torch" not in sys.modules, "importing torch is longer than all else that a start does"
     runner = ScriptRunner(tokenizer, step_ms, prefill_ms, cache)
-    run_worker(LanguageEngine(scheduler, runner, grammar, kv=kv), address, facts, kv)
+    engine = SeeingEngine if sees else LanguageEngine
+    run_worker(engine(scheduler, runner, grammar, kv=kv), address, facts, kv)
 
 
 def worker_argv(

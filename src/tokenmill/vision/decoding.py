@@ -10,7 +10,7 @@ from io import BytesIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tokenmill.core.types import ImageError
 
@@ -27,7 +27,7 @@ def open_image(data: bytes, max_area: int) -> Image.Image:
     _check_area(_webp_size(data), max_area)
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise ImageError(_unknown_format(data)) from None
     except Exception as error:  # decoders raise what they like on broken files
         raise _broken(error) from None
