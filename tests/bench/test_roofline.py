@@ -132,6 +132,7 @@ def test_shipped_shapes_have_their_published_sizes() -> None:
     billions = {name: round(spec.num_params() / 1e9, 2) for name, spec in specs.items()}
     assert billions == {
         "llama3.1-8b": 8.03,
+        "smollm2": 0.13,
         "qwen3-0.6b": 0.6,
         "qwen3-14b": 14.77,
         "qwen3-30b-a3b": 30.53,

@@ -39,24 +39,41 @@ class TraceRequest:
         return tokens[: self.num_prompt_tokens]
 
 
-def read_trace(path: str | Path, block_tokens: int, speed: float = 1.0) -> list[TraceRequest]:
-    """All requests of a JSONL file by arrival; above 1 `speed` brings them closer together."""
+def read_trace(
+    path: str | Path, block_tokens: int, speed: float = 1.0, *, ordered: bool = False
+) -> list[TraceRequest]:
+    """All requests of a JSONL file by arrival; above 1 `speed` brings them closer together.
+
+    With `ordered` a line that arrives before the one above it is an error.
+    """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise TraceError(f"--trace {path}: cannot read: {reason}") from None
-    requests = []
+    requests: list[TraceRequest] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 requests.append(_request(json.loads(line), block_tokens, speed))
+                if ordered:
+                    _check_order(requests)
             except (ValueError, KeyError, TypeError) as error:
                 reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                 raise TraceError(f"--trace {path}, line {number}: {reason}") from None
     if not requests:
         raise TraceError(f"--trace {path}: no request in it")
     return sorted(requests, key=lambda request: request.arrival_ms)
+
+
+def _check_order(requests: Sequence[TraceRequest]) -> None:
+    last = requests[-1].arrival_ms
+    before = requests[-2].arrival_ms if len(requests) > 1 else 0.0
+    if last < before:
+        raise ValueError(
+            f"timestamp {last:g} lies {before - last:g} ms before that of the line above; "
+            "sort the lines by timestamp"
+        )
 
 
 def _request(line: object, block_tokens: int, speed: float) -> TraceRequest:

@@ -15,7 +15,15 @@ GIGA, TERA, GIB = 1e9, 1e12, 2**30
 _NEEDED = ("memory-gb", "memory-tb-s", "bf16-tflops", "node-gpus")
 _NUMBERS = (
     *_NEEDED,
-    *("fp8-tflops", "fp4-tflops", "link-gb-s", "network-gb-s", "domain-gpus", "power-w"),
+    *(
+        "int8-tflops",
+        "fp8-tflops",
+        "fp4-tflops",
+        "link-gb-s",
+        "network-gb-s",
+        "domain-gpus",
+        "power-w",
+    ),
     *("price-per-gpu-hour", "measured-memory-tb-s", "measured-bf16-tflops", "measured-fp8-tflops"),
 )
 _TEXTS = ("name", "price-date", "price-source")
@@ -46,7 +54,12 @@ class Accelerator:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a type; a GPU without it computes in the next wider one."""
-        wider = {"fp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16"), "bf16": ("bf16",)}
+        wider = {
+            "fp4": ("fp4", "fp8", "bf16"),
+            "fp8": ("fp8", "bf16"),
+            "int8": ("int8", "bf16"),
+            "bf16": ("bf16",),
+        }
         return next(self.flops[name] for name in wider[dtype] if name in self.flops)
 
     def as_measured(self) -> Accelerator:
@@ -132,7 +145,7 @@ def _check(table: dict[str, Any], where: str) -> None:
 def _accelerator(key: str, table: dict[str, Any]) -> Accelerator:
     flops = {
         dtype: table[f"{dtype}-tflops"] * TERA
-        for dtype in ("bf16", "fp8", "fp4")
+        for dtype in ("bf16", "int8", "fp8", "fp4")
         if f"{dtype}-tflops" in table
     }
     scales = {

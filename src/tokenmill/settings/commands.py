@@ -230,7 +230,7 @@ PLAN = (
     Setting(
         "precision",
         "Type of the weights; the narrowest that the GPU computes in, if not given.",
-        one_of("bf16", "fp8", "fp4", "mxfp4"),
+        one_of("bf16", "int8", "fp8", "fp4", "mxfp4"),
     ),
     Setting(
         "acceptance",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.pareto.curves import Case, Curve
     from tokenmill.plan.pareto.pareto_page import Result
 
-PRECISIONS = ("bf16", "fp8", "fp4", "mxfp4")
+PRECISIONS = ("bf16", "int8", "fp8", "fp4", "mxfp4")
 PARETO = {
     "Demand": (
         replace(
@@ -149,7 +149,7 @@ def _curves(settings: Settings, case: Case, xs: tuple[float, ...]) -> tuple[list
     given = _precisions(settings)
     curves, left_out = [], []
     for name in dict.fromkeys(split_list(settings.get("gpu"))):
-        gpu = find_gpu(name, own_file(settings, "hardware"))
+        gpu = case.fit.peaks(find_gpu(name, own_file(settings, "hardware")))
         gpus, price = settings.get("gpus") or gpu.domain_gpus, _price(settings, gpu)
         spec = find_model(case.model)
         system = System(spec, gpu, gpus, case.lengths, case.fit.efficiency)

@@ -18,6 +18,7 @@ from tokenmill.cli.plan.plan_predict import (
     given_choice,
     own_file,
 )
+from tokenmill.cli.plan.size_files import bench_command, write_settings
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.flags import TEXT, number
 from tokenmill.settings import SETTINGS, Settings, SettingsError
@@ -88,8 +89,6 @@ CALIBRATE_DEFAULTS = {
     "round": "tokenmill",
     "write": "efficiencies.toml",
 }
-MARK = "# Written by tokenmill plan size."
-SERVED = {"bf16": "bf16", "fp8": "fp8"}  # types that `serve` loads weights in
 
 
 def size(settings: Settings) -> None:
@@ -101,7 +100,7 @@ def size(settings: Settings) -> None:
     tokenmill plan size --model deepseek-r1 --gpu gb300 --rate 60
     --lengths deepseek-r1 --ttft 2000 --tpot 80
     """
-    from tokenmill.plan.predict import sizing
+    from tokenmill.plan.predict import size_cases, sizing
 
     begin = time.process_time()
     system, choice, traffic = _demand(settings)
@@ -117,14 +116,16 @@ def size(settings: Settings) -> None:
         "cache_hits": system.cached,
         "price_per_gpu_hour": traffic.price_per_gpu_hour,
         **sizing.describe(system, choice, traffic, best),
-        "interval_gpus": _gpu_interval(settings, best),
-        "breaks_first": sizing.breaks_first(system, choice, traffic, best),
-        "what_if": sizing.what_if(system, choice, traffic, best),
-        "while_a_worker_starts": sizing.while_starting(best, traffic, settings.get("start-s")),
+        **_intervals(settings, best, sizing.describe(system, choice, traffic, best)),
+        "breaks_first": size_cases.breaks_first(system, choice, traffic, best),
+        "what_if": size_cases.what_if(system, choice, traffic, best),
+        "while_a_worker_starts": size_cases.while_starting(best, traffic, settings.get("start-s")),
         "alternatives": [sizing.describe(system, choice, traffic, one) for one in shown[1:]],
-        "bench": bench_command(system, traffic),
+        "bench": bench_command(settings, system, traffic),
     }
-    report["written"] = _write(settings, best)
+    if not report["within_gpus"]:
+        report["bears_within_gpus"] = round(size_cases.within(system, choice, traffic), 3)
+    report["written"] = write_settings(settings, system.spec, best)
     report["cpu_s"] = round(time.process_time() - begin, 2)
     if not settings.get("json-only"):
         _print(report)
@@ -144,6 +145,7 @@ def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
     gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))
     lengths, rate, cached = _load(settings)
     fit = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
+    gpu = fit.peaks(gpu)
     spec = find_model(settings.get("model"))
     price = settings.get("price-per-gpu-hour")
     if price is None:
@@ -168,7 +170,7 @@ def _load(settings: Settings) -> tuple[Lengths, float, float]:
     cached = settings.get("cache-hits")
     if settings.get("trace"):
         block_tokens = settings.get("trace-block-tokens")
-        trace = read_trace(settings.get("trace"), block_tokens)
+        trace = read_trace(settings.get("trace"), block_tokens, ordered=True)
         lengths, own_rate, hits = from_trace(settings.get("trace"), trace, block_tokens)
         return lengths, rate or own_rate, hits if cached is None else cached
     if rate is None:
@@ -198,72 +200,43 @@ def _distinct(sizes: list[Size]) -> list[Size]:
     return list(found.values())
 
 
-def _gpu_interval(settings: Settings, best: Size) -> list[int]:
-    """GPUs where the prediction is as wrong as 90 % of those before."""
+def _intervals(settings: Settings, best: Size, described: dict[str, Any]) -> dict[str, Any]:
+    """Where the prediction is as wrong as 90 % of those before: GPUs, rate, times and prices."""
     import math
 
     from tokenmill.plan.predict.efficiencies import find_fit
 
     error = find_fit(settings.get("round"), own_file(settings, "efficiencies")).error
     unit = best.plan.replica.gpus
-    low, high = (best.gpus * math.exp(sign * error) / unit for sign in (-1, 1))
-    return [max(1, math.floor(low)) * unit, math.ceil(high) * unit]
 
+    def about(value: float, digits: int) -> list[float]:
+        return [round(value * math.exp(sign * error), digits) for sign in (-1, 1)]
 
-def bench_command(system: System, traffic: Traffic) -> str:
-    """The benchmark that tests the plan."""
-    limit, lengths = traffic.limit, system.lengths
-    return (
-        f"tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --rate {traffic.rate:g} "
-        f"--duration 600 --input-len {round(lengths.mean_input)} "
-        f"--output-len {round(lengths.mean_output)} "
-        f"--goodput ttft:{limit.ttft_s * 1e3:g},tpot:{limit.tpot_s * 1e3:g} "
-        f"--slo-percentile {limit.percentile:g}"
-    )
-
-
-def _write(settings: Settings, best: Size) -> str:
-    """A TOML file for `serve --config`; a file of the user's is not written over."""
-    path = Path(settings.get("write")).expanduser()
-    if path.exists() and not path.read_text(encoding="utf-8").startswith(MARK):
-        raise SettingsError(f"--write {path}: is there and was not written by plan size")
-    path.write_text("\n".join(serve_lines(settings.get("model"), best)) + "\n", encoding="utf-8")
-    return str(path)
-
-
-def serve_lines(model: str, best: Size) -> list[str]:
-    """Settings of `serve` in TOML."""
-    import math
-
-    plan, replica = best.plan, best.plan.replica
-    lines = [MARK, f'model = "{model}"']
-    if best.precision in SERVED:
-        kv = replica.precision.kv
-        lines += [f'dtype = "{SERVED[best.precision]}"', f'kv-cache-dtype = "{kv}"']
-    else:
-        lines.append(f"# The plan is for {best.precision} weights: give a checkpoint in it.")
-    if replica.attention_dp > 1:
-        lines += [f"ep = {replica.attention_dp}", "attention-dp = true"]
-    elif replica.tensor_parallel > 1:
-        lines.append(f"tp = {replica.tensor_parallel}")
-    if replica.mtp_depth:
-        lines.append(f"mtp = {replica.mtp_depth}")
-    if plan.prefill is not None:
-        lines += [f"prefill = {plan.prefill_replicas}", f"decode = {plan.replicas}"]
-    else:
-        lines.append(f"workers = {plan.replicas}")
-    ranks = replica.attention_dp
-    lines.append(f"max-num-seqs = {max(1, math.ceil(1.25 * plan.operation.sequences / ranks))}")
-    return lines
+    low, high = about(best.gpus / unit, 6)
+    prices = ("usd_per_million_input", "usd_per_million_cached", "usd_per_million_output")
+    return {
+        "interval_gpus": [max(1, math.floor(low)) * unit, math.ceil(high) * unit],
+        "intervals": {
+            "bears": about(described["bears"], 3),
+            "tok_s_per_user": about(described["tok_s_per_user"], 1),
+            "tpot_ms": about(described["tpot_ms"]["mean"], 2),
+            "ttft_ms": about(described["ttft_ms"]["p50"], 2),
+            **{name: about(described[name], 4) for name in prices},
+        },
+    }
 
 
 def _print(report: dict[str, Any]) -> None:
+    from tokenmill.plan.predict.size_cases import case_words
+
     low, high = report["interval_gpus"]
     console.out.print(
         f"{report['gpus']} x {report['gpu']} ({low} to {high}) in {report['workers']} workers "
         f"for {report['rate']:g} requests/s"
     )
-    rows = [["", "GPUs", "tok/s per GPU", "per user", "TTFT", "TPOT", "$/h", "$/M in", "$/M out"]]
+    rows = [
+        ["", "GPUs", "tok/s per GPU", "per user", "TTFT", "TPOT", "$/h", "$/M in", "cached", "out"]
+    ]
     for name, one in (("cheapest", report), *((f"or {n}", a) for n, a in _numbered(report))):
         ttft, tpot = list(one["ttft_ms"].values())[-1], list(one["tpot_ms"].values())[-1]
         rows.append(
@@ -276,6 +249,7 @@ def _print(report: dict[str, Any]) -> None:
                 f"{tpot:,.1f} ms",
                 f"{one['usd_per_hour']:,.2f}",
                 f"{one['usd_per_million_input']:,.3f}",
+                f"{one['usd_per_million_cached']:,.3f}",
                 f"{one['usd_per_million_output']:,.3f}",
             ]
         )
@@ -285,10 +259,12 @@ def _print(report: dict[str, Any]) -> None:
     console.out.print(
         f"headroom {report['headroom']:.0%}; what breaks first: {report['breaks_first']}"
     )
+    if not report["within_gpus"]:
+        console.out.print(
+            f"--gpus: so few bear {report['bears_within_gpus']:g} requests/s within the limits"
+        )
     for name, case in report["what_if"].items():
-        lacking = f"{case['gpus']} GPUs do not suffice, {case['needs_gpus']} would"
-        verdict = "holds" if case["holds"] else lacking
-        console.out.print(f"{name}: bears {case['bears']:g} requests/s: {verdict}")
+        console.out.print(f"{name}: {case_words(case)}")
     console.out.print(f"while a worker starts: {report['while_a_worker_starts']['words']}")
     console.out.print(f"written: {report['written']}; test it with: {report['bench']}")
 
@@ -316,7 +292,7 @@ def calibrate(
     if "model" not in settings:
         raise SettingsError("--model is needed: the model that was measured")
     base = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
-    gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))
+    gpu = base.peaks(find_gpu(settings.get("gpu"), own_file(settings, "hardware")))
     target = calibration.Target(
         find_model(settings.get("model")),
         gpu,

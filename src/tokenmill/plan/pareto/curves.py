@@ -17,6 +17,7 @@ from tokenmill.plan.predict.steady_state import Limit
 
 OFFLINE = 0.0  # tokens/s per user where no limit holds
 MILLION, HOUR_S = 1e6, 3600
+NARROW = ("fp4", "fp8", "int8", "bf16")  # the narrowest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def precisions_for(system: System, given: Sequence[str]) -> list[str]:
     if system.spec.family == "gpt_oss":
         return ["mxfp4"] if not given or {"fp4", "mxfp4"} & set(given) else []
     wanted = given or (best_precision(system.spec, system.gpu), "fp8")
-    return [name for name in ("fp4", "fp8", "bf16") if name in system.gpu.flops and name in wanted]
+    return [name for name in NARROW if name in system.gpu.flops and name in wanted]
 
 
 def draw_curve(

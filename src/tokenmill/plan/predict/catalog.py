@@ -19,7 +19,7 @@ from tokenmill.plan.rank_cost import NVFP4_BYTES
 
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
 _EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
-_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}
+_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}
 _COMPUTES = {"bf16": "bf16", "fp8": "fp8", "fp4": "fp4"}
 
 
@@ -41,6 +41,8 @@ class Precision:
         stored = getattr(self, part)
         if stored == "mxfp4":
             return "fp8" if has_fp4 else "bf16"
+        if stored == "int8":
+            return stored
         return str(_COMPUTES[stored]) if has_fp8 else "bf16"
 
 
@@ -48,10 +50,13 @@ def precisions_of(spec: ModelSpec, name: str) -> Precision:
     """What a name means for a model: gpt-oss has MXFP4 experts, DeepSeek's attention stays fp8."""
     if spec.family == "gpt_oss" and name in ("fp4", "mxfp4"):
         return Precision("mxfp4", experts="mxfp4", others="bf16", kv="fp8")
-    if name not in ("bf16", "fp8", "fp4"):
-        raise PlanError(f"--precision {name}: expected bf16, fp8 or fp4 (mxfp4 is gpt-oss alone)")
+    if name not in ("bf16", "int8", "fp8", "fp4"):
+        raise PlanError(
+            f"--precision {name}: expected bf16, int8, fp8 or fp4 (mxfp4 is gpt-oss alone)"
+        )
     others = "fp8" if name == "fp4" and spec.mla else name
-    return Precision(name, experts=name, others=others, kv="bf16" if name == "bf16" else "fp8")
+    kv = "bf16" if name in ("bf16", "int8") else "fp8"
+    return Precision(name, experts=name, others=others, kv=kv)
 
 
 def known_models() -> dict[str, Path]:

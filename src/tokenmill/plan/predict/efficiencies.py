@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenmill.plan.hardware import PlanError
+from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.step_cost import EFFICIENCIES, Efficiency
 
 TABLE = Path(__file__).parent / "efficiencies.toml"
@@ -26,6 +26,10 @@ class Fit:
     source: str
     fitted_on: tuple[str, ...]
     error: float  # log error that 90 % of the rows not fitted on stay within
+
+    def peaks(self, gpu: Accelerator) -> Accelerator:
+        """The rates that these are shares of: our own are of those that `bench` measured."""
+        return gpu.as_measured() if self.name == OWN else gpu
 
 
 def load_fits(own: Path | None = None) -> dict[str, Fit]:

@@ -89,7 +89,7 @@ def best_precision(spec: ModelSpec, gpu: Accelerator) -> str:
     """The narrowest that the GPU computes in; gpt-oss comes in MXFP4."""
     if spec.family == "gpt_oss":
         return "mxfp4"
-    return next(name for name in ("fp4", "fp8", "bf16") if name in gpu.flops)
+    return next(name for name in ("fp4", "fp8", "int8", "bf16") if name in gpu.flops)
 
 
 def search(system: System, choice: Choice, limit: Limit | None) -> Plan | None:

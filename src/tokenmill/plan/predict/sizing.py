@@ -1,4 +1,4 @@
-"""How many GPUs a demand needs: the cheapest systems within limits, and what happens to them."""
+"""How many GPUs a demand needs: the cheapest systems within limits, and what they cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tokenmill.plan.predict.search import (
     fitting,
     prefill_rate,
     replicas_of,
-    search,
 )
 from tokenmill.plan.predict.steady_state import Limit, Station
 from tokenmill.plan.predict.step_cost import StepCost
@@ -55,6 +54,7 @@ def cheapest(system: System, choice: Choice, traffic: Traffic) -> list[Size]:
     sizes: list[Size] = []
     names = [choice.precision] if choice.precision else _precisions(system)
     refused: PlanError | None = None
+    fits = False
     for name in names:
         types = precisions_of(system.spec, name)
         for depth in choice.mtp_depths:
@@ -64,13 +64,14 @@ def cheapest(system: System, choice: Choice, traffic: Traffic) -> list[Size]:
             except PlanError as error:
                 refused = refused or error
                 continue
+            fits = True
             stations = [system.station(cost, choice) for cost in costs]
             for station in stations:
                 sizes += _aggregated(station, traffic, system, name)
                 if choice.disaggregates:
                     sizes += _disaggregated(station, stations, traffic, system, choice, name)
     if not sizes:
-        raise refused or _too_tight(system, choice, traffic)
+        raise _too_tight(system, choice, traffic) if fits or refused is None else refused
     sizes = [size for size in sizes if size.gpus <= system.gpus] or [min(sizes, key=_order)]
     return sorted(sizes, key=_order)
 
@@ -82,7 +83,7 @@ def _order(size: Size) -> tuple[int, float]:
 def _precisions(system: System) -> list[str]:
     if system.spec.family == "gpt_oss":
         return ["mxfp4"]
-    return [name for name in ("fp4", "fp8", "bf16") if name in system.gpu.flops]
+    return [name for name in ("fp4", "fp8", "int8", "bf16") if name in system.gpu.flops]
 
 
 def _too_tight(system: System, choice: Choice, traffic: Traffic) -> PlanError:
@@ -140,85 +141,6 @@ def _disaggregated(
     yield Size(plan, min(bears, left * most.requests_per_s * load), precision)
 
 
-def what_if(system: System, choice: Choice, traffic: Traffic, size: Size) -> dict[str, Any]:
-    """The same system when something goes wrong: what it still bears, and what it would take."""
-    node = system.gpu.node_gpus
-    fixed = pinned(choice, size)
-    cases = {
-        "one node lost": (system, max(0, size.gpus - max(node, size.plan.replica.gpus))),
-        "half the cache hits": (replace(system, cached=system.cached / 2), size.gpus),
-        "twice the context": (replace(system, lengths=system.lengths.scaled(2)), size.gpus),
-    }
-    return {name: _case(one, left, fixed, traffic) for name, (one, left) in cases.items()}
-
-
-def pinned(choice: Choice, size: Size) -> Choice:
-    """The configuration of a size, given."""
-    replica = size.plan.replica
-    return replace(
-        choice,
-        precision=size.precision,
-        tensor_parallel=replica.tensor_parallel,
-        attention_dp=replica.attention_dp,
-        mtp_depths=(replica.mtp_depth,),
-        disaggregates=size.plan.prefill is not None,
-    )
-
-
-def _case(system: System, gpus: int, choice: Choice, traffic: Traffic) -> dict[str, Any]:
-    try:
-        plan = search(replace(system, gpus=gpus), choice, traffic.limit) if gpus else None
-        needed = cheapest(replace(system, gpus=MAX_GPUS), choice, traffic)[0].gpus
-    except PlanError as error:
-        return {"gpus": gpus, "bears": 0.0, "holds": False, "needs_gpus": None, "why": str(error)}
-    bears = plan.requests_per_s if plan else 0.0
-    return {
-        "gpus": gpus,
-        "bears": round(bears, 3),
-        "holds": bears >= traffic.rate,
-        "needs_gpus": needed,
-    }
-
-
-def while_starting(size: Size, traffic: Traffic, start_s: float) -> dict[str, Any]:
-    """What waits while one of the workers is not there yet."""
-    workers = size.plan.replicas
-    left = size.most * (workers - 1) / workers
-    behind = max(0.0, traffic.rate - left)
-    backlog = behind * start_s
-    spare = size.most - traffic.rate
-    clears_s = backlog / spare if spare > 0 else math.inf
-    words = (
-        f"the other {workers - 1} bear {left:.3g} requests/s, so nobody waits"
-        if not behind
-        else f"the other {workers - 1} bear {left:.3g} requests/s; after {start_s:g} s "
-        f"{backlog:,.0f} requests wait, which takes {clears_s:,.0f} s more to clear"
-    )
-    return {
-        "start_s": start_s,
-        "bears": round(left, 3),
-        "backlog": round(backlog, 1),
-        "clears_s": round(clears_s, 1) if clears_s < math.inf else None,
-        "words": words,
-    }
-
-
-def breaks_first(system: System, choice: Choice, traffic: Traffic, size: Size) -> str:
-    """Which limit a higher rate meets: the one whose doubling allows most."""
-    fixed, limit = pinned(choice, size), traffic.limit
-    one = replace(system, gpus=size.gpus)
-    wider = {
-        "time to first token": Limit(limit.ttft_s * 2, limit.tpot_s, limit.percentile),
-        "time per output token": Limit(limit.ttft_s, limit.tpot_s * 2, limit.percentile),
-    }
-    rates = {}
-    for name, relaxed in wider.items():
-        plan = search(one, fixed, relaxed)
-        rates[name] = plan.requests_per_s if plan else 0.0
-    best = max(rates, key=rates.__getitem__)
-    return best if rates[best] > size.most * 1.02 else "throughput: no limit helps"
-
-
 def prices(system: System, traffic: Traffic, size: Size, choice: Choice) -> dict[str, float]:
     """Dollars per million tokens at this rate: time is split by what a step without it saves."""
     plan, demand = size.plan, system.demand
@@ -251,6 +173,8 @@ def describe(system: System, choice: Choice, traffic: Traffic, size: Size) -> di
     return {
         "gpus": size.gpus,
         "workers": plan.replicas + plan.prefill_replicas,
+        "prefill_to_decode": f"{plan.prefill_replicas}:{plan.replicas}" if plan.prefill else None,
+        "batch": round(plan.operation.sequences, 1),
         "configuration": configuration(plan),
         "output_tok_s": round(traffic.rate * mean, 1),
         "tok_s_per_gpu": round(traffic.rate * mean / size.gpus, 1),

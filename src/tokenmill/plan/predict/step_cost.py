@@ -6,6 +6,7 @@ its weights, less what is hidden; attention takes the longer of its arithmetic a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from tokenmill.core.specs.spec import ModelSpec
@@ -96,7 +97,8 @@ class StepCost:
         if part == "experts" and self.spec.moe:
             share *= efficiency.experts
         # Blackwell Ultra's fp4 is three times its fp8, but no published row shows more than two.
-        return min(self.gpu.peak(compute), 2 * self.gpu.peak("fp8")) * share
+        most = 2 * self.gpu.peak("fp8") if compute == "fp4" else math.inf
+        return min(self.gpu.peak(compute), most) * share
 
     def _kv_shards(self) -> int:
         """Over how many GPUs of a replica the KV of one sequence is cut; latents are copied."""
