@@ -44,8 +44,8 @@ def _load_words(settings: Settings, system: System, traffic: Traffic) -> list[st
     if system.cached:  # a shared prefix comes before prompts of their own
         shared = round(system.cached * system.lengths.mean_input)
         own = max(1, round(system.lengths.mean_input) - shared)
-        output = round(system.lengths.mean_output)
-        return [*words, f"--shared-prefix {shared} --input-len {own} --output-len {output}"]
+        answer = round(system.lengths.mean_output)
+        return [*words, f"--shared-prefix {shared} --input-len {own} --output-len {answer}"]
     words.append(f"--lengths {settings.get('lengths')}")
     preset = PRESETS.get(settings.get("lengths"))
     output = settings.get("output-len") or (preset.output_len if preset else None)

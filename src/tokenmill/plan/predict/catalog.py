@@ -38,7 +38,7 @@ class Precision:
 
     def compute(self, part: str, has_fp8: bool, has_fp4: bool) -> str:
         """The type that a part is multiplied in: MXFP4 meets fp8 rows, or bf16 before Blackwell."""
-        stored = getattr(self, part)
+        stored: str = getattr(self, part)
         if stored == "mxfp4":
             return "fp8" if has_fp4 else "bf16"
         if stored == "int8":
