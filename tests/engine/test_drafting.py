@@ -8,7 +8,13 @@ from typing import Any
 
 from fake_runner import FakeRunner
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.engine.drafts.drafting import PROBE_EVERY, AdaptiveDrafting, FixedDrafting
+from tokenmill.engine.drafts.drafting import (
+    PROBE_EVERY,
+    AdaptiveDrafting,
+    Drafting,
+    FixedDrafting,
+    LookupDrafting,
+)
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
@@ -18,10 +24,10 @@ Cost = Callable[[int, int], float]  # of (sequences, drafts), in seconds
 
 
 class Load:
-    """Steps of a made-up machine whose drafts are right by chance."""
+    """Steps of a made-up machine whose drafts are right by chance, and there in some steps."""
 
-    def __init__(self, drafting: AdaptiveDrafting, cost: Cost, right: float) -> None:
-        self.drafting, self.cost, self.right = drafting, cost, right
+    def __init__(self, drafting: Drafting, cost: Cost, right: float, there: float = 1.0) -> None:
+        self.drafting, self.cost, self.right, self.there = drafting, cost, right, there
         self.random = random.Random(1)
         self.drafted, self.accepted = [0] * 3, [0] * 3
         self.last = 0
@@ -36,7 +42,7 @@ class Load:
             batch = Batch(items, num_seqs * (1 + self.last), num_to_draft=count)
             seconds = self.cost(num_seqs, self.last) * self.random.uniform(0.95, 1.05)
             self.drafting.record(batch, self.drafted, self.accepted, seconds)
-            self.last = count
+            self.last = count if self.random.random() < self.there else 0
             chosen.append(count)
         return chosen
 
@@ -128,3 +134,23 @@ def test_a_fixed_number_stays() -> None:
     drafting = FixedDrafting(2)
     drafting.record(Batch(), [100], [0], 1.0)
     assert drafting.choose() == 2
+
+
+def test_drafts_that_are_looked_up_are_verified_where_that_pays() -> None:
+    for cost, right, there, best in (
+        (memory_bound, 0.7, 0.5, 3),
+        (memory_bound, 0.7, 1.0, 3),  # no step is plain by itself
+        (memory_bound, 0.01, 0.5, 0),
+        (compute_bound, 0.7, 0.5, 0),
+        (lambda _, count: 1.0 + 0.35 * count, 0.6, 0.7, 1),
+    ):
+        load = Load(LookupDrafting(3), cost, right, there)
+        load.run(4, 1000)
+        assert share(load.run(4, 1000), best) > 0.8, (cost, right, there)
+
+
+def test_what_is_looked_up_adapts_to_a_new_load() -> None:
+    load = Load(LookupDrafting(3), memory_bound, 0.01)
+    load.run(1, 1000)
+    load.right = 0.8
+    assert share(load.run(1, 3000)[1500:], 3) > 0.8

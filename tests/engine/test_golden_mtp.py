@@ -156,6 +156,31 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("variant", ["llama", "gpt-oss"])
+def test_drafts_that_are_looked_up_change_no_answer(variant: str, tmp_path: Path) -> None:
+    """They come from the request itself; beside them there are requests that repeat nothing."""
+    folder, _ = tiny_model(variant, tmp_path)
+    greedy = replace(GREEDY, max_tokens=40)
+    params = [greedy, DRAWN, greedy, replace(greedy, stop_token_ids=(41, 22)), greedy]
+    asked = [p * 2 for p in prompts()[:5]]
+    alone = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64)
+    golden = [complete(alone.engine, [p], s)[0] for p, s in zip(asked, params, strict=True)]
+    for chunked, num_blocks, graphs in ((True, 60, 0), (False, 13, 0), (True, 60, 3)):
+        built = build(
+            folder, "fp32", chunked=chunked, prefix_cache=chunked, num_blocks=num_blocks,
+            overlap=chunked, mtp=4, draft=Path("ngram"),
+        )  # fmt: skip
+        if graphs:  # the shapes that a GPU captures; larger batches are computed as before
+            built.engine._runner.add_draft_graphs(graphs, 4)
+        for _ in range(2):
+            assert_same(complete(built.engine, asked, params), golden)
+        stats = built.engine.stats()
+        assert_drafted(stats, 4)
+        assert stats.num_preemptions > 0 or num_blocks > 13
+        built.engine._scheduler.check_integrity()
+        assert stats.num_kv_blocks_used == 0
+
+
 def test_padding_ends_with_the_context(tiny: Model) -> None:
     """41 positions are two blocks of 16 and a part: padded rows stand at none beyond."""
     folder, head = tiny

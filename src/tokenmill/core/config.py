@@ -20,6 +20,7 @@ from tokenmill.core.kv import LEASE_S
 GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
+NGRAM = "ngram"  # drafts that are looked up in the request's own tokens
 DEFAULT_BUDGET, DEFAULT_NUM_SEQS = 512, 256  # tokens and requests of a step, where nothing says
 
 
@@ -42,8 +43,8 @@ class ModelConfig:
     num_threads: int | None = setting(None, "CPU threads of the engine; all cores.", count(1, 4096))
     draft: str | None = setting(
         None,
-        "MTP module or EAGLE head for --mtp: a safetensors file, folder or hub name; "
-        "the model's own unless given.",
+        "What drafts for --mtp: an MTP module or EAGLE head (a safetensors file, folder or hub "
+        "name), or ngram, which needs no model; the model's own module unless given.",
     )
 
 

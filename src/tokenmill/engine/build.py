@@ -14,6 +14,7 @@ import torch
 from tokenmill.core.config import (
     GPU_MEMORY_SHARE,
     MEMORY_SHARE,
+    NGRAM,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
@@ -25,7 +26,12 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads
-from tokenmill.engine.drafts.drafting import AdaptiveDrafting, Drafting, FixedDrafting
+from tokenmill.engine.drafts.drafting import (
+    AdaptiveDrafting,
+    Drafting,
+    FixedDrafting,
+    LookupDrafting,
+)
 from tokenmill.engine.drafts.proposer import Drafter
 from tokenmill.engine.drafts.relaxed import Relaxed
 from tokenmill.engine.engine import LanguageEngine
@@ -180,11 +186,12 @@ def load_part(
     dense = spec.moe is None and spec.mla is None
     narrow = dtype == "fp8" and spec.hidden_size < NARROW and dense and ranks.size == 1
     drafts = setup.execution.mtp > 0
-    draft_tensors = _open_mtp(checkpoint, model) if drafts else {}  # a wrong file is found here
+    has_module = drafts and model.draft != NGRAM
+    draft_tensors = _open_mtp(checkpoint, model) if has_module else {}  # finds a wrong file
     max_len = scheduler.max_model_len
     loaded: ComputeType = "bf16" if narrow else dtype
     network = _load(checkpoint, loaded, max_len, device, layout, progress)
-    mtp = _load_mtp(draft_tensors, network, loaded) if drafts else None
+    mtp = _load_mtp(draft_tensors, network, loaded) if has_module else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
@@ -232,12 +239,14 @@ def make_engine(
         _log.info("%s", report.describe())
         # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
         # blocks it may write.
-        runner.drafts.runs_ahead = part.link is None and network is part.network
+        alone = part.link is None and network is part.network
+        runner.drafts.runs_ahead = alone and part.mtp is not None
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
     pool = BlockPool(part.num_blocks, block_size, cache.prefix_cache, part.groups.sliding)
     policy = make_scheduler(scheduler, pool, eos, execution, part.link is not None)
+    policy.looks_up = setup.model.draft == NGRAM
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
     engine = LanguageEngine(
@@ -247,7 +256,7 @@ def make_engine(
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
         kv=kv,
-        drafting=_drafting(execution),
+        drafting=_drafting(execution, policy.looks_up),
     )
     return engine, runner
 
@@ -372,7 +381,8 @@ def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, Readab
     elif not random and not checkpoint.spec.num_mtp_layers:
         shipped = shipped_mtp(path)
         if shipped is None:
-            raise ModelLoadError(f"mtp: {path.name} has no MTP module; give one with --draft")
+            problem = "has no MTP module; give one with --draft, or draft with --draft ngram"
+            raise ModelLoadError(f"mtp: {path.name} {problem}")
         path = shipped
     return open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
 
@@ -411,10 +421,12 @@ def _relaxed(execution: ExecutionConfig) -> Relaxed | None:
     return Relaxed.parse(execution.mtp_relaxed)
 
 
-def _drafting(execution: ExecutionConfig) -> Drafting | None:
+def _drafting(execution: ExecutionConfig, looks_up: bool) -> Drafting | None:
     if not execution.mtp:
         return None
-    return (AdaptiveDrafting if execution.mtp_adaptive else FixedDrafting)(execution.mtp)
+    if not execution.mtp_adaptive:
+        return FixedDrafting(execution.mtp)
+    return (LookupDrafting if looks_up else AdaptiveDrafting)(execution.mtp)
 
 
 def _reserve(

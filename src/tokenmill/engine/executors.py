@@ -112,12 +112,16 @@ class PlainExecutor:
 class DecodeExecutor:
     """Steps of single tokens, by the decode graphs if there are any."""
 
-    def __init__(self, builder: InputBuilder, sampler: StepSampler) -> None:
+    def __init__(
+        self, builder: InputBuilder, proposer: Proposer | None, sampler: StepSampler
+    ) -> None:
         self.graphs: DecodeGraphs | None = None
-        self._builder, self._sampler = builder, sampler
+        self._builder, self._proposer, self._sampler = builder, proposer, sampler
 
     def launch(self, batch: Batch) -> Launched | None:
-        if self.graphs is None or batch.num_tokens != len(batch.items) or batch.num_to_draft:
+        if self.graphs is None or batch.num_tokens != len(batch.items):
+            return None
+        if batch.num_to_draft and self._proposer is not None:
             return None
         seqs = [seq for seq, _ in batch.items]
         if any(s.num_computed_tokens + 1 != s.num_tokens or s.prompt_logprobs for s in seqs):
@@ -163,15 +167,16 @@ class PromptExecutor:
 class DraftExecutor:
     """Steps that verify drafts and make new ones, by the draft graphs if there are any."""
 
-    def __init__(self, sampler: StepSampler) -> None:
+    def __init__(self, proposer: Proposer | None, sampler: StepSampler) -> None:
         self.graphs: dict[int, DraftGraphs] = {}  # by the number of drafts
+        self._proposer = proposer
         self.runs_ahead = False  # the next step is launched before it is asked for
         self._sampler = sampler
         self._ahead: Ahead | None = None
 
     def launch(self, batch: Batch) -> Launched | None:
         ahead, self._ahead = self._ahead, None  # for this batch or for none
-        graphs = self.graphs.get(batch.num_to_draft)
+        graphs = self.graphs.get(self._depth(batch))
         if graphs is None or not graphs.takes(batch.items):
             return None
         count, width = len(batch.items), graphs.depth + 1
@@ -195,6 +200,12 @@ class DraftExecutor:
             blocks = [HeldBlocks.of(seq) for seq in seqs]
             self._ahead = Ahead(graphs, seqs, blocks, host, self._sampler.mark())
         return launched
+
+    def _depth(self, batch: Batch) -> int:
+        """Drafts to make, or without a module the most that a sequence has."""
+        if self._proposer is not None:
+            return batch.num_to_draft
+        return max(num_new for _, num_new in batch.items) - 1
 
     def _sample(
         self, launched: Launched, batch: Batch, graphs: DraftGraphs, verified: Verified

@@ -58,8 +58,8 @@ class ModelRunner:
         self.sliding = sliding
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
         self.sampler = sampler = StepSampler(self.builder, relaxed)
-        self.drafts = DraftExecutor(sampler)
-        self.decode = DecodeExecutor(self.builder, sampler)
+        self.drafts = DraftExecutor(self.proposer, sampler)
+        self.decode = DecodeExecutor(self.builder, self.proposer, sampler)
         self.prompts = PromptExecutor(self.builder, self.proposer, sampler)
         self.plain = PlainExecutor(model, self.layers, self.builder, self.proposer, sampler)
         # The first that takes a batch executes it.
@@ -108,9 +108,9 @@ class ModelRunner:
     def add_draft_graphs(self, max_size: int, depth: int) -> None:
         """Run steps of 1 to `depth` drafts for each sequence in shapes of their own."""
         for count in range(1, depth + 1):
-            assert self.proposer is not None
-            graphs = DraftGraphs(self.model, self.layers, self.proposer, count, max_size)
-            self.drafts.graphs[count] = graphs
+            self.drafts.graphs[count] = DraftGraphs(
+                self.model, self.layers, self.builder, self.proposer, count, max_size
+            )
 
     def run(self, batch: Batch) -> StepResult:
         """Compute every item's new tokens; sample those whose last known token was computed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.sched.block_ledger import BlockLedger
+from tokenmill.sched.ngrams import NgramIndex
 from tokenmill.sched.prefix import cache_computed
 from tokenmill.sched.sequence import Batch, Item, Sequence, Step
 
@@ -62,6 +63,18 @@ def take_drafts(batch: Batch, draft_ids: list[list[int]], ledger: BlockLedger) -
         cache_computed(ledger.pool, seq)
         seq.draft_ids = usable(seq, drafts)
         ledger.trim(seq)
+
+
+def look_up(batch: Batch) -> list[list[int]]:
+    """Drafts from the tokens of each sequence itself, as many as the batch asks for."""
+    return [_look_up(seq, batch.num_to_draft) for seq, _ in batch.items]
+
+
+def _look_up(seq: Sequence, count: int) -> list[int]:
+    if not count or seq.finished or seq.num_computed_tokens < seq.num_tokens - 1:
+        return []
+    seq.ngrams = seq.ngrams or NgramIndex()
+    return seq.ngrams.drafts(seq.token_ids, count)
 
 
 def usable(seq: Sequence, drafts: list[int]) -> list[int]:

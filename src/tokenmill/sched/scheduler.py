@@ -18,7 +18,7 @@ from tokenmill.sched import stops
 from tokenmill.sched.admission import Admission, Limits, kv_tokens
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
-from tokenmill.sched.drafts import add_drafts, make_room, take_drafts, verified
+from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
 from tokenmill.sched.endings import Endings
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.prefix import cache_blocks, cache_computed
@@ -74,6 +74,7 @@ class Scheduler:
         self._slides = pool.sliding.num_groups > 0
         self._order = 0
         self._now_ns = 0
+        self.looks_up = False  # drafts are taken from the sequences, not from results
         self._drafting = False  # some sequence may have drafts
         self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
         self._draining = False
@@ -333,6 +334,8 @@ class Scheduler:
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
         self._counters.num_relaxed += result.num_relaxed
+        if self.looks_up and batch.num_to_draft:
+            result.draft_ids = look_up(batch)
         if self._drafting or result.draft_ids is not None:
             take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
             self._drafting = any(seq.draft_ids for seq in self._queues.running)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tokenmill.core.types import Request, TokenLogprobs
 from tokenmill.sched.blocks import chain_seed
+from tokenmill.sched.ngrams import NgramIndex
 
 PENDING = -1  # a token that is sampled but not known yet: its step still runs
 Key = tuple[int, int, int]  # (priority, arrival_ns, order of add): the best runs first
@@ -23,6 +24,7 @@ class Sequence:
         "finished",
         "key",
         "max_len",
+        "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_inserted_blocks",
@@ -49,6 +51,7 @@ class Sequence:
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.draft_ids: list[int] = []  # guesses of what comes after token_ids
+        self.ngrams: NgramIndex | None = None  # where drafts come from its own tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, at the first admission
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (

@@ -46,6 +46,12 @@ LADDER = (
 MTP = (
     Setting("depths", "Numbers of drafts to measure (1,2,3).", numbers(read_int, 1, "N[,N...]")),
     Setting("batch", "Prompts that are answered at once.", count(1), default=1),
+    Setting(
+        "prompts",
+        "Questions, or documents that the answers repeat much of.",
+        one_of("chat", "documents"),
+        default="chat",
+    ),
 )
 CAMPAIGN = (
     Setting("min-concurrency", "Lowest point of the curve.", count(1, 32), default=1),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from draft_heads import forgetful, save_head
 from tiny_models import make_model, save, tame
 from tokenmill.bench.commands import mtp as cli
-from tokenmill.bench.commands.mtp import DepthRun, chat_prompts, depth_report, measure
+from tokenmill.bench.commands.mtp import DepthRun, depth_report, measure, read_prompts
 from tokenmill.core.metrics import acceptance
 from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
 from tokenmill.models.store import cached
@@ -104,9 +104,10 @@ def test_rounds_that_differ_count_each_for_itself() -> None:
     assert figures["num_different"] == 1
 
 
-def test_prompts_are_those_of_the_tokenizer() -> None:
-    prompts = chat_prompts()
-    assert len(prompts) == len({prompt.text for prompt in prompts}) == 24
+@pytest.mark.parametrize(("kind", "count"), [("chat", 24), ("documents", 8)])
+def test_prompts_are_those_of_the_tokenizer(kind: str, count: int) -> None:
+    prompts = read_prompts(kind)
+    assert len(prompts) == len({prompt.text for prompt in prompts}) == count
     path = cached("smollm2")
     if path is None:
         pytest.skip("the default model is not here")
@@ -118,14 +119,18 @@ def test_prompts_are_those_of_the_tokenizer() -> None:
         assert tokenizer.encode_chat(messages) == prompt.token_ids
 
 
-def test_the_command_ends_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft", ["module", "ngram"])
+def test_the_command_ends_with_its_figures(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenmill.cli.app import app
 
     model = forgetful(tame(make_model("llama", head_dim=16, hidden_size=64), 0.3))
     folder, head = save(model, tmp_path / "model"), save_head(model, tmp_path / "h.safetensors")
-    monkeypatch.setattr(cli, "_prompts", lambda path, count: [[5, 6, 7], [8, 9]][:count])
-    arguments = ["--model", str(folder), "--draft", str(head), "--dtype", "fp32"]
-    arguments += ["--rounds", "1", "--output-len", "12", "--depths", "1,3"]
+    monkeypatch.setattr(cli, "_prompts", lambda path, kind, count: [[5, 6, 7], [8, 9]][:count])
+    drafter = str(head) if draft == "module" else draft
+    arguments = ["--model", str(folder), "--draft", drafter, "--dtype", "fp32"]
+    arguments += ["--rounds", "1", "--output-len", "40", "--depths", "1,3"]
     done = CliRunner().invoke(app, ["bench", "mtp", *arguments])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiny_configs import SIZES
-from tokenmill.bench.commands.mtp import chat_prompts
+from tokenmill.bench.commands.mtp import read_prompts
 from tokenmill.models import spec_of
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -24,7 +24,7 @@ def test_no_prompt_of_the_benchmark_has_their_form() -> None:
         re.compile(".+".join(map(re.escape, re.split(r"\{\w+\}", form)))) for form in words["forms"]
     ]
     assert any(pattern.fullmatch("Tell me about Norway.") for pattern in patterns)
-    for prompt in chat_prompts():
+    for prompt in read_prompts():
         assert not any(pattern.fullmatch(prompt.text) for pattern in patterns), prompt.text
 
 

@@ -38,14 +38,14 @@ PANELS = {
     "KV cache": tuple(s for s in CACHE if s.key not in OURS),
     "Execution": tuple(s for s in EXECUTION if s.key not in OURS),
 }
-PROMPTS = Path(__file__).parent.parent / "prompts" / "chat.json"
+PROMPTS = Path(__file__).parent.parent / "prompts"
 Prompts = Sequence[list[int]]
 SetDepth = Callable[[int], None]
 Update = Callable[[int, int], None]
 
 
 def mtp(settings: Settings) -> None:
-    """Share of accepted drafts of the MTP module, and the speed-up over no drafts.
+    """Share of accepted drafts, and the speed-up over no drafts.
 
     Chat prompts of this package, greedy answers of at most 128 tokens, without drafts and
     with 1, 2 and 3 of them, turn by turn. The ceiling is the speed-up if every
@@ -54,6 +54,7 @@ def mtp(settings: Settings) -> None:
     tokenmill bench mtp
     tokenmill bench mtp --depths 2 --batch 8 --rounds 5
     tokenmill bench mtp --draft head.safetensors --num-prompts 8
+    tokenmill bench mtp --draft ngram --prompts documents --depths 4,8
     """
     from tokenmill.engine.drafts.drafting import FixedDrafting
 
@@ -62,7 +63,8 @@ def mtp(settings: Settings) -> None:
     max_tokens = config.output_len or DEFAULT_TOKENS
     model = settings.build(ModelConfig)
     path = model_path(model)
-    prompts = _prompts(path, config.num_prompts)
+    kind = settings.get("prompts")
+    prompts = _prompts(path, kind, config.num_prompts)
     model = replace(model, model=str(path))
     built = _build(settings, model, depths[-1], batch)
     longest = max(map(len, prompts)) + max_tokens
@@ -90,7 +92,9 @@ def mtp(settings: Settings) -> None:
             "model": model.model if settings.get("model") is None else settings.get("model"),
             "device": built.device,
             "dtype": built.dtype,
+            "draft": model.draft,
             "batch": batch,
+            "prompts": kind,
             "num_prompts": len(prompts),
             "max_tokens": max_tokens,
             "rounds": config.num_rounds,
@@ -103,11 +107,11 @@ def mtp(settings: Settings) -> None:
     )
 
 
-def _prompts(path: Path, count: int | None) -> list[list[int]]:
+def _prompts(path: Path, kind: str, count: int | None) -> list[list[int]]:
     """Token ids of the first prompts; those of the default model need no tokenizer."""
     from tokenmill.models.store import CATALOG
 
-    known = chat_prompts()
+    known = read_prompts(kind)
     if count is not None and count > len(known):
         raise BenchError(
             f"--num-prompts {count}: there are {len(known)} prompts; give {len(known)} or fewer"
@@ -167,7 +171,7 @@ def _shown(value: float | None, form: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A question, and its tokens for the default model, chat template and all."""
+    """What a user asks, and its tokens for the default model, chat template and all."""
 
     text: str
     token_ids: list[int]
@@ -192,9 +196,9 @@ class DepthRun:
         return self.num_tokens / self.seconds
 
 
-def chat_prompts() -> list[ChatPrompt]:
+def read_prompts(kind: str = "chat") -> list[ChatPrompt]:
     """The prompts of this package; nothing was trained on them."""
-    entries = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    entries = json.loads((PROMPTS / f"{kind}.json").read_text(encoding="utf-8"))
     return [ChatPrompt(entry["text"], entry["token_ids"]) for entry in entries]
 
 

@@ -45,6 +45,38 @@ class FixedDrafting:
         """Do nothing: the number is fixed."""
 
 
+class Shares:
+    """The share of accepted drafts by position, given that those before it were accepted."""
+
+    def __init__(self, most: int) -> None:
+        self._right = [_FIRST_GUESS] * most
+        self._known = ([0] * most, [0] * most)  # drafted and accepted as last heard
+
+    def tokens(self) -> list[float]:
+        """Return the tokens that a step brings, by its number of drafts from none on."""
+        return list(accumulate(accumulate(self._right, mul), initial=1.0))
+
+    def learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> int:
+        """Learn from counts since the start; returns how many drafts are new in them."""
+        before, num_new = None, 0
+        for position in range(min(len(drafted), len(self._right))):
+            counts = drafted[position], accepted[position]
+            num_drafted, num_right = (
+                now - known[position] for now, known in zip(counts, self._known, strict=True)
+            )
+            num_reached = num_drafted if before is None else min(before, num_drafted)
+            if num_reached:
+                share = num_right / num_reached
+                self._right[position] += (1 - _MEMORY**num_reached) * (
+                    share - self._right[position]
+                )
+            before = num_right
+            num_new += num_drafted
+            for known, now in zip(self._known, counts, strict=True):
+                known[position] = now
+        return num_new
+
+
 class AdaptiveDrafting:
     """Drafts the number, zero included, that gives the most tokens per second.
 
@@ -55,8 +87,7 @@ class AdaptiveDrafting:
 
     def __init__(self, most: int) -> None:
         self._order: list[int] = [most, 0, *range(1, most)]
-        self._right = [_FIRST_GUESS] * most  # given that the drafts before it were right
-        self._known = ([0] * most, [0] * most)  # drafted and accepted as last heard
+        self._shares = Shares(most)
         self._costs: dict[tuple[int, int], float] = {}  # seconds by (size class, drafts)
         self._num_recorded: dict[tuple[int, int], int] = {}
         self._num_tried: dict[tuple[int, int], int] = {}
@@ -83,7 +114,7 @@ class AdaptiveDrafting:
         self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
         """Learn from a step."""
-        self._learn_right(drafted, accepted)
+        self._shares.learn(drafted, accepted)
         num_seqs, count = len(batch.items), batch.num_to_draft
         self._size = num_seqs.bit_length()
         key = self._size, count
@@ -104,7 +135,7 @@ class AdaptiveDrafting:
         plain = self._costs.get((self._size, 0))
         if plain is None:
             return 0
-        tokens: list[float] = list(accumulate(accumulate(self._right, mul), initial=1.0))
+        tokens = self._shares.tokens()
         best, most = 0, MARGIN / plain
         for count in self._order:
             cost = self._costs.get((self._size, count))
@@ -112,19 +143,52 @@ class AdaptiveDrafting:
                 best, most = count, tokens[count] / cost
         return best
 
-    def _learn_right(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        before = None
-        for position in range(min(len(drafted), len(self._right))):
-            counts = drafted[position], accepted[position]
-            num_drafted, num_right = (
-                now - known[position] for now, known in zip(counts, self._known, strict=True)
-            )
-            num_reached = num_drafted if before is None else min(before, num_drafted)
-            if num_reached:
-                share = num_right / num_reached
-                self._right[position] += (1 - _MEMORY**num_reached) * (
-                    share - self._right[position]
-                )
-            before = num_right
-            for known, now in zip(self._known, counts, strict=True):
-                known[position] = now
+
+class LookupDrafting:
+    """Of drafts that cost nothing to make, as many as pay for being verified; see sched/ngrams.py.
+
+    A sequence has drafts in some steps and none in others, so that plain steps come by themselves
+    and all seconds above theirs are those of drafts, by batch size in powers of two.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._shares = most, Shares(most)
+        self._plain: dict[int, float] = {}  # seconds of a step without drafts, by size class
+        self._extra: dict[int, float] = {}  # and what one more draft for each sequence adds
+        self._size, self._step = 1, 0
+
+    def choose(self) -> int:
+        """The number of drafts of the next step."""
+        self._step += 1
+        turn = self._step % PROBE_EVERY
+        if turn < TRIAL_STEPS:
+            return self._most
+        unknown = self._size not in self._plain
+        return 0 if turn < 2 * TRIAL_STEPS and unknown else self._best()
+
+    def record(
+        self, batch: Batch, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """Learn from a step."""
+        num_drafts, num_seqs = self._shares.learn(drafted, accepted), len(batch.items)
+        self._size = size = num_seqs.bit_length()
+        if batch.num_tokens != num_seqs + num_drafts:
+            return  # it computed a prompt
+        if not num_drafts:
+            _average(self._plain, size, seconds)
+        elif size in self._plain:
+            each = (seconds - self._plain[size]) * num_seqs / num_drafts
+            _average(self._extra, size, max(0.0, each))
+
+    def _best(self) -> int:
+        plain, extra = self._plain.get(self._size), self._extra.get(self._size)
+        if plain is None or extra is None:
+            return self._most
+        rates = [count / (plain + i * extra) for i, count in enumerate(self._shares.tokens())]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        return best if rates[best] > MARGIN * rates[0] else 0
+
+
+def _average(means: dict[int, float], key: int, seconds: float) -> None:
+    known = means.get(key, seconds)
+    means[key] = known + _COST_SHARE * (seconds - known)

@@ -15,6 +15,7 @@ import torch
 from tokenmill.engine.drafts.proposer import Proposer
 from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
+from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.drafts import accept_drafts, advance_drafts
@@ -40,7 +41,7 @@ class Captured:
 
     verify: torch.cuda.CUDAGraph
     verified: Verified
-    draft: torch.cuda.CUDAGraph
+    draft: torch.cuda.CUDAGraph | None  # where a module makes drafts
     drafted: torch.Tensor
 
 
@@ -50,14 +51,20 @@ class DraftGraphs:
     All read one input buffer: newest token and drafts of each sequence, then contexts, slots,
     capacities and numbers of drafts; a step leaves there what the next one would need. Sequences
     with fewer drafts, and rows beyond the batch, are padded: what lies outside a sequence's blocks
-    is written to the cache's last one.
+    is written to the cache's last one. Without a proposer the drafts come from the host.
     """
 
     def __init__(
-        self, model: Model, layers: KVCache, proposer: Proposer, depth: int, max_size: int
+        self,
+        model: Model,
+        layers: KVCache,
+        builder: InputBuilder,
+        proposer: Proposer | None,
+        depth: int,
+        max_size: int,
     ) -> None:
         self.model, self.layers, self.proposer, self.depth = model, layers, proposer, depth
-        self.builder = proposer.builder
+        self.builder = builder
         device = self.builder.device
         self.sizes = graph_sizes(min(max_size, MAX_SIZE))
         self.stride = self.sizes[-1] + -self.sizes[-1] % 4
@@ -76,11 +83,13 @@ class DraftGraphs:
     def _capture(self, size: int, pool: Any) -> None:
         self._draft(size, self._verify(size))  # compiles kernels, which capture must not
         torch.cuda.synchronize()
-        verify, draft = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        verify, draft, drafted = torch.cuda.CUDAGraph(), None, self.tokens
         with torch.cuda.graph(verify, pool=pool):
             verified = self._verify(size)
-        with torch.cuda.graph(draft, pool=pool):
-            drafted = self._draft(size, verified)
+        if self.proposer is not None:
+            draft = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(draft, pool=pool):
+                drafted = self._draft(size, verified)
         verified = replace(verified, logits=unowned(verified.logits))
         self._graphs[size] = Captured(verify, verified, draft, drafted)
         self._captured = sorted(self._graphs)
@@ -144,12 +153,13 @@ class DraftGraphs:
         return captured.verified
 
     def draft(self, count: int, verified: Verified) -> torch.Tensor:
-        """int32 [count, 2 depth + 1]: the tokens of every row, and the next drafts."""
+        """int32 [count, .]: depth + 1 tokens of every row, and the next drafts, if there are."""
         size = self._size(count)
         captured = self._graphs.get(size)
         if captured is None:
             return self._draft(size, verified)[:count]
-        captured.draft.replay()
+        if captured.draft is not None:
+            captured.draft.replay()
         return captured.drafted[:count]
 
     def _verify(self, size: int) -> Verified:
@@ -167,6 +177,8 @@ class DraftGraphs:
     def _draft(self, size: int, verified: Verified) -> torch.Tensor:
         contexts, slots, capacities, counts = self.columns[:, :size]
         ids, tokens = self.ids[:size], self.tokens[:size]
+        if self.proposer is None:
+            return tokens
         lasts, positions = accept_drafts(tokens, ids, counts, contexts)
         out = self.proposer.fill(
             self.builder.ids(tokens.view(-1)), verified.states, verified.batch
