@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from api.sim import MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
+from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.protocol.requests import ChatCompletionRequest
@@ -114,7 +115,10 @@ def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     preparer = Preparer(tokenizer, lambda: facts, ServerConfig())
     message = {"role": "user", "content": "hi", "id": "m", "opts": 1}
     body = {"messages": [message], "store": True, "user": None, "reasoning_effort": "low"}
+    refused = json.dumps({"messages": [{**message, "content": 3, "fault": 1}]}).encode()
     with caplog.at_level("INFO"):
+        with pytest.raises(ApiError):
+            decode_call(refused, ChatCompletionRequest, preparer.ignored)
         for _ in range(2):
             call = decode_call(json.dumps(body).encode(), ChatCompletionRequest, preparer.ignored)
             asyncio.run(preparer.chat(call))
@@ -122,6 +126,7 @@ def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("messages[].opts", "messages[].id", "store", "reasoning_effort"):
         assert told.count(name) == 1
     assert "user" not in told
+    assert "fault" not in told, "the call was refused"
 
 
 def test_reasoning_effort_reaches_the_template() -> None:

@@ -90,6 +90,7 @@ def trickle(connection: socket.socket, piece: bytes) -> None:
 def test_half_a_head_and_half_a_body_get_a_408(server: SimServer) -> None:
     for half in (HALF_HEAD, HALF_BODY):
         assert error_code(read(send(server, half))) == (408, "request_timeout")
+    wait_until(lambda: server.metric("requests_total", 'status="408"') >= 1, "not as a 499")
 
 
 def test_a_byte_now_and_then_does_not_help(server: SimServer) -> None:

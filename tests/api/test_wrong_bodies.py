@@ -61,6 +61,11 @@ CHAT = [
         "'image_url' is not supported: this model takes text only; send parts of type 'text'",
     ),
     (
+        {"messages": user(content=[{"type": "input_audio", "input_audio": {}}])},
+        "messages[0].content[0].type",
+        "this model takes text only; send parts of type 'text'",
+    ),
+    (
         {"messages": user(content=[{"type": "text"}])},
         "messages[0].content[0].text",
         "the field is missing; send a string",

@@ -70,7 +70,7 @@ def _named(record: CallRecord, send: Send) -> Send:
 
     def send_named(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
-            record.status = message["status"]
+            record.status = record.status or message["status"]  # of a refusal, what was sent
             others = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID]
             message = {**message, "headers": [*others, request_id]}
         return send(message)

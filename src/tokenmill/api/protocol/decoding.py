@@ -109,13 +109,14 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
     dropped: list[str] = []
     info = _info(cast(Hashable, kind))
     _prune(raw, info, "", dropped)
-    if ignored is not None:
-        ignored.note(dropped)
     try:
-        return msgspec.convert(raw, kind)
+        call = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         elsewhere = getattr(kind, "ELSEWHERE", _ELSEWHERE)
         raise explain(str(error), raw, info, elsewhere) from None
+    if ignored is not None:
+        ignored.note(dropped)
+    return call
 
 
 def _not_json(error: Exception, body: bytes) -> ApiError:
@@ -204,9 +205,9 @@ def explain(text: str, raw: Any, info: Info, elsewhere: Mapping[str, str] = _ELS
         )
     name = path.rpartition(".")[2].partition("[")[0]
     shown = _shown(value)
-    way_out = _INSTEAD.get((name, value)) if isinstance(value, str) else None
-    if way_out is None:
-        way_out = _way_out(declared)
+    way_out = _way_out(declared)
+    if way_out is None and isinstance(value, str):
+        way_out = _INSTEAD.get((name, value))
     if way_out is not None:
         return ApiError(
             400, f"{path}: {shown} is not supported: {way_out}", path, "unsupported_value"
