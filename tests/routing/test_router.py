@@ -13,6 +13,7 @@ import pytest
 from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.core.kv_events import Dump, EventBatch, Stored
 from tokenmill.routing.policies import POLICIES
+from tokenmill.routing.prices import OPENING
 from tokenmill.routing.router import OUTPUT_TOKENS, NoWorkerError, Router
 from tokenmill.routing.step_cost import StepRates
 from tokenmill.sched.blocks import block_hashes, byte_tokens
@@ -67,15 +68,16 @@ def test_the_cached_prefix_wins_and_the_terms_say_so() -> None:
     after, prefill_ms = second.terms()["b"], 40 * 2.0 * second.num_waiting
     step_ms = 10 + 2 + 20 * 1.0 + 0.5 + 40 * 0.01
     decode_ms = 0.5 * (OUTPUT_TOKENS / 2) * (2 * 0.5 + 0.01 * (40 + 40))
+    stall_ms = 0.5 * (40 * 1.0 + OPENING * 0.5 * 2.0)  # half of the prompts are alone, at first
     assert after == {
         "uncached_tokens": 40,
         "num_requests": 1,
         "wait_ms": pytest.approx(step_ms - 3),
         "queue_ms": 0.0,
         "prefill_ms": pytest.approx(prefill_ms, abs=1e-3),
-        "stall_ms": 0.5 * 40,
+        "stall_ms": pytest.approx(stall_ms, abs=1e-3),
         "decode_ms": pytest.approx(decode_ms),
-        "cost_ms": pytest.approx(step_ms - 3 + prefill_ms + 20 + decode_ms),
+        "cost_ms": pytest.approx(step_ms - 3 + prefill_ms + stall_ms + decode_ms, abs=1e-3),
     }
 
 
@@ -129,6 +131,29 @@ def test_a_busy_worker_is_not_worth_a_prefix_that_nobody_waits_for() -> None:
         return target.route("r", prompt(0, 110), 0.0).worker
 
     assert chosen(crowded=False) == "b" and chosen(crowded=True) == "a"
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_prompts_share_a_step_unless_others_come_at_once_anyway(at_once: int) -> None:
+    """Four requests decode on each worker, and a prompt waits for the next step on one of them."""
+    target = router("a", "b")
+    for number in range(0, 600, at_once):
+        for part in range(at_once):
+            target.route(f"{number}-{part}", prompt(100 * number + 10 * part, 4), 0.0, without="b")
+        target.stepped("a", 0.0)
+        for part in range(at_once):
+            target.free(f"{number}-{part}")
+    rates = StepRates(base=10.0, mixed=50.0, prefill=1.0, sequence=0.0, kv=0.0)
+    target.learn_rates(rates)
+    for name, other in ("ab", "ba"):
+        for number in range(4):
+            request_id = f"{name}{number}"
+            target.route(request_id, prompt(70_000 + 100 * number, 4), 0.0, without=other)
+            target.prefill_done(request_id)
+        target.stepped(name, 0.0)
+    target.route("waits", prompt(80_000, 4), 0.0, without="b")
+    decision = target.route("r", prompt(90_000, 4), 0.0)
+    assert decision.worker == ("a" if at_once == 1 else "b"), decision.terms()
 
 
 @pytest.mark.parametrize(("num_requests", "num_shared"), [(24, 800), (8, 110)])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tokenmill.core.config import RouterConfig
 from tokenmill.routing.step_cost import StepRates
 
+OPENING = 0.125  # of a stall: prompts that come later may open the step that this one spares
 LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
 
 
@@ -21,6 +22,11 @@ class Load(NamedTuple):
     step_began_ms: float = 0.0
     step_tokens: int = 0  # of queued_tokens, those it computes
     step_pending: int = 0  # of num_pending, those it computes
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that begin with the next step."""
+        return max(self.num_pending - self.step_pending, 0)
 
 
 IDLE = Load()
@@ -38,14 +44,21 @@ class Prices:
     request: float  # by request there: both decode
     kv: float  # by token of KV that one of both has
     stall: float  # by millisecond in which those there get no token
+    opening: float  # by request there: a step without prompts gets its first one
 
     @classmethod
-    def of(cls, rates: StepRates, num_output_tokens: float, config: RouterConfig) -> Prices:
-        """Two requests share half of an answer's steps: one of them came before."""
+    def of(
+        cls, rates: StepRates, num_output_tokens: float, config: RouterConfig, alone: float
+    ) -> Prices:
+        """Two requests share half of an answer's steps: one of them came before.
+
+        `alone` is the share of prompts that have a step for themselves.
+        """
         steps = config.decode_weight * num_output_tokens / 2
         uncached = config.prefill_weight * rates.prefill
         request, kv = 2 * steps * rates.sequence, steps * rates.kv
-        return cls(rates, uncached, request, kv, config.decode_weight)
+        stall = config.decode_weight
+        return cls(rates, uncached, request, kv, stall, OPENING * stall * alone * rates.mixed)
 
     def step_ms(self, load: Load) -> float:
         """How long the step that runs on a worker should take."""
@@ -61,17 +74,22 @@ class Prices:
         count = load.num_requests
         return self.request * count + self.kv * (load.kv_tokens + count * num_tokens)
 
+    def opening_ms(self, load: Load) -> float:
+        """What a step takes once for all of its prompts, if this one is the first."""
+        return 0.0 if load.num_waiting else self.opening * load.num_requests
+
     def terms(
         self, load: Load, now_ms: float, num_tokens: int, uncached: int, paid: float
     ) -> dict[str, float]:
         """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
         ran_ms = now_ms - load.step_began_ms
         wait = max(self.step_ms(load) - ran_ms, LATE * ran_ms)
+        stall = self.stall * load.num_requests * self.rates.prefill * uncached
         terms = {
             "wait_ms": wait if load.num_requests else 0.0,
             "queue_ms": self.queue_ms(load),
             "prefill_ms": self.uncached * paid,
-            "stall_ms": self.stall * load.num_requests * self.rates.prefill * uncached,
+            "stall_ms": stall + self.opening_ms(load),
             "decode_ms": self.decode_ms(load, num_tokens),
         }
         return terms | {"cost_ms": sum(terms.values())}
@@ -79,7 +97,7 @@ class Prices:
     def line(self, load: Load) -> Line:
         """terms() of a prompt, but for its tokens and the time."""
         count, began_ms = load.num_requests, load.step_began_ms
-        rest = self.queue_ms(load) + self.decode_ms(load, 0)
+        rest = self.queue_ms(load) + self.decode_ms(load, 0) + self.opening_ms(load)
         if not count:
             return rest, rest, 0.0, 0.0
         by_token = count * (self.stall * self.rates.prefill + self.kv)

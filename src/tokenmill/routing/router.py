@@ -8,7 +8,8 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
               they are computed and wait, too: as many as waited of late for each token computed.
               Those that another worker has are shared by all who are expected to use the copy
     stall   = the requests there get no token while this prompt is computed. What a step takes once
-              for all of its prompts is left out: it would gather a burst on few workers
+              for all of its prompts is paid by the first, times the share of the latest prompts
+              that were alone in theirs: in a burst others would open that step without this one
     decode  = in the steps that this request shares with those there, each slows down the others
 
 The lowest sum wins, ties at random. Stall and decode count half: requests that come later even out
@@ -97,7 +98,9 @@ class Router:
         self.index = KVIndex()
         self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
         self._num_answers = 0
-        self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config)
+        self._num_alone = 1.0  # of the latest prompts, those that have a step for themselves
+        self._num_learned = 2.0  # latest prompts
+        self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config, self._alone)
         self._priced_tokens = OUTPUT_TOKENS
         self._rng = random.Random(config.seed)
         self._slots: dict[str, int] = {}
@@ -121,6 +124,11 @@ class Router:
     def rates(self) -> StepRates:
         """What steps cost, as far as workers have shown."""
         return self._prices.rates
+
+    @property
+    def _alone(self) -> float:
+        """The share of prompts that have a step for themselves."""
+        return max(self._num_alone, 0.0) / self._num_learned
 
     def loads(self) -> list[Load]:
         """What each worker has to do, by the order of `workers`; a copy."""
@@ -261,13 +269,16 @@ class Router:
 
     def _learn_waiting(self, name: str, num_tokens: int) -> None:
         """Who waits behind a token finds it ahead when routed: counted there, once for each."""
-        ahead = self._loads[self._slots[name]].queued_tokens
-        self._waited_tokens = self._waited_tokens * USE_DECAY + ahead
+        load = self._loads[self._slots[name]]
+        self._waited_tokens = self._waited_tokens * USE_DECAY + load.queued_tokens
         self._own_tokens = self._own_tokens * USE_DECAY + max(num_tokens, 1)
+        alone = (1.0, -1.0)[load.num_waiting] if load.num_waiting < 2 else 0.0
+        self._num_alone = self._num_alone * USE_DECAY + alone  # the second ends it for the first
+        self._num_learned = self._num_learned * USE_DECAY + 1.0
 
     def _set_prices(self, rates: StepRates) -> None:
         self._priced_tokens = self._num_output_tokens
-        self._prices = Prices.of(rates, self._num_output_tokens, self.config)
+        self._prices = Prices.of(rates, self._num_output_tokens, self.config, self._alone)
         self._lines = [self._prices.line(load) for load in self._loads]
 
     def _add(
