@@ -145,7 +145,7 @@ class ScriptRunner(SimRunner):
 
     def _script(self, request: Request) -> list[int]:
         prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
-        match = SCRIPT.search(prompt)
+        match = SCRIPT.match(prompt)  # search() would try anew from each character
         verb, argument = match.groups() if match else ("", "")
         if verb == "say":
             return self._tokenizer.encode(argument, add_special_tokens=False)

@@ -30,12 +30,21 @@ print(kernel.cache_hits, out.tolist())
 """
 
 
+def start(folder: Path, code: str, cache: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(code)
+    env = os.environ | {"TOKENMILL_CACHE": str(cache)}
+    command = [sys.executable, str(folder / "script.py")]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.skipif(not cpu_kernels(), reason="no compiled kernels here")
-def test_processes_that_start_together_compile_once_and_give_the_same_bits(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(CODE)
-    options = {"env": os.environ | {"TOKENMILL_CACHE": str(tmp_path)}, "stdout": subprocess.PIPE}
-    command = [sys.executable, str(tmp_path / "script.py")]
-    runs = [subprocess.Popen(command, text=True, **options) for _ in range(2)]
-    hits, values = zip(*(run.communicate()[0].split(" ", 1) for run in runs), strict=True)
+def test_copies_that_start_together_compile_once_and_give_the_same_bits(tmp_path: Path) -> None:
+    """Two copies of the sources share what is compiled; a changed one is compiled anew."""
+    pair = [start(tmp_path / name, CODE, tmp_path) for name in ("one", "other")]
+    hits, values = zip(*(run.communicate()[0].split(" ", 1) for run in pair), strict=True)
     assert sorted(hits) == ["0", "1"]
-    assert len(set(values)) == 1
+    assert values[0] == values[1]
+    changed = start(tmp_path / "one", CODE.replace("+ scale", "- scale"), tmp_path)
+    hit, other = changed.communicate()[0].split(" ", 1)
+    assert hit == "0" and other != values[0]

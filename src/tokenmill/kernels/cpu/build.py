@@ -14,6 +14,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import config, njit
+from numba.core import caching
 from numba.extending import intrinsic
 
 # No 'nnan'/'ninf': masked scores are large negative numbers, never infinities. No 'reassoc': copies
@@ -57,16 +58,18 @@ def _cache_folder() -> str:
 
 
 _CACHE_FOLDER = _cache_folder()
+_LOCATION = {"CACHE_DIR": _CACHE_FOLDER, "CACHE_LOCATOR_CLASSES": f"{__name__}.SharedFolder"}
 
 
 def cached(decorate: Callable[[Any], Any], function: Any) -> Any:
-    """Apply a numba decorator with our cache folder, leaving numba's own setting as it was."""
-    before, config.CACHE_DIR = config.CACHE_DIR, _CACHE_FOLDER
-    try:
-        with _alone():
+    """Apply a numba decorator with our cache folder, leaving numba's own settings as they were."""
+    before = {name: getattr(config, name, "") for name in _LOCATION}
+    with _alone():
+        vars(config).update(_LOCATION if os.access(_CACHE_FOLDER, os.W_OK) else {})
+        try:
             return decorate(function)
-    finally:
-        config.CACHE_DIR = before
+        finally:
+            vars(config).update(before)
 
 
 @contextmanager
@@ -78,6 +81,26 @@ def _alone() -> Iterator[None]:
             lock = stack.enter_context(open(Path(_CACHE_FOLDER, "lock"), "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+class SharedFolder(caching._CacheLocator):
+    """Compiled code is found by what the sources hold, so copies of them share it."""
+
+    def __init__(self, line: int, path: str) -> None:
+        self._line, self._path = line, path
+
+    @classmethod
+    def from_function(cls, function: Any, path: str) -> SharedFolder:
+        return cls(function.__code__.co_firstlineno, path)
+
+    def get_cache_path(self) -> str:
+        return _CACHE_FOLDER
+
+    def get_source_stamp(self) -> str:
+        return hashlib.sha256(Path(self._path).read_bytes()).hexdigest()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
 
 
 def compiled(function: Any) -> Any:

@@ -193,10 +193,11 @@ def _entry(args_at: int, task: int) -> None:
 def task_kernel(body: Callable[[Any, int], None]) -> Any:
     """Compile `body(args, task)`, args an int64 array, into a kernel for `launch`.
 
-    numba finds it in the cache by the entry's name; a closure over the body would never be found.
+    numba finds it in the cache by the body's file and name; a closure would never be found.
     """
-    entry = FunctionType(_entry.__code__, globals() | {"_body": compiled(body)})
-    entry.__name__ = entry.__qualname__ = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
+    code = _entry.__code__.replace(co_filename=body.__code__.co_filename)
+    entry = FunctionType(code, globals() | {"_body": compiled(body)})
+    entry.__name__ = entry.__qualname__ = f"{body.__qualname__}.entry"
     return cached(cfunc(types.void(types.int64, types.int64), nopython=True, cache=True), entry)
 
 
