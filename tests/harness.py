@@ -51,7 +51,7 @@ def assert_same_logits(reference: PreTrainedModel, folder: Path) -> None:
     """Logits within 1e-4 of transformers' and the same choice, whatever the chunks."""
     harness = Harness(folder, "fp32")
     torch.manual_seed(1)
-    ids = torch.randint(0, reference.config.vocab_size, (100,)).tolist()
+    ids = torch.randint(0, reference.config.get_text_config().vocab_size, (100,)).tolist()
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
     for chunks in ([100], [1, 30, 16, 53], [90] + [1] * 10):

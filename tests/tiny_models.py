@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -19,6 +21,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from tiny_configs import SIZES
@@ -88,6 +92,32 @@ GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
+QWEN3_VL: dict[str, Any] = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1],
+}
+IMAGE_TOKENS = {
+    "image_token_id": 60,
+    "video_token_id": 61,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+}
 VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
@@ -100,6 +130,8 @@ VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "deepseek-v3": (DeepseekV3Config, DEEPSEEK),
     "gemma3": (Gemma3TextConfig, GEMMA3),
     "gpt-oss": (GptOssConfig, GPT_OSS),
+    "qwen3-vl": (Qwen3VLConfig, QWEN3_VL),
+    "qwen3-vl-moe": (Qwen3VLMoeConfig, QWEN3_MOE | QWEN3_VL),
 }
 
 
@@ -107,7 +139,14 @@ def make_model(variant: str, **changes: Any) -> PreTrainedModel:
     """A random transformers model with no zero in sight."""
     config_class, own = VARIANTS[variant]
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config_class(**(SMALL | own | changes)))
+    settings = SMALL | own | changes
+    if issubclass(config_class, Qwen3VLConfig | Qwen3VLMoeConfig):
+        tied = settings.pop("tie_word_embeddings", False)
+        outer = IMAGE_TOKENS | {"tie_word_embeddings": tied, "vision_config": VISION}
+        config = config_class(text_config=settings, **outer)
+        model = AutoModelForImageTextToText.from_config(config)
+    else:
+        model = AutoModelForCausalLM.from_config(config_class(**settings))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
@@ -128,6 +167,8 @@ def tame(model: PreTrainedModel, scale: float = 0.15) -> PreTrainedModel:
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     model.save_pretrained(folder, **options)
+    if model.config.model_type == "qwen3_vl_moe":  # as published, not as transformers has it
+        save_file(stored_tensors(model), folder / "model.safetensors")
     return folder
 
 
@@ -138,6 +179,9 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         del tensors["lm_head.weight"]
     if model.config.model_type == "gpt_oss":  # experts of a layer lie in one tensor
         return tensors
+    if model.config.model_type == "qwen3_vl_moe":  # the same, transposed
+        experts = {name: t.mT.contiguous() for name, t in tensors.items() if ".experts." in name}
+        return tensors | experts
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name in [name for name in tensors if ".mlp.experts." in name]:
@@ -165,8 +209,12 @@ def load_stored(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> Non
                 matrix.copy_(torch.cat([tensors[f"{module}.{i}.{p}.weight"] for p in parts]))
 
 
+def _our_name(name: str) -> str:
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
 def assert_same(found: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
-    expected = stored_tensors(model)
+    expected = {_our_name(name): tensor for name, tensor in stored_tensors(model).items()}
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), expected[name].float()), name

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from harness import assert_same_logits
 from tiny_models import SMALL, VARIANTS, make_model, save, stored_tensors, tame
@@ -25,9 +25,10 @@ def _declares(path: Path) -> bool:
 def _variant(architecture: str) -> str:
     """The first tiny model of an architecture."""
     for name, (config_class, _) in VARIANTS.items():
-        model_class = AutoModelForCausalLM._model_mapping[config_class]
-        if model_class.__name__ == architecture:
-            return name
+        for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            model_class = auto._model_mapping.get(config_class, None)
+            if model_class is not None and model_class.__name__ == architecture:
+                return name
     raise AssertionError(f"tests/tiny_models.py has no variant of {architecture}")
 
 

@@ -19,6 +19,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen",
     "Qwen3ForCausalLM": "qwen",
     "Qwen3MoeForCausalLM": "qwen",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt_oss",

@@ -13,6 +13,7 @@ from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.norm import Activation
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.experts import RoutedExperts
+from tokenmill.layers.images import ImageRows
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -179,9 +180,14 @@ class Decoder:
         return [done[i] for i in range(self.spec.num_layers)], outer
 
     def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: KVCache,
+        batch: AttentionBatch,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
+        assert images is None, "a model without a vision encoder has no images"
         return self.run_layers(self.embedding(token_ids), kv_cache, batch)
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:

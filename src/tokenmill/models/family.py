@@ -50,15 +50,35 @@ class Architecture:
     only: Settings = field(default_factory=_SILU.copy)  # values that are not supported otherwise
     stored_names: Mapping[str, str] = field(default_factory=dict)  # our part of a name -> theirs
     gguf: GGUFSource | None = None
+    text_field: str | None = None  # where the text model's settings stand, if not at the top
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: theirs -> ours
 
     def settings(self, name: str, config: Settings) -> Settings:
         """The content of a config.json with all defaults, or an error that names the field."""
+        config = self._flat(config)
         for key, value in self.only.items():
             fixed(config, key, value)
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
                 raise ModelLoadError(f"{key}: {name} has {value}, got {config[key]!r}")
         return _COMMON_DEFAULTS | self.defaults | self.fixed | config
+
+    def _flat(self, config: Settings) -> Settings:
+        """The text model's settings among the others; whether weights are tied stands outside."""
+        if self.text_field is None:
+            return config
+        text = config.get(self.text_field)
+        if not isinstance(text, dict):
+            raise ModelLoadError(f"{self.text_field}: expected an object, got {text!r}")
+        outside = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        return config | text | outside
+
+    def our_name(self, name: str) -> str:
+        """What a tensor of a checkpoint is called here."""
+        for theirs, ours in self.prefixes.items():
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +89,4 @@ class Family:
     read_spec: Callable[[str, Settings], ModelSpec]  # architecture, Architecture.settings()
     layer_tensors: Callable[[ModelSpec, int], dict[str, Shape]]  # of layer i: short name -> shape
     model: type[Decoder]
+    outer_tensors: Callable[[ModelSpec], dict[str, Shape]] = lambda spec: {}  # of no text layer

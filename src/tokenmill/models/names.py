@@ -42,7 +42,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     tensors["model.norm.weight"] = (spec.hidden_size,)
     if not spec.tie_embeddings:
         tensors["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-    return tensors
+    return tensors | family_of(spec).outer_tensors(spec)
 
 
 def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:

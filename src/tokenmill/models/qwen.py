@@ -65,7 +65,7 @@ def read_spec(architecture: str, settings: Settings) -> ModelSpec:
     if architecture == "Qwen3MoeForCausalLM":
         windows = even_windows(architecture, settings)
         spec = read_common(architecture, "qwen", settings, windows)
-        return replace(spec, qk_norm=True, moe=_experts(settings, spec.num_layers))
+        return replace(spec, qk_norm=True, moe=read_experts(settings, spec.num_layers))
     spec = read_common(architecture, "qwen", settings, _windows(settings))
     if architecture == "Qwen2ForCausalLM":
         return replace(spec, output_bias=False)
@@ -81,7 +81,8 @@ def _windows(settings: Settings) -> Windows:
     return tuple(window if layer >= first else None for layer in layers)
 
 
-def _experts(settings: Settings, num_layers: int) -> MoESpec:
+def read_experts(settings: Settings, num_layers: int) -> MoESpec:
+    """The experts of Qwen3-MoE."""
     top_k, num_experts = read_choice(settings, ("num_experts", "num_local_experts"))
     step, dense = positive_int(settings, "decoder_sparse_step"), settings["mlp_only_layers"] or []
     if not isinstance(dense, list):

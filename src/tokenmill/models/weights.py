@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from tokenmill.core.specs.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import gguf, spec_of
+from tokenmill.models import family_of, gguf, spec_of
 from tokenmill.models.family import Shape
 from tokenmill.models.names import (
     EAGLE_COPIES,
@@ -140,7 +140,7 @@ class RandomTensor:
 
     def read(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if self.name.endswith("norm.weight"):
+        if self.name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
             return tensor.fill_(1.0)
         digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest))
@@ -320,7 +320,8 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     spec = read_spec(path)
-    stored = _safetensors(path)
+    architecture = family_of(spec).architectures[spec.architecture]
+    stored = {architecture.our_name(name): t for name, t in _safetensors(path).items()}
     check_tensors(stored, spec, path)
     tensors = _with_scales(stored, spec, expected_tensors(spec))
     types: Counter[str] = Counter()

@@ -16,6 +16,7 @@ from tokenmill.core.specs.quantization import (
     read_quantization,
 )
 from tokenmill.core.specs.rope import ORIGINAL, RopeSpec, read_rope, rope_fields
+from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import ModelLoadError
 
 Windows = tuple[int | None, ...]  # for each layer: how many positions a query sees; None: all
@@ -70,6 +71,7 @@ class ModelSpec:
     num_norms: int = 2  # of a layer, each as wide as the stream
     window_rope: RopeSpec | None = None  # of layers with a window, where theirs is another
     attention_sinks: bool = False  # a score per head that takes part in each softmax, without value
+    vision: VisionSpec | None = None  # the encoder of a model that takes images
 
     @property
     def q_size(self) -> int:
@@ -107,7 +109,8 @@ class ModelSpec:
         if self.moe:
             layers += sum(self.moe.layers) * self.moe.bias_params(hidden)
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        return embeddings + layers + hidden
+        seen = self.vision.num_params() if self.vision else 0
+        return embeddings + layers + hidden + seen
 
     def weight_bytes(self, bytes_per_param: float = 2) -> int:
         """Bytes of all weights at one width; experts that are stored in MXFP4 stay so."""
