@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.types import (
     Engine,
     GrammarVocab,
@@ -76,6 +77,7 @@ def build(
     relaxed: str | None = None,
     max_model_len: int | None = None,
     batch_invariant: bool = False,
+    encoder_patches: int = 8192,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
@@ -93,6 +95,7 @@ def build(
                     max_num_batched_tokens=48 if chunked else 512,
                     max_num_seqs=16,
                     chunked_prefill=chunked,
+                    encoder_patches=encoder_patches,
                 ),
                 ExecutionConfig(
                     overlap=overlap,
@@ -112,12 +115,14 @@ def complete(
     prompts: Sequence[list[int]],
     sampling: SamplingParams | Sequence[SamplingParams],
     after_step: Callable[[int], None] | None = None,
+    images: Sequence[tuple[ImageSpan, ...]] | None = None,
 ) -> list[Answer]:
     """Submit all prompts at once and step until each has its one terminal output."""
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     answers = {str(i): Answer() for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(str(i), list(prompt), params[i], arrival_ns=i))
+        own = images[i] if images else ()
+        engine.submit(Request(str(i), list(prompt), params[i], arrival_ns=i, images=own))
     steps = 0
     while engine.has_work():
         for output in engine.step():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
@@ -31,17 +32,23 @@ class Harness:
         self.runner = ModelRunner(self.model, cache, BLOCK_SIZE, max_model_len=256)
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+    def logits(
+        self, token_ids: list[int], chunks: list[int], images: tuple[ImageSpan, ...] = ()
+    ) -> torch.Tensor:
         """Logits after every token, computed chunk by chunk over scattered blocks."""
-        seq = Sequence(Request("r", token_ids, SamplingParams()), (0, 0, 0), 256, frozenset())
+        request = Request("r", token_ids, SamplingParams(), images=images)
+        seq = Sequence(request, (0, 0, 0), 256, frozenset())
         seq.block_ids = [11, 3, 7, 0, 15, 8, 2]
         seq.slot = 3
         builder = self.runner.builder
         builder.tables.update([(seq, 0)], builder.staging)
         rows = []
         for size in chunks:
-            inputs = builder.build(Batch([(seq, size)], size))
-            hidden = self.model.forward(inputs.token_ids, self.runner.kv_cache, inputs.attention)
+            batch = Batch([(seq, size)], size)
+            seen = None if self.runner.images is None else self.runner.images.rows(batch)
+            inputs = builder.build(batch)
+            cache = self.runner.kv_cache
+            hidden = self.model.forward(inputs.token_ids, cache, inputs.attention, seen)
             rows.append(self.model.logits(hidden))
             seq.num_computed_tokens += size
         return torch.cat(rows)

@@ -102,6 +102,12 @@ class SchedulerConfig:
     max_model_len: int = 8192
     chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
     policy: Literal["fcfs", "priority"] = setting("priority", "Order of the waiting requests.")
+    encoder_patches: int = setting(
+        8192,
+        "Most image patches that a step encodes, or one larger image; 1,024 x 1,024 has 4,096.",
+        count(1),
+        flag="max-encoder-patches",
+    )
 
     @property
     def num_seqs(self) -> int:

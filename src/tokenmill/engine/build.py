@@ -23,6 +23,7 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.kv_groups import KVGroups, plan_groups
 from tokenmill.core.specs.spec import ModelSpec
+from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads
@@ -66,6 +67,7 @@ from tokenmill.models.weights import (
 from tokenmill.parallel import ALONE, ONE, Layout, Ranks
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.encoder_cache import STEPS
 from tokenmill.sched.recording import make_scheduler
 
 Progress = Callable[[int, int], None]
@@ -257,6 +259,7 @@ def make_engine(
         launcher=runner if overlap else None,
         kv=kv,
         drafting=_drafting(execution, policy.looks_up),
+        vision=spec.vision,
     )
     return engine, runner
 
@@ -375,16 +378,19 @@ def _load(
 def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, ReadableTensor]:
     """What drafts: what --draft names, the checkpoint's own module, or one that comes with it."""
     random = model.random_weights and model.draft is None
-    path = checkpoint.path
+    path, spec = checkpoint.path, checkpoint.spec
+    if spec.vision is not None:
+        problem = "takes images, and no MTP module knows their positions; use --draft ngram"
+        raise ModelLoadError(f"mtp: {spec.architecture} {problem}")
     if model.draft is not None:
         path = resolve_draft(model.draft)
-    elif not random and not checkpoint.spec.num_mtp_layers:
+    elif not random and not spec.num_mtp_layers:
         shipped = shipped_mtp(path)
         if shipped is None:
             problem = "has no MTP module; give one with --draft, or draft with --draft ngram"
             raise ModelLoadError(f"mtp: {path.name} {problem}")
         path = shipped
-    return open_mtp(path, checkpoint.spec, random_weights=random, seed=model.seed)
+    return open_mtp(path, spec, random_weights=random, seed=model.seed)
 
 
 def _load_mtp(
@@ -449,12 +455,23 @@ def _reserve(
         + logits
         + execution.graph_memory_bytes
         + _draft_bytes(spec, execution.mtp, scheduler.num_seqs)
+        + _image_bytes(spec.vision, scheduler.encoder_patches)
     )
 
 
 def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
     """The logits of steps with drafts: in graphs and out of them a row for each draft, one more."""
     return 2 * (depth + 1) * min(max_num_seqs, MAX_SIZE) * spec.vocab_size * 2 if depth else 0
+
+
+def _image_bytes(vision: VisionSpec | None, patches: int) -> int:
+    """The features of encoded images, and the activations of an image as large as all of them."""
+    if vision is None:
+        return 0
+    kept = STEPS * patches
+    features = kept // vision.merge_size**2 * vision.num_features * vision.out_size
+    widest = vision.patch_dim + 8 * vision.hidden_size + vision.intermediate_size
+    return 2 * (features + kept * widest)
 
 
 def _num_blocks(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from tokenmill.core.kv_events import Dump, EventPublisher
+from tokenmill.core.specs.vision import VisionSpec, image_problem
 from tokenmill.core.types import (
     End,
     EngineStats,
@@ -71,6 +72,7 @@ class LanguageEngine:
         launcher: Launcher | None = None,
         kv: KVTransfer | None = None,
         drafting: Drafting | None = None,
+        vision: VisionSpec | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.drafting = drafting  # may be exchanged between two steps
@@ -81,7 +83,7 @@ class LanguageEngine:
         self._in_flight: tuple[Batch, Launched, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
         self._structured = StructuredOutputs(grammar)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._vision = vocab_size, vision
         self._clock = clock
         self._finished: list[RequestOutput] = []  # ended outside the scheduler
         self._num_finished: dict[str, int] = {}
@@ -187,9 +189,7 @@ class LanguageEngine:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._structured:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        problem = self._out_of_vocabulary(request)
-        if request.images:
-            problem = "images: this engine's model takes text alone"
+        problem = self._out_of_vocabulary(request) or image_problem(request, self._vision)
         if problem:
             return "invalid_request", problem
         if request.kv_from is not None or request.hold_kv_s is not None:

@@ -12,6 +12,7 @@ from tokenmill.engine.drafts.proposer import Proposer
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
+from tokenmill.engine.images import StepImages
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
@@ -40,13 +41,15 @@ class PlainExecutor:
         builder: InputBuilder,
         proposer: Proposer | None,
         sampler: StepSampler,
+        images: StepImages | None = None,
     ) -> None:
         self._model, self._layers, self._builder = model, layers, builder
-        self._proposer, self._sampler = proposer, sampler
+        self._proposer, self._sampler, self._images = proposer, sampler, images
 
     def launch(self, batch: Batch) -> Launched:
+        seen = None if self._images is None else self._images.rows(batch)
         inputs = self._builder.build(batch)
-        hidden = self._model.forward(inputs.token_ids, self._layers, inputs.attention)
+        hidden = self._model.forward(inputs.token_ids, self._layers, inputs.attention, seen)
         launched = Launched(StepResult([[] for _ in batch.items]), inputs.ready)
         self._score_prompts(batch, hidden, launched.result)
         tokens = inputs.slots

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tokenmill.core.specs.vision import VisionSpec
+from tokenmill.engine.images import Placement
 from tokenmill.kernels.attention import (
     AttentionBatch,
     QueryTiles,
@@ -129,6 +131,7 @@ class InputBuilder:
         pad_block: int,
         device: torch.device,
         num_sliding: int = 0,
+        vision: VisionSpec | None = None,
     ) -> None:
         """No position is `max_len` or beyond, of rows that pad a shape neither."""
         num_heads, self.kv_heads = heads
@@ -140,6 +143,26 @@ class InputBuilder:
         self.tables = BlockTables(num_slots, width, pad_block, device, num_sliding)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._even: dict[tuple[int, int], Even] = {}
+        # Of a model that takes images: what is added to positions behind a sequence's last one.
+        self._merge = 0 if vision is None else vision.merge_size
+        self._shifts = torch.zeros_like(self.last_tokens)
+
+    def grow(self, grown: list[Item]) -> None:
+        """Note on the device what blocks a step has given to sequences."""
+        self.tables.update(grown, self.staging)
+        new = [seq for seq, first in grown if not first] if self._merge else []
+        if new:
+            shifts = [Placement(seq.request.images, self._merge).last_shift for seq in new]
+            slots = np.array([seq.slot for seq in new])
+            where, values = self.staging.send([slots, np.array(shifts)])
+            self._shifts.index_copy_(0, where.long(), values)
+
+    def turned(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """What tokens behind all images are rotated by, equally many of each sequence."""
+        if not self._merge:
+            return positions
+        width = positions.shape[0] // rows.shape[0]
+        return positions + self._shifts[rows].repeat_interleave(width, output_size=len(positions))
 
     def build(self, batch: Batch) -> Inputs:
         """Flatten the items' new tokens and say where each stands in the cache."""
@@ -169,8 +192,10 @@ class InputBuilder:
                 ends,
                 rows[ready],
                 *tiles,
+                *self._turned_known(items, starts, positions),
             ]
         )
+        turned = sent.pop() if self._merge else sent[1]
         staged, places, token_rows, query_starts, context_lens, table_rows, lasts, slots = sent[:8]
         ids, cache_slots = self.place_known(staged, places, token_rows)
         planned = tuple(
@@ -178,9 +203,22 @@ class InputBuilder:
             for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
         )
         attention = self.attention(
-            places, cache_slots, query_starts, context_lens, table_rows, planned
+            turned, cache_slots, query_starts, context_lens, table_rows, planned
         )
         return Inputs(self.ids(ids), attention, ready, [beyond[i] for i in ready], lasts, slots)
+
+    def _turned_known(
+        self, items: list[Item], starts: np.ndarray, positions: np.ndarray
+    ) -> list[np.ndarray]:
+        """What the tokens of a step are rotated by, where a model takes images; else nothing."""
+        if not self._merge:
+            return []
+        turned = positions.copy()
+        for index, (seq, _) in enumerate(items):
+            if seq.request.images:
+                own = turned[starts[index] : starts[index + 1]]
+                Placement(seq.request.images, self._merge).shift(own)
+        return [turned]
 
     def build_drafts(self, batch: Batch, inputs: Inputs) -> DraftInputs:
         """The rest of a step whose tokens the MTP module sees, too."""

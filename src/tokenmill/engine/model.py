@@ -13,6 +13,7 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.layers.experts import RoutedExperts
+from tokenmill.layers.images import ImageRows
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.parallel import Layout
@@ -37,8 +38,13 @@ class Model(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: KVCache,
+        batch: AttentionBatch,
+        images: ImageRows | None = None,
     ) -> torch.Tensor: ...
+    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor: ...
     def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 

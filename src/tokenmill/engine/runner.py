@@ -20,6 +20,7 @@ from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Progre
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
+from tokenmill.engine.images import StepImages
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
@@ -54,14 +55,19 @@ class ModelRunner:
             kv_cache[0][0].shape[0] - 1,
             kv_cache[0][0].device,
             sliding.num_groups,
+            spec.vision,
         )
+        device = self.builder.device
+        self.images = None if spec.vision is None else StepImages(model, spec.vision, device)
         self.sliding = sliding
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
         self.sampler = sampler = StepSampler(self.builder, relaxed)
         self.drafts = DraftExecutor(self.proposer, sampler)
         self.decode = DecodeExecutor(self.builder, self.proposer, sampler)
         self.prompts = PromptExecutor(self.builder, self.proposer, sampler)
-        self.plain = PlainExecutor(model, self.layers, self.builder, self.proposer, sampler)
+        self.plain = PlainExecutor(
+            model, self.layers, self.builder, self.proposer, sampler, self.images
+        )
         # The first that takes a batch executes it.
         self._by_graph: tuple[Executor, ...] = self.drafts, self.decode, self.prompts
 
@@ -120,7 +126,9 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Launched:
         """Start a step; on a GPU this returns while it runs."""
         try:
-            self.builder.tables.update(batch.grown, self.builder.staging)
+            self.builder.grow(batch.grown)
+            if self.images is not None:
+                self.images.forget(batch.dropped_images)
             for executor in self._by_graph:
                 if (launched := executor.launch(batch)) is not None:
                     return launched

@@ -190,6 +190,10 @@ class Decoder:
         assert images is None, "a model without a vision encoder has no images"
         return self.run_layers(self.embedding(token_ids), kv_cache, batch)
 
+    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """The features of an image's tokens, of a model that has a vision encoder."""
+        raise NotImplementedError(f"{self.spec.architecture} has no vision encoder")
+
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """Embedded tokens through all layers."""
         stream = self.stream(x, self.spec.rms_eps)

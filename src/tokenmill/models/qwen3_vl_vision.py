@@ -190,8 +190,9 @@ class VisionEncoder:
 
     @property
     def num_bytes(self) -> int:
-        parts = [*self.blocks, self.merger, *self.deepstack.values()]
-        linears = [self.patches, *(linear for part in parts for linear in part.linears)]
+        mergers = [self.merger, *self.deepstack.values()]
+        linears = [self.patches, *(linear for block in self.blocks for linear in block.linears)]
+        linears += [linear for merger in mergers for linear in merger.linears]
         return self.positions.nbytes + sum(linear.num_bytes for linear in linears)
 
 
@@ -200,7 +201,7 @@ def _order(height: int, width: int, merge: int) -> torch.Tensor:
     """Row and column of each patch of a frame, [patches, 2]: by token, then inside it."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     places = torch.stack([rows, columns], dim=-1)
-    blocks = places.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))
+    blocks = places.view(height // merge, merge, width // merge, merge, 2)
     return blocks.transpose(1, 2).reshape(-1, 2)
 
 

@@ -8,6 +8,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import EngineStats, Request, no_room
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.encoder_cache import EncoderCache
 from tokenmill.sched.prefix import cache_blocks, match_prefix
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
@@ -81,9 +82,11 @@ class Admission:
         queues: RequestQueues,
         ledger: BlockLedger,
         receiving: Receiving,
+        images: EncoderCache,
         counters: EngineStats,
     ) -> None:
         self._config = config
+        self._images = images
         self._queues = queues
         self._ledger = ledger
         self._receiving = receiving
@@ -137,13 +140,18 @@ class Admission:
         """Start the first waiting sequence on its cached prefix; returns 0 if it has to wait."""
         pool, size = self._pool, self._pool.block_size
         matched = match_prefix(pool, seq)
-        num_new = min(seq.num_tokens - len(matched) * size, budget)
-        end = len(matched) * size + num_new
-        if end < seq.num_tokens and not self._config.chunked_prefill:
+        first = len(matched) * size
+        num_new = min(seq.num_tokens - first, budget)
+        if first + num_new < seq.num_tokens and not self._config.chunked_prefill:
             return 0
         total = -(-seq.num_tokens // size)
         if not self._fits(seq, matched, total):
             return 0
+        if first < seq.image_end:
+            num_new = self._images.reach(seq, first, num_new)
+            if num_new == 0:  # its next image is encoded in a later step
+                return 0
+        end = first + num_new
         self._occupy(seq, matched, -(-end // size), step.now_ns)
         self._ledger.take_slot(seq)
         self._ledger.reserve(total - len(seq.block_ids))

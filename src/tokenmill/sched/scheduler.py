@@ -19,6 +19,7 @@ from tokenmill.sched.admission import Admission, Limits, kv_tokens
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
+from tokenmill.sched.encoder_cache import EncoderCache
 from tokenmill.sched.endings import Endings
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.prefix import cache_blocks, cache_computed
@@ -84,7 +85,9 @@ class Scheduler:
         holders = self._queues, self._ledger
         self._endings = Endings(*holders, self.leases, self._counters)
         self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
-        self._admission = Admission(config, *holders, self.receiving, self._counters)
+        # A prompt that may not be split takes its images as they are.
+        self.images = EncoderCache(config.encoder_patches if config.chunked_prefill else None)
+        self._admission = Admission(config, *holders, self.receiving, self.images, self._counters)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -186,6 +189,7 @@ class Scheduler:
         self._now_ns = now_ns
         self._expire()
         self._queues.sweep()
+        self.images.begin()
         ledger.reserved = 0
         if self._budget < self._full_budget and ledger.num_launched % _RECOVERY_STEPS == 0:
             self._budget = min(2 * self._budget, self._full_budget)
@@ -200,7 +204,9 @@ class Scheduler:
         if not step.singles and not step.chunks:
             return Batch()
         num_tokens = len(step.singles) + sum(num_new for _, num_new in step.chunks)
-        return Batch(step.singles + step.chunks, num_tokens, ledger.launch())
+        batch = Batch(step.singles + step.chunks, num_tokens, ledger.launch())
+        batch.dropped_images = self.images.take_dropped()
+        return batch
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):
@@ -217,7 +223,7 @@ class Scheduler:
         singles, chunks, budget = step.singles, step.chunks, step.budget
         filled: list[Item] = []
         for index, seq in enumerate(running):
-            end = num_tokens = len(seq.token_ids)
+            end = len(seq.token_ids)
             if end >= seq.max_len:  # it ends when its PENDING token is known
                 continue
             num_new = end - seq.num_computed_tokens
@@ -227,13 +233,12 @@ class Scheduler:
                 if budget == 0:
                     break
                 continue
-            if num_new > 1 and step.hold_context:
-                self._ledger.reserve(-(-num_tokens // size) - len(seq.block_ids))
-                continue
             if num_new > 1:  # leave a token to each sequence behind this one
-                num_new = max(1, min(num_new, budget - (len(running) - index - 1)))
+                most = max(1, budget - (len(running) - index - 1))
+                num_new = self._chunk(seq, 0 if step.hold_context else min(num_new, most))
+                if num_new == 0:
+                    continue
                 end = seq.num_computed_tokens + num_new
-                self._ledger.reserve(-(-num_tokens // size) + (-end // size))
             if end >= seq.capacity:
                 if end > seq.capacity and not self._grow(seq, end):
                     break
@@ -247,6 +252,15 @@ class Scheduler:
         if filled and self.pool.prefix_cache:
             cache_blocks(self.pool, filled)
         step.budget = budget
+
+    def _chunk(self, seq: Sequence, num_new: int) -> int:
+        """How much of its prompt a sequence computes now; 0: its next image has to wait."""
+        first, size = seq.num_computed_tokens, self.pool.block_size
+        if num_new and first < seq.image_end:
+            num_new = self.images.reach(seq, first, num_new)
+        end = first + num_new if num_new else len(seq.block_ids) * size
+        self._ledger.reserve(-(-seq.num_tokens // size) + (-end // size))
+        return num_new
 
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Give a sequence blocks up to `end`, preempting from the tail; False if it went itself."""

@@ -22,6 +22,7 @@ class Sequence:
         "chain",
         "draft_ids",
         "finished",
+        "image_end",
         "key",
         "max_len",
         "ngrams",
@@ -50,6 +51,7 @@ class Sequence:
         # Prompt, then output: what was generated elsewhere is known like after a preemption.
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.image_end = request.images[-1].end if request.images else 0  # of the last image
         self.draft_ids: list[int] = []  # guesses of what comes after token_ids
         self.ngrams: NgramIndex | None = None  # where drafts come from its own tokens
         self.num_computed_tokens = 0
@@ -117,6 +119,7 @@ class Batch:
     grown: list[Item] = field(default_factory=list)  # (sequence, index of its first new block)
     samples: list[bool] | None = None  # by item, once Scheduler.advance() has counted the step
     num_to_draft: int = 0  # tokens that the runner is to guess for each item that samples
+    dropped_images: list[bytes] = field(default_factory=list)  # whose features are to be forgotten
 
     def num_singles(self) -> int:
         """Return how many items have one new token: those that decode."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from tokenmill.core.specs.fields import Settings, count, fixed, positive_int
-from tokenmill.core.types import ModelLoadError
+from tokenmill.core.types import ModelLoadError, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,31 @@ class VisionSpec:
         return num_patches * each + 2 * num_patches // self.merge_size**2 * token
 
 
+def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
+    """What is wrong with the images of a request, in a sentence; None: nothing."""
+    if not request.images:
+        return None
+    if vision is None:
+        return "images: this model takes text alone"
+    end = 0
+    for index, span in enumerate(request.images):
+        name, (_, height, width) = f"images[{index}]", span.image.grid
+        merge, num_prompt = vision.merge_size, len(request.prompt_token_ids)
+        if min(span.image.grid) < 1 or height % merge or width % merge:
+            return f"{name}.grid must be multiples of {merge}, got {span.image.grid}"
+        if len(span.image.data) != 4 * vision.patch_dim * span.image.num_patches:
+            wanted = f"{span.image.num_patches} patches of {vision.patch_dim} float32 numbers"
+            return f"{name}.data must be {wanted}, got {len(span.image.data)} bytes"
+        if span.num_tokens != span.image.num_tokens(merge):
+            wanted = f"{span.image.num_tokens(merge)} as its grid says"
+            return f"{name}.num_tokens must be {wanted}, got {span.num_tokens}"
+        if span.offset < end or span.end > num_prompt:
+            wanted = f"behind the image before it and inside the {num_prompt} tokens of the prompt"
+            return f"{name}.offset must be {wanted}, got {span.offset}"
+        end = span.end
+    return None
+
+
 def read_vision(settings: Settings, hidden_size: int, head_dim: int) -> VisionSpec:
     """The encoder that `vision_config` describes, and the tokens and rotations around it."""
     config = settings.get("vision_config")
@@ -111,10 +136,10 @@ def _read_encoder(config: Settings, settings: Settings, head_dim: int) -> Vision
 def _deepstack(config: Settings, depth: int) -> tuple[int, ...]:
     layers = config.get("deepstack_visual_indexes")
     known = isinstance(layers, list) and all(type(x) is int and 0 <= x < depth for x in layers)
-    if not known or layers != sorted(set(layers)):
-        problem = f"expected layers below depth {depth} in rising order, got {layers!r}"
-        raise ModelLoadError(f"deepstack_visual_indexes: {problem}")
-    return tuple(layers)
+    if known and layers == sorted(set(layers or [])):
+        return tuple(layers or [])
+    problem = f"expected layers below depth {depth} in rising order, got {layers!r}"
+    raise ModelLoadError(f"deepstack_visual_indexes: {problem}")
 
 
 def _sections(settings: Settings, head_dim: int) -> tuple[int, int, int]:

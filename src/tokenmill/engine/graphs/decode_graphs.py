@@ -82,7 +82,8 @@ class DecodeGraphs:
         last_tokens = builder.last_tokens
         ids, cache_slots = builder.place_known(staged, contexts, slots)
         starts, tiles = builder.even(size, 1)
-        placed = builder.attention(contexts, cache_slots, starts, contexts, slots, tiles)
+        turned = builder.turned(contexts, slots)
+        placed = builder.attention(turned, cache_slots, starts, contexts, slots, tiles)
         logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
         best = argmax(logits)
         last_tokens.index_copy_(0, slots.long(), best)

@@ -73,6 +73,7 @@ class PromptGraphs:
         return (
             seq.num_computed_tokens + num_new == len(seq.token_ids)
             and seq.num_computed_tokens + size <= self.builder.max_len
+            and seq.num_computed_tokens >= seq.image_end
             and seq.token_ids[-1] >= 0
             and not seq.prompt_logprobs
         )
@@ -101,7 +102,8 @@ class PromptGraphs:
         context, slot, last, known, capacity = (field[:1] for field in fields)
         positions, cache_slots = builder.place(context, slot, known, 0, size)
         starts, tiles = builder.even(1, size)
-        batch = builder.attention(positions, cache_slots, starts, context, slot, tiles)
+        turned = builder.turned(positions, slot)
+        batch = builder.attention(turned, cache_slots, starts, context, slot, tiles)
         ids = self.inputs[:size]
         hidden = model.forward(builder.ids(ids), self.layers, batch)
         logits = model.logits(hidden.index_select(0, last))

@@ -87,6 +87,7 @@ class Step:
     width: int  # of a block table
     tiles: list[tuple[int, int, int, int, int]]  # sequences, tokens, splits, first and last row
     num_sliding: int = 0  # groups of sliding layers, with slots and tables of their own
+    image_rows: int = 0  # whose places and features follow, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from tokenmill.engine.ranks.rank_messages import (
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import RankReader
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.images import ImageRows
 from tokenmill.parallel import Ranks
 
 RANK_GONE = "a rank is gone: it closed its connection"
@@ -57,14 +59,22 @@ class SharedModel:
         self._model, self._group, self._rebalancer = model, group, rebalancer
 
     def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: KVCache,
+        batch: AttentionBatch,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """Send the step to all ranks and compute this one's part."""
         with all_or_none():
-            _send_step(self._group, "step", token_ids, batch)
+            _send_step(self._group, "step", token_ids, batch, images)
             if self._rebalancer is not None:
                 self._rebalancer.turn()
-            return self._model.forward(token_ids, kv_cache, batch)
+            return self._model.forward(token_ids, kv_cache, batch, images)
+
+    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """Rank 0 encodes images; the others get the features that a step needs."""
+        return self._model.encode(pixels, grid)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.normed(hidden)
@@ -104,11 +114,20 @@ class SharedDrafter:
 
 
 def _send_step(
-    group: RankGroup, do: Literal["step", "draft"], token_ids: torch.Tensor, batch: AttentionBatch
+    group: RankGroup,
+    do: Literal["step", "draft"],
+    token_ids: torch.Tensor,
+    batch: AttentionBatch,
+    images: ImageRows | None = None,
 ) -> None:
     sizes, flat = pack_step(do, token_ids, batch)
+    if images is not None:
+        sizes = replace(sizes, image_rows=images.features.shape[1])
     group.tell(sizes)
     group.ranks.broadcast(flat)
+    if images is not None:
+        group.ranks.broadcast(torch.cat([images.rows[None], images.positions]))
+        group.ranks.broadcast(images.features)
 
 
 def _send_rows(group: RankGroup, do: Literal["logits", "draft_logits"], rows: torch.Tensor) -> None:
@@ -141,7 +160,8 @@ class Follower:
                 token_ids, batch = self._step(message)
                 if self._rebalancer is not None:
                     self._rebalancer.turn()
-                model.forward(token_ids, self._kv_cache[: model.spec.num_layers], batch)
+                images = self._images(message.image_rows) if message.image_rows else None
+                model.forward(token_ids, self._kv_cache[: model.spec.num_layers], batch, images)
             case Rows(do="logits"):
                 model.logits(self._rows(message.count))
             case Step(do="draft") if drafter is not None:
@@ -159,6 +179,15 @@ class Follower:
         flat = torch.empty(step_size(sizes), dtype=torch.int32, device=device)
         return unpack_step(sizes, self._ranks.broadcast(flat))
 
+    def _images(self, count: int) -> ImageRows:
+        norm, vision = self._model.norm, self._model.spec.vision
+        assert vision is not None
+        shape = 4, count
+        places = torch.empty(shape, dtype=torch.int64, device=norm.device)
+        features = norm.new_empty(vision.num_features, count, vision.out_size)
+        places = self._ranks.broadcast(places)
+        return ImageRows(places[0], places[1:], self._ranks.broadcast(features))
+
     def _rows(self, count: int) -> torch.Tensor:
         """Rows of the residual stream."""
         norm = self._model.norm
@@ -174,12 +203,19 @@ class OwnModel:
         self._model, self.ran = model, False
 
     def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: KVCache,
+        batch: AttentionBatch,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """Compute a step of this rank's, with the experts of all."""
         self.ran = True
         with all_or_none():
-            return self._model.forward(token_ids, kv_cache, batch)
+            return self._model.forward(token_ids, kv_cache, batch, images)
+
+    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        return self._model.encode(pixels, grid)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.normed(hidden)
