@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.cli.plan.plan_predict import FILES, GPU, own_file
-from tokenmill.cli.plan.plan_size import ENGINE, LENGTHS, MODEL, named_lengths
+from tokenmill.cli.plan.plan_size import ENGINE, LENGTHS, MODEL, named_lengths, price_of
 from tokenmill.core.flags import TEXT, split_list
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
 if TYPE_CHECKING:
-    from tokenmill.plan.hardware import Accelerator
     from tokenmill.plan.pareto.curves import Case, Curve
     from tokenmill.plan.pareto.pareto_page import Result
 
@@ -150,7 +149,7 @@ def _curves(settings: Settings, case: Case, xs: tuple[float, ...]) -> tuple[list
     curves, left_out = [], []
     for name in dict.fromkeys(split_list(settings.get("gpu"))):
         gpu = case.fit.peaks(find_gpu(name, own_file(settings, "hardware")))
-        gpus, price = settings.get("gpus") or gpu.domain_gpus, _price(settings, gpu)
+        gpus, price = settings.get("gpus") or gpu.domain_gpus, price_of(settings, gpu)
         spec = find_model(case.model)
         system = System(spec, gpu, gpus, case.lengths, case.fit.efficiency)
         known = precisions_for(system, given)
@@ -172,17 +171,6 @@ def _precisions(settings: Settings) -> list[str]:
         if name not in PRECISIONS:
             raise SettingsError(f"--precision {name}: expected some of {', '.join(PRECISIONS)}")
     return given
-
-
-def _price(settings: Settings, gpu: Accelerator) -> float:
-    given = settings.get("price-per-gpu-hour")
-    price = gpu.price_per_hour if given is None else float(given)
-    if price is None:
-        raise SettingsError(
-            f"--price-per-gpu-hour is needed: {gpu.name} has no known price; "
-            f"or give price-per-gpu-hour in its table of --hardware"
-        )
-    return price
 
 
 def _report(result: Result) -> dict[str, Any]:

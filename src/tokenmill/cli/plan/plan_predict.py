@@ -69,6 +69,7 @@ def predict(settings: Settings) -> None:
 
     tokenmill plan predict --benchmark gpt-oss-120b --gpu h200 --gpus 8
     """
+    from tokenmill.plan.fit.job_rows import with_job_error
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict import prediction
     from tokenmill.plan.predict.benchmarks import ROUNDS, find_benchmark
@@ -84,7 +85,8 @@ def predict(settings: Settings) -> None:
     fit = find_fit(round, own_file(settings, "efficiencies"))
     scenario, gpus = settings.get("scenario"), settings.get("gpus")
     if settings.get("benchmark") in JOBS:
-        report = predict_job(settings.get("benchmark"), scenario, gpu, gpus, round, fit)
+        name = settings.get("benchmark")
+        report = predict_job(name, scenario, gpu, gpus, round, with_job_error(name, fit))
     else:
         benchmark = find_benchmark(settings.get("benchmark"), round)
         question = prediction.Question(benchmark, scenario, gpu, gpus, round)

@@ -24,6 +24,7 @@ from tokenmill.core.flags import TEXT, number
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
 if TYPE_CHECKING:
+    from tokenmill.plan.hardware import Accelerator
     from tokenmill.plan.predict.lengths import Lengths
     from tokenmill.plan.predict.search import Choice, System
     from tokenmill.plan.predict.sizing import Size, Traffic
@@ -101,7 +102,10 @@ def size(settings: Settings) -> None:
     --lengths deepseek-r1 --ttft 2000 --tpot 80
     """
     from tokenmill.plan.predict import size_cases, sizing
+    from tokenmill.plan.predict.jobs import JOBS
 
+    if "model" in settings and settings.get("model") in JOBS:
+        return _size_job(settings)
     begin = time.process_time()
     system, choice, traffic = _demand(settings)
     sizes = sizing.cheapest(system, choice, traffic)
@@ -132,6 +136,51 @@ def size(settings: Settings) -> None:
     console.print_json(report)
 
 
+def _size_job(settings: Settings) -> None:
+    """Video, recommender and captions: a sample is a job, without times of tokens."""
+    from tokenmill.plan.fit.job_rows import with_job_error
+    from tokenmill.plan.hardware import find_gpu
+    from tokenmill.plan.predict.efficiencies import find_fit
+    from tokenmill.plan.predict.jobs import size_job
+
+    if "rate" not in settings:
+        raise SettingsError("--rate is needed: samples per second")
+    gpu, name = find_gpu(settings.get("gpu"), own_file(settings, "hardware")), settings.get("model")
+    fit = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
+    price = price_of(settings, gpu)
+    report = size_job(
+        name,
+        fit.peaks(gpu),
+        settings.get("rate"),
+        price,
+        settings.get("gpus"),
+        with_job_error(name, fit),
+    )
+    if not settings.get("json-only"):
+        low, high = report["interval_gpus"]
+        lost = report["what_if"]["one node lost"]
+        console.out.print(
+            f"{report['gpus']} x {gpu.key} ({low} to {high}) for {report['rate']:g} samples/s: "
+            f"{report['latency_s']:,.3g} s and ${report['usd_per_sample']:,.3g} a sample, "
+            f"${report['usd_per_hour']:,.2f} an hour; {report['bottleneck']}\n"
+            f"headroom {report['headroom']:.0%}; one node lost: {lost['gpus']} GPUs bear "
+            f"{lost['bears']:g} samples/s, {lost['needs_gpus']} GPUs would hold"
+        )
+    console.print_json(report)
+
+
+def price_of(settings: Settings, gpu: Accelerator) -> float:
+    """Dollars per GPU and hour: given, or of the GPU's table."""
+    given = settings.get("price-per-gpu-hour")
+    price = gpu.price_per_hour if given is None else float(given)
+    if price is None:
+        raise SettingsError(
+            f"--price-per-gpu-hour is needed: {gpu.name} has no known price; "
+            "or give price-per-gpu-hour in its table of --hardware"
+        )
+    return price
+
+
 def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict.catalog import find_model
@@ -147,18 +196,13 @@ def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
     fit = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
     gpu = fit.peaks(gpu)
     spec = find_model(settings.get("model"))
-    price = settings.get("price-per-gpu-hour")
-    if price is None:
-        price = gpu.price_per_hour
-    if price is None:
-        raise SettingsError(f"--price-per-gpu-hour is needed: {gpu.name} has no known price")
     limit = Limit(
         settings.get("ttft") / 1e3, settings.get("tpot") / 1e3, settings.get("percentile")
     )
     depths = (0, 1, 2, 3) if spec.num_mtp_layers else (0,)
     choice = given_choice(settings, Choice(mtp_depths=depths, disaggregates=True))
     system = System(spec, gpu, settings.get("gpus"), lengths, fit.efficiency, cached)
-    return system, choice, Traffic(rate, limit, price)
+    return system, choice, Traffic(rate, limit, price_of(settings, gpu))
 
 
 def _load(settings: Settings) -> tuple[Lengths, float, float]:

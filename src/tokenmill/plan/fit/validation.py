@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill.plan.fit.job_rows import job_rows, job_table
 from tokenmill.plan.fit.own_runs import RULE as OWN_RULE
 from tokenmill.plan.fit.own_runs import own_runs
 from tokenmill.plan.fit.published import RULE, Published, best_rows, covered_rows
-from tokenmill.plan.predict.efficiencies import OWN, load_fits
+from tokenmill.plan.predict.efficiencies import OWN, find_fit, load_fits
 from tokenmill.plan.predict.prediction import predicted_tokens_per_s
 from tokenmill.plan.predict.step_cost import Efficiency
 
@@ -225,6 +226,13 @@ def markdown(checked: Sequence[Checked]) -> str:
             "## Rows",
             "",
             *_markdown_table(row_table(checked)),
+            "",
+            "## Video, recommender and captions",
+            "",
+            "These are samples/s. Nothing was fitted on them: they are predicted by the",
+            "efficiencies of language models, and intervals are those of the rows below.",
+            "",
+            *_markdown_table(job_table(job_rows(find_fit("v6.0")))),
             "",
         )
     )

@@ -1,10 +1,12 @@
-"""Models whose samples are one job each: video, recommender and image captions, by their FLOPs.
+"""Models whose samples are one job each: video, recommender and image captions.
 
-A job is products with weights and attention; both run at the efficiencies of the language models.
+A job is products with weights, attention, and bytes that move between them, all at the efficiencies
+of the language models; captions are a language model's prompts and answers beside an image's tower.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import Fit
+from tokenmill.plan.predict.lengths import Lengths
 from tokenmill.plan.predict.prediction import interval
-from tokenmill.plan.predict.search import best_precision
+from tokenmill.plan.predict.search import Choice, System, best_precision, search
 from tokenmill.plan.predict.step_cost import Efficiency
 
 
@@ -23,8 +26,11 @@ class Job:
 
     linear_flops: float
     attention_flops: float
+    moved_bytes: float  # activations, and weights or embeddings that are read
     dtype: str  # of the linear layers on GPUs that have it
     scenarios: tuple[str, ...]
+    model: str = ""  # the language model that a sample also asks, with prompts of such lengths
+    lengths: Lengths | None = None
 
     def seconds(self, gpu: Accelerator, efficiency: Efficiency) -> dict[str, float]:
         """Of one GPU, by part."""
@@ -34,6 +40,7 @@ class Job:
         return {
             "linear layers": self.linear_flops / linear,
             "attention": self.attention_flops / attention,
+            "activations": self.moved_bytes / (gpu.memory_bytes_per_s * efficiency.memory),
         }
 
 
@@ -48,7 +55,10 @@ def wan_job(gpu: Accelerator) -> Job:
     attention = 4 * tokens**2 * width * layers + 4 * tokens * text * width * layers
     passes = 2 * 20
     dtype = "fp8" if "fp4" in gpu.flops else "bf16"  # submissions: fp8 on Blackwell, bf16 before
-    return Job(passes * linear, passes * attention, dtype, ("Offline", "SingleStream"))
+    weights = 2 * layers * (6 * width**2 + 2 * width * inner)
+    streams = 16 * tokens * width * layers  # norms, gates and rotations: 2 bytes, eight times
+    moved = passes * (weights + streams)
+    return Job(passes * linear, passes * attention, moved, dtype, ("Offline", "SingleStream"))
 
 
 def dlrm_job(gpu: Accelerator) -> Job:
@@ -57,7 +67,9 @@ def dlrm_job(gpu: Accelerator) -> Job:
     tokens = history + candidates
     linear = layers * 2 * tokens * width * (4 * width + 3 * width) + 1.33e6 * tokens + 5.4e9
     attention = layers * (2 * width * history**2 + 4 * width * candidates * (history + 1))
-    return Job(linear, attention, "bf16", ("Offline", "Server"))
+    # A layer moves the stream, its four projections and their product, and the gated output.
+    moved = 2 * layers * tokens * width * (2 + 2 * 4 + 3) + tokens * 2 * width
+    return Job(linear, attention, moved, "bf16", ("Offline", "Server"))
 
 
 def caption_job(gpu: Accelerator) -> Job:
@@ -67,10 +79,12 @@ def caption_job(gpu: Accelerator) -> Job:
     """
     prompt, image, answer = 2_240, 1_410, 43
     patches = 4 * image
-    linear = 2 * 20.95e9 * (prompt + answer) + 2 * patches * 412.8e6 + 2 * image * 160e6
-    attention = 1.54e6 * prompt**2 + 1.24e5 * patches**2 + answer * 3.1e6 * prompt
-    spec = find_model("qwen3-235b-a22b")
-    return Job(linear, attention, best_precision(spec, gpu), ("Offline", "Server"))
+    linear = 2 * patches * 412.8e6 + 2 * image * 160e6
+    attention = 1.24e5 * patches**2
+    name = "qwen3-235b-a22b"
+    dtype = best_precision(find_model(name), gpu)
+    lengths = Lengths("captions", ((prompt, answer),))
+    return Job(linear, attention, 0.0, dtype, ("Offline", "Server"), name, lengths)
 
 
 JOBS: dict[str, Callable[[Accelerator], Job]] = {
@@ -80,17 +94,34 @@ JOBS: dict[str, Callable[[Accelerator], Job]] = {
 }
 
 
+def job_seconds(job: Job, gpu: Accelerator, gpus: int, efficiency: Efficiency) -> dict[str, float]:
+    """GPU-seconds of a sample, by part."""
+    parts = job.seconds(gpu, efficiency)
+    if job.lengths is not None:
+        system = System(find_model(job.model), gpu, gpus, job.lengths, efficiency)
+        plan = search(system, Choice(), None)
+        assert plan is not None, "without limits there is always one"
+        parts["language model"] = gpus / plan.requests_per_s
+    return parts
+
+
+def job_rate(
+    name: str, scenario: str, gpu: Accelerator, gpus: int, efficiency: Efficiency
+) -> float:
+    """Samples per second; SingleStream divides each sample among all GPUs."""
+    parts = job_seconds(JOBS[name](gpu), gpu, gpus, efficiency)
+    return gpus / sum(parts.values()) * (efficiency.load if scenario == "Server" else 1.0)
+
+
 def predict_job(
     name: str, scenario: str, gpu: Accelerator, gpus: int, software: str, fit: Fit
 ) -> dict[str, Any]:
-    """Samples per second of GPUs that each take their own; SingleStream divides one among all."""
+    """The prediction as `plan predict` prints it; `fit.error` is that of this benchmark's rows."""
     job = JOBS[name](gpu)
     if scenario not in job.scenarios:
         raise PlanError(f"--scenario {scenario}: {name} has {', '.join(job.scenarios)}")
-    parts = job.seconds(gpu, fit.efficiency)
-    rate = gpus / sum(parts.values())
-    if scenario == "Server":
-        rate *= fit.efficiency.load
+    parts = job_seconds(job, gpu, gpus, fit.efficiency)
+    rate = job_rate(name, scenario, gpu, gpus, fit.efficiency)
     low, high = interval(rate * 1e6, fit)
     return {
         "plan": "predict",
@@ -113,3 +144,60 @@ def predict_job(
         "fitted_on": list(fit.fitted_on),
         "efficiencies": {key: round(value, 4) for key, value in asdict(fit.efficiency).items()},
     }
+
+
+def size_job(
+    name: str, gpu: Accelerator, rate: float, price: float, most: int, fit: Fit
+) -> dict[str, Any]:
+    """The fewest GPUs that take so many samples per second, in units that hold the model."""
+    unit = _least_gpus(name, gpu, fit)
+    scenario = "Server" if "Server" in JOBS[name](gpu).scenarios else "Offline"
+    each = job_rate(name, scenario, gpu, unit, fit.efficiency)
+    units = math.ceil(rate / each)
+    gpus = units * unit
+    lost = min(gpus, max(unit, gpu.node_gpus))  # with one node
+    low, high = (math.exp(sign * fit.error) * rate / each for sign in (-1, 1))
+    parts = job_seconds(JOBS[name](gpu), gpu, unit, fit.efficiency)
+    left = (gpus - lost) // unit
+    return {
+        "plan": "size",
+        "model": name,
+        "gpu": gpu.key,
+        "rate": rate,
+        "price_per_gpu_hour": price,
+        "gpus": gpus,
+        "workers": units,
+        "bears": round(units * each, 6),
+        "headroom": round(units * each / rate - 1, 4),
+        "latency_s": sum(parts.values()) / unit,
+        "bottleneck": max(parts, key=parts.__getitem__),
+        "within_gpus": gpus <= most,
+        "usd_per_hour": round(gpus * price, 2),
+        "usd_per_sample": gpus * price / 3600 / rate,
+        "interval_gpus": [max(1, math.floor(low)) * unit, math.ceil(high) * unit],
+        "what_if": {
+            "one node lost": {
+                "gpus": left * unit,
+                "bears": round(left * each, 6),
+                "holds": left * each >= rate,
+                "needs_gpus": gpus + lost,
+            }
+        },
+        "efficiencies_of": fit.name,
+        "fitted_on": list(fit.fitted_on),
+    }
+
+
+def _least_gpus(name: str, gpu: Accelerator, fit: Fit) -> int:
+    """The least power of two of GPUs that hold the language model of a job; others fit on one."""
+    size = 1
+    while JOBS[name](gpu).lengths is not None:
+        try:
+            job_rate(name, "Offline", gpu, size, fit.efficiency)
+        except PlanError:
+            if size >= gpu.domain_gpus:
+                raise
+            size *= 2
+        else:
+            break
+    return size
