@@ -10,6 +10,7 @@ from typing import Any
 
 from driver import Answer
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, GrammarVocab, Request, SamplingParams
 from tokenmill.engine.build import build_engine
@@ -80,12 +81,17 @@ class WorkerPool:
             kv_of(engine).close()
 
     def complete(
-        self, prompts: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        images: Sequence[tuple[ImageSpan, ...]] | None = None,
     ) -> list[Answer]:
         """Run prompts through both engines; each answer has one terminal output."""
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = {
-            str(i): Request(str(i), list(prompt), params[i], arrival_ns=i)
+            str(i): Request(
+                str(i), list(prompt), params[i], arrival_ns=i, images=images[i] if images else ()
+            )
             for i, prompt in enumerate(prompts)
         }
         answers = {request_id: Answer() for request_id in requests}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from driver import Answer, assert_same, build, complete
+from engine import disaggregated
 from tiny_images import Prompt, image, prompt, reference_logits
 from tiny_models import IMAGE_TOKENS, make_model, save, tame
 from tokenmill.core.images import ImageInput
@@ -114,6 +115,18 @@ def test_a_request_goes_on_where_another_engine_left_it(
         for output in built.engine.step():
             rest.add(output)
     assert known + rest.token_ids == expected.token_ids
+
+
+def test_prompts_that_another_engine_computes(
+    folders: dict[str, Path], golden: dict[str, list[Answer]]
+) -> None:
+    engines = [disaggregated.build(folders["qwen3-vl"], budget=48) for _ in range(2)]
+    pool = disaggregated.WorkerPool(*engines)
+    images = [each.images for each in PROMPTS]
+    found = pool.complete([each.token_ids for each in PROMPTS], GREEDY, images)
+    pool.close()
+    assert [a.token_ids for a in found] == [a.token_ids for a in golden["qwen3-vl"]]
+    assert engines[1]._scheduler.images.num_encoded == 0
 
 
 def test_int8_sees_images(folders: dict[str, Path]) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+import tiny_images
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
 from tiny_models import make_model, save, tame
@@ -229,6 +230,19 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
     for answer, other in zip(found, expected, strict=True):
         for entry, its in zip(answer.logprobs, other.logprobs, strict=True):
             assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention_dp": True}])
+def test_two_ranks_see_images(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    folder = save(tame(make_model("qwen3-vl-moe", vocab_size=67), 0.3), tmp_path)
+    seen = [tiny_images.image(seed, (1, 6, 10)) for seed in (1, 2)]
+    asked = [tiny_images.prompt(i, 20, seen[i % 2], 9) for i in range(3)]
+    ids, images = [each.token_ids for each in asked], [each.images for each in asked]
+    with engine(folder) as one:
+        expected = complete(one.engine, ids, GREEDY, images=images)
+    with engine(folder, **parallel) as two:
+        found = complete(two.engine, ids, GREEDY, images=images)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
 
 
 def test_two_ranks_of_a_model_that_slides(tmp_path: Path) -> None:
