@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from harness import Harness
 from tiny_images import Prompt, image, prompt, reference_logits
-from tiny_models import make_model, save, tame
+from tiny_models import make_model, save, stored_tensors, tame
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import spec_of
 from tokenmill.models.weights import open_checkpoint, read_spec
@@ -32,6 +33,29 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
         for chunks in ([total], [1, 12, 7, total - 20], [total - 9] + [1] * 9):
             found = harness.logits(asked.token_ids, chunks, asked.images)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, msg=name)
+
+
+def test_fp8_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As `quant_method: fp8` stores them: codes, and a scale for each block of each expert."""
+    reference = tame(make_model("qwen3-vl-moe"))
+    tensors = stored_tensors(reference)
+    for name in [name for name in tensors if ".experts." in name]:
+        blocks = tensors[name].unfold(1, 8, 8).unfold(2, 8, 8)  # [experts, rows, columns, 8, 8]
+        scales = blocks.abs().amax((3, 4)) / 448
+        spread = scales.repeat_interleave(8, 1).repeat_interleave(8, 2)
+        codes = (tensors[name] / spread).to(torch.float8_e4m3fn)
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+        reference.get_parameter(name).data.copy_((codes.float() * spread).mT)
+    reference.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    quantization = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    config = json.loads(file.read_text()) | {"quantization_config": quantization}
+    file.write_text(json.dumps(config))
+    asked, harness = PROMPTS["one"], Harness(tmp_path, "fp32")
+    found = harness.logits(asked.token_ids, [len(asked.token_ids)], asked.images)
+    expected = reference_logits(reference, asked)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_images_change_what_is_said(tmp_path: Path) -> None:

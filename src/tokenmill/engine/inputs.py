@@ -162,7 +162,9 @@ class InputBuilder:
         if not self._merge:
             return positions
         width = positions.shape[0] // rows.shape[0]
-        return positions + self._shifts[rows].repeat_interleave(width, output_size=len(positions))
+        return positions + self._shifts[rows.long()].repeat_interleave(
+            width, output_size=len(positions)
+        )
 
     def build(self, batch: Batch) -> Inputs:
         """Flatten the items' new tokens and say where each stands in the cache."""

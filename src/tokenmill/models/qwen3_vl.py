@@ -116,10 +116,11 @@ def _without_sections(settings: Settings) -> Settings:
 
 
 def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
-    """All experts of a layer lie in one tensor, transposed; in fp8 they lie one by one."""
+    """All experts of a layer lie in one tensor, transposed; compressed-tensors takes them apart."""
     norms = norm_tensors(spec, "input_layernorm", "post_attention_layernorm")
     tensors = norms | attention_tensors(spec)
-    if spec.moe is None or not spec.moe.layers[index] or spec.quantization is not None:
+    apart = spec.quantization is not None and spec.quantization.method == "compressed-tensors"
+    if spec.moe is None or not spec.moe.layers[index] or apart:
         return tensors | feed_forward_tensors(spec, index)
     experts, hidden, inner = spec.moe.num_experts, spec.hidden_size, spec.moe.intermediate_size
     return tensors | {
@@ -177,7 +178,7 @@ class Qwen3VL(Llama):
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """A table with a row for each of the step's tokens, and the batch that reads it so."""
         table = self.cos_sin[0]
-        rows = table[batch.positions]
+        rows = table[batch.positions.long()]
         halves = table[images.positions].unflatten(-1, (2, -1))  # [3, n, cosines and sines, pairs]
         axes = self.axes.expand(1, *halves.shape[1:])
         rows[images.rows] = halves.gather(0, axes)[0].flatten(1)

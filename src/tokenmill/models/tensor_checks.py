@@ -90,11 +90,14 @@ def scale_names(
     modules = [
         name.removesuffix(".weight")
         for name, shape in expected.items()
-        if len(shape) == 2 and name != EMBEDDING
+        if len(shape) in (2, 3) and name != EMBEDDING
         if name in stored and stored[name].type_name == FP8
     ]
     names = {}
     for module in spec.quantization.covers(modules):
+        if module in expected:  # all experts of a layer: its name has no ".weight"
+            names[module] = f"{module}_scale_inv"
+            continue
         known = [f"{module}.{scale}" for scale in spec.quantization.scale_names]
         names[f"{module}.weight"] = next((name for name in known if name in stored), known[0])
     return names
@@ -106,7 +109,9 @@ def _allowed_shapes(
     allowed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in expected.items()}
     for weight, scale in scales.items():
         assert spec.quantization is not None
-        allowed[scale] = spec.quantization.scale_shapes(*expected[weight])
+        *stacked, rows, columns = expected[weight]
+        shapes = spec.quantization.scale_shapes(rows, columns)
+        allowed[scale] = tuple((*stacked, *shape) for shape in shapes)
     return allowed
 
 

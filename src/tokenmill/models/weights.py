@@ -107,6 +107,14 @@ class FP8Tensor:
 
     def read(self) -> torch.Tensor:
         weight, scales = self.codes.read().float(), self.scales.read().float()
+        if weight.dim() == 2:
+            return self._scale(weight, scales)
+        for matrix, own in zip(weight, scales, strict=True):
+            self._scale(matrix, own)
+        return weight
+
+    def _scale(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Multiply a matrix with its scales, in place."""
         if self.block is None:
             return weight.mul_(scales.reshape(-1, 1))
         rows, columns = self.block

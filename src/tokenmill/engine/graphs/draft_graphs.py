@@ -165,9 +165,10 @@ class DraftGraphs:
     def _verify(self, size: int) -> Verified:
         depth, builder = self.depth, self.builder
         contexts, slots, capacities, _ = self.columns[:, :size]
-        placed = builder.place(contexts, slots, capacities, 0, depth + 1)
+        positions, cache_slots = builder.place(contexts, slots, capacities, 0, depth + 1)
         starts, tiles = builder.even(size, depth + 1)
-        batch = builder.attention(*placed, starts, contexts, slots, tiles)
+        turned = builder.turned(positions, slots)
+        batch = builder.attention(turned, cache_slots, starts, contexts, slots, tiles)
         ids = self.ids[:size].view(-1)
         hidden = self.model.forward(builder.ids(ids), self.layers, batch)
         logits = self.model.logits(hidden)
