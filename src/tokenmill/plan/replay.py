@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tokenmill.core.config import RouterConfig, SchedulerConfig
@@ -12,6 +12,7 @@ from tokenmill.core.kv_events import EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
+from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_cost import StepSums, fit_rates
 from tokenmill.sched.blocks import BlockPool
@@ -131,7 +132,7 @@ class Replay:
         }
         for name in names:
             self._router.add_worker(name)
-        self._ends: list[tuple[int, str]] = []  # (when its step ends, worker): a heap
+        self._time = VirtualTime()
         self._report_ns = REPORT_NS
         self._times: dict[str, RequestTimes] = {}
         self._itl_ms: list[float] = []
@@ -142,12 +143,12 @@ class Replay:
         """Play all arrivals and steps in order of time; the report."""
         for number, request in enumerate(self._trace):
             arrival_ns = START_NS + round(request.arrival_ms * NS_PER_MS)
-            self._run_steps(arrival_ns)
+            self._time.run(arrival_ns)
             if arrival_ns >= self._report_ns:
                 self._report_ns = arrival_ns + REPORT_NS
                 self._router.learn_rates(fit_rates(self._sums()))
             self._arrive(str(number), request, arrival_ns)
-        self._run_steps(None)
+        self._time.run()
         return self._report()
 
     @property
@@ -155,14 +156,12 @@ class Replay:
         """The stamps of all requests that have arrived."""
         return list(self._times.values())
 
-    def _run_steps(self, until_ns: int | None) -> None:
-        """End every step that ends by then, and start the next ones."""
-        while self._ends and (until_ns is None or self._ends[0][0] <= until_ns):
-            now_ns, name = heapq.heappop(self._ends)
-            for output in self._workers[name].finish(self._router):
-                self._record(output, now_ns)
-            self._router.stepped(name, now_ns / 1e9)
-            self._start(name, now_ns)
+    def _end_step(self, name: str, now_ns: int) -> None:
+        """End a worker's step, and start its next one."""
+        for output in self._workers[name].finish(self._router):
+            self._record(output, now_ns)
+        self._router.stepped(name, now_ns / 1e9)
+        self._start(name, now_ns)
 
     def _sums(self) -> list[float]:
         """Of the steps of all workers."""
@@ -184,7 +183,7 @@ class Replay:
     def _start(self, name: str, now_ns: int) -> None:
         end_ns = self._workers[name].start(now_ns)
         if end_ns is not None:
-            heapq.heappush(self._ends, (end_ns, name))
+            self._time.at(end_ns, name, partial(self._end_step, name))
 
     def _record(self, output: RequestOutput, now_ns: int) -> None:
         request_id = output.request_id

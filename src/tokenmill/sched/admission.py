@@ -105,6 +105,20 @@ class Admission:
         matched = match_prefix(self._pool, first)
         return min(places, len(queues.waiting)) * self._fits(first, matched, total)
 
+    def num_blocks_to_start(self, budget: int) -> int | None:
+        """Return how many free blocks keep the first waiting request as startable as it is.
+
+        0: it cannot start before a running one ends. None: it receives its KV and starts at once.
+        """
+        first = self._queues.waiting.first()
+        if first is None or budget <= 0 or self._is_full():
+            return 0
+        size = self._pool.block_size
+        total = first.num_tokens // size + 1 if first.remote else -(-first.num_tokens // size)
+        if not self._fits(first, [], total):
+            return 0
+        return None if first.remote else total + self._ledger.watermark
+
     def admit_alone(self, step: Step) -> bool:
         """Without chunking, give a step to a prompt that does not fit beside the running ones."""
         seq = None if self._config.chunked_prefill else self._queues.waiting.first()

@@ -31,7 +31,7 @@ class BlockLedger:
         self.dropped: list[int] = []  # blocks of sequences preempted while a batch is in flight
         # (index of the first, blocks) that slid behind the window while a batch is in flight
         self.behind: dict[Sequence, tuple[int, list[int]]] = {}
-        self._watermark = pool.num_blocks // 100  # left free by admission for the running to grow
+        self.watermark = pool.num_blocks // 100  # left free by admission for the running to grow
         self._free_slots: list[int] = []
         self._grown: list[Item] = []  # of the batch being chosen
         # (num_launched at its end, sequence): ended in flight; its blocks come back with that one.
@@ -47,7 +47,7 @@ class BlockLedger:
             needed += num_seen * self._num_groups - len(beside)
             needed += self.pool.num_revived(beside)
         if not alone:
-            needed += self.reserved + self._watermark
+            needed += self.reserved + self.watermark
         return needed <= self.pool.num_free
 
     def _seen(self, seq: Sequence, matched: list[int]) -> tuple[int, list[int]]:
@@ -132,7 +132,7 @@ class BlockLedger:
         num_tokens, num_spare = len(seq.token_ids), self.pool.num_free - self.reserved
         for room in (lookahead(seq), len(seq.draft_ids)):
             needed = -(-(num_tokens + room) // self.pool.block_size) - len(seq.block_ids)
-            if 0 < self.num_needed(needed) <= num_spare - self._watermark:
+            if 0 < self.num_needed(needed) <= num_spare - self.watermark:
                 self.grow(seq, needed)
                 break
         return seq.capacity - num_tokens

@@ -36,6 +36,10 @@ class RequestQueues:
     def num_running(self) -> int:
         return len(self) - len(self.waiting) - len(self.receiving)
 
+    @property
+    def has_deadlines(self) -> bool:
+        return bool(self._deadlines)
+
     def add(self, seq: Sequence) -> None:
         """Let a new request wait."""
         self._by_id[seq.request_id] = seq

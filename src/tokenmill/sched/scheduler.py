@@ -21,6 +21,7 @@ from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
 from tokenmill.sched.encoder_cache import EncoderCache
 from tokenmill.sched.endings import Endings
+from tokenmill.sched.leap import Quiet, leap, look_ahead
 from tokenmill.sched.leases import Leases
 from tokenmill.sched.prefix import cache_blocks, cache_computed
 from tokenmill.sched.receiving import Receiving
@@ -126,6 +127,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a request waits or runs here, or a terminal output waits to be taken."""
         return len(self._queues) > len(self.receiving) or bool(self._endings)
+
+    def num_output_tokens(self, request_id: str) -> int:
+        """Return how many tokens of an answer are known; 0 of one that is not here."""
+        seq = self._queues.get(request_id)
+        return 0 if seq is None else seq.num_output_tokens
 
     def take_finished(self) -> list[RequestOutput]:
         """The terminal outputs of rejected, aborted and expired requests, each once."""
@@ -453,6 +459,32 @@ class Scheduler:
         if seq.draft_ids:
             cache_computed(self.pool, seq)
         self._endings.finish(seq, output.finish_reason)
+
+    # Steps that nobody has to choose.
+
+    def quiet_steps(self, most: int) -> Quiet | None:
+        """Look at the next steps, `most` at most: None where the next one does more than decode.
+
+        Where a waiting request could start, they are quiet while context is held. Until they are
+        over outlook() stays as it is. A prefix cache, sliding layers, drafts, leases and deadlines
+        make every step count.
+        """
+        queues, pool = self._queues, self.pool
+        queues.sweep()
+        counted = pool.prefix_cache or self._slides or self._drafting or self.leases
+        if counted or self._ledger.reserved or self._ledger.num_in_flight or not queues.running:
+            return None
+        if len(queues.running) > self._budget or queues.has_deadlines:
+            return None
+        needed = self._admission.num_blocks_to_start(self._budget - len(queues.running))
+        if needed is None:
+            return None
+        return look_ahead(queues.running, pool.block_size, pool.num_free - needed, most)
+
+    def leap(self, tokens: list[int]) -> None:
+        """Take as many quiet steps as there are tokens; each running sequence gets all of them."""
+        leap(self._queues.running, self._ledger, tokens)
+        self._counters.num_output_tokens += len(tokens) * len(self._queues.running)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where queues, sequences and the block pool disagree."""

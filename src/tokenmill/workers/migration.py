@@ -2,7 +2,8 @@
 
 Every token that was passed on is known here. When a worker dies, its requests are sent to another
 worker with these tokens as output_token_ids. Sampling depends on seed and position alone, so the
-rest of the answer is the same. A request that seems to kill workers ends in ERROR (suspects.py).
+rest of the answer is the same. A request that seems to kill workers ends in ERROR
+(routing/suspects.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, RequestOutput
+from tokenmill.routing.suspects import Suspects
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.handover import Handovers
 from tokenmill.workers.messages import (
@@ -31,7 +33,6 @@ from tokenmill.workers.messages import (
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.pool_routers import Routers
 from tokenmill.workers.slot import WorkerSlot
-from tokenmill.workers.suspects import Suspects
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,11 @@ class Migration:
     """Owns all requests that have not ended, and moves them from one worker to the next."""
 
     def __init__(
-        self, routers: Routers, handovers: Handovers, assignment: Assignment, suspects: Suspects
+        self,
+        routers: Routers,
+        handovers: Handovers,
+        assignment: Assignment,
+        suspects: Suspects[OpenRequest],
     ) -> None:
         self.open: dict[str, OpenRequest] = {}
         self.num_migrations = 0

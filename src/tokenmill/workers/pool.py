@@ -15,6 +15,7 @@ from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy
 from tokenmill.core.types import EngineStats, FinishReason, Request, add_stats
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.role_balance import match_rates
+from tokenmill.routing.suspects import Suspects
 from tokenmill.sched.blocks import U64
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.handover import Handovers
@@ -27,7 +28,6 @@ from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.pool_routers import Routers
 from tokenmill.workers.pool_view import PoolView, policy_view, worker_view
 from tokenmill.workers.slot import Role, WorkerSlot
-from tokenmill.workers.suspects import Suspects
 from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
 

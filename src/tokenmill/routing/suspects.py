@@ -8,21 +8,33 @@ request fails only for what it does itself, and the other requests wait a short 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from tokenmill.workers.open_request import OpenRequest
+from collections.abc import Iterable, Sized
+from typing import Generic, Protocol, TypeVar
 
 PROOF_TOKENS = 4  # beyond where it stood: a step or two may have been lost with the worker
 
 
-class Suspects:
+class OpenEntry(Protocol):
+    """A request that has not ended, as far as it concerns suspicion."""
+
+    num_deaths: int  # of workers that it was at, since it last got on
+    num_tokens_at_death: int
+
+    @property
+    def token_ids(self) -> Sized: ...
+
+
+Entry = TypeVar("Entry", bound=OpenEntry)
+
+
+class Suspects(Generic[Entry]):
     """The deaths that each request was at, and the one suspect that is at work."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
-        self._on_trial: OpenRequest | None = None
+        self._on_trial: Entry | None = None
 
-    def died(self, entries: Iterable[OpenRequest]) -> list[OpenRequest]:
+    def died(self, entries: Iterable[Entry]) -> list[Entry]:
         """A worker died with these requests; returns those that it died of."""
         guilty = []
         for entry in entries:
@@ -33,7 +45,7 @@ class Suspects:
             self.ended(entry)
         return guilty
 
-    def may_go(self, entry: OpenRequest) -> bool:
+    def may_go(self, entry: Entry) -> bool:
         """False while the request must wait because another suspect runs."""
         if entry.num_deaths < max(self._max_deaths, 1):
             return True
@@ -41,14 +53,14 @@ class Suspects:
             self._on_trial = entry
         return self._on_trial is entry
 
-    def got_on(self, entry: OpenRequest) -> bool:
+    def got_on(self, entry: Entry) -> bool:
         """A request has new tokens; True: another suspect may be tried now."""
         if len(entry.token_ids) <= entry.num_tokens_at_death + PROOF_TOKENS:
             return False
         entry.num_deaths = 0
         return self.ended(entry)
 
-    def ended(self, entry: OpenRequest) -> bool:
+    def ended(self, entry: Entry) -> bool:
         """A request has ended; True: another suspect may be tried now."""
         if self._on_trial is not entry:
             return False
