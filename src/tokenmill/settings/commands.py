@@ -267,6 +267,32 @@ PLAN = (
     Setting("rows", "Print every row, not only the summary.", SWITCH, default=False),
     Setting("markdown", "Write the table to this Markdown file.", TEXT),
 )
+SIMULATE = (
+    Setting("racks", "Racks that the GPUs lie on, in equal parts.", count(1, 1024), default=1),
+    Setting(
+        "prefill-ep",
+        "GPUs of a prefill worker, each with requests of its own; as --ep, if not given.",
+        count(1, 4096),
+    ),
+    Setting(
+        "fail",
+        "T:WORKER, a worker that dies after T seconds and starts again; several may be given.",
+        TEXT,
+        repeated=True,
+        default=(),
+    ),
+    Setting(
+        "start",
+        "T or T:WORKER, a worker that is missing and begins to start after T seconds.",
+        TEXT,
+        repeated=True,
+        default=(),
+    ),
+    Setting(
+        "ladder", "Also run with and without each technique, on one rack.", SWITCH, default=False
+    ),
+    Setting("scale-out", "Also run one rack alone: what several cost.", SWITCH, default=True),
+)
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),

@@ -10,7 +10,7 @@ import typer
 
 from tokenmill import console
 from tokenmill.cli.plan import plan_attention_dp as attention_dp
-from tokenmill.cli.plan import plan_pareto, plan_predict, plan_size
+from tokenmill.cli.plan import plan_pareto, plan_predict, plan_simulate, plan_size
 from tokenmill.cli.plan.plan_record import replay_record
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
@@ -54,6 +54,9 @@ def register(app: typer.Typer) -> None:
         plan_predict.predict
     )
     command(group, "size", plan_size.SIZE, defaults=plan_size.SIZE_DEFAULTS)(plan_size.size)
+    command(group, "simulate", plan_simulate.SIMULATE, defaults=plan_simulate.DEFAULTS)(
+        plan_simulate.simulate
+    )
     command(group, "pareto", plan_pareto.PARETO, defaults=plan_pareto.DEFAULTS)(plan_pareto.pareto)
     command(group, "calibrate", plan_size.CALIBRATE, defaults=plan_size.CALIBRATE_DEFAULTS)(
         plan_size.calibrate

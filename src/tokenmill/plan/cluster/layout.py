@@ -31,9 +31,7 @@ class Division:
 
     def times(self, factor: int) -> Division:
         """So many systems like this one."""
-        return replace(
-            self, count=self.count * factor, prefill_count=self.prefill_count * factor
-        )
+        return replace(self, count=self.count * factor, prefill_count=self.prefill_count * factor)
 
     @property
     def gpus(self) -> int:
@@ -124,7 +122,9 @@ def _too_many(gpu: Accelerator, gpus: int, racks: int, division: Division) -> st
     if division.prefill:
         parts += f" and {division.prefill_count} x {division.prefill.gpus}"
     rack = gpus // racks
-    by = f"{needed - gpus} too many" if needed > gpus else f"they cannot be cut into racks of {rack}"
+    by = (
+        f"{needed - gpus} too many" if needed > gpus else f"they cannot be cut into racks of {rack}"
+    )
     fewer = max(1, division.count - max(1, -(-max(needed - gpus, 1) // division.replica.gpus)))
     return (
         f"--gpus {gpus}: workers of {parts} {gpu.name} need {needed} GPUs, {by}; "

@@ -109,7 +109,7 @@ class Rank:
         return work
 
     def finish(self) -> tuple[list[RequestOutput], list[tuple[str, int]]]:
-        """End the step: outputs, and (request, computed tokens of its prompt); none of quiet ones."""
+        """End the step: outputs and (request, prompt tokens computed); none of a quiet one."""
         batch, self._batch = self._batch, None
         self._is_quiet = False
         if batch is None:

@@ -17,9 +17,7 @@ PREDICTION = (
 )
 
 
-def full_report(
-    config: ClusterConfig, simulation: Simulation, outcome: Outcome
-) -> dict[str, Any]:
+def full_report(config: ClusterConfig, simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     """Everything that is measured."""
     workers = list(simulation.workers.values())
     return {

@@ -87,9 +87,7 @@ def _part(
     return reduced, num_ranks(reduced) / num_ranks(config)
 
 
-def simulate(
-    config: ClusterConfig, load: Load, happenings: tuple[Happening, ...] = ()
-) -> Report:
+def simulate(config: ClusterConfig, load: Load, happenings: tuple[Happening, ...] = ()) -> Report:
     """One run, and its report."""
     simulation = Simulation(config, load, happenings)
     outcome = simulation.run()
@@ -148,9 +146,7 @@ def holds(report: Report, limit: Limit) -> bool:
     return bool(ttft <= limit.ttft_s * 1e3 and tpot <= limit.tpot_s * 1e3)
 
 
-def highest_rate(
-    config: ClusterConfig, asked: Demanded, note: Callable[[str], None]
-) -> float:
+def highest_rate(config: ClusterConfig, asked: Demanded, note: Callable[[str], None]) -> float:
     """The highest rate at which the simulated requests keep the limits, tried on few workers."""
     assert asked.limit is not None
     part, share = few_workers(config)
