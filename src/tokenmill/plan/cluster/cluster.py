@@ -18,11 +18,11 @@ from tokenmill.plan.hardware import GIGA, PlanError
 from tokenmill.plan.predict.step_cost import Efficiency, Replica, StepCost
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold
 from tokenmill.routing.disaggregation import DisaggregationRule
-from tokenmill.routing.eplb_study import Shape, study
+from tokenmill.routing.eplb_study import Shape, Skew, study
 from tokenmill.sched.blocks import BlockPool
 
 FITTED_RANKS = 8  # of the replicas whose runs the efficiencies were fitted on
-SKEW = "lognormal"  # of the experts' popularity
+SKEW: Skew = "lognormal"  # of the experts' popularity
 EPLB_TOKENS = 16_384  # of the window that a placement is chosen by
 
 
