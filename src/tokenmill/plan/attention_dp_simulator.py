@@ -20,6 +20,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.specs.spec import Windows
 from tokenmill.core.types import Request, SamplingParams, StepResult, TokenmillError
+from tokenmill.plan.cluster.load import begun
 from tokenmill.plan.rank_cost import RankWork, mean_work
 from tokenmill.routing.attention_dp import ContextPolicy, assign
 from tokenmill.sched.blocks import BlockPool
@@ -183,22 +184,17 @@ class Ranks:
     # Requests come.
 
     def _fill(self) -> None:
-        """Take the places with requests in the middle of their answers; the others wait.
-
-        One meets answers in proportion to their length, and at any of their tokens.
-        """
-        weights = [output - 1 for _, output in self._lengths]
-        num_begun = min(self._config.concurrency, self._num_places) if any(weights) else 0
-        begun = self._rng.choices(self._lengths, weights, k=num_begun)
-        known = [self._rng.randrange(output - 1) for _, output in begun]
-        totals = [length + count for (length, _), count in zip(begun, known, strict=True)]
+        """Take the places with requests in the middle of their answers; the others wait."""
+        num_places = min(self._config.concurrency, self._num_places)
+        under_way = begun(self._lengths, num_places, self._rng)
+        totals = [length + count for length, _, count in under_way]
         loads = [rank.load() for rank in self.ranks]
-        for both, count, index in zip(begun, known, assign(loads, totals), strict=True):
-            self.ranks[index].add(self._request(*both, count))
+        for one, index in zip(under_way, assign(loads, totals), strict=True):
+            self.ranks[index].add(self._request(*one))
         for rank in self.ranks:
             rank.schedule(self._now_ns, hold_context=True)
             self._receive(rank)
-        for _ in range(self._config.concurrency - num_begun):
+        for _ in range(self._config.concurrency - len(under_way)):
             self._arrive(None)
 
     def _arrive(self, arrival_ns: int | None) -> None:

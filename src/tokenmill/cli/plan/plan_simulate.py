@@ -37,6 +37,10 @@ SIMULATE = {
         replace(LENGTHS, help=f"{LENGTHS.help} In place of the benchmark's."),
         replace(SETTINGS["output-len"], help="Tokens of every answer, whatever --lengths say."),
         replace(RATE, help="Requests per second; the highest within the limits, if not given."),
+        *(
+            replace(SETTINGS[key], help=f"{SETTINGS[key].help} Of --model alone.")
+            for key in ("ttft", "tpot")
+        ),
         *(SETTINGS[key] for key in ("trace", "trace-speed", "trace-block-tokens")),
         replace(SETTINGS["num-requests"], help="Requests that are measured.", default=10_000),
         replace(SETTINGS["seed"], help="Same seed, same run."),
@@ -75,6 +79,7 @@ DEFAULTS = {
     "redundant-experts": 32,
     "seed": 0,
 }
+KEEPS_UP = 0.8  # share of prompts, below which a run is no steady one
 Report = dict[str, Any]
 
 
@@ -211,13 +216,22 @@ def _load(
     from tokenmill.plan.predict.lengths import from_trace
 
     spec = find_model(question.benchmark.model if question else settings.get("model"))
-    limit = question.limit if question else None
+    limit = question.limit if question else _own_limit(settings)
     if trace:
         block_tokens = settings.get("trace-block-tokens")
         return spec, from_trace(settings.get("trace"), trace, block_tokens)[0], None
     if settings.get("lengths") or question is None:
         return spec, named_lengths(settings), limit
     return spec, benchmark_lengths(question.benchmark.name), limit
+
+
+def _own_limit(settings: Settings) -> Limit | None:
+    """The limits of a model that no benchmark has."""
+    from tokenmill.plan.predict.steady_state import Limit
+
+    if settings.get("scenario") == "Offline":
+        return None
+    return Limit(settings.get("ttft") / 1e3, settings.get("tpot") / 1e3)
 
 
 def _longest(lengths: Lengths, trace: tuple[TraceRequest, ...]) -> int:
@@ -278,7 +292,9 @@ def _published(settings: Settings, asked: Asked, report: Report) -> list[Report]
 
     if "model" in settings or settings.get("lengths") or report["scenario"] == "trace":
         return []
-    wanted = (settings.get("round"), settings.get("benchmark"), asked.gpu.key)
+    question = _question(settings)
+    assert question is not None
+    wanted = (settings.get("round"), question.benchmark.name, asked.gpu.key)
     return [
         {
             "submitter": row.entry.submitter,
@@ -383,6 +399,12 @@ def _print_inside(report: Report) -> None:
         f"{report['num_preemptions']:,} preemptions; "
         f"{report['prefix_reuse']:.1%} of prompt tokens from cache"
     )
+    if report["prompts_computed"] < KEEPS_UP and not report["events"]:
+        out(
+            f"warning: only {report['prompts_computed']:.0%} of the prompts that came were "
+            "computed, so this is not a rate that lasts; raise --max-num-batched-tokens, lower "
+            "--rate, or measure more requests"
+        )
     share = balance["rank_share"]
     out(
         f"ranks: {balance['time']:.1%} of a step's time if they were even, tokens "

@@ -10,7 +10,7 @@ from typing import Any
 from tokenmill.plan.cluster.cluster import ClusterConfig, Limits
 from tokenmill.plan.cluster.layout import PREFILL, Division, place_workers
 from tokenmill.plan.cluster.rank_work import RankWork
-from tokenmill.plan.cluster.setup import PREFILL_LIMITS, STEP_TOKENS
+from tokenmill.plan.cluster.setup import PREFILL_LIMITS
 from tokenmill.plan.cluster.steady import (
     Demanded,
     closed_load,
@@ -83,8 +83,8 @@ def _divided(config: ClusterConfig, asked: Demanded, replica: Replica, apart: bo
     if spec.num_mtp_layers and not apart:
         depth = 0 if replica.mtp_depth else DRAFTS
         drafting = system(replace(together, replica=replace(replica, mtp_depth=depth)))
-        places = config.limits.max_num_seqs
-        limits = Limits(places, places * (1 + depth) + STEP_TOKENS)
+        places, budget = config.limits.max_num_seqs, config.limits.max_num_batched_tokens
+        limits = Limits(places, budget + places * (depth - replica.mtp_depth))
         found.append(Rung("MTP", bool(replica.mtp_depth), replace(drafting, limits=limits)))
     return found
 

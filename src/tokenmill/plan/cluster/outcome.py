@@ -40,6 +40,8 @@ class Outcome:
         """The figures."""
         there = list(workers)
         tokens = sum(worker.tally.num_output_tokens for worker in there)
+        computed = sum(worker.tally.num_prompt_tokens for worker in there)
+        computed += self.num_cached_tokens - self.num_recomputed
         elapsed_s = self.elapsed_s
         tok_s = tokens / elapsed_s if elapsed_s else 0.0
         return {
@@ -53,6 +55,7 @@ class Outcome:
             "ttft_ms": summarize((entry.times.ttft_ms for entry in self.measured), 2),
             "tpot_ms": summarize(self._tpots(), 2),
             "itl_ms": gap_percentiles([gap for w in there for gap in w.tally.gaps]),
+            "prompts_computed": round(computed / max(1, self.num_prompt_tokens), 4),
             "prefix_reuse": round(self.num_cached_tokens / max(1, self.num_prompt_tokens), 4),
             "num_preemptions": sum(
                 rank.scheduler.stats().num_preemptions for w in there for rank in w.ranks

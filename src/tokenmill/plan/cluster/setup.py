@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from tokenmill.core.config import RouterConfig
@@ -14,6 +15,7 @@ from tokenmill.plan.cluster.layout import (
     check_replica,
     place_workers,
 )
+from tokenmill.plan.cluster.steady import full_house, num_ranks
 from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.catalog import precisions_of
 from tokenmill.plan.predict.efficiencies import Fit
@@ -23,7 +25,8 @@ from tokenmill.plan.predict.search import Choice, System, best_precision, search
 from tokenmill.plan.predict.steady_state import MAX_SEQUENCES, Limit
 from tokenmill.plan.predict.step_cost import Replica
 
-STEP_TOKENS = 4096  # of prompts, beside all that decode
+STEP_TOKENS = 4096  # of prompts at least, beside all that decode
+SLACK = 1.5  # of prompts, over what comes in the mean
 PREFILL_LIMITS = Limits(128, 12_288)  # those of the prefill workers of v6.0's submissions
 
 
@@ -62,13 +65,24 @@ def build(asked: Asked) -> ClusterConfig:
     layout = place_workers(asked.gpu, asked.gpus, asked.racks, division)
     config = _config(asked, layout)
     check_fits(config, asked.longest)
-    return config
+    if asked.max_num_batched_tokens is not None:
+        return config
+    budget = config.limits.max_num_batched_tokens + _prompt_tokens(config, asked.lengths)
+    return replace(config, limits=replace(config.limits, max_num_batched_tokens=budget))
+
+
+def _prompt_tokens(config: ClusterConfig, lengths: Lengths) -> int:
+    """Tokens of prompts in a step of a rank with which they keep up while they are held."""
+    each = full_house(config, lengths) / num_ranks(config)
+    per_step = each * lengths.mean_input / lengths.mean_output
+    num_steps = 1 + config.batching_wait_iters * config.balance
+    return max(STEP_TOKENS, math.ceil(SLACK * num_steps * per_step))
 
 
 def _config(asked: Asked, layout: Layout) -> ClusterConfig:
     places = asked.choice.max_sequences
     depth = max(place.replica.mtp_depth for place in layout.workers)
-    budget = asked.max_num_batched_tokens or places * (1 + depth) + STEP_TOKENS
+    budget = asked.max_num_batched_tokens or places * (1 + depth)
     return ClusterConfig(
         asked.spec,
         layout,

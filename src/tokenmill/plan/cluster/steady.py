@@ -15,13 +15,14 @@ from tokenmill.plan.cluster.rank_work import RankWork
 from tokenmill.plan.cluster.report import full_report
 from tokenmill.plan.cluster.simulation import Simulation
 from tokenmill.plan.predict.lengths import Lengths, demand_of
-from tokenmill.plan.predict.steady_state import Limit
+from tokenmill.plan.predict.steady_state import Limit, tokens_per_step
 
 KV_SHARE = 0.96  # of the cache that requests under way take at the begin
 WAITING = 2  # requests of each rank that wait, where all are there at the start
-PILOTS = 3
-PILOT_REQUESTS, SEARCH_REQUESTS = 100, 400
-SEARCHES = 7
+PILOTS = 2
+FIRST_STRETCH = 1.2  # of the time per token, before a pilot run was made
+PILOT_REQUESTS, SEARCH_REQUESTS = 250, 400
+SEARCHES = 6
 
 Report = dict[str, Any]
 
@@ -105,39 +106,42 @@ def closed_load(config: ClusterConfig, asked: Demanded) -> Load:
 def open_load(config: ClusterConfig, asked: Demanded, rate: float) -> Load:
     """Requests arrive at a rate; as many run as then do in the long run.
 
-    By Little's law: as many as arrive in the time of an answer, which pilot runs measure.
+    By Little's law as many as arrive in the time of an answer. Pilot runs measure by how much that
+    is longer than for even ranks without prompts.
     """
     part, share = few_workers(config)
-    running = _first_guess(part, asked, rate * share)
-    most = full_house(part, asked.lengths)
+    pairs, most, stretch = asked.lengths.pairs, full_house(part, asked.lengths), FIRST_STRETCH
+    running = _settled(part, asked, rate * share, stretch, most)
     for pilot in range(PILOTS):
-        load = Load(
-            asked.lengths.pairs, PILOT_REQUESTS, rate * share, min(running, most), seed=pilot
-        )
-        tpot_s = simulate(part, load)["tpot_ms"]["mean"] / 1e3
-        running = round(rate * share * asked.lengths.mean_output * tpot_s)
-    running = round(min(running, most) / share)
-    return Load(asked.lengths.pairs, asked.num_requests, rate, running, seed=asked.seed)
+        load = Load(pairs, PILOT_REQUESTS, rate * share, running, seed=pilot)
+        report = simulate(part, load)
+        mean = report["queues"]["running_per_worker"] * len(decoding(part))
+        stretch = report["tpot_ms"]["mean"] / 1e3 / _even_tpot_s(part, asked, mean)
+        running = _settled(part, asked, rate * share, stretch, most)
+    return Load(pairs, asked.num_requests, rate, round(running / share), seed=asked.seed)
 
 
-def _first_guess(config: ClusterConfig, asked: Demanded, rate: float) -> int:
-    """From the price of a step of even ranks without prompts, by iteration."""
-    demand = demand_of(config.spec, asked.lengths)
+def _settled(
+    config: ClusterConfig, asked: Demanded, rate: float, stretch: float, most: int
+) -> int:
+    """Requests that run where as many end as arrive."""
+    running = 1.0
+    for _ in range(100):
+        tpot_s = stretch * _even_tpot_s(config, asked, running)
+        running = min(most, rate * asked.lengths.mean_output * tpot_s)
+    return max(1, round(running))
+
+
+def _even_tpot_s(config: ClusterConfig, asked: Demanded, running: float) -> float:
+    """Of a step of even ranks without prompts."""
     place = decoding(config)[0]
-    price, ranks = config.price(place.replica, len(place.racks)), num_ranks(config)
-    gain = sum(config.acceptance**n for n in range(place.replica.mtp_depth + 1))
-    rows, running = place.replica.mtp_depth + 1, 1.0
-    for _ in range(50):
-        each = running / ranks
-        work = RankWork(
-            math.ceil(each),
-            math.ceil(each * rows),
-            round(each * demand.mean_seen),
-            sampled=math.ceil(each * rows),
-        )
-        step_s = price.price([work] * place.replica.attention_dp).seconds / gain
-        running = rate * demand.output_tokens * step_s
-    return max(1, round(min(running, full_house(config, asked.lengths))))
+    depth, each = place.replica.mtp_depth, running / num_ranks(config)
+    seen = demand_of(config.spec, asked.lengths).mean_seen
+    rows = round(each * (1 + depth))
+    work = RankWork(round(each), rows, round(each * seen), sampled=rows)
+    price = config.price(place.replica, len(place.racks))
+    seconds = price.price([work] * place.replica.attention_dp).seconds
+    return seconds / tokens_per_step(depth, config.acceptance)
 
 
 def holds(report: Report, limit: Limit) -> bool:
