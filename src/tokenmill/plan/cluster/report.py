@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenmill.core.metrics import percentile
 from tokenmill.plan.cluster.cluster import ClusterConfig, expert_factor
-from tokenmill.plan.cluster.layout import WorkerPlace
+from tokenmill.plan.cluster.layout import PREFILL, WorkerPlace
 from tokenmill.plan.cluster.outcome import Outcome
 from tokenmill.plan.cluster.simulation import START_NS, Simulation
 from tokenmill.plan.cluster.worker import Worker
@@ -35,9 +35,11 @@ def full_report(config: ClusterConfig, simulation: Simulation, outcome: Outcome)
 
 def _queues(workers: list[Worker]) -> dict[str, Any]:
     tallies = [worker.tally for worker in workers]
+    decoding = [worker.tally for worker in workers if worker.role != PREFILL]
     busy_s = sum(tally.busy_s for tally in tallies)
+    decoding_s = sum(tally.busy_s for tally in decoding)
     return {
-        "running_per_worker": round(sum(t.num_running for t in tallies) / busy_s, 1),
+        "running_per_worker": round(sum(t.num_running for t in decoding) / decoding_s, 1),
         "waiting_per_worker": round(sum(t.num_waiting for t in tallies) / busy_s, 2),
         "most_waiting_at_a_worker": max(t.most_waiting for t in tallies),
     }

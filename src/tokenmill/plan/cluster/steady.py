@@ -121,9 +121,7 @@ def open_load(config: ClusterConfig, asked: Demanded, rate: float) -> Load:
     return Load(pairs, asked.num_requests, rate, round(running / share), seed=asked.seed)
 
 
-def _settled(
-    config: ClusterConfig, asked: Demanded, rate: float, stretch: float, most: int
-) -> int:
+def _settled(config: ClusterConfig, asked: Demanded, rate: float, stretch: float, most: int) -> int:
     """Requests that run where as many end as arrive."""
     running = 1.0
     for _ in range(100):
