@@ -87,7 +87,7 @@ def test_a_trace_and_its_router(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert kv["prefix_reuse"] > turns["prefix_reuse"] > 0 and kv["scenario"] == "trace"
     for index, later, message in (
         (5, -3, "line 6: timestamp must be at least 0, got -3; add 3 to all"),
-        (7, 200, "line 8: timestamp is 40 ms before that of the line above"),
+        (7, 200, "line 8: timestamp 200 lies 40 ms before that of the line above"),
     ):
         wrong = [dict(row, timestamp=later) if n == index else row for n, row in enumerate(rows)]
         file.write_text("\n".join(map(json.dumps, wrong)), encoding="utf-8")

@@ -79,6 +79,9 @@ def _check_order(requests: Sequence[TraceRequest]) -> None:
 def _request(line: object, block_tokens: int, speed: float) -> TraceRequest:
     if not isinstance(line, dict):
         raise TypeError("expected a JSON object")
+    first = line["timestamp"]
+    if type(first) in (int, float) and first < 0:
+        raise ValueError(f"timestamp must be at least 0, got {first!r}; add {-first:g} to all")
     for name in ("timestamp", "input_length", "output_length"):
         least = 0 if name == "timestamp" else 1
         if type(line[name]) not in (int, float) or not least <= line[name] < math.inf:
