@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-# What needs no server and no weights, but for the files that take longest.
+# What needs no server and no weights, but for the files that take longest or open a browser.
 QUICK := tests/core tests/sched tests/routing tests/text tests/plan tests/bench/results \
 	tests/test_imports.py tests/test_settings.py tests/test_recipes.py
-SLOW := tests/sched/test_scheduler_machine.py tests/plan/test_loads.py tests/text/test_tokenizer.py
+SLOW := tests/sched/test_scheduler_machine.py tests/plan/test_loads.py tests/text/test_tokenizer.py \
+	tests/plan/test_pareto.py
 
 .PHONY: help setup demo serve test quick lint docs pictures clean
 
