@@ -30,16 +30,12 @@ def report_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
     return found
 
 
-def test_racks_limits_and_the_ladder(
-    capsys: pytest.CaptureFixture[str], lengths: list[str]
-) -> None:
-    words = ["--gpus", "32", "--racks", "2", *SMALL, *lengths, "--num-requests", "40"]
-    line = ["plan", "simulate", *words, "--ladder", "--scenario", "Server", "--rate", "100"]
-    assert run(line) == 0
+def test_racks_and_the_ladder(capsys: pytest.CaptureFixture[str], lengths: list[str]) -> None:
+    words = ["--gpus", "32", "--racks", "2", *SMALL, *lengths, "--num-requests", "300"]
+    assert run(["plan", "simulate", *words, "--ladder"]) == 0
     printed = capsys.readouterr().out
     report = json.loads(printed.splitlines()[-1])
-    assert report["num_requests"] >= 40 and report["rate"] == 100
-    assert report["within_limits"] is True and "kept" in printed
+    assert report["num_requests"] >= 300 and report["rate"] is None
     assert {"p50", "p99"} <= report["ttft_ms"].keys() & report["tpot_ms"].keys()
     assert report["scale_out"]["one_rack"]["gpus"] == 16
     names = [rung["technique"] for rung in report["ladder"]["rungs"]]
@@ -53,7 +49,7 @@ def test_racks_limits_and_the_ladder(
 def test_the_published_result_stands_beside_the_prediction(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--gpus", "8", "--gpu", "b300", *SMALL, *SHORT, "--scenario", "Server", "--rate", "2"]
+    words = ["--gpus", "8", "--gpu", "b300", *SMALL, "--num-requests", "10", "--json-only"]
     report = report_of(capsys, *words)
     assert report["published"]
     for row in report["published"]:
@@ -62,10 +58,9 @@ def test_the_published_result_stands_beside_the_prediction(
 
 
 def test_a_rate_is_searched_for(capsys: pytest.CaptureFixture[str], lengths: list[str]) -> None:
-    words = ["--gpus", "16", *SMALL, *lengths, *SHORT, "--scenario", "Interactive"]
+    words = ["--gpus", "8", *SMALL, *lengths, *SHORT, "--scenario", "Interactive"]
     found = report_of(capsys, *words)
     assert found["rate"] > 0 and found["within_limits"] is True
-    assert found == report_of(capsys, *words) | {"cpu_s": found["cpu_s"]}, "same seed, same run"
 
 
 def test_a_trace_and_its_router(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
