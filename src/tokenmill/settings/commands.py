@@ -240,9 +240,9 @@ PLAN = (
     ),
     Setting(
         "acceptance",
-        "Share of drafts that are accepted where those before them were.",
+        "Share of drafts that are accepted where those before them were; that measured of the "
+        "model's family, if not given.",
         number(0, 1),
-        default=0.77,
     ),
     Setting("ttft", "Most milliseconds to the first token.", number(1, 1e7), default=2000.0),
     Setting("tpot", "Most milliseconds per output token.", number(0.01, 1e6), default=80.0),

@@ -92,7 +92,7 @@ def _config(asked: Asked, layout: Layout) -> ClusterConfig:
         max_model_len=asked.longest + 1,
         block_size=asked.block_size,
         prefix_cache=asked.prefix_cache,
-        acceptance=asked.choice.acceptance,
+        acceptance=asked.choice.acceptance_of(asked.spec),
         timeout_iters=asked.timeout_iters,
         batching_wait_iters=asked.batching_wait_iters,
         balance=asked.balance,

@@ -31,7 +31,7 @@ class Case:
     benchmark: Benchmark | None  # None: a model with lengths of the user's own
     ttft_s: float | None  # None: that of the benchmark's scenarios
     percentile: float
-    acceptance: float
+    acceptance: float | None
 
     def scenario(self, per_user: float) -> str:
         """By whose rules a limit per token is held: Interactive's at its own limit and below."""

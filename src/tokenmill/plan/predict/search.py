@@ -13,6 +13,7 @@ from tokenmill.plan.predict.lengths import Demand, Lengths, demand_of
 from tokenmill.plan.predict.queueing import PromptQueue
 from tokenmill.plan.predict.steady_state import (
     ACCEPTANCE,
+    FAMILY_ACCEPTANCE,
     MAX_SEQUENCES,
     Limit,
     Operation,
@@ -37,7 +38,12 @@ class Choice:
     mtp_depths: tuple[int, ...] = (0,)
     disaggregates: bool = False  # prefill and decode apart may be tried
     max_sequences: int = MAX_SEQUENCES  # of a rank
-    acceptance: float = ACCEPTANCE
+    acceptance: float | None = None  # of a draft; None: as measured of the family
+
+    def acceptance_of(self, spec: ModelSpec) -> float:
+        """Of each draft, given or measured."""
+        measured = FAMILY_ACCEPTANCE.get(spec.family, ACCEPTANCE)
+        return measured if self.acceptance is None else self.acceptance
 
     def allows(self, replica: Replica) -> bool:
         return self.tensor_parallel in (None, replica.tensor_parallel) and self.attention_dp in (
@@ -63,9 +69,8 @@ class System:
 
     def station(self, cost: StepCost, choice: Choice, prefills: bool = True) -> Station:
         lengths = self.lengths.uncached(self.cached) if self.cached else self.lengths
-        return Station(
-            cost, self.demand, lengths, prefills, choice.acceptance, choice.max_sequences
-        )
+        acceptance = choice.acceptance_of(self.spec)
+        return Station(cost, self.demand, lengths, prefills, acceptance, choice.max_sequences)
 
 
 @dataclass(frozen=True, slots=True)
