@@ -77,7 +77,7 @@ def build(
     relaxed: str | None = None,
     max_model_len: int | None = None,
     batch_invariant: bool = False,
-    encoder_patches: int = 8192,
+    encoder_patches: int | None = None,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(

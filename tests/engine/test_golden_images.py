@@ -160,7 +160,7 @@ def test_text_goes_on_while_images_are_encoded(folders: dict[str, Path]) -> None
         assert "text" in [output.request_id for output in outputs]
     assert encoded[-1] == 4
     assert max(b - a for a, b in itertools.pairwise(encoded)) == 1
-    assert built.runner.images is not None and len(built.runner.images) <= 4
+    assert built.runner.images is not None and len(built.runner.images) <= 2
 
 
 def test_encoded_images_are_kept_and_bounded(folders: dict[str, Path]) -> None:
@@ -172,7 +172,7 @@ def test_encoded_images_are_kept_and_bounded(folders: dict[str, Path]) -> None:
     assert images is not None
     for i in range(12):
         ask(engine, [prompt(i, 3, image(20 + i % 6, (1, 12, 10)), 2)])
-        assert len(images) <= 4
+        assert len(images) <= 2
     ask(engine, [prompt(99, 5, image(25, (1, 12, 10)), 4)])
     assert engine._scheduler.images.num_encoded == 12  # the last one was still there
 

@@ -102,9 +102,9 @@ class SchedulerConfig:
     max_model_len: int = 8192
     chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
     policy: Literal["fcfs", "priority"] = setting("priority", "Order of the waiting requests.")
-    encoder_patches: int = setting(
-        8192,
-        "Most image patches that a step encodes, or one larger image; 1,024 x 1,024 has 4,096.",
+    encoder_patches: int | None = setting(
+        None,
+        "Most image patches that a step encodes, or one larger image; 4 for each token of a step.",
         count(1),
         flag="max-encoder-patches",
     )
@@ -119,6 +119,11 @@ class SchedulerConfig:
         """The tokens of a step in force."""
         given = self.max_num_batched_tokens
         return DEFAULT_BUDGET if given is None else given
+
+    @property
+    def encoder_budget(self) -> int:
+        """The patches of a step in force; four of them become a token."""
+        return 4 * self.budget if self.encoder_patches is None else self.encoder_patches
 
     @property
     def most_new_tokens(self) -> int:

@@ -72,6 +72,7 @@ from tokenmill.sched.recording import make_scheduler
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger(__name__)
+_MOST_PATCHES = 2**16  # of an image: 4,096 x 4,096 pixels, the most that Qwen3-VL's processor makes
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 
 
@@ -455,7 +456,7 @@ def _reserve(
         + logits
         + execution.graph_memory_bytes
         + _draft_bytes(spec, execution.mtp, scheduler.num_seqs)
-        + _image_bytes(spec.vision, scheduler.encoder_patches)
+        + _image_bytes(spec.vision, scheduler.encoder_budget)
     )
 
 
@@ -465,13 +466,13 @@ def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
 
 
 def _image_bytes(vision: VisionSpec | None, patches: int) -> int:
-    """The features of encoded images, and the activations of an image as large as all of them."""
+    """The features of encoded images, and the activations of the largest one."""
     if vision is None:
         return 0
-    kept = STEPS * patches
-    features = kept // vision.merge_size**2 * vision.num_features * vision.out_size
+    kept = STEPS * patches // vision.merge_size**2
+    features = kept * vision.num_features * vision.out_size
     widest = vision.patch_dim + 8 * vision.hidden_size + vision.intermediate_size
-    return 2 * (features + kept * widest)
+    return 2 * (features + _MOST_PATCHES * widest)
 
 
 def _num_blocks(

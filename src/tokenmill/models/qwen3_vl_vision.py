@@ -7,8 +7,6 @@ image is encoded by itself, so that its features do not depend on others.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
@@ -26,6 +24,7 @@ from tokenmill.layers.rotary import rotary_table
 from tokenmill.models.family import Shape
 
 _EPS = 1e-6
+_MOST_GRIDS = 16  # sizes of images whose places are kept
 Grid = tuple[int, int, int]
 
 
@@ -149,6 +148,7 @@ class VisionEncoder:
         weight, bias = tensors["patch_embed.proj.weight"], tensors["patch_embed.proj.bias"]
         self.patches = Linear([weight.flatten(1)], [bias], plain_type(dtype), device)
         self.positions = own["pos_embed.weight"]
+        self._known: dict[Grid, tuple[torch.Tensor, ...]] = {}
         self.blocks = [
             VisionBlock(own, f"blocks.{index}", spec.num_heads) for index in range(spec.depth)
         ]
@@ -160,9 +160,9 @@ class VisionEncoder:
 
     def __call__(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
         """[patches, patch_dim] -> [1 + deepstack layers, tokens, text hidden]."""
+        indices, weights, cos, sin = self._places(grid)
         x = self.patches(pixels.to(self.positions))
-        x = x + self._learned(grid)
-        cos, sin = self._rotations(grid)
+        x = x + (self.positions[indices] * weights).sum(1)
         deep = []
         for index, block in enumerate(self.blocks):
             x = block(x, cos, sin)
@@ -170,23 +170,25 @@ class VisionEncoder:
                 deep.append(self.deepstack[index](x))
         return torch.stack([self.merger(x), *deep])
 
-    def _learned(self, grid: Grid) -> torch.Tensor:
-        """The learned positions of each patch, [patches, hidden]."""
-        frames, height, width = grid
-        side, merge = self.spec.grid_side, self.spec.merge_size
-        indices, weights = _taps(side, height, width, merge)
-        device = self.positions.device
-        rows = self.positions[indices.to(device)] * weights.to(self.positions)[:, :, None]
-        return rows.sum(1).repeat(frames, 1)
+    def _places(self, grid: Grid) -> tuple[torch.Tensor, ...]:
+        """What a grid's patches have on the device, kept for the next image of its size.
 
-    def _rotations(self, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of each patch, [patches, head_dim / 2]: by row, then by column."""
-        frames, height, width = grid
-        dim, merge = self.spec.head_dim // 2, self.spec.merge_size
-        table = rotary_table(RopeSpec(), dim, max(height, width))
-        cos, sin = (part[_order(height, width, merge)].flatten(1) for part in table.chunk(2, 1))
-        device = self.positions.device
-        return cos.repeat(frames, 1).to(device), sin.repeat(frames, 1).to(device)
+        The learned positions around each and their weights, [patches, 4] and [patches, 4, 1]; its
+        cosines and sines, [patches, head_dim / 2] each, by row and then by column.
+        """
+        if grid not in self._known:
+            if len(self._known) == _MOST_GRIDS:
+                del self._known[next(iter(self._known))]
+            frames, height, width = grid
+            spec, device = self.spec, self.positions.device
+            order = _order(height, width, spec.merge_size)
+            indices, weights = _taps(spec.grid_side, height, width, order)
+            table = rotary_table(RopeSpec(), spec.head_dim // 2, max(height, width))
+            cos, sin = (part[order].flatten(1) for part in table.chunk(2, 1))
+            weights = weights.to(self.positions.dtype)[:, :, None]
+            parts = (indices, weights, cos, sin)
+            self._known[grid] = tuple(torch.cat([part] * frames).to(device) for part in parts)
+        return self._known[grid]
 
     @property
     def num_bytes(self) -> int:
@@ -196,7 +198,6 @@ class VisionEncoder:
         return self.positions.nbytes + sum(linear.num_bytes for linear in linears)
 
 
-@lru_cache(maxsize=64)
 def _order(height: int, width: int, merge: int) -> torch.Tensor:
     """Row and column of each patch of a frame, [patches, 2]: by token, then inside it."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -205,11 +206,12 @@ def _order(height: int, width: int, merge: int) -> torch.Tensor:
     return blocks.transpose(1, 2).reshape(-1, 2)
 
 
-@lru_cache(maxsize=64)
-def _taps(side: int, height: int, width: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _taps(
+    side: int, height: int, width: int, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The four learned positions around each patch and their weights, [patches, 4] each."""
     sizes = torch.tensor([height, width])
-    places = _order(height, width, merge) * ((side - 1) / (sizes - 1).clamp(min=1))
+    places = order * ((side - 1) / (sizes - 1).clamp(min=1))
     low = places.floor().long()
     high, part = (low + 1).clamp(max=side - 1), places - low
     (top, left), (bottom, right), (down, across) = low.T, high.T, part.T

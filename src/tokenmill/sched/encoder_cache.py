@@ -7,7 +7,7 @@ from collections import OrderedDict
 from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.sched.sequence import Sequence
 
-STEPS = 4  # the cache holds as many patches as so many steps encode
+STEPS = 2  # the cache holds as many patches as so many steps encode
 
 
 class EncoderCache:

@@ -87,7 +87,7 @@ class Scheduler:
         self._endings = Endings(*holders, self.leases, self._counters)
         self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
         # A prompt that may not be split takes its images as they are.
-        self.images = EncoderCache(config.encoder_patches if config.chunked_prefill else None)
+        self.images = EncoderCache(config.encoder_budget if config.chunked_prefill else None)
         self._admission = Admission(config, *holders, self.receiving, self.images, self._counters)
 
     @property
