@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.types import (
     FinishReason,
     InvalidRequestError,
@@ -117,6 +119,7 @@ class LLM:
             num_threads=num_threads,
             draft=draft,
         )
+        self.path = Path(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(config.model, chat_template)
         setup = Setup(
             config,
@@ -203,11 +206,15 @@ class LLM:
         return self.tokenizer
 
     def stream(
-        self, token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        images: tuple[ImageSpan, ...] = (),
     ) -> Iterable[tuple[str, GenerationOutput]]:
         """Complete one prompt, yielding (new text, output so far) after every step."""
         self._check_fits(list(token_ids), sampling)
-        owner = self._submit(None, list(token_ids), replace(sampling, n=1), 0, False)
+        single = replace(sampling, n=1)
+        owner = self._submit(None, list(token_ids), single, 0, False, images)
         completion = owner.outputs[0]
         shown = 0
         try:
@@ -240,6 +247,7 @@ class LLM:
         sampling: SamplingParams,
         priority: int,
         continues: bool,
+        images: tuple[ImageSpan, ...] = (),
     ) -> GenerationOutput:
         """Queue a prompt's n sequences; with a seed, each sibling gets its own."""
         number = next(self._ids)
@@ -260,7 +268,8 @@ class LLM:
             owner.outputs.append(completion)
             self._streams[request_id] = _Stream(owner, completion, detokenizer)
             now = time.monotonic_ns()
-            self.engine.submit(Request(request_id, token_ids, single, priority, now))
+            request = Request(request_id, token_ids, single, priority, now, images=images)
+            self.engine.submit(request)
         return owner
 
     def _drive(self, owners: list[GenerationOutput], use_tqdm: bool) -> None:

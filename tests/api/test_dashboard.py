@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -23,6 +24,8 @@ from tokenmill.api.telemetry.dashboard_view import DashboardView
 from tokenmill.api.telemetry.history import NUM_SAMPLES, History
 from tokenmill.api.telemetry.prometheus import Recent
 from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.vision_config import VisionConfig
+from vision.pictures import file_of, photo
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>"
 PREFIX = "a prompt that begins alike, " * 8
@@ -269,6 +272,21 @@ def test_the_chat_box_streams(browser: Browser, server: SimServer) -> None:
         page.click("#chat-clear")
         assert page.locator(".said").count() == 0
         assert all("400" in line for line in live.said) and len(live.said) == 1
+
+
+def test_the_chat_box_takes_an_image(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "cat.png"
+    path.write_bytes(file_of(photo(128, 96), "PNG"))
+    with sim_server(vision=VisionConfig()) as server, opened(browser, server) as live:
+        page = live.page
+        page.locator("#picture").wait_for()
+        page.set_input_files("#picture", path)
+        for index, words in enumerate(("say: a cat", "say: a dog")):
+            page.fill("#say", words)
+            page.click("#chat-send")
+            page.locator(".said.model small", has_text="12 image tokens").nth(index).wait_for()
+        assert [p.inner_text() for p in page.locator(".said.model p").all()] == ["a cat", "a dog"]
+        assert text(page, ".said.user small") == "cat.png" and live.said == []
 
 
 def test_a_killed_worker_is_seen(browser: Browser, server: SimServer) -> None:

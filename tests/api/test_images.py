@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from anthropic import Anthropic
 from openai import BadRequestError, OpenAI
 from PIL import Image
 
-from api.sim import MODEL
+from api.sim import MODEL, make_loader, make_tokenizer
 from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
+from tokenmill.__main__ import run
+from tokenmill.api.protocol.images import pixel_limits
+from tokenmill.cli.chat_images import ImagePrompts
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
+from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from vision.pictures import data_url, empty_png, file_of, mutated, photo, seeds
 
@@ -190,9 +195,6 @@ def test_limits_of_pixels(server: SimServer) -> None:
 
 
 def test_detail_low_is_less(folder: Path) -> None:
-    from api.sim import make_loader, make_tokenizer
-    from tokenmill.api.protocol.images import pixel_limits
-
     loader = make_loader(VisionConfig(max_pixels=2**20), make_tokenizer(sees=True))
     assert pixel_limits(loader.processor, "low", None, None).high == 512 * 512
     for detail in ("high", "auto", "original", None):
@@ -209,6 +211,34 @@ def test_kwargs_hold_for_all_images(openai: OpenAI) -> None:
 def test_files_of_the_folder(openai: OpenAI, folder: Path) -> None:
     answer = ask(openai, image((folder / "a.png").as_uri()), text("say: x"))
     assert answer.usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+
+
+def test_chat_with_an_image(
+    server: SimServer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("say: a cat\nsay: a dog\n/reset\nsay: a cow\n"))
+    chat = ["chat", "--max-tokens", "20", "--url", f"{server.url}/v1"]
+    arguments = [*chat, "--image", str(folder / "a.png")]
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == "a cat\na dog\na cow\n"
+    assert run([*arguments[:-1], "none.png"]) == 1
+    assert "--image none.png: No such file" in capsys.readouterr().err
+
+
+def test_prompts_of_a_model_in_this_process() -> None:
+    tokenizer = make_tokenizer(sees=True)
+    loader = make_loader(VisionConfig(), tokenizer)
+    messages = [user(image(), text("hi")), {"role": "assistant", "content": "yes"}]
+    token_ids, spans = ImagePrompts(loader.processor, 1024).encode(tokenizer, messages)
+    (span,) = spans
+    assert span.num_tokens == NUM_TOKENS == token_ids.count(loader.processor.token_id)
+    assert set(token_ids[span.offset : span.end]) == {loader.processor.token_id}
+    with pytest.raises(TokenmillError, match="takes text only"):
+        ImagePrompts(None, 1024).encode(tokenizer, messages)
+    loader.close()
 
 
 WRONG = [

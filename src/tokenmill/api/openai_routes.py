@@ -61,7 +61,9 @@ def create_app(
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
     metrics = ServerMetrics(model)
-    state = ApiState(client, tokenizer, config, model, metrics, Calls(config), tracing)
+    takes_images = images is not None
+    calls = Calls(config)
+    state = ApiState(client, tokenizer, config, model, metrics, calls, tracing, takes_images)
     app = FastAPI(
         title="tokenmill",
         docs_url=None,

@@ -50,6 +50,7 @@ class ApiState:
     metrics: ServerMetrics
     calls: Calls  # of generation
     tracing: Tracing = NO_TRACING
+    takes_images: bool = False
 
     def facts(self) -> ModelFacts:
         """What all workers have in common, now."""

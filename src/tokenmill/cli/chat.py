@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import typer
 
 from tokenmill import console
 from tokenmill.cli import local_chat as local
 from tokenmill.cli import remote_chat as remote
+from tokenmill.cli.chat_images import ImagePrompts, image_parts
 from tokenmill.core.types import SamplingParams, TokenmillError
 from tokenmill.settings import SAMPLING, SETTINGS, Settings
 from tokenmill.settings.options import command
 
 DEFAULTS = {"max-tokens": 1024, "temperature": 0.7}
 PANELS = {
-    "Conversation": (SETTINGS["system"], SETTINGS["url"], SETTINGS["api-key"]),
+    "Conversation": tuple(SETTINGS[key] for key in ("system", "image", "url", "api-key")),
     "Sampling": SAMPLING,
     **local.PANELS,
 }
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer."
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 Source = Callable[[Messages, local.Answer], Iterator[str]]
 
 
@@ -37,26 +39,31 @@ def chat(settings: Settings) -> None:
     tokenmill chat
     tokenmill chat --system "You are a pirate." --temperature 0.9
     tokenmill chat --url http://127.0.0.1:8000/v1
+    tokenmill chat Qwen/Qwen3-VL-4B-Instruct --image photo.jpg
 
     [bold]/reset[/bold] forgets the conversation, [bold]/exit[/bold] or Ctrl-D leaves.
     Ctrl-C stops an answer without leaving.
     """
     sampling = settings.build(SamplingParams)
+    images = image_parts(settings.get("image"))
     source = _remote(settings) if "url" in settings else _local(settings, sampling)
     system = settings.get("system")
     opening: Messages = [{"role": "system", "content": system}] if system else []
     console.note(HELP)
-    _converse(source, opening)
+    _converse(source, opening, images)
 
 
 def _local(settings: Settings, sampling: SamplingParams) -> Source:
     llm = local.load_llm(settings)
     from tokenmill.cli.chat_channels import Channels
+    from tokenmill.vision.processor import load_processor
+
+    prompts = ImagePrompts(load_processor(llm.path), llm.built.max_model_len)
 
     def source(messages: Messages, answer: local.Answer) -> Iterator[str]:
-        prompt = llm.tokenizer.encode_chat(messages)
+        prompt, images = prompts.encode(llm.tokenizer, messages)
         channels = Channels.of(llm.tokenizer, prompt)
-        return local.stream(llm, prompt, sampling, answer, channels)
+        return local.stream(llm, prompt, sampling, answer, channels, images)
 
     return source
 
@@ -69,7 +76,8 @@ def _remote(settings: Settings) -> Source:
     return server.stream
 
 
-def _converse(source: Source, opening: Messages) -> None:
+def _converse(source: Source, opening: Messages, images: Messages) -> None:
+    """Answer line by line; the first message of a conversation has the images."""
     messages = list(opening)
     while (line := _read_line()) is not None:
         if line in ("/exit", "/quit"):
@@ -80,12 +88,14 @@ def _converse(source: Source, opening: Messages) -> None:
         elif line.startswith("/"):
             console.note(HELP)
         elif line:
-            _answer(source, messages, line)
+            first = len(messages) == len(opening)
+            _answer(source, messages, line, images if first else [])
 
 
-def _answer(source: Source, messages: Messages, question: str) -> None:
+def _answer(source: Source, messages: Messages, question: str, images: Messages) -> None:
     """Stream one answer; a question that fails is taken out of the conversation again."""
-    messages.append({"role": "user", "content": question})
+    content = [*images, {"type": "text", "text": question}] if images else question
+    messages.append({"role": "user", "content": content})
     answer = local.Answer()
     try:
         for text in source(messages, answer):

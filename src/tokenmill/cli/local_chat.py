@@ -19,6 +19,7 @@ from tokenmill.core.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, PARALLEL, SCHEDULER, SETTINGS, Settings
@@ -91,6 +92,7 @@ def stream(
     sampling: SamplingParams,
     answer: Answer,
     channels: Channels | None = None,
+    images: tuple[ImageSpan, ...] = (),
 ) -> Iterator[str]:
     """Text as it is generated; Ctrl-C ends the answer between two steps, never inside one.
 
@@ -98,7 +100,7 @@ def stream(
     """
     answer.num_prompt_tokens = len(token_ids)
     with _interrupt_flag() as interrupted:
-        for text, output in llm.stream(token_ids, sampling):
+        for text, output in llm.stream(token_ids, sampling, images):
             completion = output.outputs[0]
             new_ids = completion.token_ids[answer.times.num_tokens :]
             if new_ids:

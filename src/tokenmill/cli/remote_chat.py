@@ -33,7 +33,7 @@ class Server:
         self._sampling = sampling
         self._model = model or self._first_model()
 
-    def stream(self, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
+    def stream(self, messages: list[dict[str, Any]], answer: Answer) -> Iterator[str]:
         """Text as it arrives; leaving early closes the connection, which aborts the request."""
         body = {
             "model": self._model,

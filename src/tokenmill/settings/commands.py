@@ -295,6 +295,13 @@ SIMULATE = (
 )
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
+    Setting(
+        "image",
+        "Image file, or its URL with --url, for the first message; repeatable.",
+        TEXT,
+        repeated=True,
+        default=(),
+    ),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
     Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
     Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),

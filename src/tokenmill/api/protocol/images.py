@@ -18,7 +18,7 @@ from tokenmill.api.protocol.requests import (
     ToolMessage,
     UserMessage,
 )
-from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.images import ImageInput
 from tokenmill.core.types import ImageError, InvalidRequestError
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import LOW_DETAIL_PIXELS, ImageProcessor, PixelLimits
@@ -117,29 +117,6 @@ async def load_images(
             raise image
         images.append(image)
     return images
-
-
-def place_images(
-    token_ids: list[int], images: Sequence[ImageInput], processor: ImageProcessor
-) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """The prompt with as many placeholders as each image has tokens, and where they stand."""
-    places = [index for index, token in enumerate(token_ids) if token == processor.token_id]
-    if len(places) != len(images):
-        raise InvalidRequestError(
-            f"messages: the prompt has {len(places)} placeholders for {len(images)} images; leave "
-            "the model's image tokens out of the text, and send images as parts of their own",
-            "messages",
-        )
-    expanded: list[int] = []
-    spans: list[ImageSpan] = []
-    begin = 0
-    for place, image in zip(places, images, strict=True):
-        expanded += token_ids[begin:place]
-        num_tokens = image.num_tokens(processor.merge)
-        spans.append(ImageSpan(len(expanded), num_tokens, image))
-        expanded += [processor.token_id] * num_tokens
-        begin = place + 1
-    return expanded + token_ids[begin:], tuple(spans)
 
 
 def mark_images(message: dict[str, Any]) -> None:

@@ -13,12 +13,7 @@ import msgspec
 
 from tokenmill.api.errors import context_exceeded
 from tokenmill.api.protocol.decoding import IgnoredFields
-from tokenmill.api.protocol.images import (
-    load_images,
-    mark_images,
-    place_images,
-    wanted_images,
-)
+from tokenmill.api.protocol.images import load_images, mark_images, wanted_images
 from tokenmill.api.protocol.output import MakeReader, Prompt, harmony_effort, plan_output
 from tokenmill.api.protocol.requests import (
     INT64_MAX,
@@ -48,6 +43,7 @@ from tokenmill.text.harmony import one_call_per_message
 from tokenmill.text.output_style import knows_tools, resolve_style
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
+from tokenmill.vision.placing import place_images
 from tokenmill.workers.messages import ModelFacts
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread

@@ -112,4 +112,5 @@ def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
         tpot_ms=metrics.recent_tpot_ms.summary(),
         engine=client.known_stats(),
         pool=client.view(decisions),
+        takes_images=state.takes_images,
     )

@@ -57,5 +57,6 @@ class DashboardView(msgspec.Struct, frozen=True):
     tpot_ms: dict[str, float]
     engine: EngineStats  # the sums over all workers, as they last told
     pool: PoolView
+    takes_images: bool = False
     history: list[Sample] = []
     events: list[Event] = []

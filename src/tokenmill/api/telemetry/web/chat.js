@@ -5,6 +5,7 @@ import { time } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
 const talk = byId("talk"), form = byId("chat-form"), say = byId("say");
+const picture = byId("picture");
 const send = byId("chat-send"), stop = byId("chat-stop");
 let messages = []; // of the conversation, as the server wants them
 let running = null; // an AbortController while an answer comes
@@ -86,21 +87,44 @@ function figures(started, first, ended, usage) {
   if (first === null || usage === null) return "no text";
   const count = usage.completion_tokens, cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const rate = count > 1 ? ` · ${(1000 * (count - 1) / (ended - first)).toFixed(1)} tok/s` : "";
+  const seen = usage.prompt_tokens_details?.image_tokens;
+  const images = seen ? ` · ${seen} image tokens` : "";
   const known = cached ? ` · ${cached} of ${usage.prompt_tokens} prompt tokens cached` : "";
-  return `${count} tokens · first after ${time(first - started)}${rate}${known}`;
+  return `${count} tokens · first after ${time(first - started)}${rate}${images}${known}`;
+}
+
+/* The file that was chosen as a data: URL; null without one. */
+function chosen() {
+  const file = picture.files[0];
+  if (!file) return Promise.resolve(null);
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve({ name: file.name, url: reader.result });
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+/* What is said, with the image before it. */
+function spoken(text, image) {
+  if (image === null) return text;
+  const part = { type: "image_url", image_url: { url: image.url } };
+  return [part, { type: "text", text }];
 }
 
 export function startChat(authorization) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const content = say.value.trim();
-    if (!content || running) return;
+    const words = say.value.trim();
+    if (!words || running) return;
     const controller = new AbortController();
     busy(controller);
     const conversation = messages;
-    conversation.push({ role: "user", content });
-    bubble("user", content);
-    say.value = "";
+    const image = await chosen().catch(() => null);
+    conversation.push({ role: "user", content: spoken(words, image) });
+    const asked = bubble("user", words);
+    if (image !== null) asked.append(el("small", "", image.name));
+    say.value = picture.value = "";
     const item = bubble("model", "");
     try {
       await answer(item, conversation, authorization(), controller.signal);

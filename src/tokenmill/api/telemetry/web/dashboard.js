@@ -69,6 +69,7 @@ function drawHead(data) {
   set(byId("model"), data.model);
   document.title = `${data.model} · tokenmill`;
   byId("model").dataset.name = data.model;
+  byId("picture-row").hidden = !data.takes_images;
   const engine = [`${data.dtype} on ${data.device}`, `context ${num(data.max_model_len)}`, `blocks of ${data.block_size} tokens`];
   const facts = [
     ...(data.dtype ? engine : []), plural(pool.workers.length, data.dtype ? "worker" : "backend"), ...(pool.workers.length > 1 ? [`router ${pool.router}`] : []), `up ${duration(data.uptime_s)}`,

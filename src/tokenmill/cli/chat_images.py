@@ -1,0 +1,83 @@
+"""Images of `tokenmill chat`: as parts of a message, and as a prompt of a model in this process."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.types import ImageError, TokenmillError
+from tokenmill.core.vision_config import VisionConfig
+
+if TYPE_CHECKING:
+    from tokenmill.text.tokenizer import Tokenizer
+    from tokenmill.vision.processor import ImageProcessor
+
+Messages = list[dict[str, Any]]
+
+
+def image_parts(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Files, or URLs as they are, as the parts of a message."""
+    return [{"type": "image_url", "image_url": {"url": _url(file)}} for file in files]
+
+
+def _url(file: str) -> str:
+    if file.startswith(("http://", "https://", "data:")):
+        return file
+    try:
+        data = Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise TokenmillError(f"--image {file}: {error.strerror}") from None
+    kind = mimetypes.guess_type(file)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+class ImagePrompts:
+    """Prompts with images for a model in this process; each image is made once."""
+
+    def __init__(self, processor: ImageProcessor | None, max_tokens: int) -> None:
+        self._processor = processor
+        self._max_tokens = max_tokens
+        self._made: dict[str, ImageInput] = {}
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Messages
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """The tokens of a conversation, and its images."""
+        urls: list[str] = []
+        marked = [message | {"content": _marked(message["content"], urls)} for message in messages]
+        if urls and self._processor is None:
+            raise TokenmillError("--image: this model takes text only")
+        token_ids = tokenizer.encode_chat(marked)
+        if self._processor is None:
+            return token_ids, ()
+        from tokenmill.vision.placing import place_images
+
+        return place_images(token_ids, [self._image(url) for url in urls], self._processor)
+
+    def _image(self, url: str) -> ImageInput:
+        from tokenmill.vision.sources import ImageSources
+
+        assert self._processor is not None
+        config = VisionConfig()
+        try:
+            if url not in self._made:
+                data = ImageSources(config).read(url)
+                limits = self._processor.limits
+                image = self._processor.process(data, limits, config.max_area, self._max_tokens)
+                self._made[url] = image
+        except ImageError as error:
+            raise TokenmillError(f"--image: the image cannot be used: {error}") from None
+        return self._made[url]
+
+
+def _marked(content: Any, urls: list[str]) -> Any:
+    """The content with its images as templates know them; their URLs are noted."""
+    if isinstance(content, str):
+        return content
+    images = [part for part in content if part["type"] == "image_url"]
+    urls += [part["image_url"]["url"] for part in images]
+    return [{"type": "image"} if part in images else part for part in content]
