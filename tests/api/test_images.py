@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import random
 import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from api.sim import MODEL, make_loader, make_tokenizer
 from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from tokenmill.__main__ import run
 from tokenmill.api.protocol.images import pixel_limits
+from tokenmill.bench.client.synthetic_images import synthetic_image
 from tokenmill.cli.chat_images import ImagePrompts
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import TokenmillError
@@ -239,6 +241,37 @@ def test_prompts_of_a_model_in_this_process() -> None:
     with pytest.raises(TokenmillError, match="takes text only"):
         ImagePrompts(None, 1024).encode(tokenizer, messages)
     loader.close()
+
+
+def test_a_benchmark_with_images(
+    server: SimServer, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*("--url", f"{server.url}/v1", "--num-requests", "4", "--warmup-requests", "0")]
+    flags += ["--concurrency", "2", "--output-len", "2", "--no-audit", "--processes", "1"]
+    assert run(["bench", "endpoint", *flags, "--images", "2", "--image-size", "128x64"]) == 0
+    out = capsys.readouterr().out
+    point = json.loads(out.splitlines()[-1])["points"][0]
+    assert (point["num_completed"], point["num_image_tokens"]) == (4, 4 * 2 * 8)
+    assert "image tokens" in out
+    lines = [{"prompt": "count: 2", "images": ["a.png"]}, {"messages": [user(image())]}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--json-only"]
+    assert run(["bench", "endpoint", *flags, *prompts]) == 0
+    point = json.loads(capsys.readouterr().out.splitlines()[-1])["points"][0]
+    assert point["num_image_tokens"] == 4 * NUM_TOKENS
+    assert run(["bench", "endpoint", *flags, "--images", "1", "--api", "completions"]) != 0
+    assert "--images are parts of a chat" in capsys.readouterr().err
+    assert run(["bench", "endpoint", *flags, "--image-size", "12"]) != 0
+    assert "WIDTHxHEIGHT" in capsys.readouterr().err
+
+
+def test_synthetic_images_are_images_of_their_number() -> None:
+    one, same, other = (synthetic_image("k", number, (50, 70)) for number in (1, 1, 2))
+    assert one == same != other
+    with Image.open(BytesIO(base64.b64decode(one.partition(",")[2]))) as picture:
+        assert (picture.size, picture.mode) == ((50, 70), "RGB")
+        colours = picture.getpixel((0, 0)), picture.getpixel((15, 15)), picture.getpixel((16, 0))
+    assert colours[0] == colours[1] != colours[2]
 
 
 WRONG = [

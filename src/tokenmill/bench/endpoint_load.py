@@ -81,7 +81,14 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
         rows = UNIFORM_ROWS if source.startswith("uniform:") else None
         wanted = BenchConfig(lengths=source, num_prompts=rows, output_len=output_len)
         lengths = make_cells(wanted)[0].lengths
-    return Synthetic(lengths, 0, config.turns, config.shared_prefix, config.num_prefixes)
+    return Synthetic(
+        lengths,
+        num_turns=config.turns,
+        prefix_len=config.shared_prefix,
+        num_prefixes=config.num_prefixes,
+        num_images=config.images,
+        image_size=config.image_size,
+    )
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenmill.core.flags import (
+    IMAGE_SIZE,
     SECONDS,
     count,
     number,
@@ -111,12 +112,18 @@ class EndpointConfig:
         "Requests that must keep --goodput in --saturate.",
         number(1, 100, "PERCENT"),
     )
-    prompts: str | None = setting(None, 'JSONL file of {"prompt": ...} or {"messages": ...}.')
+    prompts: str | None = setting(
+        None, 'JSONL file of {"prompt": ..., "images": [...]} or {"messages": ...}.'
+    )
     trace: str | None = setting(None, "Mooncake trace: its times, lengths and shared prefixes.")
     trace_speed: float = setting(
         1.0,
         "Speed of the replay; 2 is twice as fast.",
         number(1e-6, math.inf),
+    )
+    images: int = setting(0, "Synthetic images of every request (--api chat).", count(0, 1000))
+    image_size: tuple[int, int] = setting(
+        (1024, 1024), "Width and height of synthetic images.", IMAGE_SIZE
     )
     turns: int = setting(1, "Turns of a conversation; 1: single requests.", count(1))
     shared_prefix: int = setting(0, "Tokens that prompts have in common.", count(0))

@@ -128,6 +128,13 @@ def _read_relaxed(value: Any) -> str:
     return str(value)
 
 
+def _read_image_size(value: Any) -> tuple[int, int]:
+    width, height = (int(part) for part in str(value).lower().split("x"))
+    if not min(width, height) >= 1 or max(width, height) > 16_384:
+        raise ValueError(value)
+    return width, height
+
+
 def _read_polynomial(value: Any) -> tuple[float, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if len(parts) != 3:
@@ -138,6 +145,7 @@ def _read_polynomial(value: Any) -> tuple[float, ...]:
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
 KEYS = Kind(_read_text, "keys separated by commas, none of them empty", "KEY,...")
 POLYNOMIAL = Kind(_read_polynomial, "three numbers A,B,C for A x^2 + B x + C", "A,B,C")
+IMAGE_SIZE = Kind(_read_image_size, "WIDTHxHEIGHT in pixels, such as 1024x1024", "WxH")
 RELAXED = Kind(_read_relaxed, "TOP:DELTA, a whole number and a probability", "TOP:DELTA")
 SWITCH = Kind(_read_switch, "true or false", "")
 SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenmill.bench.client.arrivals import Load, planned_times, shard_slots, slot_delays
 from tokenmill.bench.client.connections import CANCELLED, Client
-from tokenmill.bench.client.datasets import Dataset, Message, Session
+from tokenmill.bench.client.datasets import Dataset, Message, Session, Turn
 from tokenmill.bench.client.progress import DONE, FAILED, NUM_COUNTERS, OPEN, TOKENS, observe
 from tokenmill.bench.client.records import Record, Target, request_body, write_records
 from tokenmill.core.metrics import RequestTimes
@@ -147,7 +147,7 @@ class Issuer:
         if session.system and self.task.target.api == "chat":
             history.append({"role": "system", "content": session.system})
         for number, turn in enumerate(session.turns):
-            content = self._content(session, history, turn.content)
+            content = self._content(session, history, turn)
             body = request_body(self.task.target, content, turn.max_tokens)
             record = Record(index, number, planned_ns, max_tokens=turn.max_tokens)
             await self._call(record, body)
@@ -155,13 +155,12 @@ class Issuer:
                 return
             planned_ns = record.end_ns
             if len(session.turns) > 1:
-                history += _said(turn.content, record)
+                history += _said(turn, record)
 
-    def _content(
-        self, session: Session, history: list[Message], content: str | list[Message]
-    ) -> str | list[Message]:
-        if isinstance(content, str) and history:
-            return [*history, {"role": "user", "content": content}]
+    def _content(self, session: Session, history: list[Message], turn: Turn) -> str | list[Message]:
+        content = turn.content
+        if isinstance(content, str) and (history or turn.images):
+            return [*history, {"role": "user", "content": turn.spoken}]
         if isinstance(content, str) and session.system:
             return f"{session.system} {content}"
         return content
@@ -196,8 +195,9 @@ def take_ticket(tickets: Any, pass_size: int, is_over: bool) -> int | None:
         return index
 
 
-def _said(content: str | list[Message], record: Record) -> list[Message]:
-    asked = [{"role": "user", "content": content}] if isinstance(content, str) else content
+def _said(turn: Turn, record: Record) -> list[Message]:
+    content = turn.content
+    asked = [{"role": "user", "content": turn.spoken}] if isinstance(content, str) else content
     return [*asked, {"role": "assistant", "content": record.text or ""}]
 
 

@@ -110,6 +110,7 @@ class Exchange:
         record.total_tokens = usage.total_tokens
         if usage.prompt_tokens_details is not None:
             record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+            record.image_tokens = usage.prompt_tokens_details.image_tokens
 
     def fail(self, error: str, detail: str = "") -> None:
         """The first error counts."""

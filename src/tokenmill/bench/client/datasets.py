@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from tokenmill.bench.client.synthetic_images import given_images, synthetic_image
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS, TraceRequest
 
@@ -43,6 +44,15 @@ class Turn:
 
     content: str | list[Message]
     max_tokens: int | None = None
+    images: tuple[str, ...] = ()  # URLs; they stand before the text
+
+    @property
+    def spoken(self) -> str | list[Message]:
+        """The content of the user's message."""
+        if not self.images:
+            return self.content
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return [*parts, {"type": "text", "text": self.content}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,8 @@ class Synthetic:
     num_turns: int = 1
     prefix_len: int = 0
     num_prefixes: int = 1
+    num_images: int = 0  # of every turn
+    image_size: tuple[int, int] = (0, 0)  # width and height
 
     size: ClassVar[int | None] = None
     units_per_token: ClassVar[float] = 1.0
@@ -146,7 +158,10 @@ class Synthetic:
 
     def _turn(self, number: int, key: str) -> Turn:
         input_len, output_len = self.lengths[number % len(self.lengths)]
-        return Turn(words(f"{key}/{self.seed}", number, input_len), output_len)
+        text = words(f"{key}/{self.seed}", number, input_len)
+        numbers = range(number * self.num_images, (number + 1) * self.num_images)
+        images = [synthetic_image(f"{key}/{self.seed}", n, self.image_size) for n in numbers]
+        return Turn(text, output_len, tuple(images))
 
     def _prefix(self, index: int) -> str:
         if not self.prefix_len:
@@ -194,7 +209,8 @@ class Prompts:
 
     def parts(self, index: int) -> list[Part]:
         number, place = divmod(index, len(self.turns))
-        text = whole_text(self.turns[place].content)
+        turn = self.turns[place]
+        text = "".join(turn.images) + whole_text(turn.content)
         chunks: list[Part] = [
             (text[at : at + CHUNK], len(text[at : at + CHUNK])) for at in range(0, len(text), CHUNK)
         ]
@@ -357,17 +373,24 @@ def fresh(dataset: Dataset, seed: int) -> Dataset:
 
 
 def read_prompts(path: Path, output_len: int | None = None) -> Prompts:
-    """Lines of {"prompt": TEXT} or {"messages": [...]}, with "output_len" or "max_tokens"."""
-    return Prompts(tuple(_prompt(line, where, output_len) for line, where in _json_lines(path)))
+    """Lines of {"prompt": TEXT} or {"messages": [...]}, with "output_len" or "max_tokens".
+
+    A prompt may have "images": files, relative to the file, or URLs.
+    """
+    lines = _json_lines(path)
+    return Prompts(tuple(_prompt(line, where, output_len, path.parent) for line, where in lines))
 
 
-def _prompt(line: Any, where: str, output_len: int | None) -> Turn:
+def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> Turn:
     found = line if isinstance(line, dict) else {}
     content = found.get("prompt") or found.get("messages")
     limit = output_len or found.get("output_len") or found.get("max_tokens")
     if not isinstance(content, str | list) or not isinstance(limit, int | None):
         raise BenchError(f'{where}: expected {{"prompt": TEXT}} or {{"messages": [...]}}')
-    return Turn(content, limit)
+    images = given_images(found.get("images") or found.get("image"), folder, where)
+    if images and not isinstance(content, str):
+        raise BenchError(f'{where}: "images" go with "prompt"; put them into "messages" as parts')
+    return Turn(content, limit, images)
 
 
 def _json_lines(path: Path) -> list[tuple[Any, str]]:

@@ -55,6 +55,7 @@ class PromptDetails(msgspec.Struct, gc=False):
     """What a server says of the prompt's tokens."""
 
     cached_tokens: int | None = None
+    image_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -92,6 +93,7 @@ class Record(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
     total_tokens: int | None = None
     cached_tokens: int | None = None  # of the prompt, where the server says so
+    image_tokens: int | None = None  # the same
     counted_tokens: int | None = None  # by a tokenizer
     num_bytes: int = 0  # of the output text
     status: int = 0

@@ -226,6 +226,8 @@ def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Partial:
         "outputs_s": outputs * per_second,
         "tokens_per_output": output / outputs if outputs else 0.0,
     }
+    if any(r.image_tokens for r in whole):
+        report["num_image_tokens"] = sum(r.image_tokens or 0 for r in whole)
     if whole and seconds:
         begin_ns = min(r.sent_ns for r in whole)
         rates = window_rates(whole, begin_ns, seconds, stream, NUM_WINDOWS)

@@ -85,6 +85,7 @@ CLASHES = (
     ("prompts", "trace"),
     *((one, other) for one in ("prompts", "trace") for other in ("lengths", "input-len")),
     *((one, other) for one in ("prompts", "trace") for other in ("turns", "shared-prefix")),
+    *((one, other) for one in ("prompts", "trace") for other in ("images", "image-size")),
 )
 
 
@@ -101,6 +102,7 @@ def endpoint(settings: Settings) -> None:
     tokenmill bench endpoint --url URL --rate 4 --duration 60 --goodput ttft:500,tpot:50
     tokenmill bench endpoint --url URL --saturate --goodput ttft:500,tpot:50
     tokenmill bench endpoint --url URL --trace mooncake.jsonl --output-dir results
+    tokenmill bench endpoint --url URL --images 1 --image-size 1024x1024
     tokenmill bench endpoint --url URL --gpus 8 --price-per-gpu-hour 3
     """
     config = settings.build(EndpointConfig)
@@ -174,6 +176,8 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
         raise SettingsError("a price needs both --gpus and --price-per-gpu-hour")
     if config.turns > 1 and config.api != "chat":
         raise SettingsError("--turns are turns of a chat: they need --api chat")
+    if config.images and config.api != "chat":
+        raise SettingsError("--images are parts of a chat: they need --api chat")
     if config.burst_size > 1 and config.arrival != "burst":
         raise SettingsError("--burst-size goes with --arrival burst")
     if config.saturate:

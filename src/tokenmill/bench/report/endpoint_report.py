@@ -201,6 +201,9 @@ def _tiles(point: PointReport) -> list[Tile]:
             tiles.append(Tile(f"{label_of(name)}, median", *ms_parts(figures["p50"]), tail))
     if users := point.get("tok_s_user"):
         tiles.append(Tile("Interactivity", short(users), "tok/s/user", USERS))
+    if seen := point.get("num_image_tokens"):
+        prompt = f"of {point['num_prompt_tokens']:,} prompt tokens"
+        tiles.append(Tile("Image tokens", f"{seen:,}", "", prompt))
     share = failed / (failed + point["num_completed"]) if failed else 0.0
     note = f"{point['num_completed']:,} answered" + (f", {failed:,} failed" if failed else "")
     tiles.append(Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good"))

@@ -33,6 +33,8 @@ def points_table(points: Sequence[PointReport]) -> list[list[str]]:
         "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
         "tok/s/user": lambda p: _marked(p, "tpot_ms", USER_PERCENTILE, cell(p.get("tok_s_user"))),
     }
+    if any("num_image_tokens" in point for point in points):
+        columns["image tokens"] = lambda p: f"{p.get('num_image_tokens', 0):,}"
     if any("goodput" in point for point in points):
         columns["good share"] = lambda p: f"{p['goodput']['good_share']:.1%}"
         columns["good requests/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
