@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import Request, StepResult
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.engine.engine import LanguageEngine
@@ -158,11 +159,10 @@ class ScriptRunner(SimRunner):
         return self._token_ids
 
 
-class SeeingEngine(LanguageEngine):
-    """Takes images, and answers as if it had none."""
-
-    def _refusal(self, request: Request) -> tuple[str, str] | None:
-        return super()._refusal(replace(request, images=()))
+def make_vision(tokenizer: Tokenizer) -> VisionSpec:
+    """An encoder with the patches of make_loader(), which never runs."""
+    start, image, end = (tokenizer.encode(t, add_special_tokens=False)[0] for t in IMAGE_TOKENS)
+    return VisionSpec(1, 64, 64, 2, 3, 16, 2, 2, 64, 8, (), (4, 2, 2), image, start, end)
 
 
 def run_sim_worker(
@@ -200,8 +200,9 @@ def run_sim_worker(
     grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
     assert "torch" not in sys.modules, "importing torch is longer than all else that a start does"
     runner = ScriptRunner(tokenizer, step_ms, prefill_ms, cache)
-    engine = SeeingEngine if sees else LanguageEngine
-    run_worker(engine(scheduler, runner, grammar, kv=kv), address, facts, kv)
+    vision = make_vision(tokenizer) if sees else None
+    engine = LanguageEngine(scheduler, runner, grammar, kv=kv, vision=vision)
+    run_worker(engine, address, facts, kv)
 
 
 def worker_argv(
