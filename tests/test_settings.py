@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,14 @@ def test_a_command_may_read_a_setting_in_its_own_way(tmp_path: Path) -> None:
     assert found.values == {"gpus": (1, 2)}
     with pytest.raises(SettingsError, match="TOKENMILL_GPUS must be a whole number"):
         load({"gpus": None}, environ=environ)
+
+
+def test_no_key_is_declared_twice() -> None:
+    """Of two settings with one key the second would take the place of the first everywhere."""
+    groups = [value for value in vars(settings_module).values() if isinstance(value, tuple)]
+    groups += [
+        value for value in vars(settings_module.commands).values() if isinstance(value, tuple)
+    ]
+    declared = {id(s): s for group in groups for s in group if isinstance(s, Setting)}
+    keys = Counter(s.key for s in declared.values())
+    assert [key for key, number in keys.items() if number > 1] == []

@@ -47,7 +47,7 @@ MTP = (
     Setting("depths", "Numbers of drafts to measure (1,2,3).", numbers(read_int, 1, "N[,N...]")),
     Setting("batch", "Prompts that are answered at once.", count(1), default=1),
     Setting(
-        "prompts",
+        "prompt-kind",
         "Questions, or documents that the answers repeat much of.",
         one_of("chat", "documents"),
         default="chat",

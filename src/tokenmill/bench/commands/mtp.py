@@ -54,7 +54,7 @@ def mtp(settings: Settings) -> None:
     tokenmill bench mtp
     tokenmill bench mtp --depths 2 --batch 8 --rounds 5
     tokenmill bench mtp --draft head.safetensors --num-prompts 8
-    tokenmill bench mtp --draft ngram --prompts documents --depths 4,8
+    tokenmill bench mtp --draft ngram --prompt-kind documents --depths 4,8
     """
     from tokenmill.engine.drafts.drafting import FixedDrafting
 
@@ -63,7 +63,7 @@ def mtp(settings: Settings) -> None:
     max_tokens = config.output_len or DEFAULT_TOKENS
     model = settings.build(ModelConfig)
     path = model_path(model)
-    kind = settings.get("prompts")
+    kind = settings.get("prompt-kind")
     prompts = _prompts(path, kind, config.num_prompts)
     model = replace(model, model=str(path))
     built = _build(settings, model, depths[-1], batch)
