@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tokenmill.bench.roofline import (
     Machine,
     Setup,
     min_decode_steps,
+    min_weight_bytes,
     roofline,
     step_weight_bytes,
 )
@@ -172,6 +174,25 @@ def test_a_step_reads_the_experts_that_its_tokens_hit() -> None:
     roof = roofline(cell, spec, Setup("bf16", "bf16", **ROOMY), machine)
     cache = 3 * (11 + 12 + 13 + 14) * spec.kv_bytes_per_token(2)
     assert roof.bytes_read == pytest.approx(4 * step_weight_bytes(spec, "bf16", 3) + cache)
+
+
+def test_no_schedule_reads_fewer_weights_than_the_bound() -> None:
+    """Requests of very different lengths, in order of arrival, so many at a time as may run."""
+    spec, source = spec_of(MOE), random.Random(3)
+    for _ in range(50):
+        lens = [1 + int(source.expovariate(0.2)) for _ in range(source.randrange(1, 20))]
+        cell = Cell("m", tuple((5, length) for length in lens))
+        setup = Setup("bf16", "bf16", source.randrange(1, 25), 10**9)
+        waiting, running, read, steps = [length - 1 for length in lens], [], 0.0, 0
+        while waiting or running:
+            while waiting and len(running) < setup.max_num_seqs:
+                running.append(waiting.pop(0))
+            running = [left for left in running if left]
+            read += step_weight_bytes(spec, "bf16", len(running)) if running else 0.0
+            steps, running = steps + 1, [left - 1 for left in running]
+        fewest = min_decode_steps(cell, spec, setup.max_num_seqs, setup.kv_tokens)
+        assert fewest <= steps
+        assert min_weight_bytes(cell, spec, setup, fewest) <= read * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ Linear layers run at the GEMM rate of their type or read their weights once a st
 at the rate of the KV cache's type or reads the cache. Norms, sampling and Python are free here.
 
 Of E experts, k for each token, a step of B tokens reads E * (1 - (1 - k / E) ** B): as many as are
-hit when tokens choose evenly, B being the mean batch. Skewed routing reads less.
+hit when tokens choose evenly. Skewed routing reads less.
 
 Accepted drafts save steps. Making drafts and verifying rejected ones costs nothing here.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 from tokenmill.bench.workload import Cell
@@ -80,9 +81,8 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     decode_flops = decode_seen * spec.seen_flops(decode=True)
     seen_bytes = spec.num_kv_heads * sum(spec.cache_dims) * BYTES[setup.kv_dtype]
     steps = min_decode_steps(cell, spec, setup.max_num_seqs, setup.kv_tokens)
-    steps /= setup.tokens_per_step
-    weight_bytes = step_weight_bytes(spec, setup.dtype, num_decoded / steps) if steps else 0.0
-    weights_s = steps * weight_bytes / machine.read_bytes_per_s
+    weights_s = min_weight_bytes(cell, spec, setup, steps) / machine.read_bytes_per_s
+    steps, weights_s = steps / setup.tokens_per_step, weights_s / setup.tokens_per_step
     cache_s = decode_seen / setup.tokens_per_step * seen_bytes / machine.read_bytes_per_s
 
     prefill_s = cell.num_input_tokens * layers_s + cell.num_prompts * head / head_rate
@@ -122,6 +122,24 @@ def min_decode_steps(cell: Cell, spec: ModelSpec, max_num_seqs: int, kv_tokens: 
     seen = spec.attended_positions
     held = sum(seen(i + o - 1) - seen(i) for i, o in cell.lengths) / spec.num_layers
     return max(num_decoded / max_num_seqs, max(cell.output_lens) - 1, held / kv_tokens)
+
+
+def min_weight_bytes(cell: Cell, spec: ModelSpec, setup: Setup, steps: float) -> float:
+    """Bytes of weights that the decode steps read at least.
+
+    More tokens read more experts, but ever fewer for each: uneven steps read least. None are more
+    uneven than those of requests that all begin at once; nor than full steps, the others having one
+    sequence each. Each bounds what the other leaves out: the limit on sequences, or their lengths.
+    """
+    read = functools.cache(functools.partial(step_weight_bytes, spec, setup.dtype))
+    lens = sorted(cell.output_lens)
+    spans = zip([1, *lens], lens, strict=False)
+    together = sum((b - a) * read(len(lens) - i) for i, (a, b) in enumerate(spans) if b > a)
+    most = min(setup.max_num_seqs, cell.num_prompts)
+    if most < 2:
+        return max(together, steps * read(1)) if steps else 0.0
+    full = (cell.num_output_tokens - cell.num_prompts - steps) / (most - 1)
+    return max(together, full * read(most) + (steps - full) * read(1))
 
 
 def step_weight_bytes(spec: ModelSpec, dtype: str, num_tokens: float) -> float:
