@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeVar
 
 from fastapi import Request
@@ -20,6 +21,7 @@ from tokenmill.core.config import ServerConfig
 # A body over the limit is read on and dropped up to this many times the limit: a client that is
 # still sending when the connection is closed would not see the answer.
 DISCARD_FACTOR = 8
+NO_KEY = "none"  # who pays where calls need no key
 
 T = TypeVar("T")
 
@@ -40,8 +42,17 @@ def authorizer(config: ServerConfig) -> Callable[[Request], None]:
 def note_key(scope: Scope, config: ServerConfig, number: int) -> None:
     """Have the call's log line tell keys apart without telling them."""
     if config.api_keys and config.log_requests:
-        digest = hashlib.sha256(config.api_keys[number].encode())
-        record_of(scope).key_hash = digest.hexdigest()[:8]
+        record_of(scope).key_hash = account_name(config, number)
+
+
+def account_name(config: ServerConfig, number: int) -> str:
+    """Who pays: a hash of the key with this number, which tells keys apart without telling them."""
+    return _hash(config.api_keys[number]) if config.api_keys else NO_KEY
+
+
+@cache
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:8]
 
 
 def wrong_key() -> ApiError:

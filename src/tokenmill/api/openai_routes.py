@@ -60,7 +60,7 @@ def create_app(
     """
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
-    metrics = ServerMetrics(model)
+    metrics = ServerMetrics(model, config.price_per_gpu_hour)
     takes_images = images is not None
     calls = Calls(config)
     state = ApiState(client, tokenizer, config, model, metrics, calls, tracing, takes_images)
@@ -92,12 +92,13 @@ def _check_model(name: str | None, state: ApiState) -> None:
 
 def _usage_in(call: GenerationRequest) -> UsageIn:
     options = call.stream_options
+    otherwise: UsageIn = "end" if call.include_receipt else "none"  # a receipt stands in usage
     if options is None:
-        return "none"
+        return otherwise
     if not call.stream:
         raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
     if not options.include_usage:
-        return "none"
+        return otherwise
     return "every" if options.continuous_usage_stats else "end"
 
 
@@ -197,7 +198,9 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
 
     async def metrics() -> bytes:
         client = state.client
-        return state.metrics.render(await client.stats(), client.num_restarts, client.view())
+        stats = await client.stats()
+        state.metrics.accounts = client.accounts()
+        return state.metrics.render(stats, client.num_restarts, client.view())
 
     service = Service(service="tokenmill", version=__version__)
     add_operations(app, state.calls, fault, metrics, service)

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tokenmill.api.access import Calls
+from tokenmill.api.access import Calls, account_name
 from tokenmill.api.call import GONE, record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
 from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.receipts import receipt_of
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.request_trace import CallTrace
 from tokenmill.api.telemetry.tracing import NO_TRACING, OPERATIONS, Tracing
@@ -27,6 +28,7 @@ from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.output_stream import OutputStream, StreamClosedError
 from tokenmill.workers.pool import WorkerPool
 
+RECEIPT_TIMEOUT_S = 10.0
 JSON_HEADERS = [(b"content-type", b"application/json")]
 SSE_START: Message = {
     "type": "http.response.start",
@@ -135,7 +137,8 @@ class GenerationResponse(Response):
         try:
             self._state.admit(self._key, len(self._job.requests))
             requests, traces = self._job.requests, trace.requests(self._job)
-            stream = self._state.client.submit(requests, traces, self._job.hash_inputs)
+            account = account_name(self._state.config, self._key)
+            stream = state.client.submit(requests, traces, self._job.hash_inputs, account)
         except (ApiError, WorkerDownError) as refused:
             error = _as_api_error(refused)
             trace.end(generation.usage(), [], error)
@@ -184,7 +187,8 @@ class GenerationResponse(Response):
                 body = b""
             deltas = generation.advance(await stream.get())
         self._abort_stopped(generation)
-        body += self._events(generation, deltas) + self._form.frame.end(generation.usage())
+        body += self._events(generation, deltas)
+        body += self._form.frame.end(await self._last_usage(generation, stream))
         await send({"type": "http.response.body", "body": body})
 
     def _events(self, generation: Generation, deltas: list[TextDelta]) -> bytes:
@@ -205,7 +209,19 @@ class GenerationResponse(Response):
                 break
             deltas = generation.advance(await stream.get())
         wholes = [join_deltas(each) for each in by_choice]
-        await send_json(send, 200, self._form.answer(wholes, generation.usage()))
+        usage = await self._last_usage(generation, stream)
+        await send_json(send, 200, self._form.answer(wholes, usage))
+
+    async def _last_usage(self, generation: Generation, stream: OutputStream) -> Usage:
+        """The usage of a whole answer, with its receipt if it is wanted.
+
+        A worker that was told to stop says what the answer took a step later.
+        """
+        usage = generation.usage()
+        if self._job.include_receipt:
+            cost = await stream.cost(RECEIPT_TIMEOUT_S)
+            usage.receipt = receipt_of(cost, self._state.config.price_per_gpu_hour)
+        return usage
 
     def _abort_stopped(self, generation: Generation) -> None:
         if generation.stopped:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from tokenmill.api.access import key_matcher, read_body
 from tokenmill.api.errors import ApiError
 from tokenmill.api.operations import json_response
+from tokenmill.api.protocol.receipts import receipts_of
 from tokenmill.api.stream import ApiState
 from tokenmill.core.config import RouterPolicy, ServerConfig
 from tokenmill.workers.lifecycle import PoolError
@@ -58,8 +59,15 @@ def add_pool_view(app: FastAPI, config: ServerConfig, view: Callable[[], PoolVie
 
 
 def add_workers(app: FastAPI, state: ApiState) -> None:
-    """Add GET /workers and POST /workers/scale, /workers/drain and /workers/router."""
+    """Add GET /workers and /workers/receipts, POST /workers/scale, /drain and /router."""
     add_pool_view(app, state.config, state.client.view)
+
+    async def receipts(request: Request) -> Response:
+        await state.client.stats()
+        price = state.config.price_per_gpu_hour
+        return json_response(receipts_of(state.client.accounts(), price))
+
+    _add(app, state.config, "GET", "/receipts", receipts)
 
     async def scale(request: Request) -> Response:
         counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, generate, pull, route, serve
+from tokenmill.cli import bench, chat, generate, pull, receipts, route, serve
 from tokenmill.cli import worker_commands as pool
 from tokenmill.cli.plan import group as plan
 
@@ -50,5 +50,5 @@ def root(
     """
 
 
-for _module in (serve, route, pool, chat, generate, pull, bench, plan):
+for _module in (serve, route, pool, receipts, chat, generate, pull, bench, plan):
     _module.register(app)

@@ -56,6 +56,9 @@ ENGINE_PANELS = {
     "Execution": EXECUTION,
     "Ranks": PARALLEL,
 }
+PRICE = replace(
+    SETTINGS["price-per-gpu-hour"], help="Dollars per GPU and hour: receipts then have dollars."
+)
 ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not have of their own
 WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
 
@@ -63,7 +66,7 @@ WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     panels = {
-        "Server": SERVER,
+        "Server": (*SERVER, PRICE),
         "Images": VISION,
         "Workers": POOL,
         "Router": ROUTER,
@@ -93,7 +96,7 @@ def serve(settings: Settings) -> None:
 
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
-    config = settings.build(ServerConfig)
+    config = settings.build(ServerConfig, price_per_gpu_hour=settings.values.get(PRICE.key))
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
     pool, router = settings.build(PoolConfig), settings.build(RouterConfig)

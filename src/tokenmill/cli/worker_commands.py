@@ -48,7 +48,7 @@ def status(settings: Settings) -> None:
     tokenmill status --json
     tokenmill status --url http://10.0.0.1:8000 --control-token secret
     """
-    _show(_call(settings, "/workers"), settings)
+    _show(call_server(settings, "/workers"), settings)
 
 
 def scale(settings: Settings) -> None:
@@ -60,7 +60,7 @@ def scale(settings: Settings) -> None:
     counts = {key: settings.get(key) for key in COUNTS if key in settings}
     if not counts:
         raise SettingsError("give a number of workers: --workers, --prefill or --decode")
-    _show(_call(settings, "/workers/scale", counts), settings)
+    _show(call_server(settings, "/workers/scale", counts), settings)
 
 
 def drain(
@@ -71,10 +71,13 @@ def drain(
 
     tokenmill drain w1
     """
-    _show(_call(settings, "/workers/drain", {"worker": worker}), settings)
+    _show(call_server(settings, "/workers/drain", {"worker": worker}), settings)
 
 
-def _call(settings: Settings, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def call_server(
+    settings: Settings, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a running server answers; RemoteError says why there is no answer."""
     url = (settings.get("url") or URL).rstrip("/").removesuffix("/v1") + path
     headers = {"Content-Type": "application/json"}
     if token := settings.get("control-token"):

@@ -448,6 +448,7 @@ class ServerConfig:
         flag="allowed-host",
         repeated=True,
     )
+    price_per_gpu_hour: float | None = None  # of receipts
     log_requests: bool = setting(
         False, "Log a line per request: id, endpoint, status, tokens, times, worker."
     )

@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.flags import INTEGER, Flag, Kind, count, number
 from tokenmill.core.images import ImageSpan
 
@@ -240,6 +241,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
     error: str | None = None  # for REJECT and ERROR: one sentence for the user
     scheduled_ns: int = 0  # monotonic: the start of the first step it ran in; 0 when unknown
+    cost: Cost | None = None  # on the terminal one of a request that an engine took
 
 
 class End(NamedTuple):
@@ -250,7 +252,11 @@ class End(NamedTuple):
     error: str | None = None  # for REJECT and ERROR: one sentence for the user
 
     def output(
-        self, request_id: str, num_cached_tokens: int = 0, scheduled_ns: int = 0
+        self,
+        request_id: str,
+        num_cached_tokens: int = 0,
+        scheduled_ns: int = 0,
+        cost: Cost | None = None,
     ) -> RequestOutput:
         """The terminal output."""
         return RequestOutput(
@@ -261,6 +267,7 @@ class End(NamedTuple):
             num_cached_tokens=num_cached_tokens,
             error=self.error,
             scheduled_ns=scheduled_ns,
+            cost=cost,
         )
 
 
@@ -304,6 +311,9 @@ class EngineStats:
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
     num_relaxed: int = 0  # of these, those that were taken though others were drawn
     step_sums: list[float] = field(default_factory=list)  # of routing/step_cost.py
+    num_gpus: int = 0  # or, on CPU, processes that compute
+    gpu_s: float = 0.0  # time that has passed, times GPUs
+    gpu_idle_s: float = 0.0  # of it, without a request to compute
 
 
 _BY_POSITION = ("num_drafted", "num_accepted", "step_sums")

@@ -68,6 +68,7 @@ from tokenmill.parallel import ALONE, ONE, Layout, Ranks
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.encoder_cache import STEPS
+from tokenmill.sched.meter import StepMeter, WorkWeights
 from tokenmill.sched.recording import make_scheduler
 
 Progress = Callable[[int, int], None]
@@ -248,7 +249,10 @@ def make_engine(
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
     pool = BlockPool(part.num_blocks, block_size, cache.prefix_cache, part.groups.sliding)
-    policy = make_scheduler(scheduler, pool, eos, execution, part.link is not None)
+    # Ranks that schedule for themselves count their own time, rank 0 that of all others.
+    num_gpus = 1 if setup.parallel.attention_dp else setup.parallel.num_ranks
+    meter = StepMeter(WorkWeights.of(spec, setup.model.device), num_gpus)
+    policy = make_scheduler(scheduler, pool, eos, execution, part.link is not None, meter)
     policy.looks_up = setup.model.draft == NGRAM
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.specs.vision import VisionSpec, image_problem
 from tokenmill.core.types import (
@@ -91,6 +92,9 @@ class LanguageEngine:
         self._publisher: EventPublisher | None = None
         self._steps = StepSums()
         self._step_end_ns = 0  # of the last one
+        self._meter = scheduler.meter
+        self._meter.start(clock())
+        self._computing = False  # a batch has run or runs, and there is more to do
 
     def warm_up(self) -> None:
         """Start to load what the first structured request would wait for, in the background."""
@@ -117,6 +121,8 @@ class LanguageEngine:
         Where context is held, no prompt is computed in it: see routing/attention_dp.py.
         """
         now_ns = self._clock()
+        if not self._computing:
+            self._meter.idle(now_ns)
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
         self._admit(now_ns)
@@ -136,6 +142,7 @@ class LanguageEngine:
         if self.drafting is not None and batch.items:
             counts = self._scheduler.draft_counts
             self.drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
+        self._computing = bool(batch.items or self._in_flight) and self.has_work()
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -156,12 +163,18 @@ class LanguageEngine:
 
     def stats(self) -> EngineStats:
         """Return the scheduler's stats, plus requests that wait for a grammar or were refused."""
+        if not self._computing:
+            self._meter.idle(self._clock())
         stats = self._scheduler.stats()
         stats.num_waiting += self._structured.num_waiting
         stats.step_sums = self._steps.values
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
         return stats
+
+    def costs(self) -> dict[str, Cost]:
+        """Return what the requests that have not ended have taken so far, by id."""
+        return self._scheduler.costs()
 
     def load(self) -> Load:
         """Return the load of this engine, by which several such engines are balanced."""
@@ -340,6 +353,7 @@ class LanguageEngine:
         now_ns = self._clock()
         time_ms = (now_ns - max(began_ns, self._step_end_ns)) / 1e6
         self._step_end_ns = now_ns
+        self._meter.charge(batch, now_ns)
         num_decodes = batch.num_singles()
         num_kv_tokens = self._scheduler.pool.num_used_tokens
         self._steps.add(batch.num_tokens - num_decodes, num_decodes, num_kv_tokens, time_ms)
@@ -348,6 +362,7 @@ class LanguageEngine:
         """Run the requests of a failed step again if it lacked memory; else end them in ERROR."""
         if isinstance(error, RanksLostError):
             raise error
+        self._meter.charge(batch, self._clock())
         message = f"the step failed: {_sentence(error)}"
         if isinstance(error, OutOfMemory):
             _log.warning("%s; it runs again in smaller steps", message)

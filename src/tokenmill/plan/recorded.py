@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.core.config import SchedulerConfig
+from tokenmill.core.cost import Cost
 from tokenmill.core.kv_groups import Sliding
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import (
@@ -57,6 +58,7 @@ class RecordedRequest:
     reason: str | None = None  # None while it had not ended
     num_output: int = 0
     hashes: list[str] = field(default_factory=list)
+    cost: Cost | None = None  # None while it had not ended, or was not recorded
 
     def tokens(self, start: int, end: int, block_size: int, known: Mapping[str, int]) -> list[int]:
         """Tokens [start, end) that make blocks equal where their hashes are."""
@@ -87,6 +89,7 @@ class Record:
     requests: list[RecordedRequest]
     events: list[list[Any]]
     known: dict[str, int]  # a number of each hash
+    num_gpus: int = 1
 
     def scheduler(self, config: SchedulerConfig, num_blocks: int) -> Scheduler:
         """An idle scheduler as the recorded one was at the beginning."""
@@ -147,13 +150,15 @@ def read_record(path: Path) -> Record:
         [],
         list(_events(path, lines[1:])),
         {},
+        header.get("num_gpus", 1),
     )
     for event in record.events:
         if event[0] == "add":
             record.requests.append(RecordedRequest(*event[1:]))
         elif event[0] == "end":
             request = record.requests[event[1]]
-            _, _, request.reason, request.num_output, request.hashes = event
+            request.reason, request.num_output, request.hashes = event[2:5]
+            request.cost = Cost(*event[5]) if len(event) > 5 else None
             for block_hash in request.hashes:
                 record.known.setdefault(block_hash, len(record.known))
     if not record.requests:

@@ -9,6 +9,7 @@ from tokenmill.core.types import EngineStats, Request, no_room
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.encoder_cache import EncoderCache
+from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.prefix import cache_blocks, match_prefix
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
@@ -84,9 +85,11 @@ class Admission:
         receiving: Receiving,
         images: EncoderCache,
         counters: EngineStats,
+        meter: StepMeter,
     ) -> None:
         self._config = config
         self._images = images
+        self._meter = meter
         self._queues = queues
         self._ledger = ledger
         self._receiving = receiving
@@ -172,6 +175,7 @@ class Admission:
         if pool.prefix_cache:
             cache_blocks(pool, [(seq, end)])
         self._queues.run(seq)
+        self._meter.takes(seq, num_new)
         (step.singles if num_new == 1 else step.chunks).append((seq, num_new))
         return num_new
 
@@ -200,6 +204,8 @@ class Admission:
         request, counters = seq.request, self._counters
         if request.kv_from is not None or request.output_token_ids:
             return  # another engine counted the prompt
+        if seq.num_cached_tokens:
+            seq.cost.saved_s = self._meter.saved_s(seq.num_cached_tokens)
         counters.num_prompt_tokens += seq.num_prompt_tokens
         if self._pool.prefix_cache and seq.prompt_logprobs is None:
             counters.prefix_query_tokens += seq.num_prompt_tokens

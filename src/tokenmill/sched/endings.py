@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenmill.core.types import End, EngineStats, FinishReason, RequestOutput
 from tokenmill.sched.block_ledger import BlockLedger
 from tokenmill.sched.leases import Leases
+from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence
 
@@ -13,9 +14,15 @@ class Endings:
     """Takes ended requests out of the queues, frees what they hold, and counts how they ended."""
 
     def __init__(
-        self, queues: RequestQueues, ledger: BlockLedger, leases: Leases, counters: EngineStats
+        self,
+        queues: RequestQueues,
+        ledger: BlockLedger,
+        leases: Leases,
+        counters: EngineStats,
+        meter: StepMeter,
     ) -> None:
         self._queues, self._ledger, self._leases = queues, ledger, leases
+        self.meter = meter
         self._num_finished = counters.num_finished
         self._outputs: list[RequestOutput] = []
 
@@ -40,11 +47,12 @@ class Endings:
     def end(self, seq: Sequence, end: End) -> RequestOutput:
         """End a request that has no new token; returns its terminal output."""
         self.finish(seq, end.reason)
-        return end.output(seq.request_id, seq.num_cached_tokens, seq.scheduled_ns)
+        return end.output(seq.request_id, seq.num_cached_tokens, seq.scheduled_ns, seq.cost)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Mark a request as ended, and free what it holds."""
         seq.finished = True
+        self.meter.settle(seq)
         self._count(reason)
         self._leases.abandon(seq.request_id)
         if self._queues.leave(seq):

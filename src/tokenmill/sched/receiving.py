@@ -64,6 +64,7 @@ class Receiving:
         seq.token_ids.append(token_id)
         self._ledger.take_slot(seq)
         self._queues.run(seq)
+        self._endings.meter.takes(seq, 1)
         if seq.num_tokens >= seq.max_len:
             reason = stops.length_reason(seq, self._max_model_len)
             self._endings.end_between_steps(seq, End(FinishReason.LENGTH, reason))

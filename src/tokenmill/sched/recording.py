@@ -15,19 +15,21 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, TextIO
 
 from tokenmill.core.config import ExecutionConfig, SchedulerConfig
 from tokenmill.core.types import Request, RequestOutput, StepResult, TokenmillError
 from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch, Sequence
 
 VERSION = 1
 MAX_FILES = 1000
 PAUSE = 2  # times the size: a scheduler that is never idle stops being recorded there
+COST_DIGITS = 9
 _FLUSH_NS = 10**9
 
 
@@ -99,8 +101,9 @@ class RecordedScheduler(Scheduler):
         pool: BlockPool,
         eos_token_ids: frozenset[int],
         file: RecordFile,
+        meter: StepMeter | None = None,
     ) -> None:
-        super().__init__(config, pool, eos_token_ids)
+        super().__init__(config, pool, eos_token_ids, meter)
         self._file = file
         self._begin()
 
@@ -123,6 +126,7 @@ class RecordedScheduler(Scheduler):
                 "prefix_cache": self.pool.prefix_cache,
                 "sliding": self.pool.sliding,
                 "progress": self.progress,
+                "num_gpus": self.meter.num_gpus,
             }
         )
 
@@ -240,7 +244,8 @@ class RecordedScheduler(Scheduler):
             if seq is not None:
                 hashes = [self._salted(block_hash) for block_hash in seq.chain[1:]]
                 reason = output.finish_reason.value
-                self._file.write(["end", number, reason, seq.num_output_tokens, hashes])
+                cost = [round(part, COST_DIGITS) for part in astuple(seq.cost)]
+                self._file.write(["end", number, reason, seq.num_output_tokens, hashes, cost])
 
     def _salted(self, block_hash: int) -> str:
         data = (block_hash & (2**64 - 1)).to_bytes(8, "little")
@@ -253,10 +258,11 @@ def make_scheduler(
     eos_token_ids: frozenset[int],
     execution: ExecutionConfig,
     moves_kv: bool = False,
+    meter: StepMeter | None = None,
 ) -> Scheduler:
     """A scheduler; one that is recorded where the settings ask for it."""
     if execution.record_path is None:
-        return Scheduler(config, pool, eos_token_ids)
+        return Scheduler(config, pool, eos_token_ids, meter)
     if moves_kv:
         raise TokenmillError(
             "--record does not go with a KV connector: prompts that another worker computes are "
@@ -267,4 +273,4 @@ def make_scheduler(
         file = RecordFile(path, execution.record_bytes)
     except OSError as error:
         raise TokenmillError(f"--record {path}: {error.strerror or error}") from None
-    return RecordedScheduler(config, pool, eos_token_ids, file)
+    return RecordedScheduler(config, pool, eos_token_ids, file, meter)

@@ -65,6 +65,10 @@ class RequestQueues:
                 found.append(seq)
         return found
 
+    def started(self) -> list[Sequence]:
+        """Return the sequences that were admitted once and have not ended."""
+        return [seq for seq in self._by_id.values() if seq.started]
+
     def run(self, seq: Sequence) -> None:
         """Let a sequence run that has waited or received its KV."""
         insort(self.running, seq, key=_by_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.core.config import SchedulerConfig
+from tokenmill.core.cost import Cost
 from tokenmill.core.kv import PREFILLED
 from tokenmill.core.types import (
     End,
@@ -23,6 +24,7 @@ from tokenmill.sched.encoder_cache import EncoderCache
 from tokenmill.sched.endings import Endings
 from tokenmill.sched.leap import Quiet, leap, look_ahead
 from tokenmill.sched.leases import Leases
+from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.prefix import cache_blocks, cache_computed
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
@@ -61,7 +63,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, eos_token_ids: frozenset[int]
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        eos_token_ids: frozenset[int],
+        meter: StepMeter | None = None,
     ) -> None:
         self._full_budget = config.budget
         self._budget = self._full_budget  # less for a while after a step ran out of memory
@@ -84,11 +90,14 @@ class Scheduler:
         self._queues, self._ledger = RequestQueues(), BlockLedger(pool, config.most_new_tokens)
         self.leases = Leases(pool)
         holders = self._queues, self._ledger
-        self._endings = Endings(*holders, self.leases, self._counters)
+        self.meter = meter or StepMeter()  # the caller tells it when time has passed
+        self._endings = Endings(*holders, self.leases, self._counters, self.meter)
         self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
         # A prompt that may not be split takes its images as they are.
         self.images = EncoderCache(config.encoder_budget if config.chunked_prefill else None)
-        self._admission = Admission(config, *holders, self.receiving, self.images, self._counters)
+        self._admission = Admission(
+            config, *holders, self.receiving, self.images, self._counters, self.meter
+        )
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -152,7 +161,14 @@ class Scheduler:
             num_leases_expired=self.leases.num_expired,
             num_drafted=list(self._counters.num_drafted),
             num_accepted=list(self._counters.num_accepted),
+            num_gpus=self.meter.num_gpus,
+            gpu_s=self.meter.gpu_s,
+            gpu_idle_s=self.meter.idle_s,
         )
+
+    def costs(self) -> dict[str, Cost]:
+        """What the requests that have not ended have taken so far, by id."""
+        return {seq.request_id: self.meter.cost(seq) for seq in self._queues.started()}
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
@@ -245,6 +261,7 @@ class Scheduler:
                 if num_new == 0:
                     continue
                 end = seq.num_computed_tokens + num_new
+                self.meter.takes(seq, num_new)
             if end >= seq.capacity:
                 if end > seq.capacity and not self._grow(seq, end):
                     break
@@ -287,6 +304,7 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         """A preempted sequence waits again; its tokens are kept, its blocks are not."""
         self._ledger.drop(seq)
+        self.meter.settle(seq)
         seq.num_computed_tokens = 0
         seq.draft_ids = []
         self._queues.waiting.push(seq)
@@ -454,6 +472,7 @@ class Scheduler:
         stops.append(seq, output, self._eos, self.config.max_model_len)
         if output.finish_reason is None:
             return
+        output.cost = seq.cost
         if output.stop_reason == PREFILLED:
             self.leases.hold(seq, output.token_ids[-1], self._now_ns)
         if seq.draft_ids:

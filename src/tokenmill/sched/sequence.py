@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.types import Request, TokenLogprobs
 from tokenmill.sched.blocks import chain_seed
 from tokenmill.sched.ngrams import NgramIndex
@@ -20,6 +21,8 @@ class Sequence:
         "block_ids",
         "capacity",
         "chain",
+        "cost",
+        "decoding",
         "draft_ids",
         "finished",
         "image_end",
@@ -60,6 +63,8 @@ class Sequence:
             None if request.sampling.prompt_logprobs is None else [None]
         )
         self.state: object | None = None  # the engine's own, dropped at the end
+        self.cost = Cost()
+        self.decoding: tuple[int, float, float] | None = None  # the meter's own
         self.key = key
         self.max_len = max_len  # num_tokens at which it ends whatever it says
         self.stop_ids = stop_ids

@@ -306,6 +306,7 @@ COMMANDS = (
     Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
     Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),
     Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
+    Setting("latest", "Requests to show one by one, the latest.", count(0), default=0),
     Setting("num-running", "Requests that decode at once.", count(1), default=512),
     Setting("num-steps", "Steps to measure.", count(1), default=200),
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),

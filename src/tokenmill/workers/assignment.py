@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tokenmill.core.types import Request
 from tokenmill.routing.router import Decision
+from tokenmill.workers.accounts import Accounts
 from tokenmill.workers.handover import Handovers
 from tokenmill.workers.messages import Submit
 from tokenmill.workers.open_request import OpenRequest
@@ -25,7 +26,9 @@ class Assignment:
         routers: Routers,
         handovers: Handovers,
         kv_lease_s: float,
+        accounts: Accounts,
     ) -> None:
+        self._accounts = accounts
         self.choices = Choices()
         self._slots = slots
         self._routers = routers
@@ -37,6 +40,7 @@ class Assignment:
         at: dict[str, list[Request]] = {}
         for entry in entries:
             slot, request = self._route(entry)
+            self._accounts.sent(slot, entry)
             at.setdefault(slot.name, []).append(request)
         for name, requests in at.items():
             self._slots[name].send(Submit(requests))

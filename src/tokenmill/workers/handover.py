@@ -16,6 +16,7 @@ from tokenmill.core.kv import KVAddress, KVNotice, mismatch
 from tokenmill.core.types import Request
 from tokenmill.routing.disaggregation import DisaggregationRule, place_prefill
 from tokenmill.routing.router import Decision
+from tokenmill.workers.accounts import Accounts
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.messages import (
     Abort,
@@ -41,8 +42,13 @@ class Handovers:
     """Which workers are connected, and the prompts on their way from prefill to decode workers."""
 
     def __init__(
-        self, rule: DisaggregationRule, slots: Mapping[str, WorkerSlot], routers: Routers
+        self,
+        rule: DisaggregationRule,
+        slots: Mapping[str, WorkerSlot],
+        routers: Routers,
+        accounts: Accounts,
     ) -> None:
+        self._accounts = accounts
         self.num_received = 0
         self.num_failed = 0  # taken up by a prefill worker, in vain
         self._rule = rule
@@ -153,6 +159,7 @@ class Handovers:
             handover.told = True
             request = replace(handover.request, kv_from=_engine_id(handover.source))
             target.send(Submit([request]))
+            self._accounts.sent(target, entry)
         target.send(KVNotices([notice]))
 
     def on_received(self, entry: OpenRequest) -> None:

@@ -243,6 +243,7 @@ class Lifecycle:
         self._num_past_restarts += slot.num_restarts
         self._requests.worker_left(slot)
         await self._stop(slot, GRACE_S)
+        self._requests.worker_gone(slot)
 
     async def _stop(self, slot: WorkerSlot, grace_s: float) -> None:
         """Stop a slot for good."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.kv import KVAddress, KVNotice
 from tokenmill.core.kv_events import Dump, EventBatch, PackedEvent, pack_events, unpack_events
 from tokenmill.core.types import EngineStats, Request, RequestOutput
@@ -79,6 +80,7 @@ class Outputs(msgspec.Struct, tag=True):
 
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
+    costs: dict[str, Cost] = {}  # of the requests that have not ended, so far
 
 
 class KVEvents(msgspec.Struct, tag=True):

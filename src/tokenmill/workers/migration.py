@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, RequestOutput
 from tokenmill.routing.suspects import Suspects
+from tokenmill.workers.accounts import Accounts
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.handover import Handovers
 from tokenmill.workers.messages import (
@@ -50,7 +51,9 @@ class Migration:
         handovers: Handovers,
         assignment: Assignment,
         suspects: Suspects[OpenRequest],
+        accounts: Accounts,
     ) -> None:
+        self._accounts = accounts
         self.open: dict[str, OpenRequest] = {}
         self.num_migrations = 0
         self._routers = routers
@@ -101,6 +104,7 @@ class Migration:
 
     def worker_down(self, slot: WorkerSlot) -> None:
         """Send the requests of a worker that died to others, or end them."""
+        self._accounts.died(slot)
         self._routers.remove(slot)
         lost = self.at(slot)
         self._handovers.disconnect(slot)
@@ -116,6 +120,10 @@ class Migration:
         slot.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {slot.name} left the pool")
 
+    def worker_gone(self, slot: WorkerSlot) -> None:
+        """A worker that has left was stopped: it has nothing more to tell."""
+        self._accounts.left(slot)
+
     def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
         """Pass outputs to their streams, KV events to the routers, notices to the handovers."""
         match message:
@@ -124,7 +132,8 @@ class Migration:
                 for output in outputs:
                     self._dispatch(slot, output)
                 self._routers.of(slot).stepped(slot.name, time.monotonic())
-            case Stats():
+            case Stats(costs=costs):
+                self._accounts.told(slot, costs)
                 self._routers.learn()
             case KVEvents():
                 self._routers.on_events(slot, message)
@@ -164,6 +173,8 @@ class Migration:
 
     def _dispatch(self, slot: WorkerSlot, output: RequestOutput) -> None:
         entry = self._find(output.request_id)
+        if output.finish_reason is not None:
+            self._accounts.ended(slot, output)
         if entry is None:
             return
         prefilling = entry.source is slot
@@ -212,6 +223,7 @@ class Migration:
     def _close(self, entry: OpenRequest, failed: bool = False) -> None:
         """Forget a request that has ended, in whatever way."""
         entry.trace.ended()
+        self._accounts.closed(entry)
         self._routers.free(entry, len(entry.token_ids))
         self._handovers.end(entry, failed)
         del self.open[entry.request.request_id]

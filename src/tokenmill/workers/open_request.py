@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.images import content_ids
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.sched.blocks import U64, hash_input
@@ -40,6 +41,10 @@ class OpenRequest:
     num_tokens_at_death: int = 0
     stays: bool = False  # its prompt is computed where it decodes
     trace: RequestTrace = NO_TRACE  # who wants to know what becomes of it
+    account: str = ""  # who pays
+    cost: Cost = field(default_factory=Cost)  # what workers told when they were done with it
+    num_workers: int = 0  # that have not
+    closed: bool = False  # it has ended for its client
 
     def __post_init__(self) -> None:
         self.sent_as = self.request.request_id

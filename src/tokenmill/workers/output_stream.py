@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.types import RequestOutput
 
 
@@ -14,7 +16,7 @@ class StreamClosedError(Exception):
 class OutputStream:
     """Outputs of one API call's requests. Unread outputs of a request are merged into one."""
 
-    __slots__ = ("_closed", "_pending", "_waiter", "request_ids", "workers")
+    __slots__ = ("_closed", "_costs", "_pending", "_settled", "_waiter", "request_ids", "workers")
 
     def __init__(self, request_ids: list[str]) -> None:
         self.request_ids = request_ids
@@ -22,6 +24,8 @@ class OutputStream:
         self._pending: dict[int, RequestOutput] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self._costs: dict[int, Cost] = {}  # of requests of which no worker has more to tell
+        self._settled: asyncio.Future[None] | None = None
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what request `index` produced and wake the reader."""
@@ -46,6 +50,27 @@ class OutputStream:
             raise StreamClosedError
         pending, self._pending = self._pending, {}
         return pending
+
+    def settle(self, index: int, cost: Cost) -> None:
+        """Note what request `index` took: all workers have told."""
+        self._costs[index] = cost
+        if self._settled is not None and not self._settled.done() and self._has_all_costs():
+            self._settled.set_result(None)
+
+    async def cost(self, timeout_s: float) -> Cost:
+        """What all requests took; waits for workers that have not told, but not for ever."""
+        if not self._has_all_costs():
+            self._settled = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._settled
+        total = Cost()
+        for cost in self._costs.values():
+            total.add(cost)
+        return total
+
+    def _has_all_costs(self) -> bool:
+        return len(self._costs) == len(self.request_ids)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -17,6 +17,7 @@ from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.role_balance import match_rates
 from tokenmill.routing.suspects import Suspects
 from tokenmill.sched.blocks import U64
+from tokenmill.workers.accounts import Accounts, AccountsView
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.handover import Handovers
 from tokenmill.workers.lifecycle import PREFIXES, Lifecycle, roles_of
@@ -50,10 +51,14 @@ class WorkerPool:
         self.slots: Mapping[str, WorkerSlot] = MappingProxyType(slots)
         rule = DisaggregationRule(config.remote_prefill_tokens)
         self.routers = Routers(router or RouterConfig(), self.slots)
-        self.handovers = Handovers(rule, self.slots, self.routers)
-        self._assignment = Assignment(self.slots, self.routers, self.handovers, config.kv_lease_s)
+        self._accounts = Accounts()
+        self.handovers = Handovers(rule, self.slots, self.routers, self._accounts)
+        self._assignment = Assignment(
+            self.slots, self.routers, self.handovers, config.kv_lease_s, self._accounts
+        )
+        suspects = Suspects(config.max_migrations)
         self._requests = Migration(
-            self.routers, self.handovers, self._assignment, Suspects(config.max_migrations)
+            self.routers, self.handovers, self._assignment, suspects, self._accounts
         )
         spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
         spawns["prefill"] = prefill_spawn or spawn
@@ -117,12 +122,13 @@ class WorkerPool:
         requests: list[Request],
         traces: Sequence[RequestTrace] = (),
         hash_inputs: Sequence[U64] = (),
+        account: str = "",
     ) -> OutputStream:
         """Route requests to workers; their outputs come by their index in the stream.
 
         Each request reports its stages to its trace. `hash_inputs` are the results of
         sched.blocks.hash_input() for the prompts, if they are known; of those with images they
-        do not count.
+        do not count. `account` is who pays.
         """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
@@ -132,11 +138,13 @@ class WorkerPool:
             message = "the server is draining and takes no new requests"
             for entry in entries:
                 entry.put_end(FinishReason.REJECT, message, "draining")
+                self._accounts.closed(entry)
             return stream
         for index, entry in enumerate(entries):
             if hash_inputs and not entry.request.images:
                 entry.hash_input = hash_inputs[index]
             entry.trace = traces[index] if traces else NO_TRACE
+            entry.account = account
         self._requests.submit(entries)
         return stream
 
@@ -182,6 +190,10 @@ class WorkerPool:
         for slot in self.slots.values():
             total = add_stats(total, slot.stats())
         return total
+
+    def accounts(self) -> AccountsView:
+        """What requests took, as far as the workers last told."""
+        return self._accounts.view(self.known_stats())
 
     def view(self, decisions: bool = True) -> PoolView:
         """The pool as data, as /workers and /metrics show it."""

@@ -62,6 +62,8 @@ class WorkerSlot:
         self._stats = EngineStats()
         self._past = EngineStats()  # counters of the workers that were here before
         self._stats_waiters: list[asyncio.Future[None]] = []
+        self._stats_s = 0.0  # when they were told
+        self._computed_s = 0.0  # of the worker that died: all but its idle time
 
     @property
     def ready(self) -> bool:
@@ -90,8 +92,7 @@ class WorkerSlot:
         self.last_failure = self._link.reason
         _log.error("worker %s stopped: %s", self.name, self.last_failure)
         self.num_failures += 1
-        self._past = _counters(self.stats())
-        self._stats = EngineStats()
+        self.end_stats()
         if self.state != "draining":
             self.state = "restarting"
 
@@ -132,6 +133,20 @@ class WorkerSlot:
         """The last known gauges, and the counters of all workers that were here."""
         return add_stats(self._past, self._stats)
 
+    def end_stats(self) -> None:
+        """Keep the counters of a worker that is gone, with the time since it was last heard of."""
+        stats = self._stats
+        if stats.num_gpus:
+            stats.gpu_s += (time.monotonic() - self._stats_s) * stats.num_gpus
+        self._computed_s = stats.gpu_s - stats.gpu_idle_s
+        self._past = _counters(self.stats())
+        self._stats = EngineStats()
+
+    def end_account(self, charged_s: float) -> None:
+        """Count what the dead worker has spent on nobody, as far as is known, as idle."""
+        self._past.gpu_idle_s += max(0.0, self._computed_s - charged_s)
+        self._computed_s = 0.0
+
     def received_bytes(self) -> int:
         """KV that came from other workers."""
         kv = self.facts.kv if self.facts is not None else None
@@ -149,7 +164,7 @@ class WorkerSlot:
 
     def _take_stats(self, stats: EngineStats) -> None:
         self.prompt_tokens.add(_computed(stats) - _computed(self._stats))
-        self._stats = stats
+        self._stats, self._stats_s = stats, time.monotonic()
         self._busy.append(stats.num_running + stats.num_waiting > 0)
         waiters, self._stats_waiters = self._stats_waiters, []
         for waiter in waiters:
@@ -192,6 +207,6 @@ def _computed(stats: EngineStats) -> int:
 def _counters(stats: EngineStats) -> EngineStats:
     """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
-    stats.num_receiving = stats.num_leases = 0
+    stats.num_receiving = stats.num_leases = stats.num_gpus = 0
     stats.rank_imbalance = stats.rank_imbalance_before = 0.0
     return stats

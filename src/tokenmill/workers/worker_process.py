@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.kv import KVExchange
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import Engine, TokenmillError
@@ -153,6 +154,13 @@ class KVSource(Protocol):
     def kv_dump(self) -> Dump: ...
 
 
+@runtime_checkable
+class Metered(Protocol):
+    """An engine that tells what its requests have taken so far."""
+
+    def costs(self) -> dict[str, Cost]: ...
+
+
 class _Loop:
     def __init__(self, engine: Engine, link: FrontLink, kv: KVExchange | None) -> None:
         self._engine = engine
@@ -201,7 +209,7 @@ class _Loop:
                     for request_id in request_ids:
                         self._engine.abort(request_id)
                 case GetStats():
-                    self._link.send(Stats(self._engine.stats()))
+                    self._link.send(Stats(self._engine.stats(), self._costs()))
                 case GetKV():
                     self._publish()
                 case Shutdown():
@@ -210,6 +218,9 @@ class _Loop:
                     self._move_kv(message, self._kv)
                 case ConnectKV(peer=peer):
                     self._link.send(KVConnected(peer.engine_id, "it has no --kv-connector"))
+
+    def _costs(self) -> dict[str, Cost]:
+        return self._engine.costs() if isinstance(self._engine, Metered) else {}
 
     def _publish(self) -> None:
         if isinstance(self._engine, KVSource):

@@ -81,7 +81,8 @@ def _set_sampling(chat: ChatCompletionRequest, call: MessagesRequest) -> None:
     chat.stream = call.stream
     chat.max_tokens = call.max_tokens
     chat.stop = call.stop_sequences
-    for name in ("temperature", "top_p", "top_k", "priority", "cache_salt", "timeout"):
+    sampling = ("temperature", "top_p", "top_k", "priority", "cache_salt", "timeout")
+    for name in (*sampling, "include_receipt"):
         setattr(chat, name, getattr(call, name))
 
 

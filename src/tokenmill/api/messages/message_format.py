@@ -6,11 +6,11 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from msgspec import UNSET, field
+from msgspec import UNSET, UnsetType, field
 
 from tokenmill.api.errors import MESSAGES_PATH, ApiError
 from tokenmill.api.generation import TextDelta
-from tokenmill.api.protocol.answers import Answer, Usage, json_encode
+from tokenmill.api.protocol.answers import Answer, Usage, UsageReceipt, json_encode
 from tokenmill.api.protocol.format_stream import typed_event
 from tokenmill.api.protocol.prepare import Job
 from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta, ToolCallDelta
@@ -32,6 +32,7 @@ class MessageUsage(Answer, kw_only=True):
     cache_read_input_tokens: int = 0
     output_tokens: int
     output_tokens_details: ThinkingTokens
+    receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
 
 
 class TextAnswer(Answer, kw_only=True, tag_field="type", tag="text"):
@@ -85,6 +86,7 @@ def message_usage(usage: Usage) -> MessageUsage:
         cache_read_input_tokens=num_cached,
         output_tokens=usage.completion_tokens,
         output_tokens_details=ThinkingTokens(thinking_tokens=num_thinking),
+        receipt=usage.receipt,
     )
 
 

@@ -24,12 +24,24 @@ class CompletionTokensDetails(Answer, kw_only=True):
     reasoning_tokens: int = 0
 
 
+class UsageReceipt(Answer, kw_only=True):
+    """GPU time that was taken, by what for; on CPU it is the time of workers."""
+
+    gpu_seconds: float  # the sum of the next three
+    prefill_gpu_seconds: float
+    decode_gpu_seconds: float
+    drafts_gpu_seconds: float
+    saved_gpu_seconds: float  # what cached tokens would have taken; nobody pays for it
+    usd: float | UnsetType = UNSET  # of gpu_seconds, where the server has a price
+
+
 class Usage(Answer, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
 
 
 class TopLogprob(Answer, kw_only=True):

@@ -72,6 +72,7 @@ class Job:
     prompt_logprobs: int | None = None  # how many alternatives the answer shows, if any
     echo_only: bool = False  # the prompt's logprobs are wanted, the sampled token is not
     make_reader: MakeReader | None = None  # None: all text is content
+    include_receipt: bool = False
 
     @property
     def hash_inputs(self) -> list[U64]:
@@ -424,7 +425,16 @@ class Preparer:
         token_ids = bool(call.return_token_ids)
         self._note_ignored(call)
         shown = call.prompt_logprobs
-        return Job(job_id, int(time.time()), prompts, requests, n, token_ids, prompt_logprobs=shown)
+        return Job(
+            job_id,
+            int(time.time()),
+            prompts,
+            requests,
+            n,
+            token_ids,
+            prompt_logprobs=shown,
+            include_receipt=bool(call.include_receipt),
+        )
 
 
 def _prompt_logprobs(call: GenerationRequest) -> int | None:

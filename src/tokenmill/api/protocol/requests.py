@@ -309,6 +309,7 @@ class GenerationRequest(SamplingFields, Schema, kw_only=True):
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    include_receipt: bool | None = None  # this server's own: GPU time and price in usage
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
     response_format: ResponseFormat | None = None

@@ -93,6 +93,7 @@ def chat_of(call: ResponsesRequest, items: Sequence[Item]) -> ChatCompletionRequ
         priority=call.priority,
         cache_salt=call.cache_salt,
         timeout=call.timeout,
+        include_receipt=call.include_receipt,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType, field
 
-from tokenmill.api.protocol.answers import Answer, Usage
+from tokenmill.api.protocol.answers import Answer, Usage, UsageReceipt
 from tokenmill.api.responses.response_items import Item, OutputItem
 from tokenmill.api.responses.response_request import (
     AllowedFunctions,
@@ -38,6 +38,7 @@ class ResponseUsage(Answer, kw_only=True):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
 
 
 class ResponseFault(Answer, kw_only=True):
@@ -149,4 +150,5 @@ def response_usage(usage: Usage) -> ResponseUsage:
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning),
         total_tokens=usage.total_tokens,
+        receipt=usage.receipt,
     )

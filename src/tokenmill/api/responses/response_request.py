@@ -152,6 +152,7 @@ class ResponsesRequest(SamplingFields, Schema, kw_only=True):
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     cache_salt: str | None = None
     timeout: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
+    include_receipt: bool | None = None  # this server's own: GPU time and price in usage
     # Not supported, with a value that changes nothing.
     background: Annotated[
         Literal[False] | None,

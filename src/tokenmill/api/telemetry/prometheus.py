@@ -13,12 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from tokenmill.core.cost import usd_of
 from tokenmill.core.metrics import RequestTimes, acceptance, summarize
 from tokenmill.core.types import EngineStats
+from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.pool_view import PoolView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-Counts = Mapping[tuple[str, ...], int]  # by the values of labels
+Counts = Mapping[tuple[str, ...], float]  # by the values of labels
 RECENT_S = 60.0
 NUM_RECENT = 2048  # values at most: an upper bound of what a summary sorts
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -102,8 +104,10 @@ class ServerMetrics:
     SUCCESSES: tuple[str, ...] = ("stop", "length")  # finish reasons of whole answers
     FAILURES: tuple[str, ...] = ("abort", "error", "reject")
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, price_per_gpu_hour: float | None = None) -> None:
         self._model = model
+        self._price = price_per_gpu_hour
+        self.accounts = AccountsView(0, 0.0, 0.0, [], [])  # of when it is rendered
         self._stats = EngineStats()
         self._pool: PoolView | None = None
         self.num_worker_restarts = 0
@@ -164,6 +168,7 @@ class ServerMetrics:
         """All families; called by prometheus_client."""
         yield from self._gauges()
         yield from self._counters()
+        yield from self._gpu_time()
         yield from self.latencies()
         yield from self.workers()
 
@@ -230,6 +235,30 @@ class ServerMetrics:
                 drafts.add_metric([self._model, str(position)], float(count))
             yield drafts
         yield from self.own_counters()
+
+    def _gpu_time(self) -> Iterator[Metric]:
+        """What requests took by API key, and all GPU time."""
+        view, price = self.accounts, self._price
+        yield self._counter("gpu_wall_seconds", "Time that passed, times GPUs.", view.gpu_s)
+        yield self._counter("gpu_idle_seconds", "Of it, without a request.", view.idle_s)
+        costs = [(account.name, account.cost) for account in view.accounts]
+        parts: Counts = {
+            (name, part): getattr(cost, f"{part}_s")
+            for name, cost in costs
+            for part in ("prefill", "decode", "drafts")
+        }
+        saved: Counts = {(name,): cost.saved_s for name, cost in costs}
+        usd: Counts = (
+            {} if price is None else {(n,): usd_of(cost.spent_s, price) for n, cost in costs}
+        )
+        ended: Counts = {(account.name,): account.num_requests for account in view.accounts}
+        for name, text, labels, counts in (
+            ("gpu_seconds", "GPU time by API key and part.", ["key", "part"], parts),
+            ("gpu_saved_seconds", "What cached tokens would have taken.", ["key"], saved),
+            ("gpu_usd", "Dollars of GPU time, where there is a price.", ["key"], usd),
+            ("key_requests", "Requests that ended, by API key.", ["key"], ended),
+        ):
+            yield self._labelled(name, text, labels, counts)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(f"tokenmill_{name}", text, labels=["model_name"])

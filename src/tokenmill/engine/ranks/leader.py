@@ -53,6 +53,7 @@ class LeadingEngine:
         self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
         self.warm_up, self.kv = engine.warm_up, engine.kv
         self.kv_events, self.kv_dump = engine.kv_events, engine.kv_dump
+        self.costs = engine.costs
 
     def step(self) -> list[RequestOutput]:
         """Run one batch on all ranks."""
@@ -232,6 +233,10 @@ class DataParallelEngine:
         """Return the sums over all ranks."""
         self._group.check()
         total = reduce(add_stats, (state.stats for state in self._states))
+        # Since the last round all ranks wait.
+        since_s = self._own.engine.stats().gpu_s - self._states[0].stats.gpu_s
+        total.gpu_s += since_s * self._group.size
+        total.gpu_idle_s += since_s * self._group.size
         total.num_waiting += len(self._new)
         return with_balance(total, self._rebalancer)
 
