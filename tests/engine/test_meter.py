@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fake_runner import EOS, VOCAB, FakeRunner, Launched
+from tokenmill.cli.app import app
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.cost import Cost
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
@@ -15,6 +19,7 @@ from tokenmill.engine.drafts.drafting import FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.meter import StepMeter, WorkWeights
+from tokenmill.sched.recording import RecordedScheduler, RecordFile
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch
 
@@ -186,3 +191,30 @@ def test_cached_tokens_are_priced_like_computed_ones() -> None:
     share = (16 + 0.01 * 16 * 17 / 2) / (17 + 0.01 * 17 * 18 / 2)
     assert again.saved_s == pytest.approx(first.prefill_s * share)
     assert first.saved_s == 0.0
+
+
+def test_a_record_has_the_receipts_of_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    file = RecordFile(path, 10**9)
+    config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=8, max_model_len=60)
+    scheduler = RecordedScheduler(config, BlockPool(64, BLOCK), EOS, file, StepMeter(WEIGHTS))
+    engine = LanguageEngine(scheduler, FakeRunner(64, BLOCK))
+    for request in requests(12, seed=4):
+        engine.submit(request)
+    while engine.has_work():
+        engine.step()
+    file.close()
+    flags = ["receipts", "--record", str(path), "--price-per-gpu-hour", "3600", "--latest", "99"]
+    found = CliRunner().invoke(app, flags)
+    assert found.exit_code == 0, found.stderr
+    view = json.loads(found.stdout.splitlines()[-1])
+    (key,) = view["keys"]
+    spent_s = key["receipt"]["gpu_seconds"]
+    assert key["num_requests"] == len(view["requests"]) == 12
+    each = [request["receipt"]["gpu_seconds"] for request in view["requests"]]
+    assert sum(each) == pytest.approx(spent_s) and min(each) > 0
+    assert 0 < spent_s <= view["gpu_seconds"] == pytest.approx(view["usd"])
+    free = CliRunner().invoke(app, flags[:3])
+    assert "GPU-seconds only" in free.stderr and "$" not in free.stdout
+    both = CliRunner().invoke(app, [*flags, "--url", "http://127.0.0.1:1"])
+    assert "leave out --url" in str(both.exception)
