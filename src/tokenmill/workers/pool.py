@@ -56,7 +56,7 @@ class WorkerPool:
         self._assignment = Assignment(
             self.slots, self.routers, self.handovers, config.kv_lease_s, self._accounts
         )
-        suspects = Suspects(config.max_migrations)
+        suspects: Suspects[OpenRequest] = Suspects(config.max_migrations)
         self._requests = Migration(
             self.routers, self.handovers, self._assignment, suspects, self._accounts
         )
