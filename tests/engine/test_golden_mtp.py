@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_heads import forgetful, save_head
+from draft_heads import eagle3_tensors, forgetful, look_at_newest, save_eagle3, save_head
 from driver import assert_same, build, complete
 from engine import disaggregated
 from random_model import EOS, PIECES, vocab
@@ -154,6 +154,36 @@ def test_the_shapes_of_cuda_graphs_give_the_same_answers_and_drafts(tiny: Model)
         (b.engine.stats().num_drafted, b.engine.stats().num_accepted) for b in (plain, padded)
     ]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("variant", "dtype"), [("llama", "int8"), ("gpt-oss", "fp32")])
+def test_an_eagle3_head_changes_no_answer(variant: str, dtype: str, tmp_path: Path) -> None:
+    sizes = WIDE | {"num_hidden_layers": 4}
+    model = forgetful(tame(make_model(variant, **sizes), 0.3))
+    tensors = eagle3_tensors(model, bias=True)
+    look_at_newest(tensors, model)
+    head = save_eagle3(model, tmp_path / "head", tensors)
+    folder, asked = save(model, tmp_path / "model"), prompts()
+    params = [GREEDY, DRAWN, *[GREEDY] * (len(asked) - 2)]
+    alone = build(folder, dtype, chunked=False, prefix_cache=False, num_blocks=64)
+    golden = [complete(alone.engine, [p], s)[0] for p, s in zip(asked, params, strict=True)]
+    counts = []
+    for chunked, num_blocks, graphs in ((True, 60, 0), (False, 14, 0), (True, 60, 8)):
+        built = build(
+            folder, dtype, chunked=chunked, prefix_cache=chunked, num_blocks=num_blocks, mtp=2,
+            draft=head,
+        )  # fmt: skip
+        if graphs:
+            built.engine._runner.add_draft_graphs(graphs, 2)
+            built.engine._runner.add_prompt_graphs(2)
+        for _ in range(2):
+            assert_same(complete(built.engine, asked, params), golden)
+        stats = built.engine.stats()
+        assert_drafted(stats, 2)
+        assert stats.num_preemptions > 0 or num_blocks > 14
+        counts.append((stats.num_drafted, stats.num_accepted))
+        built.engine._scheduler.check_integrity()
+    assert counts[0] == counts[2]
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt-oss"])

@@ -16,8 +16,23 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from draft_heads import OUTPUTS, forgetful, make_head, save_head
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
+from draft_heads import (
+    OUTPUTS,
+    eagle3_tensors,
+    forgetful,
+    look_at_newest,
+    make_head,
+    save_eagle3,
+    save_head,
+)
+from tokenmill.core.config import (
+    NGRAM,
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    Setup,
+)
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.models import store
@@ -92,6 +107,10 @@ def make_drafted_llama(folder: Path) -> None:
     save(model, folder)
     (folder / "draft").mkdir()
     save_head(model, folder / "draft" / HEAD)
+    tensors = eagle3_tensors(model, bias=True)
+    look_at_newest(tensors, model)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    save_eagle3(model, folder / "draft" / "eagle3", tensors, **layers)
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
@@ -131,6 +150,7 @@ class EngineSetup:
     num_blocks: int = 200
     limits: SchedulerConfig = LIMITS
     max_model_len: int | None = None
+    draft: str = HEAD
 
     def configs(self, checkpoints: Checkpoints, device: Device) -> Setup:
         folder = checkpoints[self.checkpoint]
@@ -141,12 +161,15 @@ class EngineSetup:
                 self.dtype if on_gpu else "fp32",
                 device,
                 max_model_len=self.max_model_len,
-                draft=str(folder / "draft" / HEAD) if self.execution.mtp else None,
+                draft=self._draft(folder) if self.execution.mtp else None,
             ),
             CacheConfig(num_blocks=self.num_blocks, dtype=self.kv_dtype if on_gpu else "auto"),
             self.limits,
             self.execution,
         )
+
+    def _draft(self, folder: Path) -> str:
+        return NGRAM if self.draft == NGRAM else str(folder / "draft" / self.draft)
 
     def build(self, checkpoints: Checkpoints, device: Device) -> BuiltEngine:
         return build_engine(resolve_setup(self.configs(checkpoints, device)))
@@ -210,6 +233,11 @@ DRAFTED_LLAMA = {
     "llama-graphs-drafts": _llama(drafting(INVARIANT)),
     "llama-fast": _llama(DEFAULT),
     "llama-fast-drafts": _llama(drafting(DEFAULT)),
+    "llama-eager-eagle3": replace(
+        _llama(drafting(replace(INVARIANT, cuda_graphs=False))), draft="eagle3"
+    ),
+    "llama-graphs-eagle3": replace(_llama(drafting(INVARIANT)), draft="eagle3"),
+    "llama-graphs-ngram": replace(_llama(drafting(INVARIANT)), draft=NGRAM),
 } | {f"llama-depth-{n}": _llama(drafting(DEFAULT, n), None) for n in (0, 1, 2, 3)}
 SMOLLM2 = {
     f"smollm2-{dtype}-{kv_dtype}": EngineSetup(

@@ -43,8 +43,8 @@ class ModelConfig:
     num_threads: int | None = setting(None, "CPU threads of the engine; all cores.", count(1, 4096))
     draft: str | None = setting(
         None,
-        "What drafts for --mtp: an MTP module or EAGLE head (a safetensors file, folder or hub "
-        "name), or ngram, which needs no model; the model's own module unless given.",
+        "What drafts for --mtp: an MTP module, EAGLE or EAGLE-3 head (a safetensors file, folder "
+        "or hub name), or ngram, which needs no model; the model's own module unless given.",
     )
 
 

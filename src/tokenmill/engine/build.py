@@ -33,6 +33,7 @@ from tokenmill.engine.drafts.drafting import (
     FixedDrafting,
     LookupDrafting,
 )
+from tokenmill.engine.drafts.eagle3 import Eagle3Files, Eagle3Head, is_eagle3, open_eagle3
 from tokenmill.engine.drafts.proposer import Drafter
 from tokenmill.engine.drafts.relaxed import Relaxed
 from tokenmill.engine.engine import LanguageEngine
@@ -72,6 +73,7 @@ from tokenmill.sched.meter import StepMeter, WorkWeights
 from tokenmill.sched.recording import make_scheduler
 
 Progress = Callable[[int, int], None]
+DraftFiles = Mapping[str, ReadableTensor] | Eagle3Files
 _log = logging.getLogger(__name__)
 _MOST_PATCHES = 2**16  # of an image: 4,096 x 4,096 pixels, the most that Qwen3-VL's processor makes
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
@@ -191,11 +193,11 @@ def load_part(
     narrow = dtype == "fp8" and spec.hidden_size < NARROW and dense and ranks.size == 1
     drafts = setup.execution.mtp > 0
     has_module = drafts and model.draft != NGRAM
-    draft_tensors = _open_mtp(checkpoint, model) if has_module else {}  # finds a wrong file
+    draft_files = _open_draft(checkpoint, model, ranks) if has_module else {}  # finds a wrong one
     max_len = scheduler.max_model_len
     loaded: ComputeType = "bf16" if narrow else dtype
     network = _load(checkpoint, loaded, max_len, device, layout, progress)
-    mtp = _load_mtp(draft_tensors, network, loaded) if has_module else None
+    mtp = _load_draft(draft_files, network, loaded) if has_module else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
@@ -380,7 +382,7 @@ def _load(
     return family_of(spec).model(spec, tensors, dtype, max_len, device, layout)
 
 
-def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, ReadableTensor]:
+def _open_draft(checkpoint: Checkpoint, model: ModelConfig, ranks: Ranks) -> DraftFiles:
     """What drafts: what --draft names, the checkpoint's own module, or one that comes with it."""
     random = model.random_weights and model.draft is None
     path, spec = checkpoint.path, checkpoint.spec
@@ -389,6 +391,11 @@ def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, Readab
         raise ModelLoadError(f"mtp: {spec.architecture} {problem}")
     if model.draft is not None:
         path = resolve_draft(model.draft)
+        if is_eagle3(path):
+            if ranks.size > 1:
+                problem = f"an EAGLE-3 head drafts on one rank, not {ranks.size}"
+                raise ModelLoadError(f"{path}: {problem}")
+            return open_eagle3(path, spec)
     elif not random and not spec.num_mtp_layers:
         shipped = shipped_mtp(path)
         if shipped is None:
@@ -398,13 +405,14 @@ def _open_mtp(checkpoint: Checkpoint, model: ModelConfig) -> Mapping[str, Readab
     return open_mtp(path, spec, random_weights=random, seed=model.seed)
 
 
-def _load_mtp(
-    tensors: Mapping[str, ReadableTensor], network: Decoder, dtype: ComputeType
-) -> MTPModule:
+def _load_draft(files: DraftFiles, network: Decoder, dtype: ComputeType) -> Drafter:
     """Ranks that share every token divide the module like a layer; others have one each."""
+    if isinstance(files, Eagle3Files):
+        network.read_layers = files.layers
+        return Eagle3Head(files, network, dtype)
     layout = ALONE if network.layout.own_tokens else network.layout
     needs = wanted(network.full, layout)
-    own = {name: tensor for name, tensor in tensors.items() if needs(name)}
+    own = {name: tensor for name, tensor in files.items() if needs(name)}
     return MTPModule(network, read_all(own, network.device), dtype, layout)
 
 

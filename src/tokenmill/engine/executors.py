@@ -81,7 +81,7 @@ class PlainExecutor:
             return None
         more = self._builder.build_drafts(batch, inputs)
         next_ids = self._builder.ids(more.next_ids.index_copy(0, inputs.ends.long(), tokens))
-        out = self._proposer.fill(next_ids, self._model.normed(hidden), inputs.attention)
+        out = self._proposer.fill(next_ids, self._model.draft_states(hidden), inputs.attention)
         if not batch.num_to_draft or not inputs.ready:
             return None
         accepted = count_accepted(tokens[more.places], more.drafts, more.num_drafts)

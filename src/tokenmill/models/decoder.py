@@ -137,6 +137,8 @@ class Decoder:
         self.full, self.layout, self.spec = spec, layout, local_spec(spec, layout)
         self.dtype, self.device = dtype, device
         self.stream: Callable[[torch.Tensor, float], Residual] = Residual
+        self.read_layers: tuple[int, ...] = ()  # an EAGLE-3 head reads the states that enter them
+        self._read_states: torch.Tensor | None = None  # of the last step
         tables = {
             rope: rotary_table(rope, spec.cache_dims[0], max_model_len).to(device)
             for rope in set(spec.layer_ropes)
@@ -198,9 +200,15 @@ class Decoder:
         """Embedded tokens through all layers."""
         stream = self.stream(x, self.spec.rms_eps)
         parts = self.layers, kv_cache, self.cos_sin, self._batches(batch)
-        for layer, cache, table, own in zip(*parts, strict=True):
+        states: dict[int, torch.Tensor] = {}
+        for index, (layer, cache, table, own) in enumerate(zip(*parts, strict=True)):
+            if index in self.read_layers:
+                states[index] = stream.complete().clone()
             layer(stream, cache, table, own)
-        return stream.complete()
+        states[len(self.layers)] = stream.complete()
+        if self.read_layers:
+            self._read_states = torch.cat([states[index] for index in self.read_layers], dim=1)
+        return stream.x
 
     def _batches(self, batch: AttentionBatch) -> list[AttentionBatch]:
         """What each layer sees of a step: its group's."""
@@ -218,6 +226,13 @@ class Decoder:
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm of hidden states, [rows, hidden]."""
         return Residual(hidden, self.spec.rms_eps).normed(self.norm)
+
+    def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What drafts are made from, [rows, .]: `hidden` normed, or the layers that are read.
+
+        `hidden` is what the last forward() returned.
+        """
+        return self.normed(hidden) if self._read_states is None else self._read_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab], in the stream's type.

@@ -99,7 +99,8 @@ class Llama(Decoder):
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """On CPU in one call, where all layers are alike and nobody looks at the stream."""
-        if x.is_cuda or self.stream is not Residual or not self._run_stack(x, kv_cache, batch):
+        seen = self.stream is not Residual or self.read_layers
+        if x.is_cuda or seen or not self._run_stack(x, kv_cache, batch):
             return super().run_layers(x, kv_cache, batch)
         return x
 

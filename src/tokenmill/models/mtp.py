@@ -63,6 +63,10 @@ class MTPModule:
         """[rows, hidden] -> [rows, vocab], where ranks divide it as the model's logits()."""
         return self.model.score(out, self.norm)
 
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's ids: its head is the model's."""
+        return ids
+
     def states(self, out: torch.Tensor) -> torch.Tensor:
         """What stands for the model's normed state in the next guess, [rows, hidden]."""
         return out if self.norm is None else Residual(out, self.eps).normed(self.norm)

@@ -40,10 +40,12 @@ def check_tensors(
     path: Path,
     wanted: Mapping[str, Shape] | None = None,
     ignored: Collection[str] = (),
+    owner: str = "",
 ) -> None:
     """Raise one error that lists missing, unexpected, mis-shaped and unreadable tensors.
 
-    `wanted` are the model's unless given; a part of a checkpoint is checked by its own.
+    `wanted` are the model's unless given; a part of a checkpoint is checked by its own, and
+    `owner` says whose they are if not an MTP module's.
     """
     whole = wanted is None
     wanted = expected_tensors(spec) if wanted is None else wanted
@@ -74,8 +76,9 @@ def check_tensors(
         problems.append(f"  supported types: {', '.join((*PLAIN_BYTES, *_gguf_types()))}")
         problems[-1] += f", {FP8} in linear layers that a quantization_config covers"
     if problems:
-        owner = f"the {spec.architecture} that its config describes"
-        if not whole:
+        if whole:
+            owner = f"the {spec.architecture} that its config describes"
+        elif not owner:
             owner = f"an MTP module of this {spec.architecture}, hidden_size {spec.hidden_size}"
         head = f"{path}: the tensors do not fit {owner}"
         raise ModelLoadError("\n".join([head, *problems]))

@@ -228,7 +228,7 @@ def open_mtp(
     if random_weights:
         return {name: RandomTensor(name, shape, seed) for name, shape in expected.items()}
     if path.is_dir():
-        stored = _safetensors(path)
+        stored = read_stored(path)
     elif path.suffix == ".safetensors" and path.exists():
         stored = {tensor.name: tensor for tensor in _read_header(path)}
     else:
@@ -255,8 +255,8 @@ def _open_eagle(
         norms = f"{spec.num_norms} norms in a layer, where an EAGLE head expects 2"
         raise ModelLoadError(f"{path}: {spec.architecture} has {norms}")
     if "d2t" in stored or any(name.startswith("midlayer.") for name in stored):
-        problem = "which reads three layers' states; expected EAGLE's first form, or an MTP module"
-        raise ModelLoadError(f"{path}: an EAGLE-3 head, {problem}")
+        problem = "is given as a folder, with its config.json"
+        raise ModelLoadError(f"{path}: an EAGLE-3 head {problem}")
     expected = eagle_tensors(spec, "fc.bias" in stored)
     check_tensors(stored, spec, path, expected, EAGLE_COPIES)
     tensors = _with_scales(stored, spec, expected)
@@ -329,7 +329,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_safetensors(path: Path) -> Checkpoint:
     spec = read_spec(path)
     architecture = family_of(spec).architectures[spec.architecture]
-    stored = {architecture.our_name(name): t for name, t in _safetensors(path).items()}
+    stored = {architecture.our_name(name): t for name, t in read_stored(path).items()}
     check_tensors(stored, spec, path)
     tensors = _with_scales(stored, spec, expected_tensors(spec))
     types: Counter[str] = Counter()
@@ -355,7 +355,7 @@ def _with_scales(
     return tensors
 
 
-def _safetensors(folder: Path) -> dict[str, SafetensorsTensor]:
+def read_stored(folder: Path) -> dict[str, SafetensorsTensor]:
     """Headers of the single file or of every shard that the index names."""
     stored: dict[str, SafetensorsTensor] = {}
     for file in _weight_files(folder):

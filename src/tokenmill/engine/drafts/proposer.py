@@ -18,7 +18,7 @@ Cache = tuple[torch.Tensor, torch.Tensor]
 
 
 class Drafter(Protocol):
-    """An MTP module, see models/mtp.py: of this rank alone, or of all together."""
+    """An MTP module (models/mtp.py), of this rank alone or of all together, or an EAGLE-3 head."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -26,6 +26,7 @@ class Drafter(Protocol):
         self, token_ids: torch.Tensor, states: torch.Tensor, cache: Cache, batch: AttentionBatch
     ) -> torch.Tensor: ...
     def logits(self, out: torch.Tensor) -> torch.Tensor: ...
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor: ...
     def states(self, out: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -42,7 +43,7 @@ class Proposer:
     def fill(
         self, next_ids: torch.Tensor, states: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """Put the pairs of a step, normed states and the tokens after them, into the cache."""
+        """Put the pairs of a step, states and the tokens after them, into the cache."""
         return self.module.forward(next_ids, states, self.cache, batch)
 
     def propose(
@@ -58,13 +59,17 @@ class Proposer:
         out [seqs, hidden] is what fill() made of each sequence's newest pair, positions [seqs]
         where that stands, capacities [seqs] how many tokens its blocks hold.
         """
-        drafts = [_best(self.module.logits(out))]
+        drafts = [self._best(out)]
         for step in range(1, count):
             batch = self._batch(*self.builder.place(positions, slots, capacities, step), slots)
             ids = self.builder.ids(drafts[-1])
             out = self.module.forward(ids, self.module.states(out), self.cache, batch)
-            drafts.append(_best(self.module.logits(out)))
+            drafts.append(self._best(out))
         return torch.stack(drafts, dim=1)
+
+    def _best(self, out: torch.Tensor) -> torch.Tensor:
+        """The likeliest tokens, int32 [rows]; any token where the logits are not finite."""
+        return self.module.target_ids(argmax(self.module.logits(out), least=0))
 
     def _batch(
         self, positions: torch.Tensor, cache_slots: Slots, slots: torch.Tensor
@@ -72,8 +77,3 @@ class Proposer:
         """Return the attention batch of one query for each sequence."""
         starts, tiles = self.builder.even(slots.shape[0], 1)
         return self.builder.attention(positions, cache_slots, starts, positions, slots, tiles)
-
-
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest tokens, int32 [rows]; any token where the logits are not finite."""
-    return argmax(logits, least=0)

@@ -31,7 +31,7 @@ class Verified:
 
     logits: torch.Tensor  # [rows, vocab]; of a graph: until the next replay of any other
     token_ids: torch.Tensor  # int32 [rows]: the input
-    states: torch.Tensor  # [rows, hidden], normed
+    states: torch.Tensor  # [rows, .]: what drafts are made from
     batch: AttentionBatch
 
 
@@ -173,7 +173,7 @@ class DraftGraphs:
         hidden = self.model.forward(builder.ids(ids), self.layers, batch)
         logits = self.model.logits(hidden)
         self.tokens[:size].copy_(argmax(logits).view(size, depth + 1))
-        return Verified(logits, ids, self.model.normed(hidden), batch)
+        return Verified(logits, ids, self.model.draft_states(hidden), batch)
 
     def _draft(self, size: int, verified: Verified) -> torch.Tensor:
         contexts, slots, capacities, counts = self.columns[:, :size]

@@ -111,7 +111,7 @@ class PromptGraphs:
         builder.last_tokens.index_copy_(0, slot.long(), best)
         if self.proposer is not None:
             next_ids = torch.cat([ids[1:], ids[:1]]).index_copy_(0, last.long(), best)
-            out = self.proposer.fill(builder.ids(next_ids), model.normed(hidden), batch)
+            out = self.proposer.fill(builder.ids(next_ids), model.draft_states(hidden), batch)
             drafts = self.proposer.propose(
                 out.index_select(0, last), context + last, slot, capacity, self.depth
             )

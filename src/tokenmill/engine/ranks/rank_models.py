@@ -76,8 +76,8 @@ class SharedModel:
         """Rank 0 encodes images; the others get the features that a step needs."""
         return self._model.encode(pixels, grid)
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.normed(hidden)
+    def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.draft_states(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary, of which each rank may have a part."""
@@ -108,6 +108,9 @@ class SharedDrafter:
             if self._model.layout.split_heads:
                 _send_rows(self._group, "draft_logits", out)
             return self._module.logits(out)
+
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._module.target_ids(ids)
 
     def states(self, out: torch.Tensor) -> torch.Tensor:
         return self._module.states(out)
@@ -217,8 +220,8 @@ class OwnModel:
     def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         return self._model.encode(pixels, grid)
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.normed(hidden)
+    def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.draft_states(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
