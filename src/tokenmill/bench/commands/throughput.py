@@ -120,11 +120,13 @@ def model_path(config: ModelConfig) -> Path:
     """The model's folder or file; a shape of this package only with random weights."""
     shapes = {file.stem: file for file in sorted(SHAPES.glob("*.json"))}
     shape = shapes.get(config.model.lower())
+    from tokenmill.models.store import CATALOG, resolve
+
     if shape and not Path(config.model).exists():
-        if not config.random_weights:
+        if config.random_weights:
+            return shape
+        if shape.stem not in CATALOG:
             raise ModelLoadError(f"{config.model} is a shape without weights: add --random-weights")
-        return shape
-    from tokenmill.models.store import resolve
 
     try:
         with console.progress(f"Downloading {config.model}", size_in_bytes=True) as update:
