@@ -17,6 +17,9 @@ from tokenmill.plan.rank_cost import MEMORY_SHARE, exchange_bytes
 BF16_BYTES = 2
 MICRO = 1e-6
 EXPERT_TILE = 128  # rows
+# Four-bit weights on a GPU without such arithmetic become bf16 beside each product. On an H200 that
+# takes 3,646 us for experts of 8,192 tokens whose tiles alone take 2,580 (docs/log.md).
+UNPACKING = 1.41
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class StepCost:
         share = efficiency.fp4_products if compute == "fp4" else efficiency.products
         if part == "experts" and self.spec.moe:
             share *= efficiency.experts
+        if "fp4" not in flops and precision.num_bytes(part) < 1:
+            share /= UNPACKING
         # Blackwell Ultra's fp4 is three times its fp8, but no published row shows more than two.
         most = 2 * self.gpu.peak("fp8") if compute == "fp4" else math.inf
         return min(self.gpu.peak(compute), most) * share
