@@ -62,8 +62,8 @@ PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2
 TORCH_BENCHES = ("bench/ceiling", "bench/kv_transfer_pair", "bench/peer_runners")
 NUMPY = ("core/", "sched/", "routing/", "kernels/", "layers/", "models/", "engine/", "kv/")
 HOMES: dict[str, tuple[str, ...]] = {
-    "numpy": (*NUMPY, "vision/processor", "vision/decoding", "bench/peer_runners"),
-    "PIL": ("vision/decoding",),
+    "numpy": (*NUMPY, "vision/processor", "vision/image_files", "bench/peer_runners"),
+    "PIL": ("vision/image_files",),
     "torch": ("parallel", "kernels/", "layers/", "models/", "engine/", "kv/", *TORCH_BENCHES),
     "triton": ("kernels/",),
     "numba": ("kernels/cpu/",),

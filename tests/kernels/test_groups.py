@@ -40,7 +40,7 @@ for dim, block_size, window in ((64, 16, 0), (48, 32, 70)):
         q = attention.rope_and_cache(qkv, k_cache, v_cache, table, batch, 6, dim**-0.5)
         found.append(attention.paged_attention(q, k_cache, v_cache, batch, 6, window))
 digests = [hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for t in found]
-from tokenmill.kernels.cpu.build import VNNI
+from tokenmill.kernels.cpu.compiler import VNNI
 print(VNNI, *digests, sep="\\n")
 """
 
@@ -129,9 +129,9 @@ def _digests(isa: str) -> list[str]:
 
 @needs_kernels
 def test_avx2_and_avx512_give_the_same_bits() -> None:
-    from tokenmill.kernels.cpu import build
+    from tokenmill.kernels.cpu import compiler
 
-    if not build.VNNI:
+    if not compiler.VNNI:
         pytest.skip("the CPU has no AVX-512 with VNNI, or is held to AVX2")
     wide, held = _digests(""), _digests("avx2")
     assert (wide[0], held[0]) == ("True", "False")
@@ -161,6 +161,6 @@ def test_the_avx512_tile_compiles_to_its_instruction_anywhere() -> None:
 @needs_kernels
 def test_an_unknown_instruction_set_is_refused() -> None:
     env = os.environ | {"TOKENMILL_CPU_ISA": "avx9"}
-    command = [sys.executable, "-c", "import tokenmill.kernels.cpu.build"]
+    command = [sys.executable, "-c", "import tokenmill.kernels.cpu.compiler"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode and "TOKENMILL_CPU_ISA is 'avx9': use avx2" in done.stderr

@@ -18,7 +18,7 @@ import pytest
 from tokenmill.core.types import ImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.addresses import AllowedHosts, is_public
-from tokenmill.vision.decoding import decode, open_image
+from tokenmill.vision.image_files import decode, open_image
 from tokenmill.vision.sources import ImageSources
 from vision.pictures import empty_png
 

@@ -9,7 +9,7 @@ import typer
 from tokenmill import __version__
 from tokenmill.cli import bench, chat, generate, pull, receipts, route, serve
 from tokenmill.cli import worker_commands as pool
-from tokenmill.cli.plan import group as plan
+from tokenmill.cli.plan import plan_group as plan
 
 app = typer.Typer(
     name="tokenmill",

@@ -310,7 +310,7 @@ class EngineStats:
     num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
     num_relaxed: int = 0  # of these, those that were taken though others were drawn
-    step_sums: list[float] = field(default_factory=list)  # of routing/step_cost.py
+    step_sums: list[float] = field(default_factory=list)  # of routing/step_rates.py
     num_gpus: int = 0  # or, on CPU, processes that compute
     gpu_s: float = 0.0  # time that has passed, times GPUs
     gpu_idle_s: float = 0.0  # of it, without a request to compute

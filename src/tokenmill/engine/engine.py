@@ -25,7 +25,7 @@ from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.structured import StructuredOutputs, follow
 from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
-from tokenmill.routing.step_cost import StepSums
+from tokenmill.routing.step_rates import StepSums
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 _BLOCKED_WAIT_S = 0.001  # how long a step without a batch waits for blocks that others free

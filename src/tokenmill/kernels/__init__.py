@@ -40,9 +40,9 @@ def _cpu_kernels_run() -> bool:
     """numba is installed and the CPU has AVX2."""
     if importlib.util.find_spec("numba") is None:
         return False
-    from tokenmill.kernels.cpu import build
+    from tokenmill.kernels.cpu import compiler
 
-    return build.supported()
+    return compiler.supported()
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from tokenmill.core.types import (
     StepResult,
     TokenmillError,
 )
-from tokenmill.routing.step_cost import StepRates, StepSums, fit_rates
+from tokenmill.routing.step_rates import StepRates, StepSums, fit_rates
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.recording import VERSION
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence

@@ -14,7 +14,7 @@ from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.router import Router
-from tokenmill.routing.step_cost import StepSums, fit_rates
+from tokenmill.routing.step_rates import StepSums, fit_rates
 from tokenmill.sched.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 

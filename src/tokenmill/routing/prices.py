@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenmill.core.config import RouterConfig
-from tokenmill.routing.step_cost import StepRates
+from tokenmill.routing.step_rates import StepRates
 
 OPENING = 0.125  # of a stall: prompts that come later may open the step that this one spares
 LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more

@@ -15,7 +15,7 @@ The KV policy predicts, in milliseconds, what a request costs on each worker:
 The lowest sum wins, ties at random. Stall and decode count half: requests that come later even out
 what this one does. A prefix deserves as many workers as its share of the latest requests: what
 exceeds the share of the workers that have it will use another copy. Rates are fitted to the
-workers' own steps (step_cost.py); how many steps an answer takes is the mean of those that ended.
+workers' own steps (step_rates.py); how many steps an answer takes is the mean of those that ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
-from tokenmill.routing.step_cost import PRIOR, StepRates
+from tokenmill.routing.step_rates import PRIOR, StepRates
 from tokenmill.sched.blocks import U64, hash_chain
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended

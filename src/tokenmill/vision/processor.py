@@ -92,7 +92,7 @@ class ImageProcessor:
         self, data: bytes, limits: PixelLimits, max_area: int, max_tokens: int
     ) -> ImageInput:
         """The patches of a file; ImageError also where it has more than `max_tokens`."""
-        from tokenmill.vision.decoding import decode, open_image, resize  # needs Pillow
+        from tokenmill.vision.image_files import decode, open_image, resize  # needs Pillow
 
         image = open_image(data, max_area)
         num_tokens = self.num_tokens(*image.size, limits)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.routing.router import Router
-from tokenmill.routing.step_cost import PRIOR, StepRates, fit_rates
+from tokenmill.routing.step_rates import PRIOR, StepRates, fit_rates
 from tokenmill.workers.messages import GetKV, KVDump, KVEvents
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.compiler import compiled
 from tokenmill.kernels.cpu.int_spans import (
     MASKED,
     WEIGHT_LIMIT,

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 
 from tokenmill.kernels.cpu import matmul
-from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
+from tokenmill.kernels.cpu.compiler import VNNI, compiled, emitted
 from tokenmill.kernels.cpu.threads import task_kernel
 from tokenmill.kernels.cpu.tiles import (
     I32,

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
+from tokenmill.kernels.cpu.compiler import VNNI, compiled, emitted
 from tokenmill.kernels.cpu.tiles import (
     F32,
     I32,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.compiler import compiled
 from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import (
     f32_rows,

@@ -14,7 +14,7 @@ import torch
 from numba import carray
 
 from tokenmill.kernels.cpu.attention import finish_rows, reset_rows, softmax_span
-from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.compiler import compiled
 from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import as_float, f32_at, f32_rows, i32_at, i64_at, square_sum
 

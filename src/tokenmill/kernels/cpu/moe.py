@@ -12,7 +12,7 @@ import torch
 from numba import carray
 from numpy.typing import NDArray
 
-from tokenmill.kernels.cpu.build import compiled
+from tokenmill.kernels.cpu.compiler import compiled
 from tokenmill.kernels.cpu.grouped import MAX_ROWS
 from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import as_float, exp32, f32_at, i32_at

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from tokenmill.kernels.cpu.build import VNNI, compiled
+from tokenmill.kernels.cpu.compiler import VNNI, compiled
 from tokenmill.kernels.cpu.groups import empty_rows
 from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import (

@@ -20,7 +20,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, types
 
-from tokenmill.kernels.cpu.build import cached, compiled, emitted
+from tokenmill.kernels.cpu.compiler import cached, compiled, emitted
 from tokenmill.kernels.cpu.tiles import i64_at
 
 # The control block: ticket at 0, tasks done at 64, kernel and args at 128; a cache line each,

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tokenmill.kernels.cpu.build import VNNI, compiled, emitted
+from tokenmill.kernels.cpu.compiler import VNNI, compiled, emitted
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _V16I8 = ir.VectorType(ir.IntType(8), 16)

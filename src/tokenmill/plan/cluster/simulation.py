@@ -22,7 +22,7 @@ from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.attention_dp import assign
 from tokenmill.routing.disaggregation import place_prefill
 from tokenmill.routing.router import Router
-from tokenmill.routing.step_cost import fit_rates
+from tokenmill.routing.step_rates import fit_rates
 from tokenmill.routing.suspects import Suspects
 
 START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"

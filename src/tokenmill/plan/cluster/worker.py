@@ -12,7 +12,7 @@ from tokenmill.plan.cluster.rank_work import RankWork, total_work
 from tokenmill.plan.cluster.step_price import Priced, StepPrice
 from tokenmill.routing.attention_dp import ContextPolicy, RankCaches, assign
 from tokenmill.routing.router import Router
-from tokenmill.routing.step_cost import StepSums
+from tokenmill.routing.step_rates import StepSums
 from tokenmill.sched.sequence import Sequence
 
 

@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 import pytest
 
-from tokenmill.routing.step_cost import PRIOR, StepRates, StepSums, fit_rates
+from tokenmill.routing.step_rates import PRIOR, StepRates, StepSums, fit_rates
 
 GPU = StepRates(base=6.0, mixed=16.0, prefill=0.015, sequence=0.01, kv=5e-5)
 CPU = StepRates(base=10.0, mixed=3.0, prefill=1.0, sequence=2.0, kv=8e-4)
