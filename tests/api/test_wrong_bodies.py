@@ -63,7 +63,7 @@ CHAT = [
     (
         {"messages": user(content=[{"type": "input_audio", "input_audio": {}}])},
         "messages[0].content[0].type",
-        "this model takes text only; send parts of type 'text'",
+        "audio is not heard here; send its text",
     ),
     (
         {"messages": user(content=[{"type": "text"}])},

@@ -128,4 +128,4 @@ def test_two_workers_as_they_were_planned(
     record_property("figures", figures)
     for name, values in figures.items():
         assert values["predicted"] > 0 and values["measured"] > 0, name
-    assert pytest.approx(2 * one, rel=1e-2) == sized["bears"]
+    assert one < sized["bears"] < 2.2 * one

@@ -179,8 +179,9 @@ def test_a_lease_expires_and_is_said_to(pool: WorkerPool) -> None:
     assert ends(pool) == [("a", FinishReason.ABORT, None)]
 
 
-def test_abort_while_blocks_arrive(pool: WorkerPool) -> None:
-    """The blocks come back only when nothing writes to them any more."""
+@pytest.mark.parametrize("all_there", [False, True])
+def test_abort_while_blocks_arrive(pool: WorkerPool, all_there: bool) -> None:
+    """The blocks come back only when nothing writes to them any more; none of them is cached."""
     for notice in submit_both(pool, "a"):
         kv_of(pool.decode).notice(notice)
     slow: Future[None] = Future()
@@ -188,6 +189,13 @@ def test_abort_while_blocks_arrive(pool: WorkerPool) -> None:
     with mock.patch.object(connector, "read", return_value=slow):
         pool.decode.step()
     pool.decode.abort("a")
+    if all_there:  # before the engine has said that the request ended
+        slow.set_result(None)
+        assert ends(pool) == [("a", FinishReason.ABORT, None)]
+        pool.decode.step()
+        assert pool.decode.stats().num_kv_blocks_used == 0 == len(pool.decode.kv_dump().hashes)
+        pool.prefill.abort("a")
+        return
     assert ends(pool) == [("a", FinishReason.ABORT, None)]
     pool.decode.step()
     assert pool.decode.stats().num_kv_blocks_used > 0

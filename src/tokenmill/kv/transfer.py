@@ -212,7 +212,7 @@ class KVTransfer:
         if entry.engine_id not in self._peers:
             return f"engine {entry.engine_id!r} is gone"
         seq = entry.seq
-        if seq is None:
+        if seq is None or seq.finished:  # forget() follows
             return None
         if len(entry.source) > entry.num_started or entry.window:
             runs = _runs(entry.source, seq.block_ids, entry.num_started)

@@ -54,6 +54,7 @@ class Handovers:
         self._rule = rule
         self._slots = slots
         self._routers = routers
+        self._leaving: dict[tuple[WorkerSlot, str], WorkerSlot] = {}  # who computed, see end()
         self._asked: set[Pair] = set()
         self._connected: set[Pair] = set()
         self._problem = ""
@@ -171,13 +172,32 @@ class Handovers:
             entry.handover = None
 
     def end(self, entry: OpenRequest, failed: bool = False) -> None:
-        """End a handover that is under way, at both sides."""
+        """End a handover that is under way, at both sides.
+
+        The KV is held until the decode worker has said that it ended the request: else it might
+        read blocks that are others' by then, and keep them in its prefix cache.
+        """
         handover, entry.handover = entry.handover, None
-        if handover is not None:
-            self.num_failed += failed
+        if handover is None:
+            return
+        self.num_failed += failed
+        if handover.told and entry.slot is not None:
+            self._leaving[entry.slot, entry.sent_as] = handover.source
+            entry.slot.send(Abort([entry.sent_as]))
+        else:
             handover.source.send(Abort([entry.sent_as]))
-            if handover.told and entry.slot is not None:
-                entry.slot.send(Abort([entry.sent_as]))
+
+    def on_ended(self, target: WorkerSlot, sent_as: str) -> None:
+        """A worker has ended a request: it reads no KV for it any more."""
+        source = self._leaving.pop((target, sent_as), None)
+        if source is not None:
+            source.send(Abort([sent_as]))
+
+    def on_gone(self, target: WorkerSlot) -> None:
+        """A worker is gone, and reads nothing any more."""
+        for slot, sent_as in list(self._leaving):
+            if slot is target:
+                self.on_ended(slot, sent_as)
 
 
 def _address(slot: WorkerSlot) -> KVAddress | None:

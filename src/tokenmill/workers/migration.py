@@ -113,6 +113,7 @@ class Migration:
             message = f"the engine stopped: {slot.last_failure}"
             entry.put_end(FinishReason.ERROR, message, "worker_died")
         self._migrate([e for e in lost if e.request.request_id in self.open], slot.last_failure)
+        self._handovers.on_gone(slot)
 
     def worker_left(self, slot: WorkerSlot) -> None:
         """Abort the requests of a worker that leaves the pool, and send them to others."""
@@ -123,6 +124,7 @@ class Migration:
     def worker_gone(self, slot: WorkerSlot) -> None:
         """A worker that has left was stopped: it has nothing more to tell."""
         self._accounts.left(slot)
+        self._handovers.on_gone(slot)
 
     def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
         """Pass outputs to their streams, KV events to the routers, notices to the handovers."""
@@ -175,14 +177,18 @@ class Migration:
         entry = self._find(output.request_id)
         if output.finish_reason is not None:
             self._accounts.ended(slot, output)
+            self._handovers.on_ended(slot, output.request_id)
         if entry is None:
             return
         prefilling = entry.source is slot
         if not prefilling and entry.slot is not slot:
             return
         entry.trace.output(output)
-        if not prefilling and entry.handover is not None and output.token_ids:
-            self._on_received(entry)
+        if not prefilling and entry.handover is not None:
+            if output.token_ids:
+                self._on_received(entry)
+            elif output.finish_reason is not None:
+                entry.handover.told = False  # it has ended there already
         if prefilling and output.stop_reason == PREFILLED:
             output.finish_reason = output.stop_reason = None
             self._routers.prefill.prefill_done(output.request_id)
