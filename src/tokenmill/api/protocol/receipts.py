@@ -58,7 +58,7 @@ def receipts_of(view: AccountsView, price: float | None) -> Receipts:
         num_gpus=view.num_gpus,
         gpu_seconds=round(view.gpu_s, DIGITS),
         idle_gpu_seconds=round(view.idle_s, DIGITS),
-        untold_gpu_seconds=round(view.untold_s, DIGITS),
+        untold_gpu_seconds=round(view.untold_s, DIGITS) + 0.0,  # not -0.0
         usd=UNSET if price is None else round(usd_of(view.gpu_s, price), USD_DIGITS),
         keys=[
             KeyReceipt(
