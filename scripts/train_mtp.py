@@ -38,8 +38,8 @@ from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.layers.rotary import rotary_table
-from tokenmill.models.store import resolve
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.store import resolve
+from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.text.tokenizer import load_tokenizer
 
 LAYER = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill.models import store
+from tokenmill.models.checkpoints import store
 
 
 def pytest_configure() -> None:

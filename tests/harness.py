@@ -12,7 +12,7 @@ from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.models import family_of
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
 
 if TYPE_CHECKING:

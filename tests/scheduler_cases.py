@@ -11,7 +11,7 @@ from tokenmill.core.types import (
     SamplingParams,
     StepResult,
 )
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 GO_ON = SamplingParams(max_tokens=None, ignore_eos=True)

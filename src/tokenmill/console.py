@@ -118,7 +118,7 @@ def _lines(description: str) -> Update:
 
 def fetch(name: str) -> Path:
     """The local path of a model, downloaded first if need be."""
-    from tokenmill.models import store
+    from tokenmill.models.checkpoints import store
 
     with progress(f"Downloading {name}", size_in_bytes=True) as update:
         return store.resolve(name, update)

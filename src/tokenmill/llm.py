@@ -33,7 +33,7 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
-from tokenmill.models.store import resolve
+from tokenmill.models.checkpoints.store import resolve
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -28,7 +28,7 @@ from tokenmill.core.vision_config import VisionConfig
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.sampler import state_of
 from tokenmill.plan.simulator import SimRunner
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.text.chat_template import ChatTemplate

@@ -33,7 +33,7 @@ from tokenmill.core.types import InvalidRequestError, Request, StepResult
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.sampler import Sampler, grammar_masks
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.workers.messages import ModelFacts

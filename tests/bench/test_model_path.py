@@ -9,7 +9,7 @@ import pytest
 from tokenmill.bench.commands.throughput import SHAPES, model_path
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import store
+from tokenmill.models.checkpoints import store
 
 
 def test_a_model_with_a_shape_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:

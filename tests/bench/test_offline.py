@@ -23,7 +23,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.plan.simulator import SimRunner
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 

@@ -22,7 +22,7 @@ from tokenmill.core.kv_events import (
 )
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.routing.kv_index import KVIndex
-from tokenmill.sched.blocks import BlockPool, block_hashes, chain_seed
+from tokenmill.sched.cache.blocks import BlockPool, block_hashes, chain_seed
 from tokenmill.workers.messages import KVEvents, decode_from_worker, encode
 
 

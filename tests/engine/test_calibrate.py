@@ -16,7 +16,7 @@ from tokenmill.kernels import matmul
 from tokenmill.layers import attention
 from tokenmill.layers.linear import Linear
 from tokenmill.models import decoder, family_of
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.text.tokenizer import load_tokenizer
 

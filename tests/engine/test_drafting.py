@@ -16,7 +16,7 @@ from tokenmill.engine.drafts.drafting import (
     LookupDrafting,
 )
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch
 

@@ -31,7 +31,7 @@ from tokenmill.engine.engine import LanguageEngine, Runner
 from tokenmill.engine.sampling.free_text import GrammarError
 from tokenmill.engine.sampling.grammar import Grammar, GrammarBackend
 from tokenmill.engine.sampling.structured import COMPILE_TIMEOUT_NS, next_masks
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 BLOCK = 4

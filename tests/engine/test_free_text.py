@@ -27,7 +27,7 @@ from tokenmill.engine.sampling.free_text import FreeTextMatcher, GrammarError
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.sampler import Sampler, allowed_ids, sampled_rows, state_of
 from tokenmill.engine.sampling.structured import next_masks
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import num_drafts
 

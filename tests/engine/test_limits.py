@@ -16,7 +16,7 @@ from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
 from tokenmill.models import spec_of
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 H200, L4 = 139 * GIB, 22 * GIB

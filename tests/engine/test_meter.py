@@ -17,7 +17,7 @@ from tokenmill.core.cost import Cost
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.engine.drafts.drafting import FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.meter import StepMeter, WorkWeights
 from tokenmill.sched.recording import RecordedScheduler, RecordFile
 from tokenmill.sched.scheduler import Scheduler

@@ -35,8 +35,8 @@ from tokenmill.core.config import (
 )
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
-from tokenmill.models import store
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints import store
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 Device = Literal["cpu", "cuda"]
 CONFIG: dict[str, object] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

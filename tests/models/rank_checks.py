@@ -19,8 +19,8 @@ from tokenmill.engine.ranks.rebalance import move_experts
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import cpu_kernels
 from tokenmill.models import family_of
-from tokenmill.models.shards import plan_layout, wanted
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.shards import plan_layout, wanted
+from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.parallel import Ranks, connect, disconnect, file_store
 
 PROMPT = [random.Random(5).randrange(64) for _ in range(37)]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from harness import Harness, assert_same_logits
 from tiny_models import assert_same, make_model, save, tame
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CASES: dict[str, dict[str, Any]] = {

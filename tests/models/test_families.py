@@ -10,7 +10,7 @@ from harness import assert_same_logits
 from tiny_models import SMALL, VARIANTS, make_model, save, stored_tensors, tame
 from tokenmill import models
 from tokenmill.models import FAMILIES, load_family
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 FOLDER = Path(models.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -18,7 +18,7 @@ from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Set
 from tokenmill.core.types import ModelLoadError, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
-from tokenmill.models import weights
+from tokenmill.models.checkpoints import weights
 
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn

@@ -15,7 +15,7 @@ from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers import attention
 from tokenmill.models import spec_of
-from tokenmill.models.weights import open_mtp, read_spec
+from tokenmill.models.checkpoints.weights import open_mtp, read_spec
 
 CASES: dict[str, dict[str, Any]] = {
     "windows": {},

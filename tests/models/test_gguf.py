@@ -17,8 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from tiny_models import SMALL, assert_same, make_model, save
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import gguf as gguf_files
-from tokenmill.models import store, weights
+from tokenmill.models.checkpoints import gguf as gguf_files
+from tokenmill.models.checkpoints import store, weights
 
 Kind = gguf.GGMLQuantizationType
 

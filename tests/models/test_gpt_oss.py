@@ -18,7 +18,7 @@ from tokenmill.core.types import ModelLoadError
 from tokenmill.layers import attention
 from tokenmill.layers.rotary import inverse_frequencies, rotary_table
 from tokenmill.models import spec_of
-from tokenmill.models.weights import open_checkpoint, open_mtp, read_spec
+from tokenmill.models.checkpoints.weights import open_checkpoint, open_mtp, read_spec
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, Sch
 from tokenmill.core.types import ModelLoadError, Request, SamplingParams
 from tokenmill.engine.build import build_engine, has_mtp
 from tokenmill.engine.choices import resolve_setup
-from tokenmill.models.weights import open_mtp, read_spec
+from tokenmill.models.checkpoints.weights import open_mtp, read_spec
 from tokenmill.sched.sequence import Batch, Sequence
 
 PROMPT = [5, 9, 3, 60, 33, 2, 17, 17, 8]

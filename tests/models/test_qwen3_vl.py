@@ -13,7 +13,7 @@ from tiny_images import Prompt, image, prompt, reference_logits
 from tiny_models import make_model, save, stored_tensors, tame
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models import spec_of
-from tokenmill.models.weights import open_checkpoint, read_spec
+from tokenmill.models.checkpoints.weights import open_checkpoint, read_spec
 
 SMALL, WIDE, TALL = image(1, (1, 4, 4)), image(2, (1, 4, 12)), image(3, (1, 10, 6))
 PROMPTS = {

@@ -14,7 +14,7 @@ from tokenmill.core.config import ParallelConfig
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.models import spec_of
-from tokenmill.models.shards import plan_layout
+from tokenmill.models.checkpoints.shards import plan_layout
 from tokenmill.parallel import Layout, Ranks
 
 CHECKS = Path(__file__).parent / "rank_checks.py"

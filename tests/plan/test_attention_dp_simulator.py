@@ -27,7 +27,7 @@ from tokenmill.routing.attention_dp import (
     NeverHold,
     Outlook,
 )
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 SHAPE = Path(tokenmill.bench.__path__[0]) / "shapes" / "deepseek-r1.json"

@@ -23,7 +23,7 @@ from tokenmill.plan.hardware import find_gpu
 from tokenmill.plan.predict.catalog import find_model, precisions_of
 from tokenmill.plan.predict.efficiencies import find_fit
 from tokenmill.plan.predict.step_cost import Replica
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 R1, GB300 = find_model("deepseek-r1"), find_gpu("gb300")

@@ -15,7 +15,7 @@ from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import Request, SamplingParams, TokenmillError
 from tokenmill.plan.recorded import RecordError, Reproducer, read_record, simulate
 from tokenmill.routing.step_rates import StepRates
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.recording import RecordedScheduler, RecordFile, make_scheduler
 from tokenmill.sched.scheduler import Batch, Scheduler
 

@@ -9,7 +9,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.plan.simulator import SimRunner
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 TOKENS = [11, 12, 13]

@@ -24,7 +24,7 @@ from tokenmill.routing.attention_dp import (
     RankCaches,
     assign,
 )
-from tokenmill.sched.blocks import BlockPool, block_hashes
+from tokenmill.sched.cache.blocks import BlockPool, block_hashes
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 loads = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5000)), min_size=1, max_size=9)

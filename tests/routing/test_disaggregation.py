@@ -12,7 +12,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.routing.disaggregation import DisaggregationRule, place_prefill
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import Sequence
 

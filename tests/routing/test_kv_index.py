@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenmill.core.kv_events import Cleared, Dump, Event, EventBatch, Removed, Stored
 from tokenmill.routing.kv_index import MAX_RETIRED, STRIDE, KVIndex
-from tokenmill.sched.blocks import U64
+from tokenmill.sched.cache.blocks import U64
 
 CHAIN = list(range(100, 120))
 

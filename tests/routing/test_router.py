@@ -16,7 +16,7 @@ from tokenmill.routing.policies import POLICIES
 from tokenmill.routing.prices import OPENING
 from tokenmill.routing.router import OUTPUT_TOKENS, NoWorkerError, Router
 from tokenmill.routing.step_rates import StepRates
-from tokenmill.sched.blocks import block_hashes, byte_tokens
+from tokenmill.sched.cache.blocks import block_hashes, byte_tokens
 
 SIZE = 4
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tokenmill.core.kv_groups import Sliding
-from tokenmill.sched.blocks import BlockPool, block_hashes, chain_seed, next_block_hashes
+from tokenmill.sched.cache.blocks import BlockPool, block_hashes, chain_seed, next_block_hashes
 
 MASK = 2**64 - 1
 
@@ -77,7 +77,7 @@ def test_no_collisions_among_similar_blocks() -> None:
 
 def test_hash_is_the_same_in_another_process() -> None:
     code = (
-        "from tokenmill.sched.blocks import block_hashes;"
+        "from tokenmill.sched.cache.blocks import block_hashes;"
         "print(block_hashes(list(range(48)), 16, salt='tenant'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

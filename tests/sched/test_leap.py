@@ -8,7 +8,7 @@ import pytest
 
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import Request, SamplingParams, StepResult
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 Chosen = list[tuple[str, int]]

@@ -16,7 +16,7 @@ from tokenmill.core.types import (
     StepResult,
     TokenLogprobs,
 )
-from tokenmill.sched.blocks import block_hashes
+from tokenmill.sched.cache.blocks import block_hashes
 from tokenmill.sched.scheduler import Scheduler
 
 
@@ -214,7 +214,7 @@ def test_constant_hash_gives_no_wrong_blocks(monkeypatch: pytest.MonkeyPatch) ->
     def constant(tokens: list[int], size: int, *_: Any) -> list[int]:
         return [7] * (len(tokens) // size)
 
-    monkeypatch.setattr("tokenmill.sched.prefix.block_hashes", constant)
+    monkeypatch.setattr("tokenmill.sched.cache.prefix.block_hashes", constant)
     scheduler = make(num_blocks=12)
     runner = FakeRunner(12, 4)
     for i in range(30):
@@ -234,7 +234,7 @@ def test_hashes_are_those_of_the_public_function(monkeypatch: pytest.MonkeyPatch
         calls.append(len(tokens))
         return block_hashes(tokens, *args)
 
-    monkeypatch.setattr("tokenmill.sched.prefix.block_hashes", counted)
+    monkeypatch.setattr("tokenmill.sched.cache.prefix.block_hashes", counted)
     scheduler = make(max_num_batched_tokens=8)
     scheduler.add(request("a", list(range(21)), cache_salt="t"))
     for _ in range(20):

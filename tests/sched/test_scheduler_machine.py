@@ -28,8 +28,8 @@ from fake_runner import EOS, VOCAB, FakeRunner, Launched, Row, expected
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
-from tokenmill.sched import blocks
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache import blocks
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import PENDING, Sequence
 
@@ -335,7 +335,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, config: SchedulerConfig, pool: BlockPool, tokens: int, modulus: int) -> None:
         self.session = Session(config, pool, 1 if self.overlap else tokens, self.overlap)
         self.patches = [
-            mock.patch(f"tokenmill.sched.prefix.{name}", _modulo(getattr(blocks, name), modulus))
+            mock.patch(
+                f"tokenmill.sched.cache.prefix.{name}", _modulo(getattr(blocks, name), modulus)
+            )
             for name in ("block_hashes", "next_block_hashes")
         ]
         for patch in self.patches:

@@ -20,7 +20,7 @@ from tokenmill.core.kv_groups import (
 )
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.models import spec_of
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 SHAPES = Path(tokenmill.__file__).parent / "bench" / "shapes"

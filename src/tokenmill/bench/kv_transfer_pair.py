@@ -20,7 +20,7 @@ from tokenmill.core.types import TokenmillError
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.kv.connectors import CONNECTORS, KVLink
 from tokenmill.kv.transfer import OwnConnector, Run
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 ORDERS = ("contiguous", "scattered")
 START_S = 120.0  # for the other process to come up

@@ -32,7 +32,7 @@ def pull(
 
 
 def _print_catalog() -> None:
-    from tokenmill.models import store
+    from tokenmill.models.checkpoints import store
 
     for entry in store.list_catalog():
         size = f"{entry.num_bytes / 1e6:.0f} MB"

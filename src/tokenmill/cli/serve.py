@@ -167,8 +167,8 @@ def worker(
 
 def _check_ranks(path: Path, roles: list[Settings]) -> None:
     """Refuse what cannot be divided before many processes are started for it."""
-    from tokenmill.models.shards import plan_layout
-    from tokenmill.models.weights import read_spec
+    from tokenmill.models.checkpoints.shards import plan_layout
+    from tokenmill.models.checkpoints.weights import read_spec
     from tokenmill.parallel import Ranks
 
     for role in roles:

@@ -52,12 +52,9 @@ from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models import family_of
-from tokenmill.models.decoder import Decoder
-from tokenmill.models.mtp import MTPModule
-from tokenmill.models.names import mtp_spec
-from tokenmill.models.shards import local_spec, plan_layout, wanted
-from tokenmill.models.store import resolve_draft, shipped_mtp
-from tokenmill.models.weights import (
+from tokenmill.models.checkpoints.shards import local_spec, plan_layout, wanted
+from tokenmill.models.checkpoints.store import resolve_draft, shipped_mtp
+from tokenmill.models.checkpoints.weights import (
     Checkpoint,
     ReadableTensor,
     open_checkpoint,
@@ -65,10 +62,13 @@ from tokenmill.models.weights import (
     read_all,
     read_spec,
 )
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.mtp import MTPModule
+from tokenmill.models.names import mtp_spec
 from tokenmill.parallel import ALONE, ONE, Layout, Ranks
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
-from tokenmill.sched.blocks import BlockPool
-from tokenmill.sched.encoder_cache import STEPS
+from tokenmill.sched.cache.blocks import BlockPool
+from tokenmill.sched.cache.encoder_cache import STEPS
 from tokenmill.sched.meter import StepMeter, WorkWeights
 from tokenmill.sched.recording import make_scheduler
 

@@ -30,9 +30,9 @@ from tokenmill.engine.limits import EXPECTED_TOKENS, Room, choose_budget, choose
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
-from tokenmill.models import store
-from tokenmill.models.shards import plan_layout
-from tokenmill.models.weights import open_checkpoint
+from tokenmill.models.checkpoints import store
+from tokenmill.models.checkpoints.shards import plan_layout
+from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.parallel import Ranks
 
 KV_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}

@@ -25,8 +25,8 @@ from tokenmill.layers.linear import (
 from tokenmill.layers.mlp import MLP, MoE
 from tokenmill.layers.residual import Residual
 from tokenmill.layers.rotary import rotary_table
+from tokenmill.models.checkpoints.shards import local_spec, shard
 from tokenmill.models.names import canonical, expert_of, layer_tensors, stacked_experts
-from tokenmill.models.shards import local_spec, shard
 from tokenmill.parallel import ALONE, Layout
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # two parts per layer: ModelSpec.cache_dims

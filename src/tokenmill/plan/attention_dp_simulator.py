@@ -23,7 +23,7 @@ from tokenmill.core.types import Request, SamplingParams, StepResult, TokenmillE
 from tokenmill.plan.cluster.load import begun
 from tokenmill.plan.rank_cost import RankWork, mean_work
 from tokenmill.routing.attention_dp import ContextPolicy, assign
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"

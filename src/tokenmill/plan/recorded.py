@@ -27,7 +27,7 @@ from tokenmill.core.types import (
     TokenmillError,
 )
 from tokenmill.routing.step_rates import StepRates, StepSums, fit_rates
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.recording import VERSION
 from tokenmill.sched.scheduler import Batch, Scheduler, Sequence
 from tokenmill.sched.sequence import PENDING

@@ -15,7 +15,7 @@ from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepRes
 from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_rates import StepSums, fit_rates
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 OUTPUT_TOKEN = 1 << 62  # plus the request's number: no answer is another's prefix

@@ -23,7 +23,7 @@ from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.responses.response_chat import chat_of
 from tokenmill.api.responses.response_items import ItemReference, MessageItem
 from tokenmill.api.responses.response_request import ResponsesRequest
-from tokenmill.sched.blocks import byte_tokens
+from tokenmill.sched.cache.blocks import byte_tokens
 from tokenmill.text.tokenizer import Tokenizer
 
 MAX_BYTES = 1 << 18  # of a prompt that are looked at

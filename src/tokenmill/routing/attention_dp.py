@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tokenmill.core.kv_events import Event, EventJournal, Hash, Removed, Stored
 from tokenmill.routing.kv_index import by_depth
-from tokenmill.sched.blocks import hash_chain
+from tokenmill.sched.cache.blocks import hash_chain
 
 Load = tuple[int, int]  # a rank's (requests that are not finished, tokens of their KV)
 Outlook = tuple[int, int]  # a rank's (context requests, decoding requests) before a step

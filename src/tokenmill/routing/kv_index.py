@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenmill.core.kv_events import Dump, Event, EventBatch, Removed, Stored
-from tokenmill.sched.blocks import U64
+from tokenmill.sched.cache.blocks import U64
 
 MAX_PENDING = 256  # batches kept while a dump is on its way
 MAX_RETIRED = 16  # bits that wait to be cleaned up together

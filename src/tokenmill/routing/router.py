@@ -32,7 +32,7 @@ from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
 from tokenmill.routing.step_rates import PRIOR, StepRates
-from tokenmill.sched.blocks import U64, hash_chain
+from tokenmill.sched.cache.blocks import U64, hash_chain
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
 MEMORY = 256  # answers whose mean length is expected

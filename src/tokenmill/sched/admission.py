@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import EngineStats, Request, no_room
-from tokenmill.sched.block_ledger import BlockLedger
-from tokenmill.sched.blocks import BlockPool
-from tokenmill.sched.encoder_cache import EncoderCache
+from tokenmill.sched.cache.block_ledger import BlockLedger
+from tokenmill.sched.cache.blocks import BlockPool
+from tokenmill.sched.cache.encoder_cache import EncoderCache
+from tokenmill.sched.cache.prefix import cache_blocks, match_prefix
 from tokenmill.sched.meter import StepMeter
-from tokenmill.sched.prefix import cache_blocks, match_prefix
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence, Step

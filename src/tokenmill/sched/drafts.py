@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tokenmill.sched.block_ledger import BlockLedger
+from tokenmill.sched.cache.block_ledger import BlockLedger
+from tokenmill.sched.cache.prefix import cache_computed
 from tokenmill.sched.ngrams import NgramIndex
-from tokenmill.sched.prefix import cache_computed
 from tokenmill.sched.sequence import Batch, Item, Sequence, Step
 
 

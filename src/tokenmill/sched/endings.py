@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tokenmill.core.types import End, EngineStats, FinishReason, RequestOutput
-from tokenmill.sched.block_ledger import BlockLedger
-from tokenmill.sched.leases import Leases
+from tokenmill.sched.cache.block_ledger import BlockLedger
+from tokenmill.sched.cache.leases import Leases
 from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from tokenmill.sched.block_ledger import BlockLedger
+from tokenmill.sched.cache.block_ledger import BlockLedger
 from tokenmill.sched.sequence import Sequence
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tokenmill.core.types import End, EngineStats, FinishReason
 from tokenmill.sched import stops
-from tokenmill.sched.block_ledger import BlockLedger
+from tokenmill.sched.cache.block_ledger import BlockLedger
+from tokenmill.sched.cache.prefix import cache_blocks
 from tokenmill.sched.endings import Endings
-from tokenmill.sched.prefix import cache_blocks
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import Sequence
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from tokenmill.core.config import ExecutionConfig, SchedulerConfig
 from tokenmill.core.types import Request, RequestOutput, StepResult, TokenmillError
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch, Sequence

@@ -17,15 +17,15 @@ from tokenmill.core.types import (
 )
 from tokenmill.sched import stops
 from tokenmill.sched.admission import Admission, Limits, kv_tokens
-from tokenmill.sched.block_ledger import BlockLedger
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.block_ledger import BlockLedger
+from tokenmill.sched.cache.blocks import BlockPool
+from tokenmill.sched.cache.encoder_cache import EncoderCache
+from tokenmill.sched.cache.leases import Leases
+from tokenmill.sched.cache.prefix import cache_blocks, cache_computed
 from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
-from tokenmill.sched.encoder_cache import EncoderCache
 from tokenmill.sched.endings import Endings
 from tokenmill.sched.leap import Quiet, leap, look_ahead
-from tokenmill.sched.leases import Leases
 from tokenmill.sched.meter import StepMeter
-from tokenmill.sched.prefix import cache_blocks, cache_computed
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
 from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Step

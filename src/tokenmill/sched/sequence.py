@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.types import Request, TokenLogprobs
-from tokenmill.sched.blocks import chain_seed
+from tokenmill.sched.cache.blocks import chain_seed
 from tokenmill.sched.ngrams import NgramIndex
 
 PENDING = -1  # a token that is sampled but not known yet: its step still runs

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tokenmill.core.cost import Cost
 from tokenmill.core.images import content_ids
 from tokenmill.core.types import FinishReason, Request, RequestOutput
-from tokenmill.sched.blocks import U64, hash_input
+from tokenmill.sched.cache.blocks import U64, hash_input
 from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.slot import WorkerSlot
 from tokenmill.workers.trace import NO_TRACE, RequestTrace

@@ -16,7 +16,7 @@ from tokenmill.core.types import EngineStats, FinishReason, Request, add_stats
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.role_balance import match_rates
 from tokenmill.routing.suspects import Suspects
-from tokenmill.sched.blocks import U64
+from tokenmill.sched.cache.blocks import U64
 from tokenmill.workers.accounts import Accounts, AccountsView
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.handover import Handovers
@@ -127,7 +127,7 @@ class WorkerPool:
         """Route requests to workers; their outputs come by their index in the stream.
 
         Each request reports its stages to its trace. `hash_inputs` are the results of
-        sched.blocks.hash_input() for the prompts, if they are known; of those with images they
+        cache.blocks.hash_input() for the prompts, if they are known; of those with images they
         do not count. `account` is who pays.
         """
         if not self.ready:

@@ -14,7 +14,7 @@ from tokenmill.bench.commands import mtp as cli
 from tokenmill.bench.commands.mtp import DepthRun, depth_report, measure, read_prompts
 from tokenmill.core.metrics import acceptance
 from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
-from tokenmill.models.store import cached
+from tokenmill.models.checkpoints.store import cached
 
 
 class FakeEngine:

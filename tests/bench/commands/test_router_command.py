@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill.__main__ import run
 from tokenmill.bench.commands.router import PlainRouter, Shape, measure_decisions, measure_index
-from tokenmill.sched.blocks import block_hashes
+from tokenmill.sched.cache.blocks import block_hashes
 
 SHAPE = Shape(num_workers=4, num_blocks=200, query_blocks=20, block_size=4, num_decisions=30)
 

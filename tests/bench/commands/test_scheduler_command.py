@@ -8,7 +8,7 @@ import pytest
 
 from tokenmill.bench.commands.scheduler import decode_requests, measure_steps
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
 

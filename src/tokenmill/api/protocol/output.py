@@ -11,7 +11,7 @@ from tokenmill.api.protocol.requests import ChatCompletionRequest
 from tokenmill.api.protocol.tools import ToolUse
 from tokenmill.core.images import ImageSpan, content_ids
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
-from tokenmill.sched.blocks import U64, hash_input
+from tokenmill.sched.cache.blocks import U64, hash_input
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.harmony import HarmonyReader, HarmonyTokens
 from tokenmill.text.message import TOKEN_TAGS, ContentReader, MessageReader, TaggedReader

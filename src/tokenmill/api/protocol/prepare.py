@@ -37,7 +37,7 @@ from tokenmill.core.types import (
     StructuredOutput,
     no_room,
 )
-from tokenmill.sched.blocks import U64
+from tokenmill.sched.cache.blocks import U64
 from tokenmill.text.chat_template import parse_date
 from tokenmill.text.harmony import one_call_per_message
 from tokenmill.text.output_style import knows_tools, resolve_style

@@ -116,7 +116,7 @@ def run_worker(settings: Settings, address: Annotated[str, typer.Option("--addre
     """Own an engine whose model answers every prompt with the same text."""
     from tokenmill.engine.engine import LanguageEngine
     from tokenmill.plan.simulator import SimRunner
-    from tokenmill.sched.blocks import BlockPool
+    from tokenmill.sched.cache.blocks import BlockPool
     from tokenmill.sched.scheduler import Scheduler
     from tokenmill.text.tokenizer import load_tokenizer
     from tokenmill.workers.messages import ModelFacts

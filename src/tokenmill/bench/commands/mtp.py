@@ -109,7 +109,7 @@ def mtp(settings: Settings) -> None:
 
 def _prompts(path: Path, kind: str, count: int | None) -> list[list[int]]:
     """Token ids of the first prompts; those of the default model need no tokenizer."""
-    from tokenmill.models.store import CATALOG
+    from tokenmill.models.checkpoints.store import CATALOG
 
     known = read_prompts(kind)
     if count is not None and count > len(known):

@@ -53,7 +53,7 @@ def router(settings: Settings) -> None:
 
     tokenmill bench router --num-decisions 5000
     """
-    from tokenmill.sched.blocks import block_hashes, hash_input
+    from tokenmill.sched.cache.blocks import block_hashes, hash_input
 
     shape = Shape(*(settings.get(key) for key in KEYS))
     size, num_workers = shape.block_size, shape.num_workers

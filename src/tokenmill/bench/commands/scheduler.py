@@ -27,7 +27,7 @@ def scheduler(settings: Settings) -> None:
 
     tokenmill bench scheduler --num-running 512
     """
-    from tokenmill.sched.blocks import BlockPool
+    from tokenmill.sched.cache.blocks import BlockPool
     from tokenmill.sched.scheduler import Scheduler
 
     num_running, num_steps = settings.get("num-running"), settings.get("num-steps")

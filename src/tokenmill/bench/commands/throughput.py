@@ -120,7 +120,7 @@ def model_path(config: ModelConfig) -> Path:
     """The model's folder or file; a shape of this package only with random weights."""
     shapes = {file.stem: file for file in sorted(SHAPES.glob("*.json"))}
     shape = shapes.get(config.model.lower())
-    from tokenmill.models.store import CATALOG, resolve
+    from tokenmill.models.checkpoints.store import CATALOG, resolve
 
     if shape and not Path(config.model).exists():
         if config.random_weights:

@@ -378,7 +378,7 @@ def _context(target: Target) -> int | None:
 
 
 def _spec(path: Path, model: ModelConfig) -> ModelSpec:
-    from tokenmill.models.weights import open_checkpoint
+    from tokenmill.models.checkpoints.weights import open_checkpoint
 
     return open_checkpoint(path, random_weights=model.random_weights).spec
 

@@ -26,11 +26,11 @@ from tokenmill.layers.mlp import MLP
 from tokenmill.layers.residual import Residual
 from tokenmill.layers.rotary import rotary_table
 from tokenmill.models import spec_of
+from tokenmill.models.checkpoints.tensor_checks import check_tensors
+from tokenmill.models.checkpoints.weights import SafetensorsTensor, read_stored
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.family import Shape
 from tokenmill.models.names import layer_tensors
-from tokenmill.models.tensor_checks import check_tensors
-from tokenmill.models.weights import SafetensorsTensor, read_stored
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 COPIES = ("embed_tokens.weight", "t2d")  # of the model's embedding; and the inverse of d2t

@@ -19,7 +19,7 @@ from tokenmill.plan.predict.step_cost import Efficiency, Replica, StepCost
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.eplb_study import Shape, Skew, study
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 
 FITTED_RANKS = 8  # of the replicas whose runs the efficiencies were fitted on
 SKEW: Skew = "lognormal"  # of the experts' popularity

@@ -8,7 +8,7 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import Request, RequestOutput, StepResult
 from tokenmill.plan.cluster.rank_work import OUTPUT_TOKEN, Positions, RankWork, TokenCount
 from tokenmill.routing.attention_dp import Load, Outlook
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.leap import Quiet
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import Sequence, num_drafts

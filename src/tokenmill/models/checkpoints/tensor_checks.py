@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import gguf
+from tokenmill.models.checkpoints import gguf
 from tokenmill.models.family import Shape
 from tokenmill.models.names import EMBEDDING, STATIC_SCALES, expected_tensors, ignorable
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 

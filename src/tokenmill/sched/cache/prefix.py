@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.core.images import content_ids
-from tokenmill.sched.blocks import BlockPool, block_hashes, next_block_hashes
+from tokenmill.sched.cache.blocks import BlockPool, block_hashes, next_block_hashes
 from tokenmill.sched.sequence import Item, Sequence
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tokenmill.core.kv import KVNotice
 from tokenmill.core.types import Request
-from tokenmill.sched.blocks import BlockPool
+from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.sequence import Batch, Sequence
 
 

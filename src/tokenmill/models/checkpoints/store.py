@@ -121,7 +121,7 @@ def shipped_mtp(path: Path) -> Path | None:
     """The MTP module of this package for a catalog model's file, or None."""
     for entry in CATALOG.values():
         if path.name == entry.file_name and path.is_file():
-            file = Path(__file__).parent / f"mtp_{entry.name}" / "model.safetensors"
+            file = Path(__file__).parents[1] / f"mtp_{entry.name}" / "model.safetensors"
             return file if file.is_file() else None
     return None
 

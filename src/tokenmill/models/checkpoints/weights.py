@@ -18,7 +18,18 @@ from safetensors import SafetensorError, safe_open
 
 from tokenmill.core.specs.spec import ModelSpec, token_ids
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models import family_of, gguf, spec_of
+from tokenmill.models import family_of, spec_of
+from tokenmill.models.checkpoints import gguf
+from tokenmill.models.checkpoints.tensor_checks import (
+    CODES,
+    FP8,
+    MAX_LISTED,
+    MXFP4_PARTS,
+    PLAIN_BYTES,
+    POWERS,
+    check_tensors,
+    scale_names,
+)
 from tokenmill.models.family import Shape
 from tokenmill.models.names import (
     EAGLE_COPIES,
@@ -28,16 +39,6 @@ from tokenmill.models.names import (
     eagle_to_mtp,
     expected_tensors,
     mtp_tensors,
-)
-from tokenmill.models.tensor_checks import (
-    CODES,
-    FP8,
-    MAX_LISTED,
-    MXFP4_PARTS,
-    PLAIN_BYTES,
-    POWERS,
-    check_tensors,
-    scale_names,
 )
 
 Progress = Callable[[int, int], None]  # stored bytes read so far, and in all
