@@ -6,7 +6,8 @@ For each number of tokens both products of the experts are timed with every shap
 SHAPES, then attention with sinks, with and without a window, and a whole layer's experts with their
 router. A ceiling is the longer of what the bytes take at --bandwidth and the products at --flops.
 Choices are random and even. The last line is one JSON object: for each product and number of tokens
-the fastest shape, and what kernels/gpu/mxfp4.py takes by itself.
+the fastest shape, and what kernels/gpu/mxfp4.py takes by itself. A shape's name begins with the
+rows of a tile, or with 1 where each choice has a tile of its own.
 
 `TRITON_INTERPRET=1 python scripts/gpt_oss_kernels.py --tiny` runs all of it once without a GPU.
 """
@@ -209,7 +210,7 @@ def _products(
             "product": product,
             "tokens": tokens,
             "experts_touched": touched,
-            **_fastest(tried[product], f"{usual}:{_taken(usual, count, weight)}"),
+            **_fastest(tried[product], _taken(usual, count, weight)),
             "ceiling_us": round(bench.ceiling_us(num_bytes, 2.0 * count * weight.n * size), 2),
             "tried_us": tried[product],
         }
@@ -223,7 +224,8 @@ def _variants(tokens: int) -> int:
 def _taken(rows: int, count: int, weight: PackedExperts) -> str:
     assert weight.data is not None
     most = min(count, count // rows + weight.num_experts) * weight.data.shape[1]
-    return ",".join(map(str, mxfp4.tile_shape(rows, most)))
+    name = 1 if count <= mxfp4.SINGLE_ROWS else rows
+    return f"{name}:{','.join(map(str, mxfp4.tile_shape(rows, most)))}"
 
 
 def _attempt(bench: Bench, calls: list[Callable[[], object]]) -> float | None:

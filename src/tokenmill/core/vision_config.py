@@ -13,13 +13,13 @@ class VisionConfig:
 
     hosts: tuple[str, ...] = setting(
         (),
-        "Host of which images are fetched by https: a name, *.example.com, * for every public "
+        "Host from which images are fetched by https: a name, *.example.com, * for every public "
         "host, or an origin such as http://10.0.0.5:9000, which may be private; repeatable.",
         flag="image-host",
         repeated=True,
     )
     folder: str | None = setting(
-        None, "Folder of which images are read by file: URLs.", flag="image-folder"
+        None, "Folder from which images are read by file: URLs.", flag="image-folder"
     )
     max_bytes: int = setting(20 * 2**20, "Largest file of an image.", SIZE, flag="max-image-size")
     max_area: int = setting(

@@ -354,7 +354,7 @@ def paged_attention(
 def window_splits(splits: int, window: int) -> int:
     """Programs per tile: one takes a narrow window in a few turns, and nothing is left to join.
 
-    But where sequences are few, a turn each.
+    Where sequences are too few to fill the GPU, up to eight programs share the window.
     """
     if 0 < window <= NARROW_WINDOW:
         return min(splits, 8) if splits >= 8 else 1
