@@ -184,6 +184,7 @@ def test_encoded_images_are_kept_and_bounded(folders: dict[str, Path]) -> None:
         ({"num_tokens": 29}, "images[0].num_tokens must be 30 as its grid says, got 29"),
         ({"image": image(1, (1, 3, 4))}, "images[0].grid must be multiples of 2, got (1, 3, 4)"),
         ({"image": ImageInput.of(b"1234", TALL.grid)}, "120 patches of 96 float32 numbers"),
+        ({"image": replace(TALL, levels=b"12")}, "images[0].levels must be 3072 bytes, got 2"),
     ],
 )
 def test_images_that_do_not_fit_are_rejected(

@@ -19,7 +19,7 @@ from vision.pictures import data_url, file_of, photo
 
 LIMITS = PixelLimits(1024, 65_536)
 PROCESSOR = ImageProcessor(LIMITS, 16, 2, 2, 1 / 255, (0.5,) * 3, (0.5,) * 3, token_id=7)
-SIZE = 64 * 64 * 3 * 2 * 4  # bytes of a 64 x 64 image that is ready
+SIZE = 64 * 64 * 3  # bytes of a 64 x 64 image that is ready
 
 
 def url(seed: int = 0) -> str:

@@ -12,11 +12,16 @@ _IS_CONTENT = 1 << 62  # no token id has this bit
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """One image as the model's processor makes it."""
+    """One image as the model's processor makes it.
 
-    data: bytes  # float32 [patches, channels * temporal * patch * patch], little-endian
+    Its numbers are float32, or single bytes whose values stand in `levels`: these are an eighth of
+    the size, since the frames of a still image are the same and one of them is enough.
+    """
+
+    data: bytes  # [patches, channels, temporal, patch * patch], little-endian
     grid: tuple[int, int, int]  # patches in time, height and width
     content_hash: bytes  # of the two above, 32 bytes
+    levels: bytes = b""  # float32 [channels, 256]: what each byte is after the normalisation
 
     @classmethod
     def of(cls, data: bytes, grid: tuple[int, int, int]) -> ImageInput:

@@ -102,7 +102,19 @@ class StepImages:
     def _encoded(self, image: ImageInput) -> torch.Tensor:
         known = self._features.get(image.content_hash)
         if known is None:
-            pixels = np.frombuffer(image.data, "<f4").reshape(image.num_patches, -1)
-            sent = torch.tensor(pixels, device=self._device)
-            known = self._features[image.content_hash] = self._model.encode(sent, image.grid)
+            pixels = normalised(image, self._vision, self._device)
+            known = self._features[image.content_hash] = self._model.encode(pixels, image.grid)
         return known
+
+
+def normalised(image: ImageInput, vision: VisionSpec, device: torch.device) -> torch.Tensor:
+    """The pixels of an image as the model's processor makes them, float32 [patches, patch_dim]."""
+    count, channels = image.num_patches, vision.in_channels
+    if not image.levels:
+        pixels = np.frombuffer(image.data, "<f4").reshape(count, -1)
+        return torch.tensor(pixels, device=device)
+    codes = np.frombuffer(image.data, np.uint8).reshape(count, channels, -1, vision.patch_size**2)
+    levels = np.frombuffer(image.levels, "<f4").reshape(channels, 256)
+    each = torch.arange(channels, device=device)[:, None, None]
+    values = torch.tensor(levels, device=device)[each, torch.tensor(codes, device=device).long()]
+    return values.expand(-1, -1, vision.temporal_patch_size, -1).reshape(count, -1)

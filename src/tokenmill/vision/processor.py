@@ -114,17 +114,13 @@ class ImageProcessor:
         grid = (1, height, width)
         digest = blake2b(repr((grid, self.patch, self.merge)).encode(), digest_size=32)
         digest.update(ordered.data)
-        by_channel = ordered.reshape(-1, 3, 1, p * p)
-        out = np.empty((height * width, 3, self.temporal, p * p), np.float32)
-        for channel, table in enumerate(self._tables()):  # the frames of one image are the same
-            out[:, channel] = table[by_channel[:, channel]]
-        return ImageInput(out.astype("<f4", copy=False).tobytes(), grid, digest.digest())
+        return ImageInput(ordered.tobytes(), grid, digest.digest(), self._levels())
 
-    def _tables(self) -> list[npt.NDArray[np.float32]]:
+    def _levels(self) -> bytes:
         """What each byte becomes, by channel: transformers' steps, once for all pixels."""
         scaled = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
-        pairs = zip(self.mean, self.std, strict=True)
-        return [(scaled - np.float32(mean)) / np.float32(std) for mean, std in pairs]
+        mean, std = (np.array(values, np.float32)[:, None] for values in (self.mean, self.std))
+        return ((scaled - mean) / std).astype("<f4", copy=False).tobytes()
 
 
 def smart_resize(height: int, width: int, factor: int, limits: PixelLimits) -> tuple[int, int]:

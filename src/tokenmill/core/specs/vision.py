@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
 
+from tokenmill.core.images import ImageInput
 from tokenmill.core.specs.fields import Settings, count, fixed, positive_int
 from tokenmill.core.types import ModelLoadError, Request
 
@@ -81,9 +82,8 @@ def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
         merge, num_prompt = vision.merge_size, len(request.prompt_token_ids)
         if min(span.image.grid) < 1 or height % merge or width % merge:
             return f"{name}.grid must be multiples of {merge}, got {span.image.grid}"
-        if len(span.image.data) != 4 * vision.patch_dim * span.image.num_patches:
-            wanted = f"{span.image.num_patches} patches of {vision.patch_dim} float32 numbers"
-            return f"{name}.data must be {wanted}, got {len(span.image.data)} bytes"
+        if (problem := _data_problem(span.image, vision)) is not None:
+            return f"{name}.{problem}"
         if span.num_tokens != span.image.num_tokens(merge):
             wanted = f"{span.image.num_tokens(merge)} as its grid says"
             return f"{name}.num_tokens must be {wanted}, got {span.num_tokens}"
@@ -92,6 +92,19 @@ def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
             return f"{name}.offset must be {wanted}, got {span.offset}"
         end = span.end
     return None
+
+
+def _data_problem(image: ImageInput, vision: VisionSpec) -> str | None:
+    """What is wrong with the size of an image's patches."""
+    numbers, levels = image.num_patches * vision.patch_dim, 4 * 256 * vision.in_channels
+    if len(image.levels) not in (0, levels):
+        return f"levels must be {levels} bytes, got {len(image.levels)}"
+    sizes = (numbers, numbers // vision.temporal_patch_size) if image.levels else (4 * numbers,)
+    if len(image.data) in sizes:
+        return None
+    kind = "bytes" if image.levels else "float32 numbers"
+    wanted = f"{image.num_patches} patches of {vision.patch_dim} {kind}"
+    return f"data must be {wanted}, got {len(image.data)} bytes"
 
 
 def read_vision(settings: Settings, hidden_size: int, head_dim: int) -> VisionSpec:
