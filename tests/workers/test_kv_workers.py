@@ -86,7 +86,8 @@ class Front:
                 self.notices += notices
                 for notice in notices if self.relay else ():
                     self.pass_on(notice)
-            case Outputs(outputs=outputs):
+            case Outputs():
+                outputs = message.all()
                 for output in outputs:
                     if output.stop_reason == PREFILLED:
                         output.finish_reason = output.stop_reason = None
@@ -106,8 +107,8 @@ class Front:
         match message:
             case KVReceived(request_ids=request_ids):
                 self.prefill.link.send(ReleaseKV(request_ids))
-            case Outputs(outputs=outputs):
-                self.outputs += outputs
+            case Outputs():
+                self.outputs += message.all()
         self.said.append(message)
         self.changed.set()
 

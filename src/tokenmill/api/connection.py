@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from tokenmill.api.call import REQUEST_ID, CallRecord, new_request_id
+from tokenmill.api.call import CHUNK_WRITER, REQUEST_ID, CallRecord, new_request_id
 from tokenmill.api.errors import ApiError
 from tokenmill.core.config import ServerConfig
 
@@ -156,6 +156,7 @@ class Connection(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = UntilClose()
+        self.scope[CHUNK_WRITER] = ChunkWriter(self.cycle)  # type: ignore[literal-required]
         self._body_end_s = self.loop.time() + self._limits.body_timeout_s
         self._expect("body")
 
@@ -289,6 +290,30 @@ class Connection(HttpToolsProtocol):
         ]
         lines = [b"%s: %s\r\n" % pair for pair in headers]
         return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
+
+
+class ChunkWriter:
+    """Writes parts of an answer in chunks, past ASGI."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def can_write(self) -> bool:
+        """True while the answer is under way in chunks, and its client takes them."""
+        cycle = self._cycle
+        return (
+            cycle.chunked_encoding is True
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+            and cycle.response_started
+            and not cycle.response_complete
+        )
+
+    def write(self, body: bytes) -> None:
+        """Write one chunk now."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _BodyOf:

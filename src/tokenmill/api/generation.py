@@ -116,6 +116,17 @@ class Choice:
         delta.text = text
         return delta
 
+    @property
+    def is_plain(self) -> bool:
+        """True where text is all that a token adds, and nothing in it ends the choice."""
+        has_stops = bool(self._request.sampling.stop)
+        return self._reader is None and not has_stops and not self._echo_only
+
+    def extend(self, token_ids: list[int]) -> str:
+        """The text of tokens of a plain choice that goes on; "" when nothing is certain yet."""
+        self.num_tokens += len(token_ids)
+        return self._detokenizer.push(token_ids)
+
     def _read(self, reader: MessageReader, index: int, output: RequestOutput) -> TextDelta:
         """The same with the parts of the message apart; the one call that is wanted ends it."""
         events = reader.push(self._visible(output))
@@ -196,6 +207,12 @@ class Generation:
                     self.stopped.append(output.request_id)
             deltas.append(delta)
         return deltas
+
+    def extend(self, index: int, token_ids: list[int]) -> str:
+        """Take tokens of a plain choice that has begun and goes on; returns their text."""
+        choice = self.choices[index]
+        self._metrics.output(choice.times, time.monotonic_ns(), len(token_ids))
+        return choice.extend(token_ids)
 
     def close(self) -> None:
         """Count the choices that are still open as aborted."""

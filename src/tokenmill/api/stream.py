@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.api.access import Calls, account_name
-from tokenmill.api.call import GONE, record_of
+from tokenmill.api.call import CHUNK_WRITER, GONE, record_of
+from tokenmill.api.direct_text import DirectText, PlainFormat
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
 from tokenmill.api.protocol.answers import Usage
@@ -146,6 +147,10 @@ class GenerationResponse(Response):
             await send_error(send, error, scope["path"])
             return
         self._state.calls.begin(self._key, len(self._job.requests))
+        if self._streams:
+            stream.interval = state.config.stream_interval
+        if self._streams and CHUNK_WRITER in scope and isinstance(self._form, PlainFormat):
+            stream.direct = DirectText(generation, self._form, scope[CHUNK_WRITER])
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.

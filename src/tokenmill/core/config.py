@@ -382,6 +382,11 @@ class ServerConfig:
     )
     served_model_name: str | None = setting(None, "Name that clients ask for.")
     max_body_bytes: int = setting(16 * 2**20, "Largest request body.", SIZE, flag="max-body-size")
+    stream_interval: int = setting(
+        1,
+        "Tokens between two events of a stream, after its first one; more cost the server less.",
+        count(1),
+    )
     max_concurrency: int = setting(1024, "Most requests at once; further ones get a 429.", count(1))
     max_concurrency_per_key: int | None = setting(
         None, "Most requests at once of one API key; further ones get a 429.", count(1)

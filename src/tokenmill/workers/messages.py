@@ -75,7 +75,45 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
+    """What a step produced. Most of it is `tokens`: of requests that have begun and go on."""
+
     outputs: list[RequestOutput]
+    tokens: dict[str, list[int]] = {}  # before `outputs`
+
+    def all(self) -> list[RequestOutput]:
+        """One output per request, whichever way it came."""
+        plain = [RequestOutput(request_id, ids) for request_id, ids in self.tokens.items()]
+        return plain + self.outputs
+
+
+class OutputPacker:
+    """Packs the outputs of steps: all that a first one says is not said again."""
+
+    def __init__(self) -> None:
+        self._begun: set[str] = set()  # requests whose first output has been packed
+
+    def pack(self, outputs: list[RequestOutput]) -> Outputs:
+        """The outputs of one step as a message."""
+        begun, others = self._begun, []
+        tokens: dict[str, list[int]] = {}
+        for output in outputs:
+            request_id = output.request_id
+            if (
+                output.finish_reason is None
+                and output.logprobs is None
+                and output.prompt_logprobs is None
+                and request_id in begun
+                and request_id not in tokens
+            ):
+                tokens[request_id] = output.token_ids
+            else:
+                others.append(output)
+        for output in others:
+            if output.finish_reason is None:
+                begun.add(output.request_id)
+            else:
+                begun.discard(output.request_id)
+        return Outputs(others, tokens)
 
 
 class Stats(msgspec.Struct, tag=True):

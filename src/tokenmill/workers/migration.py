@@ -129,8 +129,11 @@ class Migration:
     def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
         """Pass outputs to their streams, KV events to the routers, notices to the handovers."""
         match message:
-            case Outputs(outputs=outputs):
-                slot.tokens.add(sum([len(o.token_ids) for o in outputs]))
+            case Outputs(outputs=outputs, tokens=tokens):
+                num_tokens = sum([len(o.token_ids) for o in outputs])
+                slot.tokens.add(num_tokens + sum(map(len, tokens.values())))
+                for request_id, token_ids in tokens.items():
+                    self._extend(slot, request_id, token_ids)
                 for output in outputs:
                     self._dispatch(slot, output)
                 self._routers.of(slot).stepped(slot.name, time.monotonic())
@@ -172,6 +175,15 @@ class Migration:
     def _on_received(self, entry: OpenRequest) -> None:
         entry.trace.transfer_ended()
         self._handovers.on_received(entry)
+
+    def _extend(self, slot: WorkerSlot, request_id: str, token_ids: list[int]) -> None:
+        """Pass on tokens: at once where they change nothing but the text, as in most steps."""
+        entry = self.open.get(request_id)
+        if entry is not None and entry.is_steady(slot, request_id):
+            entry.token_ids += token_ids
+            entry.stream.extend(entry.index, token_ids)
+        else:
+            self._dispatch(slot, RequestOutput(request_id, token_ids))
 
     def _dispatch(self, slot: WorkerSlot, output: RequestOutput) -> None:
         entry = self._find(output.request_id)

@@ -54,6 +54,17 @@ class OpenRequest:
         """Who computes the prompt, while that is another one than who decodes."""
         return None if self.handover is None else self.handover.source
 
+    def is_steady(self, slot: WorkerSlot, sent_as: str) -> bool:
+        """True where a token of this worker needs no more than to be passed on."""
+        return (
+            self.slot is slot
+            and self.handover is None
+            and self.sent_as == sent_as
+            and bool(self.token_ids)
+            and not self.num_deaths
+            and self.trace is NO_TRACE
+        )
+
     def take_back(self) -> None:
         """Take the request off its worker; its new id tells late answers from new ones."""
         self.slot = None

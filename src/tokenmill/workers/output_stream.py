@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.types import RequestOutput
@@ -13,28 +14,117 @@ class StreamClosedError(Exception):
     """The reader of an OutputStream was told to stop."""
 
 
+Direct = Callable[[dict[int, list[int]]], bool]
+
+
+class Turn:
+    """Streams to write once the messages that came together are read."""
+
+    __slots__ = ("_streams",)
+
+    def __init__(self) -> None:
+        self._streams: list[OutputStream] = []
+
+    def add(self, stream: OutputStream) -> None:
+        """Write this stream at the end of the turn."""
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._streams.append(stream)
+
+    def _end(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.write()
+
+
 class OutputStream:
-    """Outputs of one API call's requests. Unread outputs of a request are merged into one."""
+    """Outputs of one API call's requests. Unread outputs of a request are merged into one.
 
-    __slots__ = ("_closed", "_costs", "_pending", "_settled", "_waiter", "request_ids", "workers")
+    With `direct`, tokens of requests that have begun and go on do not wake the reader: `direct`
+    takes them, all of a turn at once. Where it returns False, the reader has to.
+    """
 
-    def __init__(self, request_ids: list[str]) -> None:
+    __slots__ = (
+        "_begun",
+        "_closed",
+        "_costs",
+        "_fault",
+        "_is_due",
+        "_is_ready",
+        "_pending",
+        "_settled",
+        "_tokens",
+        "_turn",
+        "_waiter",
+        "direct",
+        "interval",
+        "request_ids",
+        "workers",
+    )
+
+    def __init__(self, request_ids: list[str], turn: Turn | None = None) -> None:
         self.request_ids = request_ids
         self.workers: dict[int, str] = {}  # who has each of them, or had it last
+        self.direct: Direct | None = None
+        self.interval = 1  # tokens to wait for, after the first, before they are passed on
+        self._turn = turn or Turn()
+        self._is_due = False  # the turn has it
+        self._is_ready = False  # there is something to read now
+        self._begun: set[int] = set()  # of which something was passed on; for intervals
         self._pending: dict[int, RequestOutput] = {}
+        self._tokens: dict[int, list[int]] = {}  # after those of _pending
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self._fault: Exception | None = None  # of `direct`
         self._costs: dict[int, Cost] = {}  # of requests of which no worker has more to tell
         self._settled: asyncio.Future[None] | None = None
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what request `index` produced and wake the reader."""
+        if index in self._tokens:
+            output.token_ids = self._tokens.pop(index) + output.token_ids
+        self._add(index, output)
+        if self.interval == 1 or not self._is_early(index):
+            self._wake()
+
+    def _add(self, index: int, output: RequestOutput) -> None:
         earlier = self._pending.get(index)
         if earlier is None:
             self._pending[index] = output
         else:
             _merge(earlier, output)
+
+    def extend(self, index: int, token_ids: list[int]) -> None:
+        """Add tokens of a request that has begun and goes on."""
+        unread = self._tokens.get(index)
+        if unread is None:
+            unread = self._tokens[index] = token_ids
+        else:
+            unread += token_ids
+        if len(unread) < self.interval or self._is_due:
+            return
+        if self.direct is None:
+            self._wake()
+        else:
+            self._is_due = True
+            self._turn.add(self)
+
+    def write(self) -> None:
+        """Pass on the tokens of a turn, past the reader if it waits and nothing else came."""
+        self._is_due = False
+        if not self._tokens:  # the reader was faster
+            return
+        try:
+            if self._is_waiting() and self.direct is not None and self.direct(self._tokens):
+                self._tokens = {}
+                return
+        except Exception as fault:  # it ends this stream, by its reader, and no other one
+            self._fault = fault
         self._wake()
+
+    def _is_waiting(self) -> bool:
+        is_parked = self._waiter is not None and not self._waiter.done()
+        return is_parked and not self._pending
 
     def close(self) -> None:
         """Make the reader's current or next get() raise StreamClosedError."""
@@ -43,13 +133,26 @@ class OutputStream:
 
     async def get(self) -> dict[int, RequestOutput]:
         """Wait for outputs; returns all there are, by request index."""
-        while not self._pending and not self._closed:
+        while not self._is_ready and not self._closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._closed:
             raise StreamClosedError
+        if self._fault is not None:
+            raise self._fault
+        self._is_ready = False
+        tokens, self._tokens = self._tokens, {}
+        for index, token_ids in tokens.items():
+            self._add(index, RequestOutput(self.request_ids[index], token_ids))
         pending, self._pending = self._pending, {}
         return pending
+
+    def _is_early(self, index: int) -> bool:
+        """True where more tokens have to come before these are passed on."""
+        output, has_begun = self._pending[index], index in self._begun
+        self._begun.add(index)
+        goes_on = has_begun and output.finish_reason is None
+        return goes_on and len(output.token_ids) < self.interval
 
     def settle(self, index: int, cost: Cost) -> None:
         """Note what request `index` took: all workers have told."""
@@ -73,6 +176,7 @@ class OutputStream:
         return len(self._costs) == len(self.request_ids)
 
     def _wake(self) -> None:
+        self._is_ready = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

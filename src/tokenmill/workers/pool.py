@@ -25,7 +25,7 @@ from tokenmill.workers.link import Spawn, WorkerDownError
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.migration import Migration
 from tokenmill.workers.open_request import OpenRequest, seeded
-from tokenmill.workers.output_stream import OutputStream
+from tokenmill.workers.output_stream import OutputStream, Turn
 from tokenmill.workers.pool_routers import Routers
 from tokenmill.workers.pool_view import PoolView, policy_view, worker_view
 from tokenmill.workers.slot import Role, WorkerSlot
@@ -68,6 +68,7 @@ class WorkerPool:
         self.open_requests: Mapping[str, OpenRequest] = MappingProxyType(self._requests.open)
         self.gave_up = self._lifecycle.gave_up  # no slot has a worker, and none can be started
         self._draining = False
+        self._turn = Turn()
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -132,7 +133,7 @@ class WorkerPool:
         """
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
-        stream = OutputStream([r.request_id for r in requests])
+        stream = OutputStream([r.request_id for r in requests], self._turn)
         entries = [OpenRequest(seeded(r), stream, index) for index, r in enumerate(requests)]
         if self._draining:
             message = "the server is draining and takes no new requests"

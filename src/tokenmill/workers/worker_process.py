@@ -39,7 +39,7 @@ from tokenmill.workers.messages import (
     KVToWorker,
     LeasesExpired,
     ModelFacts,
-    Outputs,
+    OutputPacker,
     Ready,
     ReleaseKV,
     Shutdown,
@@ -166,6 +166,7 @@ class _Loop:
         self._engine = engine
         self._link = link
         self._kv = kv
+        self._packer = OutputPacker()
         self._publisher: EventPublisher | None = None
         self._running = True
 
@@ -175,7 +176,7 @@ class _Loop:
             self._receive(self._wait_ms())
             outputs = self._engine.step()
             if outputs:
-                self._link.send(Outputs(outputs))
+                self._link.send(self._packer.pack(outputs))
             batch = self._publisher.take() if self._publisher is not None else None
             if batch is not None:
                 self._link.send(KVEvents.of(batch))

@@ -64,6 +64,12 @@ class ChatFormat:
             events.append(self._finish_event(choice, delta))
         return b"".join(events)
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands around the JSON string of an event; None while there is more to say."""
+        if not self._plain or self.frame.counts or not self._choices[index].started:
+            return None
+        return self._before[index], _AFTER + self.frame.tail
+
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
         """The JSON of the whole answer, one whole delta per choice."""
         answer = ChatCompletion(

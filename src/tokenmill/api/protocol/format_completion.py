@@ -59,6 +59,12 @@ class CompletionFormat:
             events.append(self.frame.head + json_encode(last) + self.frame.tail)
         return b"".join(events)
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands around the JSON string of an event; None while there is more to say."""
+        if not self._plain or self.frame.counts or not self._started[index]:
+            return None
+        return self._before[index], _AFTER + self.frame.tail
+
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
         """The JSON of the whole answer, one whole delta per choice."""
         answer = Completion(
