@@ -17,7 +17,7 @@ ROOT = Path(tokenmill.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 POLICY = {"core", "sched", "routing"}
-ENGINE_PATH = POLICY | {"parallel", "kernels", "layers", "models", "engine", "kv"}
+ENGINE_PATH = POLICY | {"parallel", "kernels", "layers", "models", "engine", "kv", "ranking"}
 FRONT = POLICY | {"text", "vision", "workers", "api"}
 TERMINAL = {"settings", "console"}
 ALLOWED: dict[str, set[str]] = {
@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"core", "parallel", "kernels"},
     "models": {"core", "parallel", "kernels", "layers"},
     "kv": {"core", "sched"},
-    "engine": ENGINE_PATH - {"engine"},
+    "engine": ENGINE_PATH - {"engine", "ranking"},
+    "ranking": {"core", "parallel", "kernels", "layers", "models"},
     "text": {"core"},
     "vision": {"core", "http_connection"},
     "workers": POLICY,
@@ -60,11 +61,12 @@ ALLOWED: dict[str, set[str]] = {
 MAX_MODULES = 17  # of a package, with its __init__; bench/commands has one for each command
 PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2", "vllm")
 TORCH_BENCHES = ("bench/ceiling", "bench/kv_transfer_pair", "bench/peer_runners")
-NUMPY = ("core/", "sched/", "routing/", "kernels/", "layers/", "models/", "engine/", "kv/")
+ENGINE = ("kernels/", "layers/", "models/", "engine/", "kv/", "ranking/")
+NUMPY = ("core/", "sched/", "routing/", *ENGINE)
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": (*NUMPY, "vision/processor", "vision/image_files", "bench/peer_runners"),
     "PIL": ("vision/image_files",),
-    "torch": ("parallel", "kernels/", "layers/", "models/", "engine/", "kv/", *TORCH_BENCHES),
+    "torch": ("parallel", *ENGINE, *TORCH_BENCHES),
     "triton": ("kernels/",),
     "numba": ("kernels/cpu/",),
     "llvmlite": ("kernels/cpu/",),

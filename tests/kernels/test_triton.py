@@ -38,6 +38,7 @@ KERNELS = {
         "latent_cache",
         "latent_attention",
     ),
+    "triton_hstu_parity": ("attention", "history_alone", "norm_uvqk", "gate_output"),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }
 

@@ -1,0 +1,200 @@
+"""HSTU's operations: SiLU attention over jagged rows, and the two products around it.
+
+Rows lie in two parts: all histories (each with its contextual token in front), then all candidates.
+A history's row sees the rows before it and itself; a candidate sees its user's whole history and
+itself, and no other candidate. There is no softmax: every weight is silu(q k / sqrt(d)) / N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import layer_norm, silu
+
+from tokenmill.kernels import gpu_twin, use_triton
+
+EPS = 1e-6
+TILE_ROWS = 128  # of the kernel: two warp groups of 64
+_QUERY_ROWS = 1024  # of the reference at a time: its weights are [heads, rows, keys]
+
+
+class Jagged(NamedTuple):
+    """Where each user's rows begin and end: offsets [users + 1] into histories and candidates."""
+
+    history: Sequence[int]
+    candidates: Sequence[int]
+    tiles: torch.Tensor  # int32[tiles, 5] of query_tiles, on the device of the rows
+    num_target_tiles: int  # the first ones
+
+    @property
+    def num_history(self) -> int:
+        return self.history[-1]
+
+    @property
+    def num_candidates(self) -> int:
+        return self.candidates[-1]
+
+    def some_candidates(self, start: int, end: int) -> Jagged:
+        """The same histories with the candidates [start, end) alone."""
+        offsets = [min(max(offset, start), end) - start for offset in self.candidates]
+        return jagged(self.history, offsets, self.tiles.device)
+
+
+def jagged(
+    history: Sequence[int], candidates: Sequence[int], device: torch.device | str = "cpu"
+) -> Jagged:
+    """Offsets of a batch, with the tiles of the kernel where the device has one."""
+    targets: list[Tile] = []
+    before: list[Tile] = []
+    if torch.device(device).type != "cpu":
+        targets, before = query_tiles(history, candidates, TILE_ROWS)
+    tiles = torch.tensor(targets + before, dtype=torch.int32).view(-1, len(Tile._fields))
+    return Jagged(history, candidates, tiles.to(device, non_blocking=True), len(targets))
+
+
+class Tile(NamedTuple):
+    """Query rows that one program takes, and the keys of the history that they see."""
+
+    first: int  # row among the histories or among the candidates
+    rows: int
+    first_key: int
+    num_keys: int  # that the last row sees
+    target: int  # 1: candidates, each of which also sees itself
+
+
+def query_tiles(
+    history: Sequence[int], candidates: Sequence[int], size: int
+) -> tuple[list[Tile], list[Tile]]:
+    """Tiles of candidates and of histories, those with most keys first: the last ones are short."""
+    targets: list[Tile] = []
+    before: list[Tile] = []
+    ends = zip(history, history[1:], candidates, candidates[1:], strict=False)
+    for start, end, first, last in ends:
+        starts = range(first, last, size)
+        targets += [Tile(row, min(size, last - row), start, end - start, 1) for row in starts]
+        for row in range(start, end, size):
+            rows = min(size, end - row)
+            before.append(Tile(row, rows, start, row + rows - start, 0))
+    for tiles in (targets, before):
+        tiles.sort(key=lambda tile: -tile.num_keys)
+    return targets, before
+
+
+class AffineNorm(NamedTuple):
+    """Weight and bias of a LayerNorm over [k] channels."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def silu_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    rows: Jagged,
+    normaliser: int,
+) -> torch.Tensor:
+    """Attention of q to histories' k[h, heads, d], v[h, heads, e], and of candidates to themselves.
+
+    q[h + c, heads, d] are histories and candidates, or q[c, heads, d] candidates alone; own_k and
+    own_v are the candidates' [c, heads, .]. The result is [rows of q, heads * e].
+    """
+    if use_triton(q, "hstu"):
+        return gpu_twin(silu_attention_reference)(q, k, v, own_k, own_v, rows, normaliser)
+    return silu_attention_reference(q, k, v, own_k, own_v, rows, normaliser)
+
+
+def silu_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    rows: Jagged,
+    normaliser: int,
+) -> torch.Tensor:
+    num_candidates = rows.num_candidates
+    targets = q[q.shape[0] - num_candidates :]
+    own = silu((targets * own_k).sum(-1, keepdim=True) * q.shape[-1] ** -0.5) / normaliser * own_v
+    parts = []
+    if q.shape[0] > num_candidates:
+        for start, end in zip(rows.history, rows.history[1:], strict=False):
+            parts += _weigh(q[start:end], k[start:end], v[start:end], normaliser, causal=True)
+    begins = zip(rows.history, rows.history[1:], rows.candidates, rows.candidates[1:], strict=False)
+    for start, end, first, last in begins:
+        seen = _weigh(targets[first:last], k[start:end], v[start:end], normaliser, causal=False)
+        parts.append(torch.cat(seen) + own[first:last] if seen else own[first:last])
+    return torch.cat(parts).flatten(1)
+
+
+def _weigh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, normaliser: int, causal: bool
+) -> list[torch.Tensor]:
+    """One user's rows q[n, heads, d] against a history, in pieces that bound the memory."""
+    found, scale = [], q.shape[-1] ** -0.5
+    for first in range(0, q.shape[0], _QUERY_ROWS):
+        some = q[first : first + _QUERY_ROWS]
+        keys = first + some.shape[0] if causal else k.shape[0]
+        weights = torch.einsum("nhd,khd->hnk", some, k[:keys])
+        weights = silu(weights * scale) / normaliser
+        if causal:
+            weights = weights.tril(first)
+        found.append(torch.einsum("hnk,khe->nhe", weights, v[:keys]))
+    return found
+
+
+class FoldedNorm(NamedTuple):
+    """LayerNorm(x) W + b = (x W' - mean * sums) / deviation + b', for x as it is."""
+
+    weight: torch.Tensor  # W'[k, n] = diag(w) W
+    sums: torch.Tensor  # float32[n], of W' by column
+    bias: torch.Tensor  # float32[n]
+
+
+class NormProduct:
+    """A LayerNorm over k channels, and W[k, n], b[n] of the product behind it."""
+
+    def __init__(self, norm: AffineNorm, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        self.norm, self.weight, self.bias = norm, weight, bias
+
+    @cached_property
+    def folded(self) -> FoldedNorm:
+        weight = (self.norm.weight.float()[:, None] * self.weight.float()).to(self.weight.dtype)
+        bias = self.norm.bias.float() @ self.weight.float() + self.bias.float()
+        return FoldedNorm(weight, weight.float().sum(0), bias)
+
+
+def norm_uvqk(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor:
+    """LayerNorm(x[m, k]) W + b, [m, n], and SiLU of the first `gated` columns, which are u."""
+    if use_triton(x, "hstu"):
+        return gpu_twin(norm_uvqk_reference)(x, product, gated)
+    return norm_uvqk_reference(x, product, gated)
+
+
+def norm_uvqk_reference(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor:
+    norm = product.norm
+    normed = layer_norm(x.float(), x.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
+    out = torch.addmm(product.bias, normed.to(x.dtype), product.weight)
+    return torch.cat([silu(out[:, :gated]), out[:, gated:]], dim=1) if gated else out
+
+
+def gate_output(
+    x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: torch.Tensor
+) -> torch.Tensor:
+    """x[m, d] + [u, o, u * LayerNorm(o)] W[3e, d] of u[m, e] and attention's o[m, e]."""
+    if use_triton(x, "hstu"):
+        return gpu_twin(gate_output_reference)(x, u, o, norm, weight)
+    return gate_output_reference(x, u, o, norm, weight)
+
+
+def gate_output_reference(
+    x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: torch.Tensor
+) -> torch.Tensor:
+    normed = layer_norm(o.float(), o.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
+    gated = (u.float() * normed).to(x.dtype)
+    return torch.addmm(x, torch.cat([u, o, gated], dim=1), weight)

@@ -1,0 +1,1 @@
+"""The ranking engine: requests to jagged batches, embedding stores, scores."""

@@ -1,0 +1,64 @@
+"""A ranking model: the dense part over its three embedding stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from tokenmill.core.types import ModelLoadError
+from tokenmill.models.hstu import Embedded, HstuModel, RankBatch
+from tokenmill.ranking.batch import make_batch
+from tokenmill.ranking.requests import RankRequest, check_request
+from tokenmill.ranking.stores.store import EmbeddingStore
+
+TABLES = ("item", "user", "category")
+Stores = Mapping[str, EmbeddingStore]
+
+
+class RankingModel:
+    """Scores requests; a store with other rows or columns than the config is refused."""
+
+    def __init__(self, dense: HstuModel, stores: Stores) -> None:
+        self.spec, self.dense, self.stores = dense.spec, dense, stores
+        rows = (self.spec.num_items, self.spec.num_users, self.spec.num_categories)
+        for name, count in zip(TABLES, rows, strict=True):
+            if name not in stores:
+                raise ModelLoadError(f"{name}: the model needs a table of this name")
+            _check_store(name, stores[name], count, self.spec.embedding_dim)
+
+    def embed(self, batch: RankBatch) -> Embedded:
+        """The rows of a batch, as the dense part takes them."""
+
+        def rows(table: str, ids: torch.Tensor) -> torch.Tensor:
+            found = self.stores[table].lookup(ids, check=False)
+            return found.to(self.dense.device, self.dense.dtype)
+
+        users, items = rows("user", batch.user_ids), rows("item", batch.item_ids)
+        return Embedded(users, items, rows("category", batch.category_ids))
+
+    @torch.inference_mode()
+    def score_batch(self, batch: RankBatch) -> np.ndarray:
+        """Probabilities float32[candidates of all requests, tasks]."""
+        found: np.ndarray = self.dense.scores(batch, self.embed(batch)).cpu().numpy()
+        return found
+
+    def score(self, requests: Sequence[RankRequest]) -> list[np.ndarray]:
+        """Scores [candidates, tasks] of each request, as one batch."""
+        for request in requests:
+            check_request(request, self.spec)
+        batch = make_batch(requests, self.spec, self.dense.device)
+        return np.split(self.score_batch(batch), batch.rows.candidates[1:-1])
+
+
+def _check_store(name: str, store: EmbeddingStore, rows: int, columns: int) -> None:
+    if store.dim != columns:
+        raise ModelLoadError(
+            f"{name}: the table has {store.dim} columns, the config {columns} (embedding_dim)"
+        )
+    if store.num_rows != rows:
+        raise ModelLoadError(
+            f"{name}: the table has {store.num_rows} rows, the config {rows} (num_"
+            f"{ {'item': 'items', 'user': 'users', 'category': 'categories'}[name] })"
+        )

@@ -1,0 +1,152 @@
+"""What is asked and answered: a user's history and candidates, a score for each; what is refused.
+
+Every check is here and comes before a batch is formed, so that no batch fails for one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from tokenmill.core.specs.hstu import HstuSpec
+from tokenmill.core.types import InvalidRequestError
+
+Ids = np.ndarray  # int64[n]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRequest:
+    """One user's history and the candidates to score; arrays are int64."""
+
+    request_id: str
+    user_id: int
+    item_ids: Ids
+    category_ids: Ids
+    actions: Ids  # bits: what the user did with each item
+    candidate_ids: Ids
+    candidate_category_ids: Ids
+    timestamps: Ids | None = None  # seconds, of each item of the history; absent: query_time
+    query_time: int = 1
+    deadline_ns: int | None = None  # of time.monotonic_ns(); later answers are worth nothing
+
+    @property
+    def num_history(self) -> int:
+        return len(self.item_ids)
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.candidate_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the model: the contextual token, history and candidates."""
+        return 1 + self.num_history + self.num_candidates
+
+
+class RankFinish(StrEnum):
+    """How a request ended; every submitted request gets exactly one."""
+
+    DONE = "done"
+    ABORT = "abort"  # the caller gave up, or the deadline passed
+    REJECT = "reject"  # never ran: the queue is full
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankOutput:
+    """The one answer of a request."""
+
+    request_id: str
+    finish: RankFinish
+    scores: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), np.float32))  # [n, tasks]
+    message: str = ""  # why there are no scores
+    scaling_seqlen: int = 0  # what attention was divided by
+    batch_dependent: bool = False  # that number came from the batch: others change these scores
+    batch_size: int = 0  # requests of the step
+    queued_ns: int = 0
+    run_ns: int = 0
+
+
+def ids_of(name: str, values: Sequence[int] | Ids) -> Ids:
+    """An int64 array, or an error that names the field and what it holds."""
+    try:
+        found = np.asarray(values)
+    except ValueError:
+        raise InvalidRequestError(f"{name}: expected a flat list of integers", name) from None
+    if found.size == 0:
+        return np.zeros(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        wrong = f"{name}: expected a flat list of integers of 64 bits, got {str(values)[:60]}"
+        raise InvalidRequestError(wrong, name)
+    if found.dtype == np.uint64 and found.max() > np.iinfo(np.int64).max:
+        raise InvalidRequestError(f"{name}: {found.max()} does not fit 64 bits", name)
+    return found.astype(np.int64, copy=False)
+
+
+def check_request(request: RankRequest, spec: HstuSpec) -> None:
+    """Raise an error that names the field, the value and the limit; never score a wrong input."""
+    _check_lengths(request, spec)
+    most = spec.max_seq_len
+    if request.num_tokens > most:
+        left = most - 1 - request.num_candidates
+        raise InvalidRequestError(
+            f"item_ids: the history has {request.num_history} items; beside "
+            f"{request.num_candidates} candidates at most {left} fit (max_seq_len {most})",
+            "item_ids",
+        )
+    ranges = (
+        ("user_id", np.array([request.user_id]), spec.num_users, "num_users"),
+        ("item_ids", request.item_ids, spec.num_items, "num_items"),
+        ("candidate_ids", request.candidate_ids, spec.num_items, "num_items"),
+        ("category_ids", request.category_ids, spec.num_categories, "num_categories"),
+        *(("candidate_category_ids", request.candidate_category_ids, spec.num_categories,
+           "num_categories"),),
+        ("actions", request.actions, 1 << spec.num_actions, "2 ** num_actions"),
+    )  # fmt: skip
+    for name, values, count, source in ranges:
+        _check_range(name, values, count, source)
+    _check_times(request)
+
+
+def _check_lengths(request: RankRequest, spec: HstuSpec) -> None:
+    if request.num_history == 0:
+        raise InvalidRequestError("item_ids: the history is empty; one item is needed", "item_ids")
+    if request.num_candidates == 0:
+        raise InvalidRequestError("candidate_ids: there is no candidate to score", "candidate_ids")
+    if request.num_candidates > spec.max_candidates:
+        raise InvalidRequestError(
+            f"candidate_ids: {request.num_candidates} candidates; the most are "
+            f"{spec.max_candidates} (max_candidates)",
+            "candidate_ids",
+        )
+    pairs = (
+        ("category_ids", request.category_ids, "item_ids", request.num_history),
+        ("actions", request.actions, "item_ids", request.num_history),
+        ("timestamps", request.timestamps, "item_ids", request.num_history),
+        *(("candidate_category_ids", request.candidate_category_ids, "candidate_ids",
+           request.num_candidates),),
+    )  # fmt: skip
+    for name, values, other, count in pairs:
+        if values is not None and len(values) != count:
+            wrong = f"{name}: expected {count} values, one for each of {other}, got {len(values)}"
+            raise InvalidRequestError(wrong, name)
+
+
+def _check_range(name: str, values: Ids, count: int, source: str) -> None:
+    wrong = (values < 0) | (values >= count)
+    if wrong.any():
+        value = int(values[wrong.argmax()])
+        message = f"{name}: {value} is unknown; values are 0 to {count - 1} ({source})"
+        raise InvalidRequestError(message, name)
+
+
+def _check_times(request: RankRequest) -> None:
+    if not 0 <= request.query_time < 2**53:
+        wrong = f"query_time: expected seconds of 0 or more, got {request.query_time}"
+        raise InvalidRequestError(wrong, "query_time")
+    if request.timestamps is not None and request.timestamps.min() < 0:
+        wrong = f"timestamps: expected seconds of 0 or more, got {request.timestamps.min()}"
+        raise InvalidRequestError(wrong, "timestamps")

@@ -1,0 +1,72 @@
+"""HSTU's kernels, compiled for Hopper without one: they use its tensor cores and copy engine."""
+
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tokenmill.kernels.gpu import hstu
+
+SHARED_BYTES = 232_448  # that a program may have on an H100 or H200
+
+
+def compiled_for_hopper(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...],
+    num_warps: int,
+) -> Any:
+    """Parameters without a type are pointers to int32; pointers and `aligned` divide by 16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in aligned
+    }
+    code = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(code, GPUTarget("cuda", 90, 32), {"num_warps": num_warps})
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    return compiled
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_silu_attention_compiles_and_fits(ahead: bool) -> None:
+    """Its tiles come by the copy engine, and a weight is one tanh."""
+    shape = hstu.ATTENTION
+    types = dict.fromkeys(("q", "own_k", "own_v", "out"), "*bf16")
+    types |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[{shape.keys}, 128]>")
+    strides = tuple(name for name in hstu.attention_kernel.arg_names if name.endswith("stride"))
+    types |= dict.fromkeys((*strides, "first_target"), "i32")
+    types |= dict.fromkeys(("scale", "inverse"), "fp32")
+    constants = {
+        "DIM": 128, "VDIM": 128, "ROWS": hstu.TILE_ROWS, "KEYS": shape.keys,
+        "STAGES": shape.stages, "AHEAD": ahead, "FAST": True, "TMA": True,
+    }  # fmt: skip
+    compiled = compiled_for_hopper(hstu.attention_kernel, types, constants, strides, shape.warps)
+    assert "tanh.approx.f32" in compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [hstu.uvqk_kernel, hstu.output_kernel])
+def test_products_around_it_compile_and_fit(kernel: Any) -> None:
+    shape = hstu.UVQK if kernel is hstu.uvqk_kernel else hstu.OUTPUT
+    left = f"tensordesc<bf16[{shape.rows}, {shape.step}]>"
+    tiled = ("x",) if kernel is hstu.uvqk_kernel else ("u", "o")
+    types = dict.fromkeys(("x", "norm_weight", "norm_bias", "out"), "*bf16")
+    types |= dict.fromkeys(tiled, left) | dict.fromkeys(("stats", "sums", "bias"), "*fp32")
+    types["weight"] = f"tensordesc<bf16[{shape.step}, {shape.columns}]>"
+    sizes = ("k", "n", "gated", "width")
+    strides = tuple(name for name in kernel.arg_names if name.endswith("stride"))
+    types |= dict.fromkeys((*strides, *sizes, "num_rows"), "i32")
+    constants = {
+        "ROWS": shape.rows, "COLUMNS": shape.columns, "STEP": shape.step, "STAGES": shape.stages,
+        "FAST": True, "TMA": True,
+    }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    compiled = compiled_for_hopper(kernel, types, constants, (*strides, *sizes), shape.warps)
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]

@@ -1,0 +1,148 @@
+"""The ranking model: golden scores, exact levers, what depends on the batch, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_ranking import TINY, tiny_model, tiny_request, tiny_tensors
+from tokenmill.core.specs.hstu import HstuSpec, read_hstu
+from tokenmill.core.types import InvalidRequestError, ModelLoadError
+from tokenmill.kernels.hstu import query_tiles
+from tokenmill.models.hstu import HstuModel
+from tokenmill.ranking.model import RankingModel
+from tokenmill.ranking.requests import ids_of
+from tokenmill.ranking.stores.table import DeviceTable
+
+FIXED = replace(TINY, scaling_seqlen=96)
+REQUESTS = [tiny_request(3, 2), tiny_request(70, 4, user=2), tiny_request(20, 24, user=5)]
+
+
+def test_golden_scores() -> None:
+    """Of our own formula; tests/ranking/test_reference.py has MLPerf's model beside it."""
+    short, long = tiny_model().score(REQUESTS[:2])
+    np.testing.assert_allclose(short[:, 0], [0.194191, 0.606748], atol=1e-5)
+    np.testing.assert_allclose(long[:, 0], [0.194127, 0.604046, 0.169213, 0.252135], atol=1e-5)
+
+
+def test_scores_depend_on_the_batch_only_where_the_config_says_so() -> None:
+    together, alone = tiny_model().score(REQUESTS)[0], tiny_model().score(REQUESTS[:1])[0]
+    assert abs(together - alone).max() > 1e-5
+    together, alone = tiny_model(FIXED).score(REQUESTS)[0], tiny_model(FIXED).score(REQUESTS[:1])[0]
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("levers", [{"targets_only": False}, {"candidate_chunk": 7}])
+def test_levers_are_exact(levers: dict[str, Any]) -> None:
+    for plain, other in zip(
+        tiny_model().score(REQUESTS), tiny_model(**levers).score(REQUESTS), strict=True
+    ):
+        np.testing.assert_allclose(plain, other, atol=1e-6)
+
+
+def test_candidates_do_not_see_each_other_and_positions_count_from_the_end() -> None:
+    model, request = tiny_model(FIXED), tiny_request(30, 6)
+    [all_scores] = model.score([request])
+    some = replace(
+        request,
+        candidate_ids=request.candidate_ids[[5, 2]],
+        candidate_category_ids=request.candidate_category_ids[[5, 2]],
+    )
+    np.testing.assert_allclose(model.score([some])[0], all_scores[[5, 2]], atol=1e-6)
+    batch = model_batch(model, request)
+    assert batch.positions.tolist()[:4] == [0, 31, 30, 29]
+    assert batch.positions.tolist()[29:33] == [3, 2, 1, 1]
+
+
+def model_batch(model: RankingModel, *requests: Any) -> Any:
+    from tokenmill.ranking.batch import make_batch
+
+    return make_batch(requests, model.spec)
+
+
+def test_work_of_a_request_is_that_of_the_benchmark() -> None:
+    """551 GFLOP with history 6,714 and 2,048 candidates, 487 with the last layer for targets."""
+    assert HstuSpec().flops(6714, 2048, targets_only=False) == pytest.approx(551e9, rel=0.01)
+    assert HstuSpec().flops(6714, 2048) == pytest.approx(487e9, rel=0.01)
+
+
+def test_tiles_cover_every_row_once_longest_first() -> None:
+    targets, before = query_tiles([0, 130, 131], [0, 5, 205], 128)
+    assert [tuple(tile) for tile in before] == [
+        (128, 2, 0, 130, 0),
+        (0, 128, 0, 128, 0),
+        (130, 1, 130, 1, 0),
+    ]
+    assert sorted((t.first, t.rows, t.num_keys) for t in targets) == [
+        (0, 5, 130),
+        (5, 128, 1),
+        (133, 72, 1),
+    ]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown item": ({"item_ids": np.array([1, 64, 3])}, "item_ids: 64 is unknown"),
+    "unknown candidate": ({"candidate_ids": np.array([-1, 0])}, "candidate_ids: -1 is unknown"),
+    "unknown user": ({"user_id": 8}, "user_id: 8 is unknown; values are 0 to 7"),
+    "unknown category": ({"category_ids": np.array([0, 0, 4])}, "category_ids: 4 is unknown"),
+    "unknown action": ({"actions": np.array([0, 32, 0])}, "actions: 32 is unknown"),
+    "empty history": ({"item_ids": np.zeros(0, int)}, "item_ids: the history is empty"),
+    "no candidate": ({"candidate_ids": np.zeros(0, int)}, "no candidate"),
+    "too many": ({"candidate_ids": np.zeros(25, int)}, "25 candidates; the most are 24"),
+    "mixed lengths": ({"actions": np.array([1])}, "actions: expected 3 values"),
+    "mixed candidates": (
+        {"candidate_category_ids": np.array([1])},
+        "candidate_category_ids: expected 2 values",
+    ),
+    "times": ({"timestamps": np.array([1, 2])}, "timestamps: expected 3 values"),
+    "negative time": ({"timestamps": np.array([1, -2, 3])}, "timestamps: expected seconds"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_are_refused(name: str) -> None:
+    changes, message = WRONG[name]
+    with pytest.raises(InvalidRequestError, match=message):
+        tiny_model().score([replace(REQUESTS[0], **changes)])
+
+
+def test_a_history_that_does_not_fit_is_refused_with_what_fits() -> None:
+    with pytest.raises(InvalidRequestError, match="beside 4 candidates at most 91 fit"):
+        tiny_model().score([tiny_request(92, 4)])
+
+
+@pytest.mark.parametrize("values", [[1.5], ["a"], [[1]], [[1], [1, 2]], [2**70], [True]])
+def test_ids_are_integers(values: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="item_ids: "):
+        ids_of("item_ids", values)
+
+
+def test_tables_and_tensors_must_fit_the_config() -> None:
+    model = tiny_model()
+    narrow = {**model.stores, "item": DeviceTable(torch.zeros(64, 8))}
+    with pytest.raises(ModelLoadError, match="item: the table has 8 columns, the config 16"):
+        RankingModel(model.dense, narrow)
+    short = {**model.stores, "user": DeviceTable(torch.zeros(7, 16))}
+    with pytest.raises(ModelLoadError, match=r"user: the table has 7 rows, .* \(num_users\)"):
+        RankingModel(model.dense, short)
+    with pytest.raises(ModelLoadError, match=r"layers\.3\.norm.weight: the checkpoint has no such"):
+        HstuModel(replace(TINY, num_layers=4), tiny_tensors(TINY))
+
+
+def test_config_reads_back_and_wrong_fields_are_named() -> None:
+    assert read_hstu(TINY.config()) == TINY
+    for change, message in (
+        ({"num_heads": 0}, "num_heads: expected a positive integer"),
+        ({"heads": 4}, "heads: DlrmHSTU has no such field"),
+        ({"scaling_seqlen": "own"}, "scaling_seqlen: expected a positive integer"),
+        ({"max_candidates": 95}, "max_candidates: 95 candidates"),
+    ):
+        with pytest.raises(ModelLoadError, match=message):
+            read_hstu(TINY.config() | change)
