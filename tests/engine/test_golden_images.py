@@ -13,7 +13,8 @@ from tiny_images import Prompt, image, prompt, reference_logits
 from tiny_models import IMAGE_TOKENS, make_model, save, tame
 from tokenmill.core.images import ImageInput
 from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
-from tokenmill.sched.sequence import Batch
+from tokenmill.engine.executors import DecodeExecutor
+from tokenmill.sched.sequence import Batch, Sequence
 
 LENGTH = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
@@ -252,3 +253,14 @@ def test_drafts_from_the_prompt_change_nothing(
     )  # fmt: skip
     assert_same(ask(built.engine, PROMPTS), golden["qwen3-vl"])
     assert sum(built.engine.stats().num_drafted) > 0
+
+
+def test_no_decode_graph_takes_the_last_token_of_an_image() -> None:
+    """It looks like a step of single tokens, but its embedding is a feature."""
+    asked = prompt(4, 7, SMALL)
+    ids = asked.token_ids[:-1]  # without the end of the image
+    seq = Sequence(Request("a", ids, images=asked.images), (0, 0, 0), 64, frozenset())
+    seq.num_computed_tokens = len(ids) - 1
+    executor = DecodeExecutor(None, None, None)  # type: ignore[arg-type]
+    executor.graphs = object()  # type: ignore[assignment]
+    assert executor.launch(Batch([(seq, 1)], 1, [])) is None

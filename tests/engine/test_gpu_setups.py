@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from driver import complete
-from gpu.setups import SETUPS, Checkpoints
+from gpu.setups import QWEN3_VL_SETUPS, SETUPS, Checkpoints, image_prompts
 from tokenmill.core.config import GIB, NGRAM, ExecutionConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.choices import resolve_setup, set_mode
@@ -49,6 +49,15 @@ def test_it_runs_on_cpu(name: str, checkpoints: Checkpoints) -> None:
     assert [len(answer.token_ids) for answer in answers] == [6, 6]
     drafts = sum(engine.stats().num_drafted) > 0
     assert drafts == (setup.execution.mtp > 0) or setup.draft == NGRAM  # so little repeats itself
+
+
+@pytest.mark.parametrize("name", QWEN3_VL_SETUPS)
+def test_images_run_on_cpu(name: str, checkpoints: Checkpoints) -> None:
+    engine, asked = SETUPS[name].build(checkpoints, "cpu").engine, image_prompts()
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    images = [each.images for each in asked]
+    answers = complete(engine, [each.token_ids for each in asked], greedy, images=images)
+    assert [len(answer.token_ids) for answer in answers] == [6] * 4
 
 
 def test_no_gpu_test_builds_an_engine_that_is_not_listed() -> None:

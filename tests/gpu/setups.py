@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -33,6 +34,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.models.checkpoints import store
@@ -67,6 +69,30 @@ GPT_OSS = CONFIG | {
     "num_experts_per_tok": 4,
     "sliding_window": 32,
     "quantization_config": {"quant_method": "mxfp4"},
+}
+IMAGE_TOKEN, VISION_START, VISION_END = 509, 510, 511
+QWEN3_VL: dict[str, object] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": IMAGE_TOKEN,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "text_config": CONFIG
+    | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [12, 10, 10]}},
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 144,  # heads of 72 channels, as all published encoders have
+        "intermediate_size": 208,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": CONFIG["hidden_size"],
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+QWEN3_VL_MOE = QWEN3_VL | {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "text_config": {**QWEN3_VL["text_config"], **_EXPERTS},  # type: ignore[dict-item]
 }
 LLAMA = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 512}
 DEFAULT = ExecutionConfig()
@@ -118,6 +144,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "gemma3": partial(make_random, config=GEMMA3),
     "gpt-oss": partial(make_random, config=GPT_OSS),
     "gpt-oss-bf16": partial(make_random, config=GPT_OSS | {"quantization_config": None}),
+    "qwen3-vl": partial(make_random, config=QWEN3_VL),
+    "qwen3-vl-moe": partial(make_random, config=QWEN3_VL_MOE),
     "drafted-qwen3": make_drafted_qwen3,
     "drafted-llama": make_drafted_llama,
 }
@@ -208,6 +236,23 @@ GPT_OSS_SETUPS = {
 }
 
 
+FEW_PATCHES = replace(LIMITS, encoder_patches=100)  # a step encodes an image, or a larger one
+QWEN3_VL_SETUPS = {
+    "qwen3-vl": EngineSetup("qwen3-vl"),
+    "qwen3-vl-plain": EngineSetup("qwen3-vl", PLAIN),
+    "qwen3-vl-unfused": EngineSetup("qwen3-vl", replace(PLAIN, fused_kernels=False)),
+    "qwen3-vl-few-patches": EngineSetup("qwen3-vl", limits=FEW_PATCHES),
+    "qwen3-vl-invariant": EngineSetup("qwen3-vl", INVARIANT),
+    "qwen3-vl-fp8": EngineSetup("qwen3-vl", dtype="fp8", kv_dtype="fp8"),
+    "qwen3-vl-ngram": EngineSetup(
+        "qwen3-vl", ExecutionConfig(mtp=3, mtp_adaptive=False), draft=NGRAM
+    ),
+    "qwen3-vl-moe": EngineSetup("qwen3-vl-moe"),
+    "qwen3-vl-moe-plain": EngineSetup("qwen3-vl-moe", PLAIN),
+    "qwen3-vl-moe-fp8": EngineSetup("qwen3-vl-moe", dtype="fp8", kv_dtype="fp8"),
+}
+
+
 def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
     return replace(execution, mtp=depth, mtp_adaptive=False)
 
@@ -253,7 +298,13 @@ SMOLLM2 = {
     for kv_dtype in ("bf16", "fp8")
 }
 SETUPS: dict[str, EngineSetup] = (
-    QWEN3 | GEMMA3_SETUPS | GPT_OSS_SETUPS | DRAFTED_QWEN3 | DRAFTED_LLAMA | SMOLLM2
+    QWEN3
+    | GEMMA3_SETUPS
+    | GPT_OSS_SETUPS
+    | QWEN3_VL_SETUPS
+    | DRAFTED_QWEN3
+    | DRAFTED_LLAMA
+    | SMOLLM2
 )
 
 
@@ -265,3 +316,31 @@ def random_prompts(lengths: tuple[int, ...], vocab_size: int, seed: int) -> list
 def prompts() -> list[list[int]]:
     """Prompts for the Qwen3 models."""
     return random_prompts((1, 5, 17, 64, 200, 333), CONFIG["vocab_size"], 0)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """Token ids with placeholders, and the images that they stand for."""
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...]
+
+
+def image_prompts(seed: int = 0) -> list[ImagePrompt]:
+    """For the Qwen3-VL models: no image, one, two; one with an image at its end."""
+    shapes = ((40, (), 9), (9, ((6, 4),), 30), (70, ((10, 12), (4, 14)), 5), (60, ((24, 26),), 0))
+    return [_image_prompt(seed + i, *shape) for i, shape in enumerate(shapes)]
+
+
+def _image_prompt(
+    seed: int, before: int, grids: tuple[tuple[int, int], ...], after: int
+) -> ImagePrompt:
+    source = random.Random(seed)
+    ids, spans = [source.randrange(500) for _ in range(before)], []
+    for height, width in grids:
+        pixels = np.random.default_rng(seed).uniform(-1, 1, (height * width, 96))
+        image = ImageInput.of(pixels.astype("<f4").tobytes(), (1, height, width))
+        spans.append(ImageSpan(len(ids) + 1, image.num_tokens(2), image))
+        ids += [VISION_START, *[IMAGE_TOKEN] * image.num_tokens(2)]
+    ids += [source.randrange(500) for _ in range(after)]
+    return ImagePrompt(ids, tuple(spans))

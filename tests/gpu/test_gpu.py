@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+import triton_encoder_parity
 import triton_moe_parity
 import triton_parity
 
@@ -21,7 +22,7 @@ from tokenmill.engine.engine import LanguageEngine
 
 Build = Callable[[str], BuiltEngine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
-CHECKS = triton_parity.CHECKS | triton_moe_parity.CHECKS
+CHECKS = triton_parity.CHECKS | triton_moe_parity.CHECKS | triton_encoder_parity.CHECKS
 
 
 @pytest.mark.parametrize("kernel", CHECKS)

@@ -39,6 +39,13 @@ KERNELS = {
         "latent_attention",
     ),
     "triton_hstu_parity": ("attention", "history_alone", "norm_uvqk", "gate_output"),
+    "triton_encoder_parity": (
+        "layer_norm",
+        "rotate_heads",
+        "segment_attention",
+        "segment_bits",
+        "encoder",
+    ),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }
 

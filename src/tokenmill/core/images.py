@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from struct import unpack
 
+Grid = tuple[int, int, int]  # patches in time, height and width
 _IS_CONTENT = 1 << 62  # no token id has this bit
 
 
@@ -19,12 +20,12 @@ class ImageInput:
     """
 
     data: bytes  # [patches, channels, temporal, patch * patch], little-endian
-    grid: tuple[int, int, int]  # patches in time, height and width
+    grid: Grid
     content_hash: bytes  # of the two above, 32 bytes
     levels: bytes = b""  # float32 [channels, 256]: what each byte is after the normalisation
 
     @classmethod
-    def of(cls, data: bytes, grid: tuple[int, int, int]) -> ImageInput:
+    def of(cls, data: bytes, grid: Grid) -> ImageInput:
         """An image from its patches, in the order in which transformers' processor puts them."""
         key = b"%d,%d,%d" % grid
         return cls(data, grid, blake2b(data, digest_size=32, key=key).digest())

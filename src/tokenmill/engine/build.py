@@ -483,7 +483,7 @@ def _image_bytes(vision: VisionSpec | None, patches: int) -> int:
         return 0
     kept = STEPS * patches // vision.merge_size**2
     features = kept * vision.num_features * vision.out_size
-    widest = vision.patch_dim + 8 * vision.hidden_size + vision.intermediate_size
+    widest = 3 * vision.patch_dim + 8 * vision.hidden_size + vision.intermediate_size
     return 2 * (features + _MOST_PATCHES * widest)
 
 

@@ -129,6 +129,8 @@ class DecodeExecutor:
         seqs = [seq for seq, _ in batch.items]
         if any(s.num_computed_tokens + 1 != s.num_tokens or s.prompt_logprobs for s in seqs):
             return None
+        if any(s.num_computed_tokens < s.image_end for s in seqs):
+            return None  # a prompt that ends with an image
         decoded = self.graphs.run(seqs)
         if decoded is None:
             return None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import abc
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.images import Grid, ImageInput, ImageSpan
 from tokenmill.core.specs.vision import VisionSpec
+from tokenmill.engine.staging import Staging, send
 from tokenmill.layers.images import ImageRows
 from tokenmill.sched.sequence import Batch, Item, Sequence
+
+GROUP_PATCHES = 2**14  # encoded in one call: enough to fill a GPU
 
 
 class Encoder(Protocol):
     """A model that encodes images."""
 
-    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor: ...
+    def encode(self, pixels: torch.Tensor, grids: abc.Sequence[Grid]) -> list[torch.Tensor]: ...
 
 
 class Placement:
@@ -52,8 +57,8 @@ class Placement:
 class StepImages:
     """Makes the rows of a step that are parts of images; owns the features of encoded ones."""
 
-    def __init__(self, model: Encoder, vision: VisionSpec, device: torch.device) -> None:
-        self._model, self._vision, self._device = model, vision, device
+    def __init__(self, model: Encoder, vision: VisionSpec, staging: Staging) -> None:
+        self._model, self._vision, self._staging = model, vision, staging
         self._features: dict[bytes, torch.Tensor] = {}  # by content, [1 + layers, tokens, hidden]
 
     def __len__(self) -> int:
@@ -68,9 +73,18 @@ class StepImages:
         for content in contents:
             self._features.pop(content, None)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Encode images of zeros: one alone, and several together."""
+        side = 8 * self._vision.merge_size
+        for count in (1, 4):
+            shape = count * side**2, self._vision.patch_dim
+            pixels = torch.zeros(shape, device=self._staging.device)
+            self._model.encode(pixels, [(1, side, side)] * count)
+
     def rows(self, batch: Batch) -> ImageRows | None:
         """The step's image tokens; images that it reaches first are encoded here."""
-        parts: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
+        parts: list[_Part] = []
         begin = 0
         for item in batch.items:
             if item[0].num_computed_tokens < item[0].image_end:
@@ -78,15 +92,16 @@ class StepImages:
             begin += item[1]
         if not parts:
             return None
-        rows, positions, features = zip(*parts, strict=True)
-        return ImageRows(
-            torch.from_numpy(np.concatenate(rows)).to(self._device),
-            torch.from_numpy(np.concatenate(positions, axis=1)).to(self._device),
-            torch.cat(features, dim=1),
+        self._encode([part.image for part in parts])
+        found = [part.positions for part in parts]
+        rows, *positions = self._staging.send(
+            [np.concatenate([part.rows for part in parts]), *np.concatenate(found, axis=1)]
         )
+        features = [self._features[p.image.content_hash][:, p.first : p.end] for p in parts]
+        return ImageRows(rows.long(), torch.stack(positions).long(), torch.cat(features, dim=1))
 
-    def _parts(self, item: Item, begin: int) -> list[tuple[np.ndarray, np.ndarray, torch.Tensor]]:
-        """Rows, positions and features of each image that an item's tokens touch."""
+    def _parts(self, item: Item, begin: int) -> list[_Part]:
+        """What an item's tokens touch of its images."""
         seq, num_new = item
         context, placement = seq.num_computed_tokens, self.placement(seq)
         parts = []
@@ -95,26 +110,56 @@ class StepImages:
             if low < high:
                 rows = np.arange(low, high) + begin - context
                 first, end = low - span.offset, high - span.offset
-                features = self._encoded(span.image)[:, first:end]
-                parts.append((rows, placement.inside(index, first, end), features))
+                positions = placement.inside(index, first, end)
+                parts.append(_Part(span.image, first, end, rows, positions))
         return parts
 
-    def _encoded(self, image: ImageInput) -> torch.Tensor:
-        known = self._features.get(image.content_hash)
-        if known is None:
-            pixels = normalised(image, self._vision, self._device)
-            known = self._features[image.content_hash] = self._model.encode(pixels, image.grid)
-        return known
+    def _encode(self, images: list[ImageInput]) -> None:
+        """Encode those whose features are not known, each once, as many at a time as allowed."""
+        known = self._features
+        new = {i.content_hash: i for i in images if i.content_hash not in known}
+        for group in grouped(list(new.values())):
+            encoded = self._model.encode(self._sent(group), [image.grid for image in group])
+            for image, features in zip(group, encoded, strict=True):
+                known[image.content_hash] = features
+
+    def _sent(self, images: list[ImageInput]) -> torch.Tensor:
+        """Patches of images one after the other on the device, [patches, patch_dim]."""
+        parts = [normalised(image, self._vision, self._staging.device) for image in images]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Part(NamedTuple):
+    """Tokens [first, end) of an image in a step."""
+
+    image: ImageInput
+    first: int
+    end: int
+    rows: np.ndarray  # of the step
+    positions: np.ndarray  # [3, n]: in time, height and width
+
+
+def grouped(images: list[ImageInput]) -> Iterator[list[ImageInput]]:
+    """Images in groups of at most GROUP_PATCHES patches, or of one that has more."""
+    group: list[ImageInput] = []
+    total = 0
+    for image in images:
+        total += image.num_patches
+        if group and total > GROUP_PATCHES:
+            yield group
+            group, total = [], image.num_patches
+        group.append(image)
+    if group:
+        yield group
 
 
 def normalised(image: ImageInput, vision: VisionSpec, device: torch.device) -> torch.Tensor:
     """The pixels of an image as the model's processor makes them, float32 [patches, patch_dim]."""
     count, channels = image.num_patches, vision.in_channels
     if not image.levels:
-        pixels = np.frombuffer(image.data, "<f4").reshape(count, -1)
-        return torch.tensor(pixels, device=device)
+        return send(np.frombuffer(image.data, "<f4").reshape(count, -1), device)
     codes = np.frombuffer(image.data, np.uint8).reshape(count, channels, -1, vision.patch_size**2)
-    levels = np.frombuffer(image.levels, "<f4").reshape(channels, 256)
+    levels = send(np.frombuffer(image.levels, "<f4").reshape(channels, 256), device)
     each = torch.arange(channels, device=device)[:, None, None]
-    values = torch.tensor(levels, device=device)[each, torch.tensor(codes, device=device).long()]
+    values = levels[each, send(codes, device).long()]
     return values.expand(-1, -1, vision.temporal_patch_size, -1).reshape(count, -1)

@@ -9,6 +9,7 @@ import torch
 
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.engine.images import Placement
+from tokenmill.engine.staging import ALIGN, Staging
 from tokenmill.kernels.attention import (
     AttentionBatch,
     QueryTiles,
@@ -18,40 +19,8 @@ from tokenmill.kernels.attention import (
 from tokenmill.kernels.drafts import place_drafts
 from tokenmill.sched.sequence import Batch, Item, Sequence, num_drafts
 
-_NUM_BUFFERS = 16  # a step takes at most six, and two steps are under way: none is filled too early
-ALIGN = 4  # int32 per 16 bytes: a pointer's alignment is part of what a Triton kernel is built for
-
 Slots = tuple[torch.Tensor, ...]  # [tokens] each: by full layers' blocks, then each sliding group's
 Even = tuple[torch.Tensor, tuple[QueryTiles, ...]]
-
-
-class Staging:
-    """Host buffers in turn, pinned for a GPU, so that a copy runs while the next one is filled."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffers = [self._allocate(4096) for _ in range(_NUM_BUFFERS)]
-        self._turn = 0
-
-    def _allocate(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """The next host buffer, int32 [size]."""
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
-        if self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = self._allocate(2 * size)
-        return self._buffers[self._turn][:size]
-
-    def send(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
-        """The parts as int32 tensors on the device, by one copy that does not wait."""
-        sizes = [len(part) + -len(part) % ALIGN for part in parts]
-        host = self.buffer(sum(sizes))
-        array, starts = host.numpy(), np.cumsum([0, *sizes])
-        for part, start in zip(parts, starts, strict=False):
-            array[start : start + len(part)] = part
-        sent = host.to(self.device, non_blocking=True) if self.device.type == "cuda" else host
-        return [sent[i : i + len(part)] for part, i in zip(parts, starts, strict=False)]
 
 
 class BlockTables:
@@ -161,10 +130,8 @@ class InputBuilder:
         """What tokens behind all images are rotated by, equally many of each sequence."""
         if not self._merge:
             return positions
-        width = positions.shape[0] // rows.shape[0]
-        return positions + self._shifts[rows.long()].repeat_interleave(
-            width, output_size=len(positions)
-        )
+        by_sequence = positions.view(rows.shape[0], -1)
+        return (by_sequence + self._shifts[rows.long(), None]).view(-1)
 
     def build(self, batch: Batch) -> Inputs:
         """Flatten the items' new tokens and say where each stands in the cache."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from tokenmill.core.images import Grid
 from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
@@ -44,7 +45,7 @@ class Model(Protocol):
         batch: AttentionBatch,
         images: ImageRows | None = None,
     ) -> torch.Tensor: ...
-    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor: ...
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]: ...
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 

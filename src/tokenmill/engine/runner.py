@@ -57,8 +57,8 @@ class ModelRunner:
             sliding.num_groups,
             spec.vision,
         )
-        device = self.builder.device
-        self.images = None if spec.vision is None else StepImages(model, spec.vision, device)
+        staging = self.builder.staging
+        self.images = None if spec.vision is None else StepImages(model, spec.vision, staging)
         self.sliding = sliding
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
         self.sampler = sampler = StepSampler(self.builder, relaxed)
@@ -79,6 +79,8 @@ class ModelRunner:
         if sampling and self.sampler.on_gpu:
             shape = (1, self.model.spec.vocab_size)
             self.sampler.device.warm_up(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
+        if self.images is not None and self.builder.device.type == "cuda":
+            self.images.warm_up()
         to_draft = 2 if self.proposer is not None else 0
         for step in steps:
             self.run(warm_up_batch(step, self.block_size, to_draft))

@@ -226,6 +226,13 @@ def matmul(
     return _matmul_gpu(x, weight, bias, add_to)
 
 
+def matmul_gelu(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:
+    """GELU, by its tanh formula, of x[m, k] @ W.T + bias -> [m, n]."""
+    if use_triton(weight.data, "matmul_gelu") and _by_cublas(x, weight):
+        return torch._addmm_activation(bias, x, weight.data.T, use_gelu=True)
+    return torch.nn.functional.gelu(matmul(x, weight, bias), approximate="tanh")
+
+
 def num_rows(x: torch.Tensor | QuantizedRows) -> int:
     return x.values.shape[0] if isinstance(x, QuantizedRows) else x.shape[0]
 
@@ -239,8 +246,13 @@ def adds_in_place(
     """
     if not use_triton(weight.data):
         return True
-    by_cublas = num_rows(x) > SKINNY_ROWS and weight.rounding is None and not MODE.batch_invariant
-    return not (_row_scaled(num_rows(x), weight) or (bias is not None and by_cublas))
+    with_bias = bias is not None and _by_cublas(x, weight)
+    return not (_row_scaled(num_rows(x), weight) or with_bias)
+
+
+def _by_cublas(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:
+    """True where a product is one of torch's, in bf16."""
+    return num_rows(x) > SKINNY_ROWS and weight.rounding is None and not MODE.batch_invariant
 
 
 def _row_scaled(m: int, weight: PackedWeight) -> bool:

@@ -1,4 +1,4 @@
-"""RMSNorm and gating, with the rounding of the next linear fused in, and around a linear."""
+"""Norms and gating, with the rounding of the next linear fused in, and around a linear."""
 
 from __future__ import annotations
 
@@ -64,6 +64,32 @@ def rms_norm_reference(
     wide = x.float()
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight
     return quantize_rows_reference(y, rounding) if rounding else y.to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """LayerNorm of x[m, k]; `delta`[m, k] is first added to x in place."""
+    if use_triton(x, "layer_norm"):
+        out: torch.Tensor = triton_kernels("rows").layer_norm(x, weight, bias, eps, delta)
+        return out
+    return layer_norm_reference(x, weight, bias, eps, delta)
+
+
+def layer_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if delta is not None:
+        x.add_(delta)
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def norm_pair(

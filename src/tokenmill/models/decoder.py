@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
+from tokenmill.core.images import Grid
 from tokenmill.core.kv_groups import layer_groups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
@@ -192,8 +193,8 @@ class Decoder:
         assert images is None, "a model without a vision encoder has no images"
         return self.run_layers(self.embedding(token_ids), kv_cache, batch)
 
-    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-        """The features of an image's tokens, of a model that has a vision encoder."""
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """The features of images' tokens, of a model that has a vision encoder."""
         raise NotImplementedError(f"{self.spec.architecture} has no vision encoder")
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:

@@ -8,11 +8,13 @@ first layers add features that the vision encoder's inner layers made (DeepStack
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
+from tokenmill.core.images import Grid
 from tokenmill.core.specs.fields import Settings
 from tokenmill.core.specs.rope import rope_fields
 from tokenmill.core.specs.spec import ModelSpec, read_common
@@ -26,7 +28,7 @@ from tokenmill.models.family import Architecture, Family, Shape
 from tokenmill.models.llama import Llama
 from tokenmill.models.names import attention_tensors, feed_forward_tensors, norm_tensors
 from tokenmill.models.qwen import read_experts
-from tokenmill.models.qwen3_vl_vision import Grid, VisionEncoder, vision_tensors
+from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
 _DEFAULTS: Settings = {
     "vocab_size": 151_936,
@@ -149,9 +151,15 @@ class Qwen3VL(Llama):
         self.axes = _axes(self.full.vision.rope_sections).to(self.device)
         return layers, outer
 
-    def encode(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """One image: [patches, patch_dim] -> features of its tokens, [1 + layers, n, hidden]."""
-        return self.visual(pixels, grid)
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """Patches of images, [patches, patch_dim] -> each one's features, [1 + layers, n, hidden].
+
+        On CPU each is encoded by itself, so that its features do not depend on others.
+        """
+        if pixels.is_cuda:
+            return self.visual(pixels, grids)
+        parts = pixels.split([prod(grid) for grid in grids])
+        return [self.visual(part, [grid])[0] for part, grid in zip(parts, grids, strict=True)]
 
     def forward(
         self,

@@ -1,17 +1,25 @@
-"""The vision encoder of Qwen3-VL: one image's patches to the features of its tokens.
+"""The vision encoder of Qwen3-VL: the patches of images to the features of their tokens.
 
 Patches come in the order of the merged tokens, merge x merge of one token side by side. Learned
-positions are resampled bilinearly to the image's grid, and heads are rotated by row and column. An
-image is encoded by itself, so that its features do not depend on others.
+positions are resampled bilinearly to an image's grid, and heads are rotated by row and column. A
+patch sees those of its own image alone, or of its frame.
 """
 
 from __future__ import annotations
 
-import torch
-from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
+import torch
+from torch.nn.functional import gelu
+
+from tokenmill.core.images import Grid
 from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.specs.vision import VisionSpec
+from tokenmill.kernels.matmul import matmul_gelu
+from tokenmill.kernels.norm import layer_norm
+from tokenmill.kernels.segments import Segments, plan_segments, rotate_heads, segment_attention
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -25,7 +33,16 @@ from tokenmill.models.family import Shape
 
 _EPS = 1e-6
 _MOST_GRIDS = 16  # sizes of images whose places are kept
-Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the patches of images stand, on the device."""
+
+    indices: torch.Tensor  # [patches, 4]: the learned positions around each
+    weights: torch.Tensor  # [patches, 4, 1]: of these
+    cos_sin: torch.Tensor  # fp32 [patches, head_dim]: cosines by row and by column, then sines
+    segments: Segments  # the patches of a frame
 
 
 def vision_tensors(spec: VisionSpec) -> dict[str, Shape]:
@@ -84,39 +101,33 @@ class LayerNorm:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight.shape, self.weight, self.bias, _EPS)
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x, to which `delta` is added in place before."""
+        return layer_norm(x, self.weight, self.bias, _EPS, delta)
 
 
 class VisionBlock:
-    """Attention over all patches of an image, then an MLP, both of the normed stream."""
+    """Attention over all patches of a frame, then an MLP, both of the normed stream."""
 
-    def __init__(self, tensors: _Tensors, name: str, num_heads: int) -> None:
+    def __init__(self, tensors: _Tensors, name: str, spec: VisionSpec) -> None:
         self.norm1, self.norm2 = tensors.norm(f"{name}.norm1"), tensors.norm(f"{name}.norm2")
         self.qkv, self.out = tensors.linear(f"{name}.attn.qkv"), tensors.linear(f"{name}.attn.proj")
         self.up = tensors.linear(f"{name}.mlp.linear_fc1")
         self.down = tensors.linear(f"{name}.mlp.linear_fc2")
-        self.num_heads = num_heads
+        self.num_heads, self.scale = spec.num_heads, spec.head_dim**-0.5
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self._attend(self.norm1(x), cos, sin)
-        return x + self.down(gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-    def _attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).permute(1, 2, 0, 3)
-        q, k = (_rotate(part, cos, sin) for part in qkv[:2])
-        out = scaled_dot_product_attention(q[None], k[None], qkv[2][None])[0]
-        return self.out(out.transpose(0, 1).flatten(1))
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, places: Places) -> torch.Tensor:
+        """x[patches, hidden] with `delta` becomes x with what is returned; x is changed."""
+        qkv = self.qkv(self.norm1(x, delta))
+        rotate_heads(qkv, places.cos_sin, self.num_heads, self.scale)
+        attended = segment_attention(qkv, places.segments, self.num_heads)
+        normed = self.norm2(x, self.out(attended))
+        assert self.up.bias is not None
+        return self.down(matmul_gelu(normed, self.up.weight, self.up.bias))
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.out, self.up, self.down
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [heads, patches, dim] in fp32."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class Merger:
@@ -148,47 +159,72 @@ class VisionEncoder:
         weight, bias = tensors["patch_embed.proj.weight"], tensors["patch_embed.proj.bias"]
         self.patches = Linear([weight.flatten(1)], [bias], plain_type(dtype), device)
         self.positions = own["pos_embed.weight"]
-        self._known: dict[Grid, tuple[torch.Tensor, ...]] = {}
-        self.blocks = [
-            VisionBlock(own, f"blocks.{index}", spec.num_heads) for index in range(spec.depth)
-        ]
+        self._known: dict[Grid, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._table = self.positions[:0].float()
+        self.blocks = [VisionBlock(own, f"blocks.{index}", spec) for index in range(spec.depth)]
         self.merger = Merger(own, "merger", spec.merged_size)
         self.deepstack = {
             layer: Merger(own, f"deepstack_merger_list.{index}", spec.merged_size)
             for index, layer in enumerate(spec.deepstack_layers)
         }
 
-    def __call__(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[patches, patch_dim] -> [1 + deepstack layers, tokens, text hidden]."""
-        indices, weights, cos, sin = self._places(grid)
-        x = self.patches(pixels.to(self.positions))
-        x = x + (self.positions[indices] * weights).sum(1)
-        deep = []
-        for index, block in enumerate(self.blocks):
-            x = block(x, cos, sin)
-            if index in self.deepstack:
-                deep.append(self.deepstack[index](x))
-        return torch.stack([self.merger(x), *deep])
+    def __call__(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """Patches of images one after the other, [patches, patch_dim], to each one's features.
 
-    def _places(self, grid: Grid) -> tuple[torch.Tensor, ...]:
-        """What a grid's patches have on the device, kept for the next image of its size.
-
-        The learned positions around each and their weights, [patches, 4] and [patches, 4, 1]; its
-        cosines and sines, [patches, head_dim / 2] each, by row and then by column.
+        An image's are [1 + deepstack layers, tokens, text hidden].
         """
+        places = self.place(grids)
+        merged = self.encode(pixels.to(self.positions), places)
+        sizes = [prod(grid) // self.spec.merge_size**2 for grid in grids]
+        parts = zip(*(layer.split(sizes) for layer in merged), strict=True)
+        return [torch.stack(part) for part in parts]
+
+    def encode(self, pixels: torch.Tensor, places: Places) -> list[torch.Tensor]:
+        """[patches, patch_dim] -> merged tokens, and those of each deepstack layer, [., hidden]."""
+        x = self.patches(pixels)
+        x += (self.positions[places.indices] * places.weights).sum(1)
+        deep, delta = [], None
+        for index, block in enumerate(self.blocks):
+            delta = block(x, delta, places)
+            if index in self.deepstack:
+                x += delta
+                deep.append(self.deepstack[index](x))
+                delta = None
+        return [self.merger(x if delta is None else x.add_(delta)), *deep]
+
+    def place(self, grids: Sequence[Grid]) -> Places:
+        """Where the patches of images stand."""
+        parts = [self._places(grid) for grid in grids]
+        indices, weights, cos_sin = (
+            same[0] if len(same) == 1 else torch.cat(same) for same in zip(*parts, strict=True)
+        )
+        frames = tuple(h * w for t, h, w in grids for _ in range(t))
+        segments = plan_segments(frames, self.positions.device)
+        return Places(indices, weights, cos_sin, segments)
+
+    def _places(self, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places.indices, weights and cos_sin of one image, kept for the next of its size."""
         if grid not in self._known:
             if len(self._known) == _MOST_GRIDS:
                 del self._known[next(iter(self._known))]
             frames, height, width = grid
             spec, device = self.spec, self.positions.device
-            order = _order(height, width, spec.merge_size)
+            order = _order(height, width, spec.merge_size, device)
             indices, weights = _taps(spec.grid_side, height, width, order)
-            table = rotary_table(RopeSpec(), spec.head_dim // 2, max(height, width))
-            cos, sin = (part[order].flatten(1) for part in table.chunk(2, 1))
+            halves = self._turns(max(height, width))[order].unflatten(-1, (2, -1))
+            cos_sin = halves.transpose(1, 2).flatten(1)
             weights = weights.to(self.positions.dtype)[:, :, None]
-            parts = (indices, weights, cos, sin)
-            self._known[grid] = tuple(torch.cat([part] * frames).to(device) for part in parts)
+            parts = indices, weights, cos_sin
+            indices, weights, cos_sin = (torch.cat([part] * frames) for part in parts)
+            self._known[grid] = indices, weights, cos_sin
         return self._known[grid]
+
+    def _turns(self, side: int) -> torch.Tensor:
+        """Cosines and sines by row or column, for images of at least such a side."""
+        if len(self._table) < side:
+            table = rotary_table(RopeSpec(), self.spec.head_dim // 2, 2 * side)
+            self._table = table.to(self.positions.device)
+        return self._table
 
     @property
     def num_bytes(self) -> int:
@@ -198,10 +234,10 @@ class VisionEncoder:
         return self.positions.nbytes + sum(linear.num_bytes for linear in linears)
 
 
-def _order(height: int, width: int, merge: int) -> torch.Tensor:
+def _order(height: int, width: int, merge: int, device: torch.device) -> torch.Tensor:
     """Row and column of each patch of a frame, [patches, 2]: by token, then inside it."""
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    places = torch.stack([rows, columns], dim=-1)
+    sides = (torch.arange(side, device=device) for side in (height, width))
+    places = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
     blocks = places.view(height // merge, merge, width // merge, merge, 2)
     return blocks.transpose(1, 2).reshape(-1, 2)
 
@@ -210,11 +246,13 @@ def _taps(
     side: int, height: int, width: int, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The four learned positions around each patch and their weights, [patches, 4] each."""
-    sizes = torch.tensor([height, width])
-    places = order * ((side - 1) / (sizes - 1).clamp(min=1))
-    low = places.floor().long()
-    high, part = (low + 1).clamp(max=side - 1), places - low
-    (top, left), (bottom, right), (down, across) = low.T, high.T, part.T
+    down, across = (
+        places * ((side - 1) / max(1, size - 1))
+        for places, size in zip(order.T, (height, width), strict=True)
+    )
+    top, left = down.floor().long(), across.floor().long()
+    bottom, right = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
+    down, across = down - top, across - left
     indices = [top * side + left, top * side + right, bottom * side + left, bottom * side + right]
     weights = [
         (1 - down) * (1 - across),

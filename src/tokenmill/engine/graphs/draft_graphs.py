@@ -107,6 +107,7 @@ class DraftGraphs:
             and n <= most
             and s.num_computed_tokens + 1 == len(s.token_ids)
             and s.num_computed_tokens + most <= self.builder.max_len
+            and s.num_computed_tokens >= s.image_end
             and not s.prompt_logprobs
             for s, n in items
         )

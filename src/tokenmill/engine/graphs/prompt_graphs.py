@@ -10,8 +10,9 @@ import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
 from tokenmill.engine.graphs.capture import Job, jobs_for
-from tokenmill.engine.inputs import ALIGN, InputBuilder
+from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.model import KVCache, Model
+from tokenmill.engine.staging import ALIGN
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item
 

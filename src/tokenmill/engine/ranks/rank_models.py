@@ -7,13 +7,14 @@ Whatever fails inside is the end of all ranks: the others cannot know how far it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
+from tokenmill.core.images import Grid
 from tokenmill.core.types import RanksLostError
 from tokenmill.engine.drafts.proposer import Cache, Drafter
 from tokenmill.engine.model import KVCache, RankModel
@@ -72,9 +73,9 @@ class SharedModel:
                 self._rebalancer.turn()
             return self._model.forward(token_ids, kv_cache, batch, images)
 
-    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Rank 0 encodes images; the others get the features that a step needs."""
-        return self._model.encode(pixels, grid)
+        return self._model.encode(pixels, grids)
 
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.draft_states(hidden)
@@ -217,8 +218,8 @@ class OwnModel:
         with all_or_none():
             return self._model.forward(token_ids, kv_cache, batch, images)
 
-    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-        return self._model.encode(pixels, grid)
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        return self._model.encode(pixels, grids)
 
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.draft_states(hidden)

@@ -1,4 +1,4 @@
-"""Row-wise kernels: RMSNorm, gating and rounding, fp32 inside whatever the tensors hold.
+"""Row-wise kernels: norms, gating and rounding, fp32 inside whatever the tensors hold.
 
 A program takes a whole row, which it reads once: the norm and the scale of an fp8 row need all of
 it. Rows come back as (values, scales), scales being None unless the values are fp8.
@@ -64,6 +64,29 @@ def _rms_norm_kernel(
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / k + eps)
     y = values * inverse * gain
     _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x, delta, weight, bias, out, k, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < k
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    wait(EARLY)
+    values = tl.load(x + row * k + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(delta + row * k + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + row * k + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    centred = tl.where(inside, values - tl.sum(values, axis=0) / k, 0.0)
+    inverse = tl.rsqrt(tl.sum(centred * centred, axis=0) / k + eps)
+    y = centred * inverse * gain + shift
+    tl.store(out + row * k + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -176,6 +199,22 @@ def rms_norm(
         x, delta, weight, out, scales, channels, k, eps, ADD=add, FP8=fp8, **_launch(k, channels)
     )
     return out, scales
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """LayerNorm of x[m, k]; `delta` is added to x in place first."""
+    m, k = x.shape
+    assert x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous()
+    assert delta is None or (delta.is_contiguous() and delta.shape == x.shape)
+    out, add = torch.empty_like(x), delta is not None
+    _layer_norm_kernel[(m,)](x, delta, weight, bias, out, k, eps, ADD=add, **_whole_row(k))
+    return out
 
 
 def norm_pair(
