@@ -70,7 +70,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "numba": ("kernels/cpu/",),
     "llvmlite": ("kernels/cpu/",),
-    "safetensors": ("models/checkpoints/weights",),
+    "safetensors": ("models/checkpoints/weights", "ranking/stores/table_files"),
     "gguf": ("models/checkpoints/gguf",),
     "huggingface_hub": ("models/checkpoints/store",),
     "xgrammar": ("engine/sampling/grammar",),

@@ -46,6 +46,7 @@ KERNELS = {
         "segment_bits",
         "encoder",
     ),
+    "triton_embedding_parity": ("lookup", "write", "constants"),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }
 

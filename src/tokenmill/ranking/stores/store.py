@@ -90,10 +90,12 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_ids(ids: torch.Tensor, num_rows: int) -> None:
-    """An error that names the first id outside the table; waits for ids on a device."""
-    check_shape(ids)
-    if not len(ids):
+def check_ids(ids: torch.Tensor, num_rows: int, values: bool = True) -> None:
+    """An error that names the first id outside the table; values on a device are waited for."""
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        shape = "x".join(str(size) for size in ids.shape) or "one number"
+        raise EmbeddingError(f"ids must be int64 [n], got {type_name(ids.dtype)} ({shape})")
+    if not values or not len(ids):
         return
     low, high = torch.aminmax(ids)
     if int(low) < 0 or int(high) >= num_rows:
@@ -101,12 +103,6 @@ def check_ids(ids: torch.Tensor, num_rows: int) -> None:
         raise EmbeddingError(
             f"id {int(wrong)} is not in the table: it has {num_rows} rows, ids 0 to {num_rows - 1}"
         )
-
-
-def check_shape(ids: torch.Tensor) -> None:
-    if ids.dim() != 1 or ids.dtype != torch.int64:
-        shape = "x".join(str(size) for size in ids.shape) or "one number"
-        raise EmbeddingError(f"ids must be int64 [n], got {type_name(ids.dtype)} ({shape})")
 
 
 def check_rows(ids: torch.Tensor, rows: torch.Tensor, spec: TableSpec) -> None:

@@ -12,7 +12,6 @@ from tokenmill.ranking.stores.store import (
     TableSpec,
     check_ids,
     check_rows,
-    check_shape,
     last_of_each,
 )
 
@@ -44,7 +43,7 @@ class DeviceTable:
 
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """table[ids]."""
-        check_ids(ids, self.num_rows) if check else check_shape(ids)
+        check_ids(ids, self.num_rows, check)
         with self._lock:
             self._num_lookups += len(ids)
             return self._table.index_select(0, ids.to(self.device, non_blocking=True))
