@@ -6,7 +6,7 @@ from pathlib import Path
 from triton.compiler import ASTSource
 
 sys.path.append(str(Path(__file__).parent))
-from test_hopper_compiles import compiled_for_hopper
+from hopper_compiler import compiled_for_hopper
 
 from tokenmill.kernels.gpu import segments
 

@@ -1,0 +1,32 @@
+"""Compiles a kernel for Hopper, without one, and checks that a program of it fits there."""
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+SHARED_BYTES = 232_448  # that a program may have on an H100 or H200
+
+
+def compiled_for_hopper(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...],
+    source: Any = GluonASTSource,
+    num_warps: int = 4,
+) -> Any:
+    """Parameters without a type are pointers to int32; pointers and `aligned` divide by 16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in aligned
+    }
+    code = source(kernel, signature, constants, attributes)
+    compiled = triton.compile(code, GPUTarget("cuda", 90, 32), {"num_warps": num_warps})
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    return compiled
