@@ -159,7 +159,7 @@ class Embedded(NamedTuple):
 
     users: torch.Tensor  # [users, columns]
     items: torch.Tensor  # [history items + candidates, columns]
-    categories: torch.Tensor  # [history items + candidates, columns]
+    categories: torch.Tensor  # [all categories, columns]: they are few
 
 
 class Mlp:
@@ -262,7 +262,8 @@ class HstuModel:
         x = self.inputs(batch, embedded)
         users = self._user_rows(self.encode(x, batch), batch)
         first = batch.actions.shape[0]
-        items = torch.cat([embedded.items[first:], embedded.categories[first:]], dim=1)
+        categories = embedded.categories[batch.category_ids[first:]]
+        items = torch.cat([embedded.items[first:], categories], dim=1)
         return self.head(users * self.candidate(items)).float()
 
     def scores(self, batch: RankBatch, embedded: Embedded) -> torch.Tensor:
@@ -270,21 +271,30 @@ class HstuModel:
         return torch.sigmoid(self.logits(batch, embedded))
 
     def inputs(self, batch: RankBatch, embedded: Embedded) -> torch.Tensor:
-        """Rows [histories + candidates, d] before the first layer."""
+        """Rows [histories + candidates, d] before the first layer.
+
+        Categories and sets of actions are few: their MLPs run once for each, not for each row.
+        """
         tensors = self.tensors
-        rows = self.item(embedded.items) + self.category(embedded.categories)
-        rows = rows + self.action(self._action_rows(batch))
+        rows = self.item(embedded.items) + self.category(embedded.categories)[batch.category_ids]
+        rows = rows + self.action(self._action_rows())[self._action_ids(batch)]
         users = embedded.users * batch.known[:, None]
         context = torch.addmm(tensors["context.bias"], users, tensors["context.weight"][0])
         x = torch.cat([context, rows])[batch.order] * sqrt(self.spec.hidden_size)
         return x + (tensors["positions"][batch.positions] + tensors["times"][batch.time_buckets])
 
-    def _action_rows(self, batch: RankBatch) -> torch.Tensor:
-        """[history items + candidates, actions * columns]; a candidate's is the learned target."""
-        bits = batch.actions[:, None] >> torch.arange(self.spec.num_actions, device=self.device)
-        known: torch.Tensor = ((bits & 1)[:, :, None] * self.tensors["actions"]).flatten(1)
-        target = self.tensors["target_action"].expand(batch.rows.num_candidates, -1)
-        return torch.cat([known, target])
+    def _action_rows(self) -> torch.Tensor:
+        """Every set of actions, [2 ** actions + 1, .]; a candidate has the learned last one."""
+        count = self.spec.num_actions
+        sets = torch.arange(1 << count, device=self.device)[:, None]
+        bits = (sets >> torch.arange(count, device=self.device)) & 1
+        known = (bits[:, :, None] * self.tensors["actions"]).flatten(1)
+        return torch.cat([known, self.tensors["target_action"]])
+
+    def _action_ids(self, batch: RankBatch) -> torch.Tensor:
+        """Rows of the sets above for history items and candidates."""
+        target = batch.actions.new_full((batch.rows.num_candidates,), 1 << self.spec.num_actions)
+        return torch.cat([batch.actions, target])
 
     def encode(self, x: torch.Tensor, batch: RankBatch) -> torch.Tensor:
         """The last layer's rows [candidates, d]."""

@@ -27,6 +27,7 @@ class RankingModel:
             if name not in stores:
                 raise ModelLoadError(f"{name}: the model needs a table of this name")
             _check_store(name, stores[name], count, self.spec.embedding_dim)
+        self._categories = torch.arange(self.spec.num_categories, device=dense.device)
 
     def embed(self, batch: RankBatch) -> Embedded:
         """The rows of a batch, as the dense part takes them."""
@@ -36,7 +37,7 @@ class RankingModel:
             return found.to(self.dense.device, self.dense.dtype)
 
         users, items = rows("user", batch.user_ids), rows("item", batch.item_ids)
-        return Embedded(users, items, rows("category", batch.category_ids))
+        return Embedded(users, items, rows("category", self._categories))
 
     @torch.inference_mode()
     def score_batch(self, batch: RankBatch) -> np.ndarray:

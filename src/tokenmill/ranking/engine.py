@@ -1,0 +1,120 @@
+"""The ranking engine: submit, step, abort, stats; every request gets exactly one answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.ranking.batch import make_batch
+from tokenmill.ranking.model import RankingModel
+from tokenmill.ranking.policy import BatchLimits, RankQueue, Waiting
+from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, check_request
+
+
+@dataclass(slots=True)
+class RankStats:
+    """Counts since the engine was made."""
+
+    num_steps: int = 0
+    num_candidates: int = 0  # scored
+    num_tokens: int = 0
+    run_ns: int = 0
+    num_waiting: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by how requests ended
+
+
+class RankingEngine:
+    """Batches of waiting requests through one model; one caller at a time."""
+
+    def __init__(
+        self,
+        model: RankingModel,
+        limits: BatchLimits | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.model, self.clock = model, clock
+        self.queue = RankQueue(model.spec, limits or BatchLimits())
+        self._answers: list[RankOutput] = []  # of requests that ended outside a step
+        self._stats = RankStats()
+
+    def submit(self, request: RankRequest) -> None:
+        """Queue a request; the next step answers one that is wrong or does not fit the queue."""
+        try:
+            check_request(request, self.model.spec)
+        except InvalidRequestError as wrong:
+            answer = RankOutput(request.request_id, RankFinish.REJECT, message=str(wrong))
+            self._answers.append(answer)
+            return
+        refused = self.queue.add(request, self.clock())
+        if refused is not None:
+            self._answers.append(refused)
+
+    def abort(self, request_id: str) -> None:
+        """End a waiting request; one that has its answer already is left as it is."""
+        answer = self.queue.abort(request_id)
+        if answer is not None:
+            self._answers.append(answer)
+
+    def has_work(self) -> bool:
+        return bool(self._answers) or len(self.queue) > 0
+
+    def step(self) -> list[RankOutput]:
+        """Run one batch; the answers of its requests, and of those that ended without running."""
+        batch, late = self.queue.take(self.clock())
+        answers, self._answers = self._answers + late, []
+        if batch:
+            answers += self._run(batch)
+        for answer in answers:
+            ended = self._stats.finished
+            ended[answer.finish] = ended.get(answer.finish, 0) + 1
+        return answers
+
+    def stats(self) -> RankStats:
+        self._stats.num_waiting = len(self.queue)
+        return self._stats
+
+    def _run(self, waiting: list[Waiting]) -> list[RankOutput]:
+        start, requests = self.clock(), [entry.request for entry in waiting]
+        try:
+            batch = make_batch(requests, self.model.spec, self.model.dense.device)
+            scores = self.model.score_batch(batch)
+        except Exception as fault:
+            message = f"the step failed: {type(fault).__name__}: {fault}"
+            return [RankOutput(r.request_id, RankFinish.ERROR, message=message) for r in requests]
+        run_ns = self.clock() - start
+        self.queue.meter.observe(sum(entry.flops for entry in waiting), run_ns)
+        self._count(requests, run_ns)
+        parts = np.split(scores, batch.rows.candidates[1:-1])
+        of_batch = self.model.spec.scaling_seqlen == "batch"
+        return [
+            _answer(entry, part, batch.normaliser, of_batch, len(waiting), start, run_ns)
+            for entry, part in zip(waiting, parts, strict=True)
+        ]
+
+    def _count(self, requests: list[RankRequest], run_ns: int) -> None:
+        self._stats.num_steps += 1
+        self._stats.run_ns += run_ns
+        self._stats.num_candidates += sum(request.num_candidates for request in requests)
+        self._stats.num_tokens += sum(request.num_tokens for request in requests)
+
+
+def _answer(
+    waiting: Waiting,
+    scores: np.ndarray,
+    normaliser: int,
+    of_batch: bool,
+    batch_size: int,
+    start_ns: int,
+    run_ns: int,
+) -> RankOutput:
+    name, queued_ns = waiting.request.request_id, start_ns - waiting.arrival_ns
+    if not np.isfinite(scores).all():
+        message = "the model gave a score that is not a number; its weights or tables are damaged"
+        return RankOutput(name, RankFinish.ERROR, message=message, queued_ns=queued_ns)
+    return RankOutput(
+        name, RankFinish.DONE, scores, "", normaliser, of_batch, batch_size, queued_ns, run_ns
+    )

@@ -1,0 +1,133 @@
+"""The ranking engine and its batching: one answer each, deadlines, bounds, simulated latency."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_ranking import TINY, tiny_model, tiny_request
+from tokenmill.core.specs.hstu import HstuSpec
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.ranking.engine import RankingEngine
+from tokenmill.ranking.policy import BatchLimits, RankQueue
+from tokenmill.ranking.requests import RankOutput, RankRequest
+
+
+def named(name: str, history: int = 10, candidates: int = 4, **changes: Any) -> RankRequest:
+    return replace(tiny_request(history, candidates), request_id=name, **changes)
+
+
+def drain(engine: RankingEngine) -> dict[str, RankOutput]:
+    """All answers by id; a second answer to one request fails."""
+    found: dict[str, RankOutput] = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.request_id not in found
+            found[output.request_id] = output
+    return found
+
+
+def test_answers_are_the_models_and_say_what_they_depend_on() -> None:
+    requests = [named("a"), named("b", 30, 20)]
+    for scaling in ("batch", 96):
+        model = tiny_model(replace(TINY, scaling_seqlen=scaling))
+        engine = RankingEngine(model)
+        for request in requests:
+            engine.submit(request)
+        found = drain(engine)
+        for request, scores in zip(requests, model.score(requests), strict=True):
+            answer = found[request.request_id]
+            assert answer.finish == "done" and answer.batch_size == 2
+            np.testing.assert_array_equal(answer.scores, scores)
+            assert answer.batch_dependent == (scaling == "batch")
+            assert answer.scaling_seqlen == (51 if scaling == "batch" else 96)
+    assert engine.stats().finished == {"done": 2} and engine.stats().num_candidates == 24
+
+
+def test_every_request_gets_exactly_one_answer() -> None:
+    """Wrong, refused by a full queue, aborted, late, twice submitted, and those that run."""
+    now = [0]
+    engine = RankingEngine(tiny_model(), BatchLimits(max_queue_requests=3), lambda: now[0])
+    engine.submit(named("wrong", user_id=99))
+    engine.submit(named("late", deadline_ns=5))
+    engine.submit(named("gone"))
+    engine.submit(named("runs"))
+    engine.submit(named("full"))
+    with pytest.raises(InvalidRequestError, match="request_id: 'runs' is already waiting"):
+        engine.queue.add(named("runs"), 0)
+    engine.abort("gone")
+    engine.abort("gone")
+    engine.abort("nobody")
+    now[0] = 6
+    found = drain(engine)
+    ends = {name: str(output.finish) for name, output in found.items()}
+    expected = {"wrong": "reject", "late": "abort", "gone": "abort", "runs": "done"}
+    assert ends == expected | {"full": "reject"}
+    assert "user_id: 99 is unknown" in found["wrong"].message
+    assert "max_queue_requests" in found["full"].message
+    engine.submit(named("runs"))  # its name is free again
+    assert set(drain(engine)) == {"runs"}
+
+
+def test_a_failed_step_and_damaged_weights_are_errors_not_scores() -> None:
+    model = tiny_model()
+    engine = RankingEngine(model)
+    model.dense.tensors["positions"].fill_(torch.nan)  # type: ignore[index]
+    engine.submit(named("nan"))
+    assert drain(engine)["nan"].finish == "error"
+    model.dense.layers.clear()
+    engine.submit(named("broken"))
+    found = drain(engine)["broken"]
+    assert found.finish == "error" and "the step failed" in found.message
+
+
+def test_batches_are_bounded_by_tokens_and_by_the_steps_time() -> None:
+    queue = RankQueue(TINY, BatchLimits(max_batch_tokens=45, latency_ms=10))
+    for index in range(6):
+        assert queue.add(named(str(index)), 0) is None  # 15 tokens each
+    assert [w.request.request_id for w in queue.take(0)[0]] == ["0", "1", "2"]
+    flops = TINY.flops(10, 4)
+    queue.meter.observe(flops, 2.4e6)  # two of them fit half of 10 ms
+    assert [w.request.request_id for w in queue.take(0)[0]] == ["3", "4"]
+    refused = queue.add(named("wide", 45, 1), 0)
+    assert refused is not None and "max_batch_tokens" in refused.message
+
+
+def simulate(limits: BatchLimits, rate: float, count: int) -> list[float]:
+    """Latencies in ms of Poisson arrivals at a GPU that needs 0.8 ms a request and 2 ms a step."""
+    spec = HstuSpec()
+    rng = np.random.default_rng(1)
+    arrivals = np.cumsum(rng.exponential(1e9 / rate, count)).astype(int)
+    ids = np.zeros(6714, np.int64)
+    one = RankRequest("", 0, ids, ids, ids, ids[:2048], ids[:2048])
+    queue, now, coming = RankQueue(spec, limits), 0, 0
+    latencies: list[float] = []
+    while len(latencies) < count:
+        while coming < count and arrivals[coming] <= now:
+            queue.add(replace(one, request_id=str(coming)), int(arrivals[coming]))
+            coming += 1
+        batch, late = queue.take(now)
+        assert not late
+        if not batch:
+            now = int(arrivals[coming])
+            continue
+        step_ns = 2_000_000 + 800_000 * len(batch)
+        now += step_ns
+        queue.meter.observe(sum(w.flops for w in batch), step_ns)
+        latencies += [(now - w.arrival_ns) / 1e6 for w in batch]
+    return latencies
+
+
+def test_the_limit_holds_in_simulation_and_batches_carry_the_load() -> None:
+    """At 1,000 requests/s single ones (2.8 ms each) would pile up; batches keep 99 % in 80 ms."""
+    batched = simulate(BatchLimits(), 1000, 3000)
+    assert np.percentile(batched, 99) < 80
+    single = simulate(BatchLimits(max_batch_requests=1), 1000, 3000)
+    assert np.percentile(single, 99) > 1000
