@@ -103,6 +103,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--trace is needed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("delay_ms", [0.0, 100.0])
+def test_fronts_share_the_workers_and_every_request_ends(delay_ms: float) -> None:
+    trace = sessions(num_sessions=3, turns=6)
+    one = play(trace, num_workers=4)
+    many = play(trace, num_workers=4, num_fronts=4, report_delay_ms=delay_ms)
+    assert many["num_finished"] == {"length": 18}
+    if not delay_ms:
+        assert many["prefix_reuse"] == one["prefix_reuse"], "events reach every front"
+
+
+def test_the_command_with_fronts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = lines(tmp_path / "trace.jsonl", sessions(2, 2))
+    flags = ["--trace", path, "--workers", "2", "--trace-block-tokens", "8", "--block-size", "4"]
+    assert run(["plan", "replay", *flags, "--fronts", "3", "--report-delay", "0.1s"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["fronts"] == 3 and report["report_delay_ms"] == 100.0
+    assert report["num_finished"] == {"length": 4}
+    assert run(["plan", "replay", *flags, "--report-delay", "100"]) == 2
+    assert "--report-delay: expected a time such as 100ms or 1.5s" in capsys.readouterr().err
+    assert run(["plan", "replay", *flags, "--fronts", "0"]) == 2
+    assert "--fronts: expected a whole number from 1 to 1024" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

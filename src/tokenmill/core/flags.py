@@ -15,6 +15,7 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)?\s*")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
     "0": False,
     "false": False,
@@ -85,6 +86,13 @@ def parse_size(value: Any) -> int:
     return round(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def _read_duration(value: Any) -> float:
+    match = _DURATION.fullmatch(str(value))
+    if match is None or (match[2] is None and float(match[1]) != 0):
+        raise ValueError(value)
+    return float(match[1]) * (1e3 if match[2] == "s" else 1.0)
+
+
 def one_of(*choices: str, but: str = "") -> Kind:
     """`but` says what else one may look for, and why it is not there."""
 
@@ -149,6 +157,7 @@ IMAGE_SIZE = Kind(_read_image_size, "WIDTHxHEIGHT in pixels, such as 1024x1024",
 RELAXED = Kind(_read_relaxed, "TOP:DELTA, a whole number and a probability", "TOP:DELTA")
 SWITCH = Kind(_read_switch, "true or false", "")
 SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")
+DURATION_MS = Kind(_read_duration, "a time such as 100ms or 1.5s", "TIME")
 SECONDS = number(0, math.inf, "SECONDS")
 INTEGER = Kind(read_int, "a whole number", "N")
 

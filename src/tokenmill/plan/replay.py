@@ -1,18 +1,26 @@
-"""A trace in virtual time over the real router, schedulers and block pools."""
+"""A trace in virtual time over the real router, schedulers and block pools.
+
+With several fronts each has a router of its own, and requests come to any of them. A front sees its
+own requests at once; events and load reports of the workers reach all fronts, late if asked.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from tokenmill.core.config import RouterConfig, SchedulerConfig
-from tokenmill.core.kv_events import EventPublisher
+from tokenmill.core.kv_events import EventBatch, EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.plan.virtual_time import VirtualTime
+from tokenmill.routing.load_report import LoadAccount
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_rates import StepSums, fit_rates
 from tokenmill.sched.cache.blocks import BlockPool
@@ -57,6 +65,8 @@ class ReplayConfig:
     max_num_seqs: int = 256
     trace_block_tokens: int = 512
     timing: StepTiming = field(default_factory=StepTiming)
+    num_fronts: int = 1
+    report_delay_ms: float = 0.0  # until what a worker tells has reached the fronts
 
 
 class SimWorker:
@@ -74,6 +84,7 @@ class SimWorker:
             max_model_len=max_model_len,
         )
         self.scheduler = Scheduler(limits, self._pool, frozenset())
+        self.account = LoadAccount()  # told of by several fronts alone
         self.sums = StepSums()
         self._batch: Batch | None = None
 
@@ -98,22 +109,27 @@ class SimWorker:
         self.sums.add(num_prefill, num_decodes, num_used * self._pool.block_size, time_ms)
         return now_ns + round(time_ms * NS_PER_MS)
 
-    def finish(self, router: Router) -> list[RequestOutput]:
-        """End the step: tell the router what was computed and cached; what is new comes out."""
+    def finish(self, progress: Callable[[str, int], None]) -> list[RequestOutput]:
+        """End the step: tell which prompts got how many tokens further; what is new comes out."""
         batch, self._batch = self._batch, None
         assert batch is not None
         tokens: list[list[int]] = []
         for seq, num_new in batch.items:
             end = seq.num_computed_tokens + num_new
             if end <= seq.num_prompt_tokens:
-                router.prefill_progress(seq.request_id, num_new)
+                progress(seq.request_id, num_new)
             samples = end == len(seq.token_ids)
             tokens.append([OUTPUT_TOKEN + int(seq.request_id)] if samples else [])
-        outputs = self.scheduler.update(batch, StepResult(tokens))
-        events = self._publisher.take() if router.config.events else None
-        if events is not None and not router.apply(self.name, events):
+        return self.scheduler.update(batch, StepResult(tokens))
+
+    def take_events(self) -> EventBatch | None:
+        """What was cached and dropped since the last call; None: nothing."""
+        return self._publisher.take()
+
+    def tell(self, events: EventBatch, router: Router, now_s: float) -> None:
+        """Let a router know of events; one that has missed some gets a dump."""
+        if not router.apply(self.name, events):
             router.load(self.name, self._publisher.dump(self._pool.cached_hashes()))
-        return outputs
 
 
 class Replay:
@@ -124,14 +140,22 @@ class Replay:
     ) -> None:
         self._trace = trace
         self._config = config
-        self._router = Router(router)
+        self._fronts = [f"front-{number}" for number in range(config.num_fronts)]
+        self._routers = {
+            front: Router(replace(router, seed=router.seed + number), front)
+            for number, front in enumerate(self._fronts)
+        }
+        self._front_of: dict[str, str] = {}  # by request
+        self._rng = random.Random(router.seed)  # which front a request comes to
         longest = max(r.num_prompt_tokens + r.num_output_tokens for r in trace) + 1
         names = [f"worker-{number}" for number in range(config.num_workers)]
         self._workers = {
             name: SimWorker(name, config, longest, max(len(trace), 1)) for name in names
         }
-        for name in names:
-            self._router.add_worker(name)
+        for name, front in product(names, self._fronts):
+            self._routers[front].add_worker(name)
+            self._workers[name].account.front_joined(front)
+        self._events = router.events
         self._time = VirtualTime()
         self._report_ns = REPORT_NS
         self._times: dict[str, RequestTimes] = {}
@@ -141,12 +165,16 @@ class Replay:
 
     def run(self) -> dict[str, Any]:
         """Play all arrivals and steps in order of time; the report."""
+        for name in self._workers:
+            self._tell_load(name, START_NS, at_once=True)
         for number, request in enumerate(self._trace):
             arrival_ns = START_NS + round(request.arrival_ms * NS_PER_MS)
             self._time.run(arrival_ns)
             if arrival_ns >= self._report_ns:
                 self._report_ns = arrival_ns + REPORT_NS
-                self._router.learn_rates(fit_rates(self._sums()))
+                rates = fit_rates(self._sums())
+                for router in self._routers.values():
+                    router.learn_rates(rates)
             self._arrive(str(number), request, arrival_ns)
         self._time.run()
         return self._report()
@@ -157,11 +185,55 @@ class Replay:
         return list(self._times.values())
 
     def _end_step(self, name: str, now_ns: int) -> None:
-        """End a worker's step, and start its next one."""
-        for output in self._workers[name].finish(self._router):
-            self._record(output, now_ns)
-        self._router.stepped(name, now_ns / 1e9)
+        """End a worker's step, tell the fronts, and start its next one."""
+        worker = self._workers[name]
+        outputs = worker.finish(partial(self._progress, worker))
+        if self._events:
+            self._tell_events(worker, now_ns)
+        for output in outputs:
+            self._record(worker, output, now_ns)
+        for front in self._seeing(outputs):
+            self._routers[front].stepped(name, now_ns / 1e9)
+        self._tell_load(name, now_ns, at_once=not worker.scheduler.has_work())
         self._start(name, now_ns)
+
+    def _progress(self, worker: SimWorker, request_id: str, num_tokens: int) -> None:
+        self._router_of(request_id).prefill_progress(request_id, num_tokens)
+        worker.account.progress(request_id, num_tokens)
+
+    def _router_of(self, request_id: str) -> Router:
+        return self._routers[self._front_of[request_id]]
+
+    def _seeing(self, outputs: list[RequestOutput]) -> Items[str]:
+        """The fronts that see a step end: with one it is always that one."""
+        if len(self._fronts) == 1:
+            return self._fronts
+        return sorted({self._front_of[output.request_id] for output in outputs})
+
+    def _tell_events(self, worker: SimWorker, now_ns: int) -> None:
+        events = worker.take_events()
+        if events is not None:
+            self._tell(now_ns, partial(worker.tell, events))
+
+    def _tell_load(self, name: str, now_ns: int, at_once: bool) -> None:
+        """Report a worker's load to all fronts, if there are several and it is time."""
+        worker = self._workers[name]
+        if len(self._fronts) > 1 and worker.account.is_due(now_ns / NS_PER_MS, at_once):
+            report, made_s = worker.account.report(), now_ns / 1e9
+            self._tell(now_ns, lambda router, now_s: router.report(name, report, made_s, now_s))
+
+    def _tell(self, now_ns: int, say: Callable[[Router, float], None]) -> None:
+        """Say something to the router of every front, as late as it gets there."""
+
+        def arrive(then_ns: int) -> None:
+            for router in self._routers.values():
+                say(router, then_ns / 1e9)
+
+        delay_ns = round(self._config.report_delay_ms * NS_PER_MS)
+        if delay_ns:
+            self._time.at(now_ns + delay_ns, "", arrive)
+        else:
+            arrive(now_ns)
 
     def _sums(self) -> list[float]:
         """Of the steps of all workers."""
@@ -170,14 +242,21 @@ class Replay:
 
     def _arrive(self, request_id: str, request: TraceRequest, now_ns: int) -> None:
         prompt = request.prompt(self._config.trace_block_tokens)
-        name = self._router.route(request_id, prompt, now_ns / 1e9).worker
+        front = self._rng.choice(self._fronts)
+        self._front_of[request_id] = front
+        decision = self._routers[front].route(request_id, prompt, now_ns / 1e9)
+        name, worker = decision.worker, self._workers[decision.worker]
+        num_prompt, size = decision.num_prompt_tokens, self._config.block_size
+        uncached = num_prompt - decision.num_cached_tokens
+        worker.account.sent(front, request_id, uncached, size * -(-num_prompt // size))
         sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
-        scheduler = self._workers[name].scheduler
+        scheduler = worker.scheduler
         scheduler.add(Request(request_id, prompt, sampling, arrival_ns=now_ns))
         self._times[request_id] = RequestTimes(now_ns)
         for output in scheduler.take_finished():  # refused
-            self._record(output, now_ns)
-        if not self._workers[name].running:
+            self._record(worker, output, now_ns)
+        if not worker.running:
+            self._tell_load(name, now_ns, at_once=True)
             self._start(name, now_ns)
 
     def _start(self, name: str, now_ns: int) -> None:
@@ -185,19 +264,21 @@ class Replay:
         if end_ns is not None:
             self._time.at(end_ns, name, partial(self._end_step, name))
 
-    def _record(self, output: RequestOutput, now_ns: int) -> None:
-        request_id = output.request_id
+    def _record(self, worker: SimWorker, output: RequestOutput, now_ns: int) -> None:
+        request_id, router = output.request_id, self._router_of(output.request_id)
         if output.token_ids:
             itl_ms = self._times[request_id].record(now_ns, len(output.token_ids))
             if itl_ms is None:
                 self._cached[request_id] = output.num_cached_tokens
-                self._router.prefill_done(request_id)
+                router.prefill_done(request_id)
+                worker.account.first_token(request_id)
             else:
                 self._itl_ms.append(itl_ms)
         if output.finish_reason is not None:
             reason = output.finish_reason.value
             self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
-            self._router.free(request_id, self._times[request_id].num_tokens)
+            router.free(request_id, self._times[request_id].num_tokens)
+            worker.account.ended(request_id)
 
     def _report(self) -> dict[str, Any]:
         times = self._times.values()

@@ -35,6 +35,7 @@ class Policy:
     term: str = ""  # of a decision, by which workers are compared
     reason: str = ""  # why a worker, where no term says it
     knows_blocks: bool = False  # what workers have cached counts
+    counts_load: bool = False  # what workers have to do counts
 
 
 def _kv(choice: Choice) -> list[float]:
@@ -67,8 +68,10 @@ def _random(choice: Choice) -> list[float]:
 
 
 POLICIES = {
-    "kv": Policy(_kv, "the lowest cost wins", term="cost_ms", knows_blocks=True),
+    "kv": Policy(_kv, "the lowest cost wins", term="cost_ms", knows_blocks=True, counts_load=True),
     "round-robin": Policy(_round_robin, "workers take turns", reason="its turn"),
-    "least-loaded": Policy(_least_loaded, "the fewest requests win", term="num_requests"),
+    "least-loaded": Policy(
+        _least_loaded, "the fewest requests win", term="num_requests", counts_load=True
+    ),
     "random": Policy(_random, "any worker, at random", reason="drawn at random"),
 }

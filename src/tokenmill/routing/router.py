@@ -16,6 +16,9 @@ The lowest sum wins, ties at random. Stall and decode count half: requests that 
 what this one does. A prefix deserves as many workers as its share of the latest requests: what
 exceeds the share of the workers that have it will use another copy. Rates are fitted to the
 workers' own steps (step_rates.py); how many steps an answer takes is the mean of those that ended.
+
+Each front of a pool has a router of its own. It accounts for what it routes; load reports of the
+workers tell it what other fronts have there, and other_fronts.py estimates what they sent since.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
+from tokenmill.routing.load_report import LoadReport
+from tokenmill.routing.other_fronts import OtherFronts
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
 from tokenmill.routing.step_rates import PRIOR, StepRates
@@ -92,7 +97,7 @@ class _Routed:
 class Router:
     """Chooses workers and keeps account of what each has to do; the caller moves the requests."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, front: str = "front-0") -> None:
         self.config = config
         self.policy = POLICIES[config.policy]
         self.index = KVIndex()
@@ -103,6 +108,7 @@ class Router:
         self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config, self._alone)
         self._priced_tokens = OUTPUT_TOKENS
         self._rng = random.Random(config.seed)
+        self._others = OtherFronts(front, config.seed)
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
         self._loads: list[Load] = []  # by slot
@@ -144,6 +150,7 @@ class Router:
         """A worker that may be chosen from now on; one of the same name is replaced."""
         self.remove_worker(name)
         self.index.add_worker(name)
+        self._others.add_worker(name)
         self._slots[name] = len(self._names)
         self._names = [*self._names, name]
         self._loads.append(IDLE)
@@ -155,6 +162,7 @@ class Router:
         if slot is None:
             return []
         self.index.remove_worker(name)
+        self._others.remove_worker(name)
         self._names = [other for other in self._names if other != name]
         self._slots = {other: i for i, other in enumerate(self._names)}
         del self._loads[slot], self._lines[slot]
@@ -170,6 +178,16 @@ class Router:
     def load(self, worker: str, dump: Dump) -> bool:
         """Take a worker's dump; False: pull another."""
         return self.index.load(worker, dump)
+
+    def report(self, worker: str, report: LoadReport, made_s: float, now_s: float) -> None:
+        """Take a worker's load report, made when a step ended; an unknown worker's is ignored."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            return
+        made_ms, now_ms, token_ms = 1e3 * made_s, 1e3 * now_s, self.rates.prefill
+        self._add(worker, *self._others.report(worker, report, made_ms, now_ms, token_ms))
+        if self._others.begins(worker, made_ms, now_ms, self._loads[slot].step_began_ms):
+            self.stepped(worker, now_s)
 
     # Requests come and go.
 
@@ -191,6 +209,8 @@ class Router:
         num_uses = 1.0 if chain is None else self._num_uses(chain, cached)
         num_waiting = 1.0 + self._waited_tokens / self._own_tokens
         copy_ms = self._prices.uncached * num_waiting / num_uses
+        if self._others.known and self.policy.counts_load:
+            self._assume_others(now_s)
         name = self._choose(num_tokens, cached, copy_ms, without, now_s)
         num_cached = cached.get(name, 0)
         decision = Decision(
@@ -211,8 +231,7 @@ class Router:
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
         self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
-        if self._loads[self._slots[name]].num_requests == 1:  # it begins at once
-            self.stepped(name, now_s)
+        self._begin_if_idle(name, 1, now_s)
         return decision
 
     def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
@@ -255,6 +274,11 @@ class Router:
             return
         queued, kv, count, pending, *_ = self._loads[slot]
         self._set(slot, Load(queued, kv, count, pending, 1e3 * now_s, queued, pending))
+
+    def _begin_if_idle(self, name: str, num_requests: int, now_s: float) -> None:
+        """What comes to a worker that has nothing else begins at once."""
+        if self._loads[self._slots[name]].num_requests == num_requests:
+            self.stepped(name, now_s)
 
     def learn_rates(self, rates: StepRates) -> None:
         """Workers have shown what their steps cost."""
@@ -304,6 +328,18 @@ class Router:
         most = (num_tokens - 1) // size * size
         overlaps = self.index.overlaps(chain)
         return {name: min(depth * size, most) for name, depth in overlaps.items()}
+
+    def _assume_others(self, now_s: float) -> None:
+        """Place what other fronts are taken to have sent, where it costs least."""
+        others, now_ms = self._others, 1e3 * now_s
+        for name, change in others.silenced(now_ms, self.rates.prefill):
+            self._add(name, *change)
+        for sent_ms, share in others.sent_before(now_ms):
+            name = self._choose(share.queued_tokens // share.num_requests, {}, 0.0, (), now_s)
+            change = others.assume(name, share, sent_ms, now_ms)
+            self._add(name, *change)
+            if change.num_requests:
+                self._begin_if_idle(name, change.num_requests, now_s)
 
     def _num_uses(self, chain: U64, cached: dict[str, int]) -> float:
         """How many are expected to use another copy of the longest prefix that a worker has."""

@@ -63,10 +63,10 @@ CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 Config = TypeVar("Config")
 SETTINGS: dict[str, Setting] = {
     s.key: s
-    for group in (
+    for group in (  # of two with one key the config's is the last
+        *(value for value in vars(commands).values() if isinstance(value, tuple)),
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
         *(POOL, ROUTER, ROUTE, VISION, BENCH, ENDPOINT),
-        *(value for value in vars(commands).values() if isinstance(value, tuple)),
     )
     for s in group
 }

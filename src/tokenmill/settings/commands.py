@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tokenmill.core.flags import (
+    DURATION_MS,
     POLYNOMIAL,
     SWITCH,
     TEXT,
@@ -167,6 +168,20 @@ REPLAY = (
         "decode-ms",
         "Time of a decode step by the share of KV in use.",
         POLYNOMIAL,
+    ),
+)
+FRONTS = (
+    Setting(
+        "fronts",
+        "API processes, each with a router of its own; a request comes to any of them.",
+        count(1, 1024),
+        default=1,
+    ),
+    Setting(
+        "report-delay",
+        "How late the workers' reports of load and cached blocks reach the fronts.",
+        DURATION_MS,
+        default=0.0,
     ),
 )
 LOADS = (

@@ -14,7 +14,7 @@ from tokenmill.cli.plan import plan_pareto, plan_predict, plan_simulate, plan_si
 from tokenmill.cli.plan.plan_record import replay_record
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
-from tokenmill.settings.commands import LOADS, REPLAY
+from tokenmill.settings.commands import FRONTS, LOADS, REPLAY
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PANELS = {
             for key, value in WHAT_IF.items()
         ),
     ),
-    "Router": ROUTER,
+    "Router": (*ROUTER, *FRONTS),
     "Output": (SETTINGS["json-only"],),
 }
 GROUP_HELP = "Predict and simulate systems that you do not have."
@@ -80,6 +80,11 @@ def replay(settings: Settings) -> None:
 
     tokenmill plan replay --loads --workers 2
 
+    With --fronts N each front has its own router, which knows of the others'
+    requests from the workers' reports; with --loads it is compared with one.
+
+    tokenmill plan replay --trace FILE --fronts 8 --report-delay 100ms
+
     With --record it drives one scheduler with what `serve --record` kept, says
     whether every batch is chosen again and how wrong a formula of the step time
     is, and what other settings would have given.
@@ -116,15 +121,21 @@ def replay(settings: Settings) -> None:
         max_num_seqs=values["max-num-seqs"],
         trace_block_tokens=block_tokens,
         timing=StepTiming(**formulas),
+        num_fronts=settings.get("fronts"),
+        report_delay_ms=settings.get("report-delay"),
     )
     router = settings.build(
         RouterConfig, block_size=pool.block_size, approximate_blocks=pool.num_blocks
     )
-    console.note(f"{len(trace)} requests, {pool.num_workers} workers, {router.policy}")
+    fronts = f", {pool.num_fronts} fronts" if pool.num_fronts > 1 else ""
+    console.note(f"{len(trace)} requests, {pool.num_workers} workers, {router.policy}{fronts}")
     begin = time.process_time()
     report = Replay(trace, pool, router).run()
     report["cpu_s"] = round(time.process_time() - begin, 2)
-    report = {"plan": "replay", "workers": pool.num_workers, "router": router.policy, **report}
+    facts = {"plan": "replay", "workers": pool.num_workers, "router": router.policy}
+    if pool.num_fronts > 1 or pool.report_delay_ms:
+        facts |= {"fronts": pool.num_fronts, "report_delay_ms": pool.report_delay_ms}
+    report = facts | report
     if not settings.get("json-only"):
         _print(report)
     console.print_json(report)
@@ -137,6 +148,7 @@ def _replay_loads(settings: Settings) -> None:
 
     num_workers, quiet = settings.get("workers"), settings.get("json-only")
     num_requests, num_seeds = settings.get("load-requests"), settings.get("load-seeds")
+    fronts = settings.get("fronts"), settings.get("report-delay")
     cells = [
         load_table.Cell(machine, kind, num_workers, utilization)
         for machine in load_table.MACHINES
@@ -147,7 +159,7 @@ def _replay_loads(settings: Settings) -> None:
         f"{len(cells)} loads of {num_seeds} x {num_requests} requests, {num_workers} workers"
     )
     rows = []
-    for row in load_table.compare(cells, num_requests, num_seeds):
+    for row in load_table.compare(cells, num_requests, num_seeds, *fronts):
         rows.append(row)
         console.note(f"{row.cell.machine} {row.cell.kind} {row.cell.utilization:.0%}")
     if not quiet:
@@ -164,7 +176,17 @@ def _replay_loads(settings: Settings) -> None:
 def _print_loads(rows: list[Row]) -> None:
     policies = list(rows[0].figures)
     names = {"ttft_ms": "TTFT ms", "ttft_p99_ms": "p99", "tpot_ms": "TPOT ms", "duration_s": "s"}
-    table = [["load", "rate", "figure", *policies, "kv / best other", "90 % interval"]]
+    other = "best other policy" if len(policies) > 2 else policies[1]
+    table = [
+        [
+            "load",
+            "rate",
+            "figure",
+            *policies,
+            f"{policies[0]} / {other.removesuffix(' policy')}",
+            "90 % interval",
+        ]
+    ]
     for row in rows:
         cell, intervals = row.cell, row.intervals()
         for figure, name in names.items():
@@ -176,8 +198,8 @@ def _print_loads(rows: list[Row]) -> None:
     console.print_table(table)
     worst = max(rows, key=lambda row: row.worst)
     console.out.print(
-        f"worst: kv is {worst.worst:.2f} times the best other policy, on {worst.cell.machine} "
-        f"{worst.cell.kind} at {worst.cell.utilization:.0%}"
+        f"worst: {policies[0]} is {worst.worst:.2f} times the {other}, on "
+        f"{worst.cell.machine} {worst.cell.kind} at {worst.cell.utilization:.0%}"
     )
 
 

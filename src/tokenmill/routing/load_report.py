@@ -1,0 +1,123 @@
+"""What the fronts of a pool have at a worker: its own account, and the report that all of them get.
+
+Each front knows its own requests; a report tells it of the others'. It is made between two steps,
+of what was sent to the worker and has not ended. A worker that is idle says so once, and reports
+again when it has received something: silence after that means that nobody has sent anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+REPORT_MS = 20.0  # at most one report in so long, but for the first and the last of a busy time
+
+
+class FrontLoad(NamedTuple):
+    """What one front has at a worker, and all that it has sent there since the worker began."""
+
+    queued_tokens: int = 0  # uncached by the front's estimate, and not computed yet
+    kv_tokens: int = 0
+    num_requests: int = 0
+    num_pending: int = 0  # of these, without a first token
+    num_sent: int = 0
+    sent_tokens: int = 0  # uncached
+    sent_kv_tokens: int = 0
+
+
+NOTHING = FrontLoad()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """By front; every front of the pool is in it."""
+
+    fronts: dict[str, FrontLoad]
+
+
+@dataclass(slots=True)
+class _Request:
+    front: str
+    queued_tokens: int
+    kv_tokens: int
+    pending: bool = True
+
+
+class LoadAccount:
+    """A worker's account of its requests by front, from what it is sent and what it puts out."""
+
+    def __init__(self) -> None:
+        self._fronts: dict[str, FrontLoad] = {}
+        self._requests: dict[str, _Request] = {}
+        self._reported_ms = float("-inf")
+
+    def front_joined(self, front: str) -> None:
+        """A front that may send requests; one that is known is left as it is."""
+        self._fronts.setdefault(front, NOTHING)
+
+    def front_gone(self, front: str) -> None:
+        """A front is no more, nor are its requests; unknown ones are ignored."""
+        self._fronts.pop(front, None)
+        self._requests = {k: r for k, r in self._requests.items() if r.front != front}
+
+    def sent(self, front: str, request_id: str, queued_tokens: int, kv_tokens: int) -> None:
+        """A front has sent a request; ids are unique over all fronts."""
+        self.ended(request_id)
+        request = _Request(front, queued_tokens, kv_tokens, bool(queued_tokens))
+        self._requests[request_id] = request
+        queued, kv, count, pending, sent, tokens, kv_sent = self._fronts.get(front, NOTHING)
+        self._fronts[front] = FrontLoad(
+            queued + queued_tokens,
+            kv + kv_tokens,
+            count + 1,
+            pending + request.pending,
+            sent + 1,
+            tokens + queued_tokens,
+            kv_sent + kv_tokens,
+        )
+
+    def progress(self, request_id: str, num_tokens: int) -> None:
+        """So many more tokens of a prompt are computed; unknown requests are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None and request.pending:
+            done = min(request.queued_tokens, num_tokens)
+            request.queued_tokens -= done
+            request.pending = request.queued_tokens > 0
+            self._add(request.front, -done, 0, 0, -(not request.pending))
+
+    def first_token(self, request_id: str) -> None:
+        """A prompt is computed; unknown requests are ignored, and what is known already."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.progress(request_id, request.queued_tokens)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended, in whatever way; unknown ones are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            queued = request.queued_tokens
+            self._add(request.front, -queued, -request.kv_tokens, -1, -request.pending)
+
+    def is_due(self, now_ms: float, at_once: bool) -> bool:
+        """Whether a report is to be sent now, between two steps; it then counts as sent.
+
+        `at_once`: the worker was idle and is about to begin, or nothing is left to do.
+        """
+        if now_ms - self._reported_ms < REPORT_MS and not at_once:
+            return False
+        self._reported_ms = now_ms
+        return True
+
+    def report(self) -> LoadReport:
+        """What every front has here now."""
+        return LoadReport(self._fronts.copy())
+
+    def _add(self, front: str, queued: int, kv: int, count: int, pending: int) -> None:
+        load = self._fronts[front]
+        self._fronts[front] = FrontLoad(
+            load.queued_tokens + queued,
+            load.kv_tokens + kv,
+            load.num_requests + count,
+            load.num_pending + pending,
+            *load[4:],
+        )

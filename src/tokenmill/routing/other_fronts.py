@@ -1,0 +1,207 @@
+"""What other fronts have at the workers: told by load reports, and estimated since the last one.
+
+How many requests others send is learnt from the reports: so many in a millisecond, and so many for
+each request of one's own (requests that come at once come to all fronts). Where those that no
+report has told of went is unknown; each front chooses by the same rule, so that they are assumed
+where a request of mean size costs least. A report ends what was assumed before it was made; so does
+the silence of a worker that was idle, for it would have reported.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenmill.routing.load_report import REPORT_MS, FrontLoad, LoadReport
+
+DECAY = 1.0 - 1 / 16384  # of what was learnt, with each report
+PRIOR_MS = 100.0  # of each worker without a request of others, which is assumed at first
+PRIOR_REQUESTS = 1.0  # of one's own, with which no other came, by each worker
+MAX_OWN = 4096  # latest requests of one's own whose times are kept
+LAG_SHARE = 1 / 16  # of the latest report in the mean time that reports take to come
+SILENCE_MS = 5.0  # beyond that time, after which no report is expected any more
+MAX_AT_ONCE = 4  # estimated requests that are placed one by one before a decision
+
+
+class Share(NamedTuple):
+    """What others have at a worker, or a change of it."""
+
+    queued_tokens: int = 0
+    kv_tokens: int = 0
+    num_requests: int = 0
+    num_pending: int = 0
+
+    def plus(self, other: Share, times: int = 1) -> Share:
+        return Share(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Share()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What others have there by the last report, and what is assumed since."""
+
+    reported: Share = NOTHING
+    queued_tokens: int = 0  # of all fronts, when the last report was made
+    made_ms: float = 0.0
+    num_sent: int | None = None  # by others, when the last report was made
+    idle: bool = True  # when the last report was made
+    assumed: deque[tuple[float, Share]] = field(default_factory=deque)
+    counted: Share = NOTHING  # in the router's account
+    began_ms: float = -1.0  # the step that the last report began
+
+    def drop_until(self, until_ms: float) -> None:
+        """What was assumed by then is told of, or has not come."""
+        while self.assumed and self.assumed[0][0] <= until_ms:
+            self.assumed.popleft()
+
+    def recount(self, now_ms: float, token_ms: float) -> Share:
+        """Estimate what others have there now; returns how the router's account changes."""
+        before, total = self.counted, self.reported
+        queue, put, last_ms = float(self.queued_tokens), self.queued_tokens, self.made_ms
+        for sent_ms, share in self.assumed:  # prompts are computed while others come
+            queue = max(queue - (sent_ms - last_ms) / token_ms, 0.0) + share.queued_tokens
+            put += share.queued_tokens
+            last_ms, total = sent_ms, total.plus(share)
+        left = max(queue - (now_ms - last_ms) / token_ms, 0.0) / max(put, 1)
+        self.counted = Share(
+            math.ceil(left * total.queued_tokens),
+            total.kv_tokens,
+            total.num_requests,
+            math.ceil(left * total.num_pending),
+        )
+        return self.counted.plus(before, -1)
+
+
+class OtherFronts:
+    """The others' part of a router's account."""
+
+    def __init__(self, front: str, seed: int) -> None:
+        self._front = front
+        self._workers: dict[str, _Worker] = {}
+        self._rng = random.Random(f"{front}:{seed}")
+        self._own_ms: list[float] = []  # when requests were routed here
+        self._sums = [0.0] * 5  # over reports: of ms * ms, ms * own, own * own, and with others'
+        self._by_ms = self._by_own = 0.0  # requests of others
+        self._part = self._rng.random()  # of the next request of others, which has come so far
+        self._after = 0.0  # requests that came with the last of one's own
+        self._last_ms = 0.0  # when that one came
+        self._lag_ms = 0.0  # of reports, a moving mean
+        self._mean = Share(0, 0, 1, 1)  # request of others
+        self.known = False  # there are other fronts
+
+    def add_worker(self, name: str) -> None:
+        self._workers[name] = _Worker()
+
+    def remove_worker(self, name: str) -> None:
+        self._workers.pop(name, None)
+
+    # What reports tell.
+
+    def report(
+        self, name: str, report: LoadReport, made_ms: float, now_ms: float, token_ms: float
+    ) -> Share:
+        """Take a worker's report; returns what changes by it. A prompt token takes `token_ms`."""
+        worker = self._workers[name]
+        others = [load for front, load in report.fronts.items() if front != self._front]
+        total = FrontLoad(*(sum(column) for column in zip(*others, strict=True)))
+        own = report.fronts.get(self._front, FrontLoad())
+        self.known = self.known or bool(others)
+        self._lag_ms += LAG_SHARE * (now_ms - made_ms - self._lag_ms)
+        self._learn(worker, total, made_ms)
+        worker.idle = not total.num_requests + own.num_requests
+        worker.reported = Share(*total[:4])
+        worker.queued_tokens = total.queued_tokens + own.queued_tokens
+        worker.drop_until(made_ms)
+        return worker.recount(now_ms, token_ms)
+
+    def begins(self, name: str, made_ms: float, now_ms: float, began_ms: float) -> bool:
+        """Whether a report tells of a later step than the one that was known to begin."""
+        worker = self._workers[name]
+        if began_ms not in (worker.began_ms, 0.0) and made_ms < began_ms:
+            return False
+        worker.began_ms = now_ms
+        return True
+
+    def _learn(self, worker: _Worker, total: FrontLoad, made_ms: float) -> None:
+        """Fit what all workers got from others by time and by requests of one's own."""
+        num_sent = total.num_sent
+        if num_sent:
+            mean = total.sent_tokens // num_sent, total.sent_kv_tokens // num_sent
+            self._mean = Share(*mean, 1, 1)
+        if worker.num_sent is not None and made_ms > worker.made_ms:
+            own = bisect_right(self._own_ms, made_ms) - bisect_right(self._own_ms, worker.made_ms)
+            got = max(num_sent - worker.num_sent, 0) * len(self._workers)
+            ms = made_ms - worker.made_ms
+            weight = 1.0 / (ms + REPORT_MS)  # counts vary as their means do
+            row = (ms * ms, ms * own, own * own, ms * got, own * got)
+            self._sums = [DECAY * s + weight * x for s, x in zip(self._sums, row, strict=True)]
+        worker.num_sent, worker.made_ms = num_sent, made_ms
+        self._by_ms, self._by_own = self._fit()
+
+    def _fit(self) -> tuple[float, float]:
+        aa, ab, bb, ay, by = self._sums
+        aa += PRIOR_MS * len(self._workers)
+        bb += PRIOR_REQUESTS / REPORT_MS * len(self._workers)
+        det = aa * bb - ab * ab
+        by_ms, by_own = (ay * bb - by * ab) / det, (by * aa - ay * ab) / det
+        if by_ms < 0.0:
+            return 0.0, by / bb
+        return (ay / aa, 0.0) if by_own < 0.0 else (by_ms, by_own)
+
+    # What is estimated.
+
+    def sent_before(self, now_ms: float) -> list[tuple[float, Share]]:
+        """What others are taken to have sent, and when, since a request last came here.
+
+        What all workers would have told of by now is left out. Of those that come together with a
+        request of one's own some come before it: how many is drawn, or all fronts choose alike.
+        """
+        seen_ms = min(self._seen_ms(worker, now_ms) for worker in self._workers.values())
+        since_ms = max(self._last_ms, seen_ms)
+        before = self._rng.random() * self._by_own
+        parts = self._part + self._by_ms * max(now_ms - since_ms, 0.0) + before
+        if self._last_ms > seen_ms:
+            parts += self._after
+        self._last_ms, self._after = now_ms, self._by_own - before
+        self._own_ms.append(now_ms)
+        if len(self._own_ms) > 2 * MAX_OWN:
+            del self._own_ms[:MAX_OWN]
+        num = int(parts)
+        self._part = parts - num
+        groups = min(num, MAX_AT_ONCE)
+        sizes = [num * (i + 1) // groups - num * i // groups for i in range(groups)]
+        each_ms = (now_ms - since_ms) / max(groups, 1)
+        return [
+            (since_ms + (i + 1) * each_ms, NOTHING.plus(self._mean, size))
+            for i, size in enumerate(sizes)
+        ]
+
+    def assume(self, name: str, share: Share, sent_ms: float, now_ms: float) -> Share:
+        """Others are taken to have sent this to a worker; returns what changes by it."""
+        worker = self._workers[name]
+        if sent_ms <= self._seen_ms(worker, now_ms):
+            return NOTHING
+        worker.assumed.append((sent_ms, share))
+        worker.counted = worker.counted.plus(share)
+        return share
+
+    def silenced(self, now_ms: float, token_ms: float) -> list[tuple[str, Share]]:
+        """What changes by the silence of idle workers, which would have reported by now."""
+        changes = []
+        for name, worker in self._workers.items():
+            if worker.assumed and worker.idle:
+                worker.drop_until(self._seen_ms(worker, now_ms))
+                changes.append((name, worker.recount(now_ms, token_ms)))
+        return changes
+
+    def _seen_ms(self, worker: _Worker, now_ms: float) -> float:
+        """Until when it is known what came to a worker."""
+        if not worker.idle:
+            return worker.made_ms
+        return max(worker.made_ms, now_ms - self._lag_ms - SILENCE_MS)

@@ -1,0 +1,180 @@
+"""Routers of several fronts: what a worker reports, and what a front makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tokenmill.core.config import RouterConfig
+from tokenmill.routing.load_report import REPORT_MS, FrontLoad, LoadAccount, LoadReport
+from tokenmill.routing.policies import POLICIES
+from tokenmill.routing.router import Router
+from tokenmill.routing.step_rates import StepRates
+
+RATES = StepRates(base=10.0, mixed=2.0, prefill=1.0, sequence=0.5, kv=0.01)
+
+
+def router(*names: str, front: str = "front-0", **options: Any) -> Router:
+    made = Router(RouterConfig(block_size=4, **options), front)
+    made.learn_rates(RATES)
+    for name in names:
+        made.add_worker(name)
+    return made
+
+
+def prompt(start: int, length: int = 40) -> list[int]:
+    return list(range(start, start + length))
+
+
+def totals(target: Router) -> list[tuple[int, ...]]:
+    return [tuple(load[:4]) for load in target.loads()]
+
+
+def test_an_account_by_front_from_what_was_sent_and_put_out() -> None:
+    account = LoadAccount()
+    account.front_joined("b")
+    account.sent("a", "a1", 30, 40)
+    account.sent("a", "a2", 0, 12)
+    account.sent("b", "b1", 8, 8)
+    a, b = FrontLoad(30, 52, 2, 1, 2, 30, 52), FrontLoad(8, 8, 1, 1, 1, 8, 8)
+    assert account.report() == LoadReport({"b": b, "a": a})
+    account.progress("a1", 10)
+    account.first_token("b1")
+    account.first_token("b1")
+    assert account.report().fronts["a"] == a._replace(queued_tokens=20)
+    assert account.report().fronts["b"] == b._replace(queued_tokens=0, num_pending=0)
+    for request_id in ("a1", "a1", "a2", "unknown"):
+        account.ended(request_id)
+    assert account.report().fronts["a"] == FrontLoad(0, 0, 0, 0, 2, 30, 52)
+    account.front_gone("b")
+    account.ended("b1")
+    assert account.report().fronts.keys() == {"a"}
+
+
+def test_reports_are_sparse_but_for_the_first_and_last_of_a_busy_time() -> None:
+    account = LoadAccount()
+    assert account.is_due(0.0, at_once=False)
+    assert not account.is_due(REPORT_MS / 2, at_once=False)
+    assert account.is_due(REPORT_MS / 2, at_once=True)
+    assert not account.is_due(REPORT_MS, at_once=False)
+    assert account.is_due(1.5 * REPORT_MS, at_once=False)
+
+
+def test_a_report_adds_what_others_have_and_not_ones_own() -> None:
+    target = router("a", "b")
+    account = LoadAccount()
+    for front in ("front-0", "front-1", "front-2"):
+        account.front_joined(front)
+    own = target.route("mine", prompt(0), 0.0).worker
+    account.sent("front-0", "mine", 40, 40)
+    account.sent("front-1", "x", 30, 32)
+    account.sent("front-2", "y", 10, 12)
+    target.report(own, account.report(), 0.0, 0.0)
+    slot = target.workers.index(own)
+    assert totals(target)[slot] == (80, 84, 3, 3) and totals(target)[1 - slot] == (0, 0, 0, 0)
+    account.first_token("x")
+    account.ended("y")
+    target.report(own, account.report(), 0.05, 0.05)
+    assert totals(target)[slot] == (40, 72, 2, 1)
+    target.report("unknown", account.report(), 0.05, 0.05)
+    account.ended("x")
+    target.free("mine")
+    target.report(own, account.report(), 0.1, 0.1)
+    assert totals(target) == [(0, 0, 0, 0)] * 2
+
+
+def test_prompts_are_computed_while_a_report_is_on_its_way() -> None:
+    target = router("a")
+    account = LoadAccount()
+    account.sent("front-1", "x", 100, 100)
+    target.report("a", account.report(), 0.0, 0.06)
+    assert totals(target) == [(40, 100, 1, 1)], "a token takes a millisecond"
+    target.report("a", account.report(), 0.0, 0.2)
+    assert totals(target) == [(0, 100, 1, 0)]
+
+
+class Pool:
+    """Fronts over workers whose reports come as late as one likes; nothing ever ends there."""
+
+    def __init__(self, num_fronts: int, num_workers: int, **options: Any) -> None:
+        self.names = [f"worker-{i}" for i in range(num_workers)]
+        self.accounts = {name: LoadAccount() for name in self.names}
+        fronts = [f"front-{i}" for i in range(num_fronts)]
+        self.routers = [
+            router(*self.names, front=front, seed=i, **options) for i, front in enumerate(fronts)
+        ]
+        for account in self.accounts.values():
+            for front in fronts:
+                account.front_joined(front)
+        self.num_sent: Counter[str] = Counter()
+
+    def send(self, front: int, now_s: float) -> None:
+        number = self.num_sent.total()
+        tokens = prompt(100 * number)
+        name = self.routers[front].route(str(number), tokens, now_s).worker
+        self.accounts[name].sent(f"front-{front}", str(number), 40, 40)
+        self.num_sent[name] += 1
+
+    def reports(self) -> dict[str, LoadReport]:
+        return {name: account.report() for name, account in self.accounts.items()}
+
+    def tell(self, reports: dict[str, LoadReport], made_s: float, now_s: float) -> None:
+        for target in self.routers:
+            for name, report in reports.items():
+                target.report(name, report, made_s, now_s)
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+@pytest.mark.parametrize("late_s", [0.1, 1.0])
+def test_late_reports_make_no_herd(at_once: int, late_s: float) -> None:
+    """Requests pile up on four workers, one of which looks best in each report."""
+    pool, source = Pool(8, 4), random.Random(3)
+    pool.tell(pool.reports(), 0.0, 0.0)
+    now_s, most = 0.0, 0
+    for _ in range(40):
+        made, made_s = pool.reports(), now_s
+        before = pool.num_sent.copy()
+        for _ in range(64 // at_once):
+            now_s += late_s * at_once / 64
+            for _ in range(at_once):
+                pool.send(source.randrange(8), now_s)
+        pool.tell(made, made_s, now_s)
+        most = max(most, *(pool.num_sent - before).values())
+    assert max(pool.num_sent.values()) - min(pool.num_sent.values()) < 64, pool.num_sent
+    assert most <= 40, "of 64 that come between two reports, 16 to each is even"
+
+
+def test_an_idle_worker_that_says_nothing_got_nothing() -> None:
+    pool = Pool(2, 3)
+    for number in range(60):
+        now_s = 0.1 * number
+        pool.tell(pool.reports(), now_s, now_s)
+        pool.send(1, now_s + 0.05)
+    mine = pool.routers[0]
+    for account in pool.accounts.values():
+        account.front_gone("front-1")
+        account.front_joined("front-1")
+    pool.tell(pool.reports(), 7.0, 7.0)
+    assert totals(mine) == [(0, 0, 0, 0)] * 3
+    mine.route("r", prompt(0), 7.06)
+    assert sum(load.num_requests for load in mine.loads()) >= 1
+    mine.free("r")
+    mine.route("s", prompt(0), 9.0, without={"worker-0", "worker-1"})
+    assert [load.num_requests for load in mine.loads()][:2] == [0, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_other_fronts_reports_change_no_decision(policy: Any) -> None:
+    alone, told = (router(*"abc", policy=policy) for _ in range(2))
+    account, source, now_s = LoadAccount(), random.Random(5), 0.0
+    for number in range(100):
+        now_s += source.expovariate(20.0)
+        tokens = prompt(1000 * source.randrange(3), 4 * source.randrange(1, 30))
+        chosen = [target.route(str(number), tokens, now_s).worker for target in (alone, told)]
+        assert chosen[0] == chosen[1]
+        account.sent("front-0", str(number), 1, 1)
+        alone.stepped(chosen[0], now_s)
+        told.report(chosen[0], account.report(), now_s, now_s)
