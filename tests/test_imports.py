@@ -72,6 +72,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "llvmlite": ("kernels/cpu/",),
     "safetensors": ("models/checkpoints/weights", "ranking/stores/table_files"),
     "gguf": ("models/checkpoints/gguf",),
+    "lmdb": ("ranking/stores/database",),
     "huggingface_hub": ("models/checkpoints/store",),
     "xgrammar": ("engine/sampling/grammar",),
     "nixl": ("kv/nixl_connector",),
