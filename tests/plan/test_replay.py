@@ -121,9 +121,9 @@ def test_the_command_with_fronts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report["fronts"] == 3 and report["report_delay_ms"] == 100.0
     assert report["num_finished"] == {"length": 4}
     assert run(["plan", "replay", *flags, "--report-delay", "100"]) == 2
-    assert "--report-delay: expected a time such as 100ms or 1.5s" in capsys.readouterr().err
+    assert "--report-delay must be a time such as 100ms or 1.5s" in capsys.readouterr().err
     assert run(["plan", "replay", *flags, "--fronts", "0"]) == 2
-    assert "--fronts: expected a whole number from 1 to 1024" in capsys.readouterr().err
+    assert "--fronts must be a whole number from 1 to 1024" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
