@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "console": {"models"},
     "bench": {"core", "text", "routing", "http_connection"},
     "bench/ceiling": {"core", "kernels"},
+    "bench/embedding_rates": {"core", "kernels", "ranking"},
     "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
     "bench/report/throughput_report": {"core", "engine", "console"},
     "bench/client/live_progress": {"core", "console"},
@@ -58,13 +59,24 @@ ALLOWED: dict[str, set[str]] = {
     "demo": {"core", "cli", "console"},
     "__init__": {"core", "llm"},
 }
-MAX_MODULES = 17  # of a package, with its __init__; bench/commands has one for each command
+MAX_MODULES = 18  # of a package, with its __init__; bench/commands has one for each command
 PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2", "vllm")
-TORCH_BENCHES = ("bench/ceiling", "bench/kv_transfer_pair", "bench/peer_runners")
+TORCH_BENCHES = (
+    "bench/ceiling",
+    "bench/embedding_rates",
+    "bench/kv_transfer_pair",
+    "bench/peer_runners",
+)
 ENGINE = ("kernels/", "layers/", "models/", "engine/", "kv/", "ranking/")
 NUMPY = ("core/", "sched/", "routing/", *ENGINE)
 HOMES: dict[str, tuple[str, ...]] = {
-    "numpy": (*NUMPY, "vision/processor", "vision/image_files", "bench/peer_runners"),
+    "numpy": (
+        *NUMPY,
+        "bench/embedding_rates",
+        "vision/processor",
+        "vision/image_files",
+        "bench/peer_runners",
+    ),
     "PIL": ("vision/image_files",),
     "torch": ("parallel", *ENGINE, *TORCH_BENCHES),
     "triton": ("kernels/",),

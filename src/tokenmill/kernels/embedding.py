@@ -77,15 +77,18 @@ def cache_bytes(num_slots: int, row_bytes: int) -> int:
 
 
 def lookup_cached(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Misses:
-    """Copy the resident rows of ids int64 [n] to out [n, dim], count all keys, list the misses."""
+    """Copy the resident rows of ids int64 [n] to out [n, dim], count all keys, list the misses.
+
+    What out holds for those is not defined.
+    """
     use = gpu_twin(lookup_cached_reference) if use_triton(ids) else lookup_cached_reference
     return use(cache, ids, out)
 
 
 def lookup_cached_reference(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Misses:
     slots, found = find_slots(cache, ids)
+    torch.index_select(cache.rows, 0, slots, out=out)  # those of misses come later
     hits = slots[found]
-    out[found] = cache.rows[hits]
     cache.counters.view(-1).index_add_(0, hits, torch.ones_like(hits, dtype=torch.float32))
     positions = (~found).nonzero().view(-1).int()
     missed = ids[positions.long()]
@@ -115,7 +118,7 @@ def fetch_misses_reference(
 ) -> None:
     positions = misses.positions[: misses.count].long()
     fetched = positions[_owners(cache, ids, positions) == positions]
-    out[fetched] = table[ids[fetched]]
+    out.index_copy_(0, fetched, table.index_select(0, ids[fetched]))
     cache.totals[1] += len(fetched)
 
 
@@ -129,7 +132,7 @@ def admit_misses_reference(
     cache: RowCache, ids: torch.Tensor, misses: Misses, out: torch.Tensor
 ) -> None:
     positions = misses.positions[: misses.count].long()
-    out[positions] = out[_owners(cache, ids, positions)]
+    out.index_copy_(0, positions, out.index_select(0, _owners(cache, ids, positions)))
     candidates = positions[cache.firsts[set_of(cache, ids[positions])] == positions]
     sets = set_of(cache, ids[candidates])
     first, second = sketch_places(cache, ids[candidates])
@@ -143,7 +146,7 @@ def admit_misses_reference(
         cache.sketch.scatter_reduce_(0, places, old_uses[remembered], "amax")
     cache.tags.view(-1)[slots] = ids[winners]
     cache.counters.view(-1)[slots] = uses[better]
-    cache.rows[slots] = out[winners]
+    cache.rows.index_copy_(0, slots, out.index_select(0, winners))
 
 
 def write_cached(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -154,13 +157,13 @@ def write_cached(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None
 
 def write_cached_reference(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
     slots, found = find_slots(cache, ids)
-    cache.rows[slots[found]] = rows[found]
+    cache.rows.index_copy_(0, slots[found], rows[found])
 
 
 def find_slots(cache: RowCache, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The slot of each id, and whether it is resident; the slot means nothing where it is not."""
     sets = set_of(cache, ids)
-    equal = cache.tags[sets] == ids[:, None]
+    equal = cache.tags.index_select(0, sets) == ids[:, None]
     return sets * WAYS + equal.int().argmax(dim=1), equal.any(dim=1)
 
 

@@ -345,6 +345,14 @@ COMMANDS = (
         count(0, 32),
         default=4,
     ),
+    Setting("table-rows", "Rows of the embedding table (65,536; on a GPU 4,194,304).", count(16)),
+    Setting("table-columns", "Columns of the embedding table, float16.", count(1), default=512),
+    Setting("lookup-keys", "Keys of one lookup (8,192; on a GPU 1,048,576).", count(1)),
+    Setting("zipf", "Exponent of the keys' Zipf distribution.", number(0, 4), default=1.05),
+    Setting(
+        "hit-rate", "Share of the keys that the cache should hold.", number(0.01, 1), default=0.9
+    ),
+    Setting("tier-seconds", "Time that each tier is measured for.", number(0.001, 60), default=1.0),
     Setting("num-streams", "Streams at once.", count(1), default=128),
     Setting("stream-tokens", "Tokens of each stream.", count(1), default=512),
     Setting("router-workers", "Workers that the router knows.", count(1), default=64),

@@ -31,7 +31,7 @@ from tokenmill.ranking.stores.store import (
     last_of_each,
 )
 
-HALF_LIFE_LOOKUPS = 32  # of a counter, in keys for each slot
+HALF_LIFE_LOOKUPS = 64  # of a counter, in keys for each slot
 DECAY = 0.5
 
 
@@ -61,7 +61,7 @@ class CachedTable:
         check_slots(num_slots)
         self.spec, self._backing = backing.spec, backing
         self._device = torch.device(device)
-        self._cache = make_row_cache(num_slots, self.spec.dim, self.spec.dtype, self._device)
+        self.cache = make_row_cache(num_slots, self.spec.dim, self.spec.dtype, self._device)
         self._half_life = HALF_LIFE_LOOKUPS * num_slots
         self._lock = threading.Lock()
         self._last: torch.cuda.Event | None = None  # the device has done all before it
@@ -87,7 +87,7 @@ class CachedTable:
     @property
     def memory_bytes(self) -> int:
         """On the device."""
-        return self._cache.num_bytes
+        return self.cache.num_bytes
 
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """The rows of ids, from the cache where they are resident."""
@@ -96,9 +96,9 @@ class CachedTable:
         out = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
         with self._in_order():
             self._forget_stale()
-            misses = lookup_cached(self._cache, ids, out)
+            misses = lookup_cached(self.cache, ids, out)
             self._fetch(ids, misses, out)
-            admit_misses(self._cache, ids, misses, out)
+            admit_misses(self.cache, ids, misses, out)
             self._decay(len(ids))
         return out
 
@@ -112,11 +112,11 @@ class CachedTable:
             self._forget_stale()
             self._backing.update(ids, rows)
             self._generation = self._backing.generation
-            write_cached(self._cache, ids.to(self._device), rows.to(self._device))
+            write_cached(self.cache, ids.to(self._device), rows.to(self._device))
             self._num_updates += len(ids)
 
     def stats(self) -> StoreStats:
-        missed, fetched = self._cache.totals.tolist()
+        missed, fetched = self.cache.totals.tolist()
         below, hits = self._backing.stats(), self._num_lookups - missed
         far = dict(below.bytes_by_tier), dict(below.keys_by_tier)
         if self._backing.mapped is not None:  # the device read it, and the backing knows nothing
@@ -137,28 +137,28 @@ class CachedTable:
     def _fetch(self, ids: torch.Tensor, misses: Misses, out: torch.Tensor) -> None:
         table = self._backing.mapped
         if table is not None:
-            fetch_misses(self._cache, ids, misses, table, out)
+            fetch_misses(self.cache, ids, misses, table, out)
         elif count := int(misses.count):
             places = misses.positions[:count].long()
             distinct, inverse = torch.unique(ids[places], return_inverse=True)
             rows = self._backing.lookup(distinct.cpu(), check=False).to(self._device)
-            out[places] = rows[inverse]
-            self._cache.totals[1] += len(distinct)
+            out.index_copy_(0, places, rows.index_select(0, inverse))
+            self.cache.totals[1] += len(distinct)
 
     def _forget_stale(self) -> None:
         """Another process has written rows: none in the cache can be trusted."""
         if self._generation != self._backing.generation:
             self._generation = self._backing.generation
-            self._cache.tags.fill_(-1)
-            self._cache.counters.fill_(-1.0)
+            self.cache.tags.fill_(-1)
+            self.cache.counters.fill_(-1.0)
 
     def _decay(self, num_keys: int) -> None:
         self._num_lookups += num_keys
         self._since_decay += num_keys
         if self._since_decay >= self._half_life:
             self._since_decay = 0
-            self._cache.counters.mul_(DECAY)
-            self._cache.sketch.mul_(DECAY)
+            self.cache.counters.mul_(DECAY)
+            self.cache.sketch.mul_(DECAY)
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:

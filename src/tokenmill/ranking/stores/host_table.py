@@ -25,6 +25,7 @@ from tokenmill.ranking.stores.table_folder import TableFolder
 
 STRIPES = 2**16  # version counters; a row's is that of its id modulo this
 PATIENCE_S = 10.0  # that a reader waits for a version to become even
+PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister
 HEADER_BYTES = mmap.ALLOCATIONGRANULARITY
 
 
@@ -108,7 +109,9 @@ class HostTable:
         """Let the GPU read the pages; only the process that updates may order both."""
         if self.shared is None or self._pinned:
             return
-        code = torch.cuda.cudart().cudaHostRegister(self.table.data_ptr(), self.table.nbytes, 0)
+        code = torch.cuda.cudart().cudaHostRegister(
+            self.table.data_ptr(), self.table.nbytes, PORTABLE_AND_MAPPED
+        )
         if int(code) != 0:
             raise EmbeddingError(
                 f"the host's memory for a table of {self.spec} cannot be pinned (CUDA error "
