@@ -1,0 +1,454 @@
+"""Qwen3-VL with random weights on one GPU: encoder, throughput, a part of 235B, and streams beside.
+
+    python scripts/qwen3_vl_gpu.py
+
+encoder: the vision encoder alone on images of 1,024 x 1,024, with its attention by shapes of tiles
+and by torch's own. throughput: the 30B-A3B shape in bf16, requests of about 800 tokens of text and
+1,400 of an image, 43 tokens out. streams: the time between tokens of requests without images, alone
+and while the others arrive. layers: the 235B shape in fp8, with --layers of its 94 layers, and what
+follows for a sample on all of them, without the communication of several GPUs. Each part is a
+process of its own and prints a line; the last line is one JSON object with all of them.
+
+`python scripts/qwen3_vl_gpu.py --tiny` runs all of it on a CPU with a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tokenmill.bench
+from tokenmill.bench.ceiling import measure_machine
+from tokenmill.bench.commands.decode import least_seconds
+from tokenmill.bench.roofline import Machine
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    Setup,
+)
+from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.specs.vision import VisionSpec
+from tokenmill.core.types import Request, SamplingParams
+from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.images import normalised
+from tokenmill.engine.probe import DecodeProbe
+from tokenmill.kernels import segments
+from tokenmill.models import spec_of
+from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
+
+PARTS = ("encoder", "throughput", "layers")
+SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
+SIZES = ((1024, 768), (1024, 1024), (1280, 1152), (1536, 1280), (1408, 1408), (1408, 1024))
+TILES = ((64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3), (128, 4, 2))
+TEXT, OUT = (400, 1200), 43
+ALL_LAYERS, RED_HAT = 94, 2.277  # samples/s per H200 of 8, MLPerf Inference v6.0, Offline
+TINY_TEXT = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 4096,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+}  # fmt: skip
+TINY_VISION = {
+    "depth": 2, "hidden_size": 144, "intermediate_size": 96, "num_heads": 2,
+    "deepstack_visual_indexes": [0], "out_hidden_size": 64,
+}  # fmt: skip
+
+
+def main() -> None:
+    args = _arguments()
+    if args.part:
+        print(json.dumps({"part": args.part, **RUNS[args.part](args)}), flush=True)
+        return
+    begin, report = time.monotonic(), {}
+    for part in args.parts.split(","):
+        left = args.seconds - (time.monotonic() - begin)
+        report[part] = _run_apart(part, left)
+        report[part]["wall_s"] = round(time.monotonic() - begin, 1)
+        print(f"{part}: {json.dumps(report[part])}", flush=True)
+    print(json.dumps({"benchmark": "qwen3-vl", "weights": "random", **report}), flush=True)
+
+
+def _run_apart(part: str, seconds: float) -> dict[str, Any]:
+    """One part in a process of its own: what it takes of the GPU is gone after it."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=max(1, seconds))
+        printed, problem = done.stdout, {"error": f"exit {done.returncode}"}
+    except subprocess.TimeoutExpired as error:
+        printed, problem = error.stdout or b"", {"error": f"cut off after {seconds:.0f} s"}
+        done = None
+    lines = [line for line in printed.decode().splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {}
+    return found if done is not None and done.returncode == 0 else found | problem
+
+
+def _config(name: str, args: argparse.Namespace, **text: int) -> Path:
+    """The shape's config.json in a folder of its own, or a tiny one of the same family."""
+    config = json.loads((SHAPES / f"{name}.json").read_text())
+    if args.tiny:
+        config["text_config"] |= TINY_TEXT
+        config["vision_config"] |= TINY_VISION
+        tokens = {"image_token_id": 509, "vision_start_token_id": 510, "vision_end_token_id": 511}
+        config |= tokens
+    config["text_config"] |= text
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+def _vision(name: str, args: argparse.Namespace) -> VisionSpec:
+    vision = spec_of(json.loads(_config(name, args).read_text())).vision
+    assert vision is not None
+    return vision
+
+
+def _seconds(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Of a run, the mean of several that are launched one after the other."""
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    run()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wait()
+    return (time.perf_counter() - begin) / repeats
+
+
+@torch.inference_mode()
+def encoder(args: argparse.Namespace) -> dict[str, Any]:
+    """The encoder alone, one image at a time and several."""
+    device, repeats = args.device, 1 if args.tiny else 10
+    spec, side = _vision("qwen3-vl-30b-a3b", args), 8 if args.tiny else 64
+    weights = {
+        name: torch.randn(shape, device=device) * 0.02
+        for name, shape in vision_tensors(spec).items()
+    }
+    built = VisionEncoder(spec, weights, "bf16" if device == "cuda" else "fp32", device)
+    text = spec_of(json.loads(_config("qwen3-vl-30b-a3b", args).read_text()))
+    machine = measure_machine(text, os.cpu_count() or 1, device)
+    ceiling = machine.flops_per_s("bf16" if device == "cuda" else "fp32")
+    report: dict[str, Any] = {"patches": side**2, "ceiling_tflops": round(ceiling / 1e12, 2)}
+
+    def timed(count: int) -> dict[str, float]:
+        pixels = torch.rand(count * side**2, spec.patch_dim, device=device)
+        grids = [(1, side, side)] * count
+        seconds = _seconds(lambda: built(pixels, grids), device, repeats)
+        rate = count * spec.encode_flops(side**2) / seconds
+        found = {"ms": 1e3 * seconds / count, "tflops": rate / 1e12, "share": rate / ceiling}
+        return {name: round(value, 4) for name, value in found.items()}
+
+    report["images"] = {str(count): timed(count) for count in (1, 2, 4)}
+    if device == "cuda":
+        report |= _kernels(built, spec, side)
+        report["attention_tflops"] = found = _attention(spec, side)
+        own = [name for name in found if name.startswith("tile") and "pointers" not in name]
+        best = max(own, key=lambda name: found[name])
+        from tokenmill.kernels.gpu import segments as gpu_segments
+
+        gpu_segments.TILE = gpu_segments.Tile(*map(int, best.split()[1].split("/")))
+        report["with_best_tile"] = {"tile": best, "images": {"4": timed(4)}}
+        from tokenmill.kernels import MODE
+
+        MODE.without = frozenset({"segment_attention"})
+        report["with_torch_attention"] = {"4": timed(4)}
+    return report
+
+
+def _kernels(built: VisionEncoder, spec: VisionSpec, side: int) -> dict[str, Any]:
+    """Milliseconds per image by kernel, of four in one call; the ten longest."""
+    pixels = torch.rand(4 * side**2, spec.patch_dim, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        built(pixels, [(1, side, side)] * 4)
+        torch.cuda.synchronize()
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:10]
+    return {"kernels_ms": {e.key[:70]: round(e.self_device_time_total / 4e3, 3) for e in events}}
+
+
+def _attention(spec: VisionSpec, side: int) -> dict[str, float]:
+    """TFLOP/s of one layer's attention over four images, by tile and by torch."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from tokenmill.kernels.gpu.segments import Tile, attend
+
+    heads, lens = spec.num_heads, (side**2,) * 4
+    qkv = torch.randn(sum(lens), 3 * spec.hidden_size, device="cuda", dtype=torch.bfloat16)
+    plan = segments.plan_segments(lens, qkv.device)
+    flops = 4 * spec.hidden_size * sum(n * n for n in lens)
+    runs: dict[str, Callable[[], object]] = {}
+    for shape in TILES:
+        for tma in (True, False):
+            name = f"tile {'/'.join(map(str, shape))}{'' if tma else ' pointers'}"
+            runs[name] = lambda s=shape, t=tma: attend(qkv, plan, heads, Tile(*s), t)
+    q, k, v = qkv.unflatten(1, (3, heads, -1)).unflatten(0, (4, -1)).permute(2, 0, 3, 1, 4)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+
+        def run(backend: Any = backend) -> object:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, scale=1.0)
+
+        runs[backend.name] = run
+    found = {}
+    for name, run in runs.items():
+        try:
+            found[name] = round(flops / _seconds(run, "cuda", 10) / 1e12, 1)
+        except Exception as error:
+            print(f"{name}: {error}"[:200], file=sys.stderr)
+    return found
+
+
+def _build(
+    path: Path, args: argparse.Namespace, dtype: str, graphs: bool = True, **changes: Any
+) -> BuiltEngine:
+    model = ModelConfig(
+        str(path), dtype if args.device == "cuda" else "fp32", args.device, random_weights=True
+    )
+    cache = CacheConfig(prefix_cache=False)
+    if args.device == "cpu":
+        cache = replace(cache, num_blocks=2000)
+    setup = Setup(model, cache, SchedulerConfig(**changes), ExecutionConfig(cuda_graphs=graphs))
+    begin = time.perf_counter()
+    built = build_engine(resolve_setup(setup))
+    print(f"built in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    return built
+
+
+class Work:
+    """Requests like those of MLPerf: the same for the same seed."""
+
+    def __init__(self, built: BuiltEngine, tiny: bool) -> None:
+        assert built.spec.vision is not None
+        self.vision, self.vocab, self.tiny = built.spec.vision, built.spec.vocab_size, tiny
+        self.source, self.count = random.Random(7), 0
+
+    def text(self, length: int, out: int) -> Request:
+        """A prompt of random tokens."""
+        self.count += 1
+        ids = [self.source.randrange(10, self.vocab - 400) for _ in range(length)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True)
+        return Request(str(self.count), ids, sampling)
+
+    def sample(self, out: int = OUT, as_text: bool = False) -> Request:
+        """A prompt with one image between two halves of text, or with text in its place."""
+        length = self.source.randint(*(part // (20 if self.tiny else 1) for part in TEXT))
+        width, height = self.source.choice(SIZES)
+        unit = 32 * 8 if self.tiny else 32
+        tokens = (height // unit) * (width // unit)
+        request = self.text(length + 2 + tokens, out)
+        if as_text:
+            return request
+        image, offset = self._image(2 * (height // unit), 2 * (width // unit)), length // 2 + 1
+        ids, vision = request.prompt_token_ids, self.vision
+        ids[offset - 1] = vision.vision_start_id
+        ids[offset : offset + tokens] = [vision.image_token_id] * tokens
+        ids[offset + tokens] = vision.vision_end_id
+        return Request(
+            request.request_id, ids, request.sampling, images=(ImageSpan(offset, tokens, image),)
+        )
+
+    def _image(self, rows: int, columns: int) -> ImageInput:
+        size = rows * columns * self.vision.patch_dim // self.vision.temporal_patch_size
+        levels = np.tile(np.linspace(-1, 1, 256, dtype="<f4"), self.vision.in_channels).tobytes()
+        data = np.random.default_rng(self.count).bytes(size)
+        return ImageInput(data, (1, rows, columns), self.source.randbytes(32), levels)
+
+
+def _run(built: BuiltEngine, requests: list[Request]) -> float:
+    """Seconds until all are done that are submitted at once."""
+    begin, done = time.perf_counter(), 0
+    for request in requests:
+        built.engine.submit(request)
+    while built.engine.has_work():
+        for output in built.engine.step():
+            if output.finish_reason is not None:
+                assert output.error is None, output.error
+                done += 1
+    assert done == len(requests)
+    return time.perf_counter() - begin
+
+
+def throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Samples per second of the 30B-A3B shape, then the streams beside images."""
+    built = _build(_config("qwen3-vl-30b-a3b", args), args, "bf16", max_waiting=8192)
+    work = Work(built, args.tiny)
+    _run(built, [work.sample(8) for _ in range(2 if args.tiny else 24)])
+    requests = [work.sample() for _ in range(args.samples)]
+    tokens = sum(len(r.prompt_token_ids) for r in requests)
+    images = sum(r.images[0].num_tokens for r in requests)
+    seconds = _run(built, requests)
+    report = {
+        "samples": args.samples,
+        "text_tokens": tokens - images,
+        "image_tokens": images,
+        "seconds": round(seconds, 3),
+        "samples_s": round(args.samples / seconds, 3),
+        "max_num_seqs": built.max_num_seqs,
+        "max_num_batched_tokens": built.max_num_batched_tokens,
+    }
+    print(json.dumps({"part": "throughput", **report}), flush=True)  # should the rest be cut off
+    fewer = [work.sample(as_text=True) for _ in range(args.samples // 2)]
+    report["as_text_samples_s"] = round(len(fewer) / _run(built, fewer), 3)
+    print(json.dumps({"part": "throughput", **report}), flush=True)
+    return report | {"streams": _streams(built, work, args)}
+
+
+def _streams(built: BuiltEngine, work: Work, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds between tokens of text requests: alone, beside images, beside as much text."""
+    found: dict[str, Any] = {"text_per_s": args.text_rate, "images_per_s": args.image_rate}
+    for name, beside in (("alone", None), ("images", False), ("as_text", True)):
+        gaps = np.array(_gaps(built, work, args, beside)) * 1e3
+        p50, p99 = np.percentile(gaps, [50, 99])
+        found[name] = {"itl_ms_p50": round(p50, 2), "itl_ms_p99": round(p99, 2), "gaps": len(gaps)}
+    ratio = found["images"]["itl_ms_p99"] / found["alone"]["itl_ms_p99"]
+    return found | {"p99_ratio": round(ratio, 3)}
+
+
+def _gaps(
+    built: BuiltEngine, work: Work, args: argparse.Namespace, beside: bool | None
+) -> list[float]:
+    """Seconds between the tokens of streams of text that arrive at random for a while."""
+    source, waiting = random.Random(3), []
+    length, out = (20, 8) if args.tiny else (512, 128)
+    for rate, made in (
+        (args.text_rate, lambda: (work.text(length, out), True)),
+        (0 if beside is None else args.image_rate, lambda: (work.sample(as_text=beside), False)),
+    ):
+        at = source.expovariate(rate) if rate else args.stream_seconds
+        while at < args.stream_seconds:
+            waiting.append((at, *made()))
+            at += source.expovariate(rate)
+    waiting.sort(key=lambda each: -each[0])
+    last: dict[str, float] = {}
+    gaps, begin = [], time.perf_counter()
+    while waiting or built.engine.has_work():
+        while waiting and waiting[-1][0] <= time.perf_counter() - begin:
+            _, request, counts = waiting.pop()
+            if counts:
+                last[request.request_id] = 0.0
+            built.engine.submit(request)
+        if not built.engine.has_work():
+            continue
+        for output in built.engine.step():
+            if output.request_id in last and output.token_ids:
+                now, before = time.perf_counter(), last[output.request_id]
+                if before:
+                    gaps.append(now - before)
+                last[output.request_id] = now
+    return gaps
+
+
+def layers(args: argparse.Namespace) -> dict[str, Any]:
+    """Some layers of 235B in fp8 and its whole encoder: a step's parts, and a sample on all."""
+    count = 2 if args.tiny else args.layers
+    path = _config("qwen3-vl-235b-a22b", args, num_hidden_layers=count)
+    size = 4 if args.tiny else args.batch
+    built = _build(path, args, "fp8", graphs=False, max_num_seqs=size, max_waiting=8192)
+    work, spec = Work(built, args.tiny), built.spec
+    machine = measure_machine(spec, os.cpu_count() or 1, args.device)
+    _run(built, [work.sample(2) for _ in range(2 if args.tiny else 8)])
+    samples = 4 if args.tiny else 48
+    texts = [work.sample(1, as_text=True) for _ in range(samples)]
+    prefill = _run(built, texts) / samples
+    lens = [len(request.prompt_token_ids) for request in texts]
+    encode = _encode_seconds(built, work, args)
+    context = int(np.mean(lens))
+    probe = DecodeProbe(built.runner, size, context)
+    if args.device == "cuda":
+        probe.capture()
+    step = probe.seconds(2 if args.tiny else 20)
+    share = count / ALL_LAYERS
+    whole = {
+        "encode": encode["s"],
+        "prefill": prefill / share,
+        "decode": (OUT - 1) * step / size / share,
+    }
+    predicted = 1 / sum(whole.values())
+    return {
+        "layers": count,
+        "weights_gb": round(built.weight_bytes / 1e9, 1),
+        "encode_ms": round(1e3 * encode["s"], 3),
+        "encode_tflops": encode["tflops"],
+        "prefill_tok_s": round(context / prefill, 1),
+        "prefill_share": round(_prefill_least(built, lens, machine) / samples / prefill, 4),
+        "decode_batch": size,
+        "decode_context": context,
+        "decode_ms": round(1e3 * step, 3),
+        "decode_share": round(_decode_least(built, size, context, machine) / step, 4),
+        "seconds_per_sample": {name: round(value, 4) for name, value in whole.items()},
+        "predicted_samples_s": round(predicted, 3),
+        "red_hat_samples_s": RED_HAT,
+    }
+
+
+def _encode_seconds(built: BuiltEngine, work: Work, args: argparse.Namespace) -> dict[str, float]:
+    """Of an image of the workload, several in one call."""
+    found = [span.image for _ in range(4) for span in work.sample().images]
+    vision, device = work.vision, torch.device(args.device)
+    pixels = torch.cat([normalised(image, vision, device) for image in found])
+    grids = [image.grid for image in found]
+    with torch.inference_mode():
+        encode = built.runner.model.encode
+        seconds = _seconds(lambda: encode(pixels, grids), args.device, 1 if args.tiny else 10)
+    flops = sum(vision.encode_flops(image.num_patches) for image in found)
+    return {"s": seconds / len(found), "tflops": round(flops / seconds / 1e12, 2)}
+
+
+def _prefill_least(built: BuiltEngine, lens: list[int], machine: Machine) -> float:
+    spec, rate = built.spec, machine.flops_per_s(built.dtype)
+    head = 2 * spec.vocab_size * spec.hidden_size
+    products = sum(lens) * (spec.flops_per_token(0) - head) / rate
+    seen = sum(spec.attended_positions(n) for n in lens) * spec.seen_flops(decode=False)
+    return products + seen / machine.flops_per_s("bf16" if built.device == "cuda" else "fp32")
+
+
+def _decode_least(built: BuiltEngine, size: int, context: int, machine: Machine) -> float:
+    least = least_seconds(built.spec, built.dtype, built.kv_dtype, size, context, machine)
+    return sum(least.values())
+
+
+RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "encoder": encoder,
+    "throughput": throughput,
+    "layers": layers,
+}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, by commas")
+    parser.add_argument("--seconds", type=float, default=235.0, help="after which parts are cut")
+    parser.add_argument("--samples", type=int, default=None, help="256")
+    parser.add_argument("--layers", type=int, default=36, help="of 94, in fp8")
+    parser.add_argument("--batch", type=int, default=256, help="sequences of the decode step")
+    parser.add_argument("--text-rate", type=float, default=8.0, help="streams a second")
+    parser.add_argument("--image-rate", type=float, default=2.0, help="images a second")
+    parser.add_argument("--stream-seconds", type=float, default=None, help="10")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.device = "cpu" if args.tiny else "cuda"
+    args.samples = args.samples or (6 if args.tiny else 256)
+    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 10.0)
+    return args
+
+
+if __name__ == "__main__":
+    main()
