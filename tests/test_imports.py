@@ -17,7 +17,8 @@ ROOT = Path(tokenmill.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 POLICY = {"core", "sched", "routing"}
-ENGINE_PATH = POLICY | {"parallel", "kernels", "layers", "models", "engine", "kv", "ranking"}
+TORCH_ENGINES = {"engine", "ranking", "video"}
+ENGINE_PATH = POLICY | TORCH_ENGINES | {"parallel", "kernels", "layers", "models", "kv"}
 FRONT = POLICY | {"text", "vision", "workers", "api"}
 TERMINAL = {"settings", "console"}
 ALLOWED: dict[str, set[str]] = {
@@ -29,8 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"core", "parallel", "kernels"},
     "models": {"core", "parallel", "kernels", "layers"},
     "kv": {"core", "sched"},
-    "engine": ENGINE_PATH - {"engine", "ranking"},
-    "ranking": {"core", "parallel", "kernels", "layers", "models"},
+    "engine": ENGINE_PATH - TORCH_ENGINES,
+    **{key: {"core", "parallel", "kernels", "layers", "models"} for key in ("ranking", "video")},
     "text": {"core"},
     "vision": {"core", "http_connection"},
     "workers": POLICY,
@@ -67,7 +68,7 @@ TORCH_BENCHES = (
     "bench/kv_transfer_pair",
     "bench/peer_runners",
 )
-ENGINE = ("kernels/", "layers/", "models/", "engine/", "kv/", "ranking/")
+ENGINE = ("kernels/", "layers/", "models/", "engine/", "kv/", "ranking/", "video/")
 NUMPY = ("core/", "sched/", "routing/", *ENGINE)
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": (
@@ -78,6 +79,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "bench/peer_runners",
     ),
     "PIL": ("vision/image_files",),
+    "av": ("video/video_files",),
     "torch": ("parallel", *ENGINE, *TORCH_BENCHES),
     "triton": ("kernels/",),
     "numba": ("kernels/cpu/",),

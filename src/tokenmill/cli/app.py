@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, generate, pull, receipts, route, serve
+from tokenmill.cli import bench, chat, generate, pull, receipts, route, serve, video
 from tokenmill.cli import worker_commands as pool
 from tokenmill.cli.plan import plan_group as plan
 
@@ -42,6 +42,7 @@ def root(
 
     tokenmill chat                          talk to a model in the terminal
     tokenmill generate "Once upon a time"   continue a text
+    tokenmill video "a red fox in snow"     make a video
     tokenmill serve                         OpenAI-compatible, 127.0.0.1:8000
     tokenmill bench throughput              tokens per second
 
@@ -50,5 +51,5 @@ def root(
     """
 
 
-for _module in (serve, route, pool, receipts, chat, generate, pull, bench, plan):
+for _module in (serve, route, pool, receipts, chat, generate, video, pull, bench, plan):
     _module.register(app)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tokenmill.core.cost import Cost
 from tokenmill.core.flags import INTEGER, Flag, Kind, count, number
 from tokenmill.core.images import ImageSpan
+from tokenmill.core.video import Video, VideoParams
 
 MAX_TOP_LOGPROBS = 20
 
@@ -217,6 +218,7 @@ class Request:
     hold_kv_s: float | None = None  # compute the prompt and one token, then hold the KV so long
     kv_from: str | None = None  # id of the engine that computes the prompt and the first token
     images: tuple[ImageSpan, ...] = ()  # of the prompt, in its order
+    video: VideoParams | None = None  # the prompt asks for a video, not for text
 
 
 @dataclass(slots=True)
@@ -242,6 +244,8 @@ class RequestOutput:
     error: str | None = None  # for REJECT and ERROR: one sentence for the user
     scheduled_ns: int = 0  # monotonic: the start of the first step it ran in; 0 when unknown
     cost: Cost | None = None  # on the terminal one of a request that an engine took
+    progress: float | None = None  # of a video: the share of its steps that are done
+    video: Video | None = None  # on the terminal one of a video
 
 
 class End(NamedTuple):

@@ -34,6 +34,18 @@ POOL = (
         default=(),
     ),
 )
+VIDEO_JOB = (
+    Setting(
+        "offload",
+        "Keep the experts in host memory, and the one in use on the GPU.",
+        SWITCH,
+        default=False,
+    ),
+    Setting("negative-prompt", "What the video is not to be (MLPerf's unless given).", TEXT),
+)
+VIDEO_OUT = (
+    Setting("out", "File to write (.mp4), or a folder for PNG frames.", TEXT, default="video.mp4"),
+)
 LADDER = (
     Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
     Setting(

@@ -75,6 +75,19 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     )
 
 
+def resolve_pipeline(name: str) -> Path:
+    """The folder of a diffusers pipeline, which has one for each part: a path, or a hub name."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if not (match := _HUB_NAME.fullmatch(name)) or match[2]:
+        raise ModelLoadError(
+            f"model {name!r}: no such folder, and not a hub name, such as "
+            "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+        )
+    return _download_hub(name, None, [])
+
+
 def resolve_draft(name: str) -> Path:
     """The file or folder of an MTP module or EAGLE head: a path, or a hub name."""
     path = Path(name).expanduser()
@@ -232,7 +245,17 @@ def _licence_note(entry: CatalogEntry) -> str:
 
 
 def _from_hub(repository: str, file_name: str | None) -> Path:
-    """Fetch a repository's model files, or one GGUF file, through huggingface_hub."""
+    """A repository's model files, or one GGUF file, through huggingface_hub."""
+    folder = _download_hub(repository, file_name, ["*/*"])
+    if not file_name and not (folder / "config.json").exists():
+        raise ModelLoadError(
+            f"model {repository!r}: the hub repository has no config.json; "
+            f"for a GGUF repository name the file, as {repository}:FILE.gguf"
+        )
+    return folder
+
+
+def _download_hub(repository: str, file_name: str | None, ignored: list[str]) -> Path:
     try:
         from huggingface_hub import hf_hub_download, snapshot_download
     except ImportError as error:
@@ -240,8 +263,8 @@ def _from_hub(repository: str, file_name: str | None) -> Path:
     try:
         if file_name:
             return Path(hf_hub_download(repository, file_name))
-        folder = Path(
-            snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+        return Path(
+            snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
         )
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
@@ -249,9 +272,3 @@ def _from_hub(repository: str, file_name: str | None) -> Path:
             f"model {repository!r}: no such local path, not in the catalog "
             f"(known: {', '.join(CATALOG)}), and the hub answered: {first[0]}"
         ) from error
-    if not (folder / "config.json").exists():
-        raise ModelLoadError(
-            f"model {repository!r}: the hub repository has no config.json; "
-            f"for a GGUF repository name the file, as {repository}:FILE.gguf"
-        )
-    return folder

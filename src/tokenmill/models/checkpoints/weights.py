@@ -43,13 +43,16 @@ from tokenmill.models.names import (
 
 Progress = Callable[[int, int], None]  # stored bytes read so far, and in all
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SAFETENSORS_BYTES = PLAIN_BYTES | {FP8: 1, POWERS: 1, CODES: 1}
 _MXFP4_SCALES = 119, 121  # random ones, 2 ** -8 and 2 ** -7: with all codes a deviation of 0.018
+_ONES = (
+    *("norm.weight", "norm1.weight", "norm2.weight", "norm_q.weight", "norm_k.weight"),
+    ".gamma",
+)
 _LFS = b"version https://git-lfs"
 _RANDOM_STD = 0.02
 
@@ -149,7 +152,7 @@ class RandomTensor:
 
     def read(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if self.name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
+        if self.name.endswith(_ONES):
             return tensor.fill_(1.0)
         digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest))
@@ -280,18 +283,19 @@ def read_spec(path: Path) -> ModelSpec:
     config = path / CONFIG_FILE if path.is_dir() else path
     if not config.exists():
         raise ModelLoadError(f"{path}: no {CONFIG_FILE} in this folder{_gguf_hint(path)}")
-    with _naming(config):
-        spec = spec_of(_read_json(config))
+    with naming(config):
+        spec = spec_of(read_json(config))
     generation = config.parent / GENERATION_FILE
     if not generation.exists():
         return spec
-    with _naming(generation):
-        more = token_ids(_read_json(generation), "eos_token_id")
+    with naming(generation):
+        more = token_ids(read_json(generation), "eos_token_id")
     return replace(spec, eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more)))
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
+    """Put the file before what is wrong in it."""
     try:
         yield
     except ModelLoadError as error:
@@ -356,10 +360,10 @@ def _with_scales(
     return tensors
 
 
-def read_stored(folder: Path) -> dict[str, SafetensorsTensor]:
-    """Headers of the single file or of every shard that the index names."""
+def read_stored(folder: Path, stem: str = "model") -> dict[str, SafetensorsTensor]:
+    """Headers of the single file `stem`.safetensors, or of every shard that its index names."""
     stored: dict[str, SafetensorsTensor] = {}
-    for file in _weight_files(folder):
+    for file in _weight_files(folder, stem):
         for tensor in _read_header(file):
             if tensor.name in stored:
                 other = stored[tensor.name].file.name
@@ -368,14 +372,14 @@ def read_stored(folder: Path) -> dict[str, SafetensorsTensor]:
     return stored
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    index = folder / INDEX_FILE
+def _weight_files(folder: Path, stem: str) -> list[Path]:
+    single, index = folder / (stem + SINGLE_SUFFIX), folder / (stem + INDEX_SUFFIX)
+    if single.exists():
+        return [single]
     if not index.exists():
-        raise ModelLoadError(f"{folder}: {_no_weights(folder)}")
-    with _naming(index):
-        weight_map = _read_json(index).get("weight_map")
+        raise ModelLoadError(f"{folder}: {_no_weights(folder, single.name, index.name)}")
+    with naming(index):
+        weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map is missing or empty")
     files = [folder / str(name) for name in sorted(set(weight_map.values()))]
@@ -383,18 +387,19 @@ def _weight_files(folder: Path) -> list[Path]:
         if file.parent != folder:
             raise ModelLoadError(f"{index}: weight_map names {file}, which is not in this folder")
         if not file.exists():
-            raise ModelLoadError(f"{folder}: {file.name} is missing, though {INDEX_FILE} names it")
+            raise ModelLoadError(f"{folder}: {file.name} is missing, though {index.name} names it")
     return files
 
 
-def _no_weights(folder: Path) -> str:
-    wanted = f"no {SINGLE_FILE} or {INDEX_FILE} in this folder"
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+def _no_weights(folder: Path, single: str, index: str) -> str:
+    wanted = f"no {single} or {index} in this folder"
+    pickles = [file for file in folder.glob("*") if file.suffix in PICKLE_SUFFIXES]
     if not pickles:
         return wanted + _gguf_hint(folder)
     return (
-        f"{wanted}, only {', '.join(pickles[:MAX_LISTED])}; pickle checkpoints are refused, "
-        "since loading one can run any code it holds: convert it to safetensors"
+        f"{wanted}, only {', '.join(sorted(file.name for file in pickles)[:MAX_LISTED])}; "
+        "pickle checkpoints are refused, since loading one can run any code it holds: "
+        "convert it to safetensors"
     )
 
 
@@ -418,7 +423,8 @@ def _read_header(file: Path) -> list[SafetensorsTensor]:
         raise ModelLoadError(f"{file}: {problem}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,0 +1,91 @@
+"""Videos as requests and as results: what a job asks for, and the frames that it gets."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenmill.core.flags import IMAGE_SIZE, count, number, setting
+
+# The settings of MLPerf Inference v6.0 for Wan 2.2 T2V A14B are the defaults below.
+NEGATIVE_PROMPT = (
+    "vivid colors, overexposed, static, blurry details, subtitles, style, work of art, painting, "
+    "picture, still, overall grayish, worst quality, low quality, JPEG artifacts, ugly, deformed, "
+    "extra fingers, poorly drawn hands, poorly drawn face, deformed, disfigured, deformed limbs, "
+    "fused fingers, static image, cluttered background, three legs, many people in the "
+    "background, walking backwards"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoParams:
+    """What a video job asks for beside its prompt."""
+
+    size: tuple[int, int] = setting((1280, 720), "Width and height of the video.", IMAGE_SIZE)
+    num_frames: int = setting(81, "Frames of the video; 4 n + 1.", count(1), flag="frames")
+    fps: int = setting(16, "Frames per second.", count(1, 240))
+    num_steps: int = setting(20, "Denoising steps.", count(1, 1000), flag="steps")
+    guidance_scale: float = setting(
+        4.0,
+        "Strength of the prompt against the negative one; up to 1 the latter is not used.",
+        number(0, 100),
+    )
+    guidance_scale_2: float = setting(
+        3.0, "The same in the steps of the low-noise expert.", number(0, 100)
+    )
+    schedule: Literal["mlperf", "diffusers"] = setting(
+        "mlperf", "Noise levels of diffusers 0.35, which MLPerf pins, or of 0.42."
+    )
+    flow_shift: float | None = setting(
+        None, "Shift of the levels towards noise; the model's own.", number(0.01, math.inf)
+    )
+    boundary_ratio: float | None = setting(
+        None, "Noise level below which the second expert works; the model's own.", number(0, 1)
+    )
+    latent: str | None = setting(
+        None, "Tensor file (.pt) of the noise to start from, instead of --seed."
+    )
+    step_cache: float = setting(
+        0.0,
+        "Skip steps whose change is estimated below this: faster, not exact; 0 is off.",
+        number(0, 10),
+    )
+    vae_tiles: bool = setting(
+        False, "Decode frames in tiles of 256 pixels: less memory, blended seams."
+    )
+    seed: int = 42  # of the noise
+    negative_token_ids: tuple[int, ...] = ()
+
+    @property
+    def guided(self) -> bool:
+        """True where each step runs both prompts."""
+        return self.guidance_scale > 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames one after the other, and the seconds that each part of the work took."""
+
+    width: int
+    height: int
+    fps: int
+    num_frames: int
+    data: bytes = field(repr=False)  # RGB, 8 bits each: [frames, height, width, 3]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def frame(self, index: int) -> bytes:
+        """The RGB bytes of one frame."""
+        num_bytes = 3 * self.width * self.height
+        return self.data[index * num_bytes : (index + 1) * num_bytes]
+
+
+def clean_prompt(text: str) -> str:
+    """As the models were trained: HTML entities resolved, all white space one blank."""
+    return " ".join(html.unescape(html.unescape(text)).split())
+
+
+def byte_token_ids(text: str, vocab_size: int) -> list[int]:
+    """Ids for models with random weights, which have no tokenizer: the bytes of the text."""
+    return [byte % vocab_size for byte in clean_prompt(text).encode()] or [0]

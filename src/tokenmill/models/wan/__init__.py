@@ -1,0 +1,1 @@
+"""Wan 2.2 text-to-video: diffusion transformer, UMT5 text encoder and video decoder."""

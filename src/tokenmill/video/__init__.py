@@ -1,0 +1,1 @@
+"""The video engine: jobs in, denoising steps, frames out."""

@@ -1,0 +1,128 @@
+"""The parts of a video model in memory: text encoder, experts and decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from tokenmill.core.config import ModelConfig
+from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
+from tokenmill.core.types import ModelLoadError
+from tokenmill.layers.linear import ComputeType, plain_type
+from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint, open_wan, random_wan
+from tokenmill.models.checkpoints.store import resolve_pipeline
+from tokenmill.models.checkpoints.weights import Progress
+from tokenmill.models.wan.umt5_encoder import TextEncoder
+from tokenmill.models.wan.wan_vae import VideoDecoder
+from tokenmill.video.experts import Experts
+
+_BYTES_PER_WIDTH = 24  # of activations at their peak, for each channel of a token in the stream
+_BYTES_PER_INNER = 6  # and in the MLP
+_OFFLOAD = "--offload keeps the experts in host memory, and the one in use on the GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What jobs are computed with."""
+
+    spec: WanSpec
+    encoder: TextEncoder
+    experts: Experts
+    decoder: VideoDecoder
+    device: torch.device
+    dtype: ComputeType
+    name: str
+    tokenizer: Path | None = None  # None: random weights, prompts are their bytes
+    memory_bytes: int | None = None  # of the device beside the weights; None: no limit is known
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Embeddings of prompts, [prompts, TEXT_TOKENS, dim]."""
+        return torch.stack([self.encoder(prompt, TEXT_TOKENS) for prompt in prompts])
+
+    def batches_guidance(self, num_tokens: int) -> bool:
+        """True where both prompts of a job run as one batch: same shape, same answer, always.
+
+        It does not depend on what is free at the moment, since the sums of a product may depend on
+        the number of its rows, and the same job must give the same pixels.
+        """
+        shape = self.spec.transformer
+        width = _BYTES_PER_WIDTH * shape.hidden_size + _BYTES_PER_INNER * shape.ffn_dim
+        return self.memory_bytes is None or 2 * num_tokens * width < self.memory_bytes
+
+
+def load_pipeline(
+    config: ModelConfig, offload: bool = False, progress: Progress | None = None
+) -> Pipeline:
+    """Read, or draw, the weights that `config` names."""
+    device, dtype = choose_device(config), choose_dtype(config)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    if config.random_weights:
+        checkpoint = random_wan(config.model, config.seed)
+    else:
+        checkpoint = open_wan(resolve_pipeline(config.model))
+    try:
+        return build_pipeline(checkpoint, device, dtype, offload, progress)
+    except torch.OutOfMemoryError as error:
+        hint = "" if offload else f"; {_OFFLOAD}"
+        problem = f"the weights do not fit the GPU's memory{hint}"
+        raise ModelLoadError(f"{checkpoint.name}: {problem}") from error
+
+
+def build_pipeline(
+    checkpoint: WanCheckpoint,
+    device: torch.device,
+    dtype: ComputeType,
+    offload: bool = False,
+    progress: Progress | None = None,
+) -> Pipeline:
+    """The parts of a checkpoint on a device, read tensor by tensor."""
+    spec, readers = checkpoint.spec, checkpoint.readers(device, progress)
+    sources = [readers[part] for part in checkpoint.experts]
+    with torch.inference_mode():
+        experts = Experts(spec.transformer, sources, dtype, device, offload)
+        encoder = TextEncoder(spec.text, readers["text_encoder"], plain_type(dtype), device)
+        decoder = VideoDecoder(spec.vae, readers["vae"], device)
+    return Pipeline(
+        spec,
+        encoder,
+        experts,
+        decoder,
+        device,
+        dtype,
+        checkpoint.name,
+        checkpoint.tokenizer,
+        _memory_beside(checkpoint, device, offload),
+    )
+
+
+def _memory_beside(checkpoint: WanCheckpoint, device: torch.device, offload: bool) -> int | None:
+    """Memory of a GPU without the weights that it holds at once, in the checkpoint's own types."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    weights = torch.cuda.memory_allocated(device)
+    if offload:
+        weights += sum(t.num_bytes for t in checkpoint.parts["transformer"].values())
+    return total - weights
+
+
+def choose_device(config: ModelConfig) -> torch.device:
+    """The device of the config; "auto" is a GPU where there is one."""
+    found = torch.cuda.is_available()
+    if config.device == "cuda" and not found:
+        raise ModelLoadError("--device cuda: no GPU was found; use --device cpu")
+    return torch.device("cuda" if found and config.device != "cpu" else "cpu")
+
+
+def choose_dtype(config: ModelConfig) -> ComputeType:
+    """The compute type of the experts; "auto" is bf16 on a GPU, else fp32."""
+    if config.dtype == "int8":
+        raise ModelLoadError("--dtype int8: video models compute in fp32, bf16 or fp8")
+    if config.dtype == "auto":
+        return "bf16" if choose_device(config).type == "cuda" else "fp32"
+    return cast(ComputeType, config.dtype)

@@ -1,0 +1,79 @@
+"""Videos as files: mp4 by PyAV where it is installed, or a folder of PNG frames."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenmill.core.types import TokenmillError
+from tokenmill.core.video import Video
+
+_BIT_RATE_PER_PIXEL = 0.25  # bits of a second's pixel, of which H.264 shows clear pictures
+
+
+def can_write_mp4() -> bool:
+    """True where PyAV is installed."""
+    return importlib.util.find_spec("av") is not None
+
+
+def check_target(path: Path) -> None:
+    """Refuse a target that could not be written, before anything is computed for it."""
+    if path.suffix == ".mp4":
+        if not can_write_mp4():
+            name = path.with_suffix("")
+            raise TokenmillError(
+                f"{path}: mp4 files need PyAV: pip install 'tokenmill\\[video]', or give a folder "
+                f"for PNG frames, such as {name}/"
+            )
+        if not path.parent.is_dir():
+            raise TokenmillError(f"{path}: there is no folder {path.parent}")
+    elif path.suffix:
+        raise TokenmillError(f"{path}: give a name that ends in .mp4, or a folder for PNG frames")
+
+
+def write_video(video: Video, path: Path) -> None:
+    """Write an .mp4 file, or frame-0001.png and so on into a folder."""
+    if path.suffix == ".mp4":
+        path.write_bytes(mp4_bytes(video))
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    for index in range(video.num_frames):
+        (path / f"frame-{index + 1:04d}.png").write_bytes(png_bytes(video, index))
+
+
+def mp4_bytes(video: Video) -> bytes:
+    """H.264 in an mp4 container."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream: Any = container.add_stream("libx264", rate=video.fps)
+        stream.width, stream.height, stream.pix_fmt = video.width, video.height, "yuv420p"
+        stream.bit_rate = int(video.width * video.height * video.fps * _BIT_RATE_PER_PIXEL)
+        shape = (video.num_frames, video.height, video.width, 3)
+        for pixels in np.frombuffer(video.data, np.uint8).reshape(shape):
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+def png_bytes(video: Video, index: int) -> bytes:
+    """One frame as a PNG file."""
+    row_bytes, frame = 3 * video.width, video.frame(index)
+    rows = (frame[i : i + row_bytes] for i in range(0, len(frame), row_bytes))
+    head = struct.pack(">IIBBBBB", video.width, video.height, 8, 2, 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row for row in rows), 1)
+    chunks = (_chunk(b"IHDR", head), _chunk(b"IDAT", body), _chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

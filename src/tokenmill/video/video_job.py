@@ -1,0 +1,230 @@
+"""One video: its text is encoded, its noise denoised step by step, its latents decoded to frames.
+
+A job shares nothing with others but the weights, and its noise comes from its own seed. So its
+pixels do not depend on what ran before or beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+
+from tokenmill.core.specs.wan import WanSpec
+from tokenmill.core.types import InvalidRequestError, Request
+from tokenmill.core.video import Video, VideoParams
+from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
+from tokenmill.models.wan.wan_vae import Tiles
+from tokenmill.video.experts import synchronize
+from tokenmill.video.pipeline import Pipeline
+from tokenmill.video.step_cache import StepCache
+from tokenmill.video.unipc import TRAIN_STEPS, UniPC, make_schedule
+
+PARTS = ("text", "load", "denoise", "decode")
+
+
+class VideoJob:
+    """The state of one request; every `next(job.steps)` is one denoising step or latent frame."""
+
+    def __init__(self, request: Request, pipeline: Pipeline) -> None:
+        self.request, self.pipeline = request, pipeline
+        self.params = checked(request, pipeline.spec)
+        width, height = self.params.size
+        self.grid = pipeline.spec.grid(self.params.num_frames, height, width)
+        self.noise = _noise(self.params, (pipeline.spec.vae.z_dim, *self.grid))
+        self.latents: torch.Tensor | None = None  # after the last step so far
+        self.video: Video | None = None
+        self.num_skipped = 0  # steps that the step cache skipped
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.step_seconds: list[float] = []
+        self._done = 0.0
+        self._expert: WanTransformer | None = None
+        self._keys: list[TextKV] = []  # of each batch of branches
+        self._caches: list[StepCache] = []
+        self.steps = self._run()
+
+    @property
+    def progress(self) -> float:
+        """The share of its steps that are done; decoding counts as one of them."""
+        return self._done / (self.params.num_steps + 1)
+
+    def release(self) -> None:
+        """Let go of all that it holds on the device; it cannot go on."""
+        self.steps = iter(())
+        self.latents = None
+        self._forget()
+
+    def _run(self) -> Iterator[None]:
+        for latents in self._denoise(self.noise.to(self.pipeline.device)):
+            self.latents = latents
+            self._done += 1.0
+            yield
+        assert self.latents is not None
+        self._forget()
+        tiles = Tiles() if self.params.vae_tiles else None
+        pieces = self.pipeline.decoder.frames(self.latents, tiles)
+        frames = []
+        for index in range(self.grid[0]):
+            with self._timed("decode"):
+                frames.append(_to_bytes(next(pieces)))
+            self._done += 1.0 / self.grid[0]
+            if index + 1 < self.grid[0]:
+                yield
+        self._done = self.params.num_steps + 1.0
+        width, height = self.params.size
+        data, count = b"".join(frames), self.params.num_frames
+        self.video = Video(width, height, self.params.fps, count, data, dict(self.seconds))
+
+    def _denoise(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The latents after each step."""
+        params, spec = self.params, self.pipeline.spec
+        shift = params.flow_shift or spec.flow_shift
+        schedule = make_schedule(params.schedule, params.num_steps, shift)
+        with self._timed("text"):
+            text = self._encode()
+        solver, current = UniPC(schedule), -1
+        for index, timestep in enumerate(schedule.timesteps):
+            chosen = self._expert_index(timestep)
+            if chosen != current:
+                self._switch(chosen, text)
+                current = chosen
+            with self._timed("denoise", each=True):
+                velocity = self._velocity(x, timestep, index + 1 == params.num_steps)
+                scale = params.guidance_scale_2 if chosen else params.guidance_scale
+                x = solver.step(_guided(velocity, scale), x)
+            yield x
+
+    def _switch(self, chosen: int, text: list[torch.Tensor]) -> None:
+        """Take another expert, and compute the keys and values of the text in it."""
+        self._forget()  # an expert that leaves the device is not to be held here
+        with self._timed("load"):
+            self._expert = self.pipeline.experts[chosen]
+        with self._timed("text"):
+            self._keys = [self._expert.text_kv(part) for part in text]
+        if self.params.step_cache > 0.0:
+            self._caches = [StepCache(self.params.step_cache) for _ in text]
+
+    def _forget(self) -> None:
+        self.num_skipped += sum(cache.num_skipped for cache in self._caches[:1])
+        self._expert, self._keys, self._caches = None, [], []
+
+    def _encode(self) -> list[torch.Tensor]:
+        """Embeddings in batches of branches: the prompt, with guidance also the negative one."""
+        prompts = [self.request.prompt_token_ids]
+        if self.params.guided:
+            prompts.append(list(self.params.negative_token_ids))
+        text = self.pipeline.encode(prompts)
+        together = self.pipeline.batches_guidance(
+            self.pipeline.spec.transformer.num_tokens(self.grid)
+        )
+        return [text] if together else list(text.split(1))
+
+    def _expert_index(self, timestep: int) -> int:
+        boundary = self.pipeline.spec.boundary_ratio
+        if boundary is None:
+            return 0
+        ratio = boundary if self.params.boundary_ratio is None else self.params.boundary_ratio
+        return int(timestep < ratio * TRAIN_STEPS)
+
+    def _velocity(self, x: torch.Tensor, timestep: int, last: bool) -> torch.Tensor:
+        """Of each branch, [branches, channels, frames, height, width]."""
+        expert = self._expert
+        assert expert is not None
+        if not self._caches:
+            return torch.cat([expert(x, timestep, keys) for keys in self._keys])
+        pairs = zip(self._caches, self._keys, strict=True)
+        return torch.cat([cache.velocity(expert, x, timestep, keys, last) for cache, keys in pairs])
+
+    @contextmanager
+    def _timed(self, part: str, each: bool = False) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        synchronize(self.pipeline.device)
+        seconds = time.perf_counter() - start
+        self.seconds[part] += seconds
+        if each:
+            self.step_seconds.append(seconds)
+
+
+def _guided(velocity: torch.Tensor, scale: float) -> torch.Tensor:
+    """Away from the negative prompt; one branch alone is taken as it is."""
+    if len(velocity) == 1:
+        return velocity[0]
+    wanted, unwanted = velocity.unbind()
+    return unwanted + scale * (wanted - unwanted)
+
+
+def _to_bytes(frames: torch.Tensor) -> bytes:
+    """fp32 [frames, 3, height, width] in [-1, 1] -> RGB bytes."""
+    pixels = (frames * 0.5 + 0.5).clamp(0.0, 1.0).mul(255.0).round().to(torch.uint8)
+    return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy().tobytes()
+
+
+def checked(request: Request, spec: WanSpec) -> VideoParams:
+    """The request's parameters; InvalidRequestError names the first that cannot be."""
+    params = request.video
+    if params is None:
+        raise InvalidRequestError("this engine makes videos; the request asks for text", "video")
+    _check_tokens(request.prompt_token_ids, spec, "prompt")
+    if params.guided:
+        _check_tokens(list(params.negative_token_ids), spec, "negative_prompt")
+    stride = spec.vae.temporal_stride
+    if params.num_frames < 1 or (params.num_frames - 1) % stride:
+        fewer = max(0, params.num_frames - 1) // stride * stride + 1
+        problem = f"must be {stride} n + 1, such as {fewer} or {fewer + stride}"
+        raise InvalidRequestError(f"num_frames {problem}, got {params.num_frames}", "num_frames")
+    width, height = params.size
+    rows, columns = spec.frame_sides()
+    if width < columns or height < rows or width % columns or height % rows:
+        sides = f"a width in multiples of {columns} and a height in multiples of {rows}"
+        raise InvalidRequestError(f"size must have {sides}, got {width}x{height}", "size")
+    _check_positions(params, spec)
+    if params.num_steps < 1:
+        raise InvalidRequestError(f"num_steps must be at least 1, got {params.num_steps}", "steps")
+    return params
+
+
+def _check_tokens(token_ids: list[int], spec: WanSpec, name: str) -> None:
+    if not token_ids:
+        raise InvalidRequestError(f"{name} must have at least one token", name)
+    if not 0 <= min(token_ids) <= max(token_ids) < spec.text.vocab_size:
+        limit = spec.text.vocab_size - 1
+        raise InvalidRequestError(f"{name}: token ids must be from 0 to {limit}", name)
+
+
+def _check_positions(params: VideoParams, spec: WanSpec) -> None:
+    width, height = params.size
+    grid = spec.grid(params.num_frames, height, width)
+    places = (size // p for size, p in zip(grid, spec.transformer.patch_size, strict=True))
+    if max(places) > spec.transformer.max_positions:
+        limit = f"the model knows {spec.transformer.max_positions} positions of an axis"
+        asked = f"{params.num_frames} frames of {width}x{height}"
+        raise InvalidRequestError(f"{asked} are too large: {limit}", "size")
+
+
+def _noise(params: VideoParams, shape: tuple[int, ...]) -> torch.Tensor:
+    """The latents to start from, fp32 on the host, so that every device has the same."""
+    if params.latent is None:
+        generator = torch.Generator().manual_seed(params.seed)
+        return torch.randn(shape, generator=generator)
+    latents = _read_latent(Path(params.latent)).float()
+    found = latents[0] if latents.dim() == 5 and len(latents) == 1 else latents
+    if found.shape != shape:
+        problem = f"has the shape {list(latents.shape)}, the video needs {[1, *shape]}"
+        raise InvalidRequestError(f"latent {params.latent} {problem}", "latent")
+    return found
+
+
+def _read_latent(file: Path) -> torch.Tensor:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        first = str(error).splitlines()[0]
+        raise InvalidRequestError(f"latent {file} cannot be read: {first}", "latent") from error
+    if not isinstance(found, torch.Tensor):
+        raise InvalidRequestError(f"latent {file} holds no tensor", "latent")
+    return found

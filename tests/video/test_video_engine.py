@@ -1,0 +1,209 @@
+"""The video engine: one terminal output per job, true progress, same seed, same pixels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenmill.core.specs.wan import TINY
+from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
+from tokenmill.core.video import Video, VideoParams
+from tokenmill.models.checkpoints.diffusers_folder import random_wan
+from tokenmill.video.pipeline import Pipeline, build_pipeline
+from tokenmill.video.video_engine import VideoEngine
+
+PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=4, negative_token_ids=(9, 8))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Pipeline:
+    return build_pipeline(random_wan("wan-tiny"), CPU, "fp32")
+
+
+def job(name: str = "a", params: VideoParams = PARAMS, **more: object) -> Request:
+    return Request(name, [5, 6, 7], video=params, **more)  # type: ignore[arg-type]
+
+
+def run(engine: Engine) -> dict[str, list[RequestOutput]]:
+    found: dict[str, list[RequestOutput]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    return found
+
+
+def video(pipeline: Pipeline, params: VideoParams = PARAMS) -> Video:
+    engine = VideoEngine(pipeline)
+    engine.submit(job(params=params))
+    made = run(engine)["a"][-1].video
+    assert made is not None
+    return made
+
+
+def test_a_job_steps_to_its_video_and_its_progress_is_true(pipeline: Pipeline) -> None:
+    engine = VideoEngine(pipeline)
+    engine.submit(job())
+    outputs = run(engine)["a"]
+    # Four denoising steps, then two latent frames, which are one step together.
+    expected = [steps / 5 for steps in (1, 2, 3, 4, 4.5, 5)]
+    assert [output.progress for output in outputs] == pytest.approx(expected)
+    assert [output.finish_reason for output in outputs] == [None] * 5 + [FinishReason.STOP]
+    made = outputs[-1].video
+    assert made is not None and len(made.data) == 5 * 16 * 32 * 3
+    assert len(set(made.data)) > 32  # not one colour
+    assert set(made.seconds) == {"text", "load", "denoise", "decode"}
+    assert outputs[-1].cost is not None and outputs[-1].cost.spent_s > 0
+    stats = engine.stats()
+    assert (stats.num_steps, stats.num_finished) == (6, {"stop": 1})
+
+
+def test_same_seed_same_pixels_whatever_ran_before_or_waits_beside(pipeline: Pipeline) -> None:
+    alone = video(pipeline).data
+    engine = VideoEngine(pipeline)
+    other = replace(PARAMS, seed=7, size=(16, 32), num_frames=9, guidance_scale=1.0)
+    for name, params in (("b", other), ("a", PARAMS), ("c", other), ("d", PARAMS)):
+        engine.submit(job(name, params))
+    found = {name: outputs[-1].video for name, outputs in run(engine).items()}
+    data = {name: made.data for name, made in found.items() if made is not None}
+    assert data["a"] == data["d"] == alone
+    assert data["b"] == data["c"] != video(pipeline, replace(other, seed=8)).data
+
+
+def test_jobs_run_one_by_one_and_the_urgent_one_first(pipeline: Pipeline) -> None:
+    engine = VideoEngine(pipeline)
+    for name, priority in (("late", 1), ("first", 0), ("second", 0)):
+        engine.submit(job(name, priority=priority))
+    assert list(run(engine)) == ["first", "second", "late"]
+
+
+def test_an_abort_ends_a_job_between_steps(pipeline: Pipeline) -> None:
+    engine = VideoEngine(pipeline)
+    for name in ("a", "b", "c"):
+        engine.submit(job(name))
+    engine.step()
+    engine.abort("a")
+    engine.abort("c")
+    engine.abort("unknown")
+    found = run(engine)
+    assert [len(found[name]) for name in "abc"] == [1, 6, 1]
+    assert found["a"][0].finish_reason is FinishReason.ABORT
+    assert found["a"][0].progress == pytest.approx(0.2)
+    assert found["c"][0].finish_reason is FinishReason.ABORT
+    made = found["b"][-1].video
+    assert made is not None and made.data == video(pipeline).data
+    assert engine.stats().num_finished == {"abort": 2, "stop": 1}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory: you tried")],
+)
+@pytest.mark.parametrize("where", ["denoise", "decode"])
+def test_out_of_memory_ends_that_job_alone(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    engine = VideoEngine(pipeline)
+    engine.submit(job("a"))
+    engine.submit(job("b"))
+    for _ in range(4 if where == "decode" else 2):
+        engine.step()
+
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenmill.models.wan.wan_vae.conv3d", full)
+        patch.setattr("tokenmill.models.wan.wan_transformer.attend", full)
+        (ended,) = engine.step()
+    assert (ended.request_id, ended.finish_reason) == ("a", FinishReason.ERROR)
+    assert ended.stop_reason == "out_of_memory"
+    assert ended.error is not None and "5 frames of 32x16 do not fit the memory" in ended.error
+    made = run(engine)["b"][-1].video
+    assert made is not None and made.data == video(pipeline).data
+
+
+def test_other_errors_are_not_taken_for_a_full_memory(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("tokenmill.models.wan.wan_transformer.attend", broken)
+    engine = VideoEngine(pipeline)
+    engine.submit(job())
+    with pytest.raises(RuntimeError, match="illegal"):
+        engine.step()
+
+
+def test_one_branch_at_a_time_and_offload_give_the_same_video(pipeline: Pipeline) -> None:
+    whole = torch.frombuffer(bytearray(video(pipeline).data), dtype=torch.uint8).int()
+    offloaded = build_pipeline(random_wan("wan-tiny"), CPU, "fp32", offload=True)
+    tight = replace(pipeline, memory_bytes=1)
+    assert not tight.batches_guidance(8) and pipeline.batches_guidance(8)
+    assert video(offloaded).data == video(pipeline).data
+    assert offloaded.experts.load_s > 0
+    assert video(offloaded).seconds["load"] > 0
+    apart = torch.frombuffer(bytearray(video(tight).data), dtype=torch.uint8).int()
+    assert (apart - whole).abs().max() <= 1  # sums of other lengths may round a pixel otherwise
+
+
+def test_the_step_cache_skips_steps_and_zero_is_off(pipeline: Pipeline) -> None:
+    engine = VideoEngine(pipeline)
+    exact, off, loose, tight = (
+        video(pipeline, replace(PARAMS, num_steps=8, step_cache=value)).data
+        for value in (0.0, 0.0, 10.0, 1e-9)
+    )
+    assert exact == off == tight != loose
+    engine.submit(job(params=replace(PARAMS, num_steps=8, step_cache=10.0)))
+    run(engine)
+    assert engine.last is not None
+    assert engine.last.num_skipped == 5  # not the first step of either expert, nor the last step
+
+
+def test_a_fixed_latent_takes_the_place_of_the_seed(pipeline: Pipeline, tmp_path: Path) -> None:
+    noise = torch.randn(1, 16, 2, 2, 4, generator=torch.Generator().manual_seed(PARAMS.seed))
+    torch.save(noise, tmp_path / "latent.pt")
+    fixed = replace(PARAMS, seed=1, latent=str(tmp_path / "latent.pt"))
+    assert video(pipeline, fixed).data == video(pipeline).data
+    torch.save(noise[:, :8], tmp_path / "latent.pt")
+    assert "needs [1, 16, 2, 2, 4]" in rejected(pipeline, fixed)
+    (tmp_path / "latent.pt").write_text("no tensor")
+    assert "cannot be read" in rejected(pipeline, fixed)
+
+
+def rejected(pipeline: Pipeline, params: VideoParams | None) -> str:
+    engine = VideoEngine(pipeline)
+    engine.submit(Request("a", [5], video=params))
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.REJECT and output.error
+    return output.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_frames": 6}, "num_frames must be 4 n + 1, such as 5 or 9, got 6"),
+        ({"size": (30, 16)}, "got 30x16"),
+        ({"size": (32, 8)}, "a height in multiples of 16"),
+        ({"size": (16_400, 16)}, "too large"),
+        ({"negative_token_ids": ()}, "negative_prompt must have at least one token"),
+        ({"negative_token_ids": (256,)}, "token ids must be from 0 to 255"),
+        ({"num_steps": 0}, "num_steps must be at least 1"),
+        ({"latent": "nowhere.pt"}, "nowhere.pt cannot be read"),
+    ],
+)
+def test_wrong_jobs_are_rejected(pipeline: Pipeline, changes: dict[str, object], says: str) -> None:
+    assert says in rejected(pipeline, replace(PARAMS, **changes))  # type: ignore[arg-type]
+
+
+def test_a_text_request_is_rejected(pipeline: Pipeline) -> None:
+    assert "this engine makes videos" in rejected(pipeline, None)
+
+
+def test_the_tiny_shape_has_both_experts() -> None:
+    assert random_wan("wan-tiny").experts == ["transformer", "transformer_2"]
+    assert TINY.boundary_ratio == 0.875
