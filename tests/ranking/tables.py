@@ -1,12 +1,25 @@
 """Tables, keys and stores for the tests of embedding stores."""
 
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 
 import torch
 
+from tokenmill.parallel import connect, disconnect, file_store
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable, SharedTable
+from tokenmill.ranking.stores.sharded import ShardedTable
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
+
+SHARDED_ROWS = 61
+
+
+def light_processes() -> ForkServerContext:
+    """Processes that are forks of one that has imported torch and done nothing."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([CachedTable.__module__, ShardedTable.__module__])
+    return context
 
 
 def random_table(num_rows: int, dim: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -33,3 +46,29 @@ def read_shared(shared: SharedTable, connection: Connection) -> None:
         store.update(torch.tensor([0]), torch.zeros(1, store.dim).half())
     except EmbeddingError as error:
         connection.send(str(error))
+
+
+def run_shard(path: str, rank: int, size: int, connection: Connection) -> None:
+    """One rank of a sharded table: even ranks have a host table, odd ones a cache over it."""
+    ranks = connect(rank, size, file_store(path, size), "gloo")
+    table = random_table(SHARDED_ROWS, 5, torch.bfloat16)
+    make = cached_table if rank % 2 else host_table
+    store = ShardedTable(ranks, make(table[rank::size].contiguous()), SHARDED_ROWS)
+    source = torch.Generator().manual_seed(rank)
+    for number in range(8):
+        count = 0 if number == 3 and rank == 0 else 40
+        ids = torch.randint(SHARDED_ROWS, (count,), generator=source)
+        found = store.lookup(ids)
+        connection.send(torch.equal(found, table[ids]) and found.shape == (count, 5))
+        for writer in range(size):  # the last rank wins
+            table[torch.arange(writer, SHARDED_ROWS, 3)] = float(10 * number + writer)
+        written = torch.arange(rank, SHARDED_ROWS, 3)
+        store.update(written, torch.full((len(written), 5), 10.0 * number + rank).bfloat16())
+    wrong = torch.tensor([SHARDED_ROWS if rank == 1 else 0])
+    for call in (store.lookup, lambda ids: store.update(ids, torch.zeros(1, 5).bfloat16())):
+        try:
+            call(wrong)
+        except EmbeddingError as error:
+            connection.send(str(error))
+    connection.send(store.stats().num_lookups)
+    disconnect()

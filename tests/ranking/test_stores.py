@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranking.tables import cached_table, host_table, random_table, read_shared
+from ranking.tables import cached_table, host_table, light_processes, random_table, read_shared
 from tokenmill.kernels.embedding import WAYS
 from tokenmill.ranking.stores.device_cache import CachedTable, cache_memory_bytes
 from tokenmill.ranking.stores.host_table import HostTable
@@ -135,8 +134,9 @@ def test_frequent_rows_stay_where_others_pass() -> None:
 def test_another_processs_table_is_read_and_its_updates_seen() -> None:
     table = random_table(ROWS, DIM)
     store = host_table(table)
-    ours, theirs = get_context("spawn").Pipe()
-    reader = get_context("spawn").Process(target=read_shared, args=(store.shared, theirs))
+    context = light_processes()
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=read_shared, args=(store.shared, theirs))
     reader.start()
     ids = torch.arange(0, ROWS, 7)
     assert torch.equal(_ask(ours, ids), table[ids])

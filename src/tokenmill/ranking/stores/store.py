@@ -11,6 +11,7 @@ import torch
 from tokenmill.core.types import TokenmillError
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, nearest first
+RANK = "rank"  # another rank's shard
 
 
 class EmbeddingError(TokenmillError, ValueError):
