@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -14,7 +15,6 @@ from tokenmill.bench.mlperf.submission import NO_ACCELERATOR
 from tokenmill.bench.results.manifest import cpu_name
 from tokenmill.bench.roofline import Machine
 from tokenmill.bench.versions import package_version
-from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.matmul import activation_limit, by_groups, matmul, pack, quantize_rows
 
@@ -25,7 +25,16 @@ FP8_CAPABILITY = (8, 9)
 BUDGET_S = 0.5  # of each measurement; the best repeat counts
 
 
-def measure_machine(spec: ModelSpec, num_threads: int, device: str) -> Machine:
+class LinearShape(Protocol):
+    """The widths of a model's largest products."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+def measure_machine(spec: LinearShape, num_threads: int, device: str) -> Machine:
     """The CPU with as many threads as the engine uses, or the GPU."""
     rates = _measure_gpu(num_threads) if device == "cuda" else _measure_cpu(spec, num_threads)
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
@@ -118,7 +127,7 @@ def _launched(run: Callable[[], object]) -> Callable[[], object]:
     return several
 
 
-def _measure_cpu(spec: ModelSpec, num_threads: int) -> Machine:
+def _measure_cpu(spec: LinearShape, num_threads: int) -> Machine:
     """torch's thread count is put back afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -13,31 +13,18 @@ from tokenmill import console
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenmillError
 from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
-from tokenmill.settings import SETTINGS, VIDEO, Settings, SettingsError
-from tokenmill.settings.commands import VIDEO_JOB, VIDEO_OUT
+from tokenmill.settings import SETTINGS, VIDEO, Settings, SettingsError, video_model
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.video.pipeline import Pipeline
 
 DEFAULTS = {"model": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "seed": VideoParams().seed}
-MODEL_HELP = (
-    "Folder or hub name of a diffusers pipeline; with --random-weights a shape: "
-    "wan2.2-t2v-a14b or wan-tiny."
-)
-MODEL = (
-    replace(SETTINGS["model"], help=MODEL_HELP),
-    replace(SETTINGS["dtype"], help="Compute type of the experts; auto: bf16 on a GPU, else fp32."),
-    *(SETTINGS[key] for key in ("device", "num-threads")),
-    replace(SETTINGS["random-weights"], help="Random weights: the video is noise."),
-    SETTINGS["weights-seed"],
-    VIDEO_JOB[0],
-)
 SEED = replace(SETTINGS["seed"], help="Same seed, same pixels.")
 PANELS = {
-    "Output": (*VIDEO_OUT, SETTINGS["json"]),
-    "Video": (*VIDEO, VIDEO_JOB[1], SEED),
-    "Model": MODEL,
+    "Output": (SETTINGS["out"], SETTINGS["json"]),
+    "Video": (*VIDEO, SETTINGS["negative-prompt"], SEED),
+    "Model": video_model(),
 }
 
 

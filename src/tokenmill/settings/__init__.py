@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,25 @@ SETTINGS: dict[str, Setting] = {
     )
     for s in group
 }
+
+_MODEL_OF_VIDEO = {
+    "model": "Folder or hub name of a diffusers pipeline; with --random-weights a shape: "
+    "wan2.2-t2v-a14b or wan-tiny.",
+    "dtype": "Compute type of the experts; auto: bf16 on a GPU, else fp32.",
+    "device": "",
+    "num-threads": "",
+    "random-weights": "Random weights: the video is noise.",
+    "weights-seed": "",
+    "offload": "",
+}
+
+
+def video_model() -> tuple[Setting, ...]:
+    """The settings of a model, in the words of those that make videos."""
+    return tuple(
+        replace(SETTINGS[key], help=help) if help else SETTINGS[key]
+        for key, help in _MODEL_OF_VIDEO.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ POOL = (
     ),
 )
 VIDEO_JOB = (
+    Setting("out", "File to write (.mp4), or a folder for PNG frames.", TEXT, default="video.mp4"),
     Setting(
         "offload",
         "Keep the experts in host memory, and the one in use on the GPU.",
@@ -42,9 +43,12 @@ VIDEO_JOB = (
         default=False,
     ),
     Setting("negative-prompt", "What the video is not to be (MLPerf's unless given).", TEXT),
-)
-VIDEO_OUT = (
-    Setting("out", "File to write (.mp4), or a folder for PNG frames.", TEXT, default="video.mp4"),
+    Setting(
+        "measured-steps",
+        "Denoising steps to run; the others are taken to last as long. All unless given.",
+        count(1),
+    ),
+    Setting("num-videos", "Videos to make one after another.", count(1), default=1),
 )
 LADDER = (
     Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),

@@ -36,7 +36,7 @@ class Experts:
     def __getitem__(self, index: int) -> WanTransformer:
         """An expert, moved to the device if it is not there."""
         if index not in self._loaded:
-            self._loaded.clear()  # its memory is free before the other one comes
+            self.unload()  # its memory is free before the other one comes
             start = time.perf_counter()
             self._loaded[index] = WanTransformer(
                 self.spec, self._host[index], self.dtype, self.device
@@ -44,6 +44,11 @@ class Experts:
             synchronize(self.device)
             self.load_s += time.perf_counter() - start
         return self._loaded[index]
+
+    def unload(self) -> None:
+        """Take what is offloaded off the device."""
+        if self.offload:
+            self._loaded.clear()
 
     def _to_host(self, source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies in pinned memory, from which a GPU reads at the bus's full speed."""

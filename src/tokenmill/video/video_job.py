@@ -22,7 +22,7 @@ from tokenmill.models.wan.wan_vae import Tiles
 from tokenmill.video.experts import synchronize
 from tokenmill.video.pipeline import Pipeline
 from tokenmill.video.step_cache import StepCache
-from tokenmill.video.unipc import TRAIN_STEPS, UniPC, make_schedule
+from tokenmill.video.unipc import TRAIN_STEPS, Schedule, UniPC, make_schedule
 
 PARTS = ("text", "load", "denoise", "decode")
 
@@ -81,9 +81,7 @@ class VideoJob:
 
     def _denoise(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """The latents after each step."""
-        params, spec = self.params, self.pipeline.spec
-        shift = params.flow_shift or spec.flow_shift
-        schedule = make_schedule(params.schedule, params.num_steps, shift)
+        params, schedule = self.params, self._schedule()
         with self._timed("text"):
             text = self._encode()
         solver, current = UniPC(schedule), -1
@@ -97,6 +95,16 @@ class VideoJob:
                 scale = params.guidance_scale_2 if chosen else params.guidance_scale
                 x = solver.step(_guided(velocity, scale), x)
             yield x
+
+    def _schedule(self) -> Schedule:
+        params = self.params
+        shift = params.flow_shift or self.pipeline.spec.flow_shift
+        return make_schedule(params.schedule, params.num_steps, shift)
+
+    def num_experts(self, num_steps: int | None = None) -> int:
+        """How many experts work in the first steps, or in all."""
+        timesteps = self._schedule().timesteps[:num_steps]
+        return len({self._expert_index(timestep) for timestep in timesteps})
 
     def _switch(self, chosen: int, text: list[torch.Tensor]) -> None:
         """Take another expert, and compute the keys and values of the text in it."""

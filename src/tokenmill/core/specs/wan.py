@@ -43,10 +43,19 @@ class WanTransformerSpec:
         return self.num_heads * self.head_dim
 
     @property
+    def intermediate_size(self) -> int:
+        return self.ffn_dim
+
+    @property
     def head_split(self) -> tuple[int, int, int]:
         """Channels of a head that turn by frame, by row and by column."""
         side = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * side, side, side
+
+    def num_block_params(self) -> int:
+        """Weights of all blocks' linears."""
+        hidden = self.hidden_size
+        return self.num_layers * (8 * hidden**2 + 2 * hidden * self.ffn_dim)
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Patches of latents of (frames, height, width)."""
