@@ -81,14 +81,19 @@ def test_weights_take_four_bits_and_a_quarter(packed: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "one_expert"),
-    [(1, False), (3, False), (33, True), (100, False), (256, False), (900, True), (3000, False)],
-)
+    [
+        (1, False), (3, False), (33, True), (100, False), (256, False), (400, True), (900, True),
+        (3000, False), (8192, True),
+    ],
+)  # fmt: skip
 def test_experts(stored: Pair, packed: Pair, tokens: int, one_expert: bool) -> None:
+    """Every row is right, and has the same bits each time: nothing is read before it is there."""
     x, ids = inputs(tokens, one_expert)
     expected = moe.apply_experts_reference(x.float(), ids, *stored, SWIGLU)
     found = applied(x, ids, packed)
-    assert_near(found, expected)
-    assert torch.equal(found, applied(x, ids, packed))
+    assert ((found.float() - expected).norm(dim=1) < 2e-2 * expected.norm(dim=1)).all()
+    for _ in range(8):
+        assert torch.equal(found, applied(x, ids, packed))
 
 
 def test_a_graph_takes_other_choices(stored: Pair, packed: Pair) -> None:

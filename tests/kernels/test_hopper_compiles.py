@@ -83,9 +83,10 @@ def test_weights_in_mxfp4_stay_in_registers(rows: int, few_or_many: int, up: boo
     types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("alpha", "limit"), "fp32")
     types |= dict.fromkeys(("row_tiles", "channel_tiles", "n", "k", "num_rows"), "i32")
     constants = {
-        "SHARE": 4, "UP": up, "BM": rows, "BLOCKS": shape.blocks, "TURN": shape.turn,
-        "GROUP": mxfp4.GROUP, "STAGES": shape.stages, "EVEN": True, "PAIRS": True, "EARLY": True,
-        "SPLITS": 1 if up or rows > 16 else 2, "SINGLE": rows == 16 and few_or_many == 1,
+        "SHARE": 4, "UP": up, "BM": rows, "LEVELS": shape.levels, "BLOCKS": shape.blocks,
+        "TURN": shape.turn, "GROUP": mxfp4.GROUP, "STAGES": shape.stages, "EVEN": True,
+        "PAIRS": True, "EARLY": True, "SPLITS": 1 if up or rows > 16 else 2,
+        "SINGLE": rows == 16 and few_or_many == 1,
     }  # fmt: skip
     compiled = compiled_for_hopper(
         mxfp4.grouped_kernel, types, constants, ("n", "k"), ASTSource, shape.warps
@@ -93,5 +94,9 @@ def test_weights_in_mxfp4_stay_in_registers(rows: int, few_or_many: int, up: boo
     products = re.findall(r"wgmma\.mma_async[^;]*;", compiled.asm["ptx"])
     assert products and all(product.count("{") == 2 for product in products)
     loops = [part.split("scf.yield")[0] for part in compiled.asm["ttgir"].split("scf.for")[1:]]
-    [loop] = [part for part in loops if "warp_group_dot" in part]
-    assert "local_store" not in loop and "local_alloc" not in loop
+    loops = [part for part in loops if "warp_group_dot" in part]
+    assert len(loops) == 1 + shape.levels
+    for loop in loops:
+        assert "local_store" not in loop and "local_alloc" not in loop
+        # Triton 3.6 lets the registers of a turn's only product be overwritten while it runs.
+        assert len(re.findall(r"ttng.warp_group_dot ", loop)) > 1

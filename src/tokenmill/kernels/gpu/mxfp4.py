@@ -34,6 +34,7 @@ WORDS = tl.constexpr(512)  # of its values
 SCALES = tl.constexpr(32)  # words of its scales, four each
 GROUP = 8  # tiles of rows that share their columns of W in L2
 MOST_ROWS = 128  # of tokens per tile
+ROWS_BY_MEAN = {16: 4, 32: 24, 64: 64}  # rows of a tile, up to which mean rows of an expert
 SINGLE_ROWS = 16  # up to here each choice has a tile of its own: 4 tokens of GPT-OSS
 FEW_TILES = 1024  # up to here programs take one block of 64 rows
 SPLIT_TILES = 720  # and up to here the second product's share its channels: 4 tokens of GPT-OSS
@@ -122,50 +123,23 @@ def _dequantise(words, scales, BLOCKS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def grouped_kernel(
-    x, words, scales, bias, out, sorted_rows, tile_experts, tile_sizes, num_tiles,
-    row_tiles, channel_tiles, n, k, num_rows, alpha, limit,
-    SHARE: tl.constexpr, UP: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr,
-    TURN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    PAIRS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
+def _tile_product(
+    x, word, scale, own, out, sorted_rows, tile, size, column, channel_tiles,
+    n, k, num_rows, alpha, limit,
+    SHARE: tl.constexpr, UP: tl.constexpr, PLACES: tl.constexpr, BM: tl.constexpr,
+    BLOCKS: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    PAIRS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """UP: x's rows by gate and up, activated, as tiles have them; else such rows by W, by choice.
-
-    `n` is the width of a row of the result. Of several SPLITS each program takes a part of the
-    channels, and the results are [SPLITS, num_rows, n] to be added up. SINGLE: see single_tiles.
-    """
-    # A second product that is set up beside a first one of few programs would be spread unevenly.
-    wait(EARLY, not (SINGLE and UP))
-    program, column_tiles = tl.program_id(0), tl.cdiv(row_tiles, BLOCKS)
-    if SINGLE:
-        count = tl.num_programs(0) // column_tiles
-    else:
-        count = tl.load(num_tiles)
-        if program >= count * column_tiles:
-            return
-    first = program // (GROUP * column_tiles) * GROUP
-    height = tl.minimum(count - first, GROUP)
-    inner = program % (GROUP * column_tiles)
-    tile, column = first + inner % height, inner // height
-    expert = tl.load(tile_experts + tile).to(tl.int64)
+    """The first `size` of a tile's PLACES, of which BM at most are used, by a column of W."""
     member = tl.arange(0, BM)
-    places = tile * BM + member
+    places, valid = tile * PLACES + member, member < size
     if SINGLE:
-        valid, choices = member < 1, tile + tl.zeros([BM], tl.int32)
+        choices = tile + tl.zeros([BM], tl.int32)
     else:
-        valid = member < tl.load(tile_sizes + tile)
         choices = tl.load(sorted_rows + places, mask=valid, other=0)
     sources = choices // SHARE if UP else places
-    blocks = tl.minimum(column * BLOCKS + tl.arange(0, BLOCKS), row_tiles - 1)
-    record = (expert * row_tiles + blocks) * channel_tiles
-    word = words + record[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    scale = scales + record[:, None] * SCALES + tl.arange(0, SCALES)[None, :]
     channels = tl.arange(0, SIDE)
     lines = x + sources.to(tl.int64)[:, None] * k + channels[None, :]
-    rows = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64)
-    width = 2 * n if UP else n
-    counts = (rows < width) & (tl.program_id(1) == 0)
-    own = tl.load(bias + expert * width + rows, mask=counts, other=0.0)
     acc = tl.zeros([BLOCKS * 64, BM], tl.float32)
     part = tl.cdiv(channel_tiles, SPLITS * TURN) * TURN
     begin = tl.program_id(1) * part
@@ -186,7 +160,7 @@ def grouped_kernel(
             acc = tl.dot(weights, tl.trans(values), acc)
     pairs = tl.permute(tl.reshape(acc, [BLOCKS * 4, 2, 8, BM]), [0, 2, 1, 3])
     acc = tl.reshape(pairs, [BLOCKS * 64, BM]) * SUM_FACTOR + own.to(tl.float32)[:, None]
-    lines = choices
+    rows, lines = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64), choices
     if UP:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCKS * 32, 2, BM]), [0, 2, 1]))
         acc = clamped_swiglu(gate, up, alpha, limit)
@@ -196,6 +170,61 @@ def grouped_kernel(
     target = out + lines.to(tl.int64)[None, :] * n + rows[:, None]
     mask = valid[None, :] & (rows < n)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grouped_kernel(
+    x, words, scales, bias, out, sorted_rows, tile_experts, tile_sizes, num_tiles,
+    row_tiles, channel_tiles, n, k, num_rows, alpha, limit,
+    SHARE: tl.constexpr, UP: tl.constexpr, BM: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCKS: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """UP: x's rows by gate and up, activated, as tiles have them; else such rows by W, by choice.
+
+    `n` is the width of a row of the result. Of several SPLITS each program takes a part of the
+    channels, and the results are [SPLITS, num_rows, n] to be added up. SINGLE: see single_tiles.
+    A tile that is not half full is multiplied as a smaller one, of half or a quarter of its places
+    by the LEVELS: experts get very different numbers of rows.
+    """
+    # A second product that is set up beside a first one of few programs would be spread unevenly.
+    wait(EARLY, not (SINGLE and UP))
+    program, column_tiles = tl.program_id(0), tl.cdiv(row_tiles, BLOCKS)
+    if SINGLE:
+        count = tl.num_programs(0) // column_tiles
+    else:
+        count = tl.load(num_tiles)
+        if program >= count * column_tiles:
+            return
+    first = program // (GROUP * column_tiles) * GROUP
+    height = tl.minimum(count - first, GROUP)
+    inner = program % (GROUP * column_tiles)
+    tile, column = first + inner % height, inner // height
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    size = 1 if SINGLE else tl.load(tile_sizes + tile)
+    blocks = tl.minimum(column * BLOCKS + tl.arange(0, BLOCKS), row_tiles - 1)
+    record = (expert * row_tiles + blocks) * channel_tiles
+    word = words + record[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    scale = scales + record[:, None] * SCALES + tl.arange(0, SCALES)[None, :]
+    rows = column * (BLOCKS * SIDE) + tl.arange(0, BLOCKS * 64)
+    width = 2 * n if UP else n
+    counts = (rows < width) & (tl.program_id(1) == 0)
+    own = tl.load(bias + expert * width + rows, mask=counts, other=0.0)
+    for level in tl.static_range(LEVELS):
+        if size <= BM >> LEVELS - level:
+            _tile_product(
+                x, word, scale, own, out, sorted_rows, tile, size, column, channel_tiles,
+                n, k, num_rows, alpha, limit,
+                SHARE, UP, BM, BM >> LEVELS - level, BLOCKS, TURN, STAGES, EVEN, PAIRS, SPLITS,
+                SINGLE,
+            )  # fmt: skip
+            return
+    _tile_product(
+        x, word, scale, own, out, sorted_rows, tile, size, column, channel_tiles,
+        n, k, num_rows, alpha, limit,
+        SHARE, UP, BM, BM, BLOCKS, TURN, STAGES, EVEN, PAIRS, SPLITS, SINGLE,
+    )  # fmt: skip
 
 
 def _half_word(codes: torch.Tensor, value: int) -> torch.Tensor:
@@ -256,15 +285,18 @@ class TileShape(NamedTuple):
     turn: int  # steps of 64 channels per turn of the loop, whose own work they share
     warps: int
     stages: int
+    levels: int = 0  # of smaller tiles, each half of the next one
 
 
 def tile_rows(num_rows: int, num_experts: int) -> int:
-    """Rows of tokens per tile: as many as most experts get, for one more reads all of W again."""
+    """Rows of tokens per tile: more than most experts get, for one more tile reads all of W again.
+
+    Experts get very different numbers, and a tile that is not full costs less: see tile_shape.
+    """
     if MODE.batch_invariant:
         return 64
-    rows: int = triton.next_power_of_2(-(-num_rows // num_experts))
-    roomy: int = triton.next_power_of_2(-(-5 * num_rows // (4 * num_experts)))
-    return min(MOST_ROWS, max(16, roomy if roomy < 128 else rows))
+    mean = num_rows / num_experts
+    return next((rows for rows, most in ROWS_BY_MEAN.items() if mean <= most), MOST_ROWS)
 
 
 def tile_shape(rows: int, most_tiles: int) -> TileShape:
@@ -272,11 +304,15 @@ def tile_shape(rows: int, most_tiles: int) -> TileShape:
 
     Unpacking takes as many instructions as fit beside the reading of W: two blocks in a thread and
     three steps in a turn share what else a turn does. Few tiles leave no choice: all
-    multiprocessors must read.
+    multiprocessors must read. Of many rows two programs run side by side: one unpacks, one
+    multiplies.
+
+    A turn has more than one product: of a single one whose W is in registers Triton 3.6 lets the
+    next turn begin while it still runs, and W is overwritten as it is read.
     """
-    if rows <= 32:
-        return TileShape(1 if most_tiles < FEW_TILES else 2, 3, 4, 3)
-    return TileShape(2, 1, 4, 4)  # two programs run side by side: one unpacks, one multiplies
+    blocks = 1 if rows <= 32 and most_tiles < FEW_TILES else 2
+    levels = 0 if MODE.batch_invariant else {16: 0, 32: 1}.get(rows, 2)
+    return TileShape(blocks, 3, 4, 2 if rows == 128 else 3, levels)
 
 
 def num_splits(ids: torch.Tensor, tiles: Tiles, down: PackedExperts) -> int:
@@ -302,8 +338,9 @@ def _launch(
     grouped_kernel[grid](
         x, words, scales, bias, out, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used,
         row_tiles, channel_tiles, out.shape[-1], k, out.shape[-2], *clamp,
-        SHARE=share, UP=up, BM=tiles.rows, BLOCKS=shape.blocks, TURN=shape.turn, GROUP=GROUP,
-        STAGES=shape.stages, EVEN=k % (shape.turn * SIDE.value) == 0,
+        SHARE=share, UP=up, BM=tiles.rows, LEVELS=shape.levels, BLOCKS=shape.blocks,
+        TURN=shape.turn, GROUP=GROUP, STAGES=shape.stages,
+        EVEN=k % (shape.turn * SIDE.value) == 0,
         PAIRS=x.dtype == torch.bfloat16 and enabled(), SPLITS=splits, SINGLE=tiles.single,
         num_warps=shape.warps,
         **launch_options(),
