@@ -84,7 +84,11 @@ HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "numba": ("kernels/cpu/",),
     "llvmlite": ("kernels/cpu/",),
-    "safetensors": ("models/checkpoints/weights", "ranking/stores/table_files"),
+    "safetensors": (
+        "models/checkpoints/weights",
+        "ranking/model_files",
+        "ranking/stores/table_files",
+    ),
     "gguf": ("models/checkpoints/gguf",),
     "lmdb": ("ranking/stores/database",),
     "huggingface_hub": ("models/checkpoints/store",),

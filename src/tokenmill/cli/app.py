@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, generate, pull, receipts, route, serve, video
+from tokenmill.cli import bench, chat, generate, pull, rank, receipts, route, serve, video
 from tokenmill.cli import worker_commands as pool
 from tokenmill.cli.plan import plan_group as plan
 
@@ -51,5 +51,5 @@ def root(
     """
 
 
-for _module in (serve, route, pool, receipts, chat, generate, video, pull, bench, plan):
+for _module in (serve, route, pool, receipts, chat, generate, rank, video, pull, bench, plan):
     _module.register(app)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.hstu import Embedded, HstuModel, RankBatch
 from tokenmill.ranking.batch import make_batch
@@ -14,6 +15,7 @@ from tokenmill.ranking.requests import RankRequest, check_request
 from tokenmill.ranking.stores.store import EmbeddingStore
 
 TABLES = ("item", "user", "category")
+_SMALL = 64
 Stores = Mapping[str, EmbeddingStore]
 
 
@@ -51,6 +53,12 @@ class RankingModel:
             check_request(request, self.spec)
         batch = make_batch(requests, self.spec, self.dense.device)
         return np.split(self.score_batch(batch), batch.rows.candidates[1:-1])
+
+
+def limit_threads(spec: HstuSpec) -> None:
+    """One thread for products this small: more are slower, and much slower on a busy machine."""
+    if spec.hidden_size <= _SMALL:
+        torch.set_num_threads(1)
 
 
 def _check_store(name: str, store: EmbeddingStore, rows: int, columns: int) -> None:

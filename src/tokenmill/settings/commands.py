@@ -50,6 +50,21 @@ VIDEO_JOB = (
     ),
     Setting("num-videos", "Videos to make one after another.", count(1), default=1),
 )
+RANK = (
+    Setting(
+        "max-batch-tokens",
+        "Rows of a batch of ranking requests: histories and candidates.",
+        count(1),
+        default=160_000,
+    ),
+    Setting("candidate-chunk", "Most candidates in the layers at a time; exact.", count(1)),
+)
+RANK_TRAIN = (
+    Setting("users", "Users of the data set.", count(1), default=200),
+    Setting("items", "Items of the data set, a multiple of 16.", count(16), default=2048),
+    Setting("candidates", "Candidates of a request.", count(1), default=64),
+    Setting("train-steps", "Batches of 16 requests to train on.", count(1), default=300),
+)
 LADDER = (
     Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
     Setting(

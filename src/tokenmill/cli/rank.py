@@ -1,0 +1,124 @@
+"""tokenmill rank and tokenmill rank-train."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmill import console
+from tokenmill.core.flags import TEXT, count, one_of
+from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
+from tokenmill.settings.commands import RANK, RANK_TRAIN
+from tokenmill.settings.options import command
+
+MODEL, REQUESTS = "model", "requests.jsonl"
+_NO_HURRY = 3.6e6  # ms: batches are as large as their tokens allow
+
+
+def _here(key: str, help: str, **changes: object) -> Setting:
+    """A setting of other commands with a meaning of its own."""
+    return replace(SETTINGS[key], help=help, owner=None, **changes)  # type: ignore[arg-type]
+
+
+PANELS = {
+    "Ranking": (
+        _here("model", "Folder of a ranking model, as rank-train writes it.", default=None),
+        _here("top-k", "Answer with the K best candidates, best first.", kind=count(1)),
+        _here("dtype", "Type of the products (fp32).", kind=one_of("fp32", "bf16"), default="fp32"),
+        _here("device", "Where the model runs: cpu or cuda.", kind=TEXT, default="cpu"),
+        *RANK,
+    )
+}
+TRAIN_PANELS = {"Data and model": (*RANK_TRAIN, _here("seed", "Of data and model.", kind=count(0)))}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    command(app, "rank", PANELS)(rank)
+    command(app, "rank-train", TRAIN_PANELS)(rank_train)
+
+
+def rank(
+    settings: Settings,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Requests, a JSON object a line; - is stdin.")
+    ],
+) -> None:
+    """Score each line's candidates for its user; answers go to stdout, a line each.
+
+    tokenmill rank-train demo
+    tokenmill rank demo/requests.jsonl --model demo/model --top-k 3
+
+    A line has user_id, history {item_ids, category_ids, actions} and
+    candidates {item_ids, category_ids}; with candidates.labels the quality is
+    printed too. A wrong line is answered by its error, and the exit status is 1.
+    """
+    from tokenmill.ranking.engine import RankingEngine
+    from tokenmill.ranking.lines import LINES_AT_ONCE, LineRanker
+    from tokenmill.ranking.model import limit_threads
+    from tokenmill.ranking.model_files import load_model
+    from tokenmill.ranking.policy import BatchLimits
+
+    if "model" not in settings:
+        raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")
+    dtype, device = settings.values.get("dtype", "fp32"), settings.values.get("device", "cpu")
+    chunk = settings.get("candidate-chunk")
+    model = load_model(Path(settings.get("model")), dtype, device, candidate_chunk=chunk)
+    limit_threads(model.spec)
+    tokens = settings.get("max-batch-tokens")
+    limits = BatchLimits(tokens, max_queue_requests=LINES_AT_ONCE, latency_ms=_NO_HURRY)
+    ranker = LineRanker(RankingEngine(model, limits), settings.values.get("top-k"))
+    start = time.perf_counter()
+    with ExitStack() as stack:
+        lines = sys.stdin if file == "-" else stack.enter_context(open(file, encoding="utf-8"))
+        for answer in ranker.answers(lines):
+            sys.stdout.write(json.dumps(answer) + "\n")
+    for sentence in ranker.report(time.perf_counter() - start):
+        console.note(sentence)
+    if ranker.num_failed:
+        raise typer.Exit(1)
+
+
+def rank_train(
+    settings: Settings,
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="Where model/ and requests.jsonl go.")
+    ],
+) -> None:
+    """Make synthetic users as MLPerf's DLRMv3 has them, and train a small model on them.
+
+    tokenmill rank-train demo
+
+    It takes about half a minute on a CPU. The requests of the last timestamps,
+    which the model has not seen, go to requests.jsonl with their labels.
+    """
+    from tokenmill.ranking.model_files import save_model
+    from tokenmill.ranking.request_json import write_request
+    from tokenmill.ranking.synthetic import DEFAULT_SEED, SyntheticSpec, synthetic_requests
+    from tokenmill.ranking.training import small_spec, train
+
+    data = SyntheticSpec(
+        num_users=settings.get("users"),
+        num_items=settings.get("items"),
+        num_candidates=settings.get("candidates"),
+        seed=settings.values.get("seed", DEFAULT_SEED),
+    )
+    target, steps = Path(folder), settings.get("train-steps")
+    seen, unseen = synthetic_requests(data, training=True), synthetic_requests(data, training=False)
+    console.note(f"{len(seen)} requests to train on, {len(unseen)} to score")
+    start = time.perf_counter()
+    with console.progress("Training") as update:
+        report = lambda step, _: update(step + 1, steps)  # noqa: E731
+        model = train(small_spec(data), seen, steps, seed=data.seed, report=report)
+    save_model(model, target / MODEL)
+    lines = [json.dumps(write_request(request)) + "\n" for request in unseen]
+    (target / REQUESTS).write_text("".join(lines), encoding="utf-8")
+    console.note(f"trained in {time.perf_counter() - start:.1f} s")
+    console.out.print(f"tokenmill rank {target / REQUESTS} --model {target / MODEL}", markup=False)

@@ -1,0 +1,50 @@
+"""How good scores are, as MLPerf's DLRMv3 has it: normalised entropy, accuracy, grouped AUC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_ETA = 1e-12
+
+
+class RankMetrics(NamedTuple):
+    """In percent, as the benchmark prints them; entropy is better when lower."""
+
+    ne: float
+    accuracy: float
+    gauc: float
+
+
+def rank_metrics(scores: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> RankMetrics:
+    """Of the requests' scores [candidates] in (0, 1) and labels [candidates], 0 or 1."""
+    every, truth = np.concatenate(scores).astype(float), np.concatenate(labels).astype(float)
+    right = ((every >= 0.5) == (truth == 1)).mean()
+    areas = [area for s, t in zip(scores, labels, strict=True) if (area := auc(s, t)) is not None]
+    gauc = float(np.mean(areas)) if areas else float("nan")
+    return RankMetrics(100 * normalised_entropy(every, truth), 100 * float(right), 100 * gauc)
+
+
+def normalised_entropy(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Cross entropy over that of the labels' mean as the only score."""
+    mean = np.full_like(scores, labels.mean())
+    return _cross_entropy(scores, labels) / _cross_entropy(mean, labels)
+
+
+def _cross_entropy(scores: np.ndarray, labels: np.ndarray) -> float:
+    p = np.clip(scores, _ETA, 1 - _ETA)
+    return float(-(labels * np.log2(p) + (1 - labels) * np.log2(1 - p)).mean())
+
+
+def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
+    """Share of pairs in order, ties half; None where labels or scores are all the same."""
+    positive = int(labels.sum())
+    negative = len(labels) - positive
+    if not positive or not negative or (scores == scores[0]).all():
+        return None
+    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place]
+    below = ranks[labels == 1].sum() - positive * (positive + 1) / 2
+    return float(below / (positive * negative))

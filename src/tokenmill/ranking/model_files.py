@@ -1,0 +1,68 @@
+"""A ranking model as a folder: config.json, and model.safetensors with dense part and tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tokenmill.core.specs.hstu import HstuSpec, read_hstu
+from tokenmill.core.types import ModelLoadError
+from tokenmill.models.hstu import HstuModel
+from tokenmill.ranking.model import TABLES, RankingModel
+from tokenmill.ranking.stores.table import DeviceTable
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_TABLE = "tables."  # and the name of one
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def save_model(model: RankingModel, folder: Path) -> None:
+    """Write a model whose tables fit into memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(model.dense.tensors)
+    for name in TABLES:
+        store = model.stores[name]
+        tensors[_TABLE + name] = store.lookup(torch.arange(store.num_rows))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    text = json.dumps(model.spec.config(), indent=2)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def load_model(
+    folder: Path, dtype: str = "fp32", device: str = "cpu", **levers: Any
+) -> RankingModel:
+    """The model of a folder; an error names the file, and the field or tensor that is wrong."""
+    spec = read_spec(folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as fault:
+        raise ModelLoadError(f"{folder / WEIGHTS}: cannot be read: {fault}") from None
+    tables = {name: tensors.pop(_TABLE + name, None) for name in TABLES}
+    stores = {
+        name: DeviceTable(table.to(device)) for name, table in tables.items() if table is not None
+    }
+    try:
+        dense = {name: tensor.to(device, DTYPES[dtype]) for name, tensor in tensors.items()}
+        return RankingModel(HstuModel(spec, dense, **levers), stores)
+    except ModelLoadError as wrong:
+        raise ModelLoadError(f"{folder / WEIGHTS}: {wrong}") from None
+
+
+def read_spec(folder: Path) -> HstuSpec:
+    """The spec of a folder's config.json."""
+    path = folder / CONFIG
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ModelLoadError("expected an object")
+        return read_hstu(settings)
+    except FileNotFoundError:
+        wrong_path = f"{path}: there is no such file; tokenmill rank-train DIR writes a model"
+        raise ModelLoadError(wrong_path) from None
+    except (OSError, json.JSONDecodeError, ModelLoadError) as wrong:
+        raise ModelLoadError(f"{path}: {wrong}") from None

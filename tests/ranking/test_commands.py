@@ -1,0 +1,131 @@
+"""`tokenmill rank-train` and `tokenmill rank`, and what the metrics say of a trained model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenmill.__main__ import run
+from tokenmill.core.types import InvalidRequestError, ModelLoadError
+from tokenmill.ranking.metrics import auc, normalised_entropy, rank_metrics
+from tokenmill.ranking.model_files import load_model
+from tokenmill.ranking.request_json import read_request, write_request
+from tokenmill.ranking.synthetic import SyntheticSpec, synthetic_requests
+from tokenmill.ranking.training import small_spec, train
+
+DATA = SyntheticSpec(
+    num_users=60, num_items=256, num_categories=8, events_per_timestamp=12, num_train_candidates=8
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of training, and the requests beside the model."""
+    path = tmp_path_factory.mktemp("rank")
+    flags = ["--users", "12", "--items", "256", "--candidates", "16", "--train-steps", "2"]
+    assert run(["rank-train", str(path), *flags]) == 0
+    return path
+
+
+def ranked(
+    folder: Path, file: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[int, list[dict[str, object]]]:
+    status = run(["rank", str(file), "--model", str(folder / "model"), *flags])
+    return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_each_line_has_its_answer_in_order(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+    status, answers = ranked(folder, folder / "requests.jsonl", capsys)
+    assert status == 0
+    names = [json.loads(line)["request_id"] for line in lines]
+    assert [answer["request_id"] for answer in answers] == names
+    _, chunked = ranked(folder, folder / "requests.jsonl", capsys, "--candidate-chunk", "5")
+    for one, other in zip(answers, chunked, strict=True):
+        np.testing.assert_allclose(one["scores"], other["scores"], atol=2e-6)
+    _, best = ranked(folder, folder / "requests.jsonl", capsys, "--top-k", "2")
+    scores = answers[0]["scores"]
+    assert isinstance(scores, list)
+    assert best[0]["scores"] == sorted(scores, reverse=True)[:2]
+
+
+def test_wrong_lines_are_answered_by_their_error(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = json.loads((folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    history = good["history"]
+    wrong = {
+        "user_id: 99 is unknown": good | {"user_id": 99},
+        "request: history is missing": {"user_id": 1, "candidates": good["candidates"]},
+        "request: histroy is unknown": good | {"histroy": {}},
+        "item_ids: the history is empty": good
+        | {"history": {"item_ids": [], "category_ids": [], "actions": []}},
+        "history.actions: expected a flat list": good | {"history": history | {"actions": [1.5]}},
+        "candidates.labels: expected 16 values": good
+        | {"candidates": good["candidates"] | {"labels": [2] * 16}},
+        "user_id: expected an integer, got True": good | {"user_id": True},
+    }
+    lines = [json.dumps(data) for data in (good, *wrong.values())]
+    file = tmp_path / "wrong.jsonl"
+    file.write_text("\n".join([*lines, "{", ""]), encoding="utf-8")
+    status, answers = ranked(folder, file, capsys)
+    assert status == 1 and "scores" in answers[0]
+    for answer, message in zip(answers[1:], [*wrong, "not a JSON object"], strict=True):
+        assert message in str(answer["error"]) and "scores" not in answer
+    assert [answer["line"] for answer in answers[1:]] == list(range(2, 10))
+
+
+def test_models_that_are_not_there_or_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="rank-train DIR writes a model"):
+        load_model(tmp_path)
+    other = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(other | {"num_items": 512}), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes((folder / "model/model.safetensors").read_bytes())
+    with pytest.raises(ModelLoadError, match="item: the table has 256 rows, the config 512"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: cannot be read"):
+        load_model(tmp_path)
+
+
+def test_synthetic_requests_follow_the_rules_and_the_seed() -> None:
+    first, again = (synthetic_requests(DATA, training=False) for _ in range(2))
+    assert [write_request(r) for r in first] == [write_request(r) for r in again]
+    other = synthetic_requests(replace(DATA, seed=1), training=False)
+    assert write_request(other[0]) != write_request(first[0])
+    for labelled in first:
+        request = labelled.request
+        categories = np.union1d(request.category_ids, request.candidate_category_ids)
+        assert len(categories) <= 4 and labelled.timestamp >= 8
+        assert (request.category_ids == request.item_ids // 32).all()
+        assert request.num_candidates == 64
+    back = read_request(write_request(first[0]), "x")
+    np.testing.assert_array_equal(back.item_ids, first[0].request.item_ids)
+    with pytest.raises(InvalidRequestError, match="num_items: expected a multiple of 8"):
+        SyntheticSpec(num_items=100, num_categories=8)
+
+
+def test_training_teaches_what_users_like() -> None:
+    """On timestamps that it has not seen: better than the labels' mean, and than chance."""
+    model = train(small_spec(DATA), synthetic_requests(DATA, training=True), 60, 8)
+    unseen = synthetic_requests(DATA, training=False)[:40]
+    scores = [found[:, 0] for found in model.score([labelled.request for labelled in unseen])]
+    found = rank_metrics(scores, [labelled.labels for labelled in unseen])
+    assert found.ne < 99 and found.gauc > 60 and found.accuracy > 55
+
+
+def test_metrics_by_hand() -> None:
+    assert auc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1])) == 0.75
+    assert auc(np.array([0.5, 0.5, 0.2]), np.array([1, 0, 0])) == 0.75
+    assert auc(np.array([0.5, 0.7]), np.array([1, 1])) is None
+    labels = np.array([1.0, 0.0, 0.0, 0.0])
+    assert normalised_entropy(np.full(4, 0.25), labels) == pytest.approx(1)
+    found = rank_metrics([np.array([0.9, 0.2])], [np.array([1, 0])])
+    assert found.accuracy == 100 and found.gauc == 100
+    assert found.ne == pytest.approx(100 * (-np.log2(0.9) - np.log2(0.8)) / 2)
