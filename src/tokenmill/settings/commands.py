@@ -384,11 +384,27 @@ COMMANDS = (
         "hit-rate", "Share of the keys that the cache should hold.", number(0.01, 1), default=0.9
     ),
     Setting("tier-seconds", "Time that each tier is measured for.", number(0.001, 60), default=1.0),
-    Setting("num-streams", "Streams at once.", count(1), default=128),
+    Setting(
+        "num-streams",
+        "Streams at once; several numbers are measured one after another.",
+        numbers(read_int, 1, "N[,N...]"),
+        default=(1, 128, 2000),
+    ),
     Setting("stream-tokens", "Tokens of each stream.", count(1), default=512),
     Setting("router-workers", "Workers that the router knows.", count(1), default=64),
     Setting("index-blocks", "Distinct cached blocks.", count(1), default=1_400_000),
     Setting("query-blocks", "Blocks of a prompt.", count(1), default=200),
     Setting("num-decisions", "Decisions to measure.", count(1), default=5000),
-    Setting("step-ms", "Time of a step of the simulated engine.", number(0, 1000), default=4.0),
+    Setting(
+        "offered-tok-s",
+        "Tokens per second of the simulated engine, over all streams.",
+        number(1, math.inf),
+        default=80_000.0,
+    ),
+    Setting(
+        "step-ms",
+        "Time of a step of the simulated engine, instead of --offered-tok-s; 0 does not wait.",
+        number(0, 1000),
+    ),
+    Setting("client-processes", "Processes that the streams' client has.", count(1), default=1),
 )

@@ -137,9 +137,14 @@ class _ByteLevelStream:
         self._fragment = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        if len(token_ids) == 1 and not self._fragment and token_ids[0] < len(pieces):
+            piece = pieces[token_ids[0]]
+            if isinstance(piece, str):
+                return piece
         texts = []
         for token_id in token_ids:
-            piece = self._pieces[token_id] if token_id < len(self._pieces) else None
+            piece = pieces[token_id] if token_id < len(pieces) else None
             if piece is None:
                 continue
             if self._fragment or isinstance(piece, bytes):

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
 
 from api.sim import MODEL
 from api.sim_server import sim_server
-from tokenmill.bench.commands.frontend import FrontendBenchError, Stream, measure_frontend
+from tokenmill.bench.bare_sender import us_per_send
+from tokenmill.bench.commands.frontend import measure
+from tokenmill.bench.front_load import TICK_NS, FrontendBenchError, FrontLoad, Probe, Stream
 from tokenmill.core.metrics import RequestTimes
 
 ANSWER = (
@@ -53,12 +56,31 @@ def test_streams_that_go_wrong(data: bytes, message: str) -> None:
 
 def test_a_small_run_against_the_server() -> None:
     with sim_server() as server:
-        report = measure_frontend(server.url, MODEL, 8, 30, server.process.pid)
-        assert report["num_streams"] == 8 and report["num_tokens"] == 8 * 30
-        assert report["tok_s"] > 0 and report["tokens_per_chunk"] >= 1.0
-        assert report["ttft_ms"]["p99"] >= report["ttft_ms"]["p50"] > 0
-        assert {"client_cpu", "server_cpu", "worker_cpu"} <= set(report)
+        for num_processes in (1, 2):
+            with closing(FrontLoad(server.url, MODEL, num_processes)) as load:
+                point = measure(load, 8, 30, server.process.pid)
+            assert point["num_streams"] == 8 and point["num_tokens"] == 8 * 30
+            assert point["tok_s"] > 0 and point["tokens_per_chunk"] >= 1.0
+            assert point["ttft_ms"]["p99"] >= point["ttft_ms"]["p50"] > 0
+            request_us, cores = point["us_per_request"], point["server_cpu"]
+            assert request_us is not None and request_us > 0 and cores is not None and cores > 0
         with pytest.raises(FrontendBenchError, match="404 Not Found"):
-            measure_frontend(server.url, "other", 2, 5)
+            measure(FrontLoad(server.url, "other"), 2, 5)
     with pytest.raises(FrontendBenchError, match="expected http"):
-        measure_frontend("localhost", MODEL)
+        FrontLoad("localhost", MODEL)
+
+
+def test_a_bare_sender_has_a_price() -> None:
+    assert us_per_send(4, 50, 20_000.0) > 0
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 1000])
+def test_a_probe_reads_the_time_from_the_words(size: int) -> None:
+    words = [b"zero", b"one", b"two", b"three", b"four"]
+    probe = Probe({word: tick for tick, word in enumerate(words)})
+    data = b'data: {"choices":[{"delta":{"content":" four"}}]}\n\n'
+    data += b'data: {"choices":[{"delta":{"content": " one two"}}]}\n\ndata: {"usage":null}\n\n'
+    for start in range(0, len(data), size):
+        probe.read(data[start : start + size], 13 * TICK_NS + 1)  # tick 3 of the third round
+    delays = [round(ms / TICK_NS * 1e6) for ms in probe.delays_ms]
+    assert delays == [4, 2, 1]

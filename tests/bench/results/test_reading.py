@@ -160,7 +160,7 @@ OURS: dict[str, dict[str, Any]] = {
         "accelerator": {"accelerators_per_node": "1"},
         "tpot_ms": {"p99": 30.0},
     },
-    "frontend": {"num_streams": 8, "tok_s": 5.0, "tokens_per_stream": 4},
+    "frontend": {"points": [{"num_streams": 8, "tok_s": 5.0, "tokens_per_stream": 4}]},
     "scheduler_steps": {"num_running": 512, "num_steps": 9, "total_us": {"p50": 400.0}},
 }
 

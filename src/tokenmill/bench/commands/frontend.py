@@ -1,82 +1,125 @@
-"""tokenmill bench frontend: streamed tokens per second of the HTTP server.
+"""tokenmill bench frontend: tokens per second of the HTTP server, and what a token costs it.
 
-The engine is simulated. The client is a loop over non-blocking sockets that counts events and
-keeps the tail of each stream: it costs little beside the server that it measures. Tokens are those
-that the server's usage reports.
+The engine is simulated, and the client runs on the same machine. A request is priced by answers of
+one token; what longer answers take beyond that is the price of their tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import selectors
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenmill import console
+from tokenmill.bench.bare_sender import us_per_send
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.bench.results.reports import FrontendReport
+from tokenmill.bench.front_load import TICK_NS, CpuTimes, FrontLoad, Streamed
+from tokenmill.bench.results.reports import FrontendPoint, FrontendReport
 from tokenmill.console import fetch
-from tokenmill.core.config import DEFAULT_BLOCK_SIZE, ModelConfig, SchedulerConfig, ServerConfig
-from tokenmill.core.metrics import RequestTimes, summarize
+from tokenmill.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    ModelConfig,
+    PoolConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from tokenmill.core.metrics import summarize
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SETTINGS, Settings
+
+if TYPE_CHECKING:
+    from tokenmill.sched.sequence import Batch
+    from tokenmill.text.tokenizer import Tokenizer
 
 NAME = "simulated"
 STREAMS = (
     SETTINGS["model"],
     SETTINGS["num-streams"],
     SETTINGS["stream-tokens"],
+    SETTINGS["offered-tok-s"],
     SETTINGS["step-ms"],
+    SETTINGS["stream-interval"],
+    SETTINGS["workers"],
 )
-PANELS = {"Benchmark": (*STREAMS, SETTINGS["json-only"])}
+PANELS = {"Benchmark": (*STREAMS, SETTINGS["client-processes"], SETTINGS["json-only"])}
 PROMPT_TOKENS = 256  # room for the prompt of a stream
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 STOP_TIMEOUT_S = 30
-REQUIRED_TOK_S = 15_000
+MIN_REQUESTS = 64  # whose mean is the price of a request
 WARMUP_TOKENS = 64
-STALL_S = 60.0
-RECEIVE_BYTES = 1 << 16
-TAIL_BYTES = 1024  # holds the usage event and what follows it
-FRAME_EVENTS = 3  # of a stream's events: role, finish reason and usage carry no token
-_EVENT = b"data: {"
-_END = b"0\r\n\r\n"
-_USAGE = re.compile(rb'"completion_tokens":\s?(\d+)')
+WORKER_ROLE = "frontend-worker"
+_WORD = re.compile(" [a-z]+")
 
 
 def frontend(settings: Settings) -> None:
     """Streamed tokens per second of the HTTP server, without a model.
 
-    The engine is simulated: every step takes the same time, and gives each
-    stream one token. The client runs on the same machine.
+    The engine is simulated: a step gives each stream one token. The table has
+    the CPU time that the server takes for a token, beside that of an event
+    that is only sent, and for a request, and how long a token is on its way
+    from the engine to the client, which runs on the same machine.
 
     tokenmill bench frontend --num-streams 128
     """
-    num_streams, num_tokens = settings.get("num-streams"), settings.get("stream-tokens")
+    path = fetch(settings.build(ModelConfig).model)
+    words = clock_words(_load_tokenizer(path))
     with simulated_server(settings) as (url, pid):
-        console.note(f"{num_streams} streams of {num_tokens} tokens from {url}")
-        report = measure_frontend(url, NAME, num_streams, num_tokens, pid)
-    step_ms = settings.get("step-ms")
-    report["offered_tok_s"] = 1000 * num_streams / step_ms if step_ms else None
+        console.note(f"streams of {settings.get('stream-tokens')} tokens from {url}")
+        with contextlib.closing(
+            FrontLoad(url, NAME, settings.get("client-processes"), words)
+        ) as load:
+            points = [
+                measure(load, num_streams, settings.get("stream-tokens"), pid)
+                for num_streams in settings.get("num-streams")
+            ]
+    for point in points:
+        num_streams = point["num_streams"]
+        offered = point["offered_tok_s"] = _offered(settings, num_streams)
+        point["us_per_send"] = us_per_send(num_streams, point["tokens_per_stream"], offered)
     if not settings.get("json-only"):
-        offered = report["offered_tok_s"]
-        ceiling = "" if offered is None else f" of {offered:.0f} that the engine offers"
-        console.out.print(
-            f"{num_streams} streams: {report['tok_s']:.0f} tok/s{ceiling}; "
-            f"required are {report['required_tok_s']}"
-        )
+        console.print_table(_rows(points))
+    report = FrontendReport(benchmark="frontend", points=points, num_cpus=os.cpu_count())
     console.print_json(report)
+
+
+def _rows(points: Sequence[FrontendPoint]) -> list[list[str]]:
+    heads = ["streams", "tok/s", "offered", "tokens/event", "us/token", "bare send", "us/request"]
+    rows = [[*heads, "ms to client p50", "p99"]]
+    for point in points:
+        delay = point["delay_ms"]
+        rows.append(
+            [
+                f"{point['num_streams']}",
+                f"{point['tok_s']:.0f}",
+                _shown(point["offered_tok_s"], 0),
+                _shown(point["tokens_per_chunk"], 2),
+                _shown(point["us_per_token"], 1),
+                _shown(point.get("us_per_send"), 1),
+                _shown(point["us_per_request"], 0),
+                *(_shown(delay.get(key), 2) for key in ("p50", "p99")),
+            ]
+        )
+    return rows
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _offered(settings: Settings, num_streams: int) -> float | None:
+    """Tokens per second that the engine makes if nothing holds it up; None: as many as it can."""
+    step_ms = settings.get("step-ms")
+    if step_ms is None:
+        return float(settings.get("offered-tok-s"))
+    return 1000 * num_streams / step_ms if step_ms else None
 
 
 @contextlib.contextmanager
@@ -105,203 +148,140 @@ def run_server(settings: Settings) -> None:
     """Serve the simulated engine on a free port and print the URL."""
     path = fetch(settings.build(ModelConfig).model)
     from tokenmill.api.server import serve
-    from tokenmill.text.tokenizer import load_tokenizer
 
-    config = ServerConfig(port=0, max_concurrency=2 * settings.get("num-streams"))
-    worker = _child("frontend-worker", Settings(settings.values | {"model": str(path)}))
-    serve(worker, load_tokenizer(path), config, NAME, lambda url, facts: print(url, flush=True))
+    num_streams = max(settings.get("num-streams"))
+    config = ServerConfig(
+        port=0,
+        max_concurrency=2 * num_streams,
+        stream_interval=settings.get("stream-interval"),
+    )
+    pool = PoolConfig(workers=settings.get("workers"), placement="process")
+    worker = _child(WORKER_ROLE, Settings(settings.values | {"model": str(path)}))
+    serve(
+        worker,
+        _load_tokenizer(path),
+        config,
+        NAME,
+        lambda url, facts: print(url, flush=True),
+        pool,
+    )
 
 
 def run_worker(settings: Settings, address: Annotated[str, typer.Option("--address")]) -> None:
-    """Own an engine whose model answers every prompt with the same text."""
+    """Own an engine whose model answers every prompt with the time, told by words."""
     from tokenmill.engine.engine import LanguageEngine
     from tokenmill.plan.simulator import SimRunner
     from tokenmill.sched.cache.blocks import BlockPool
     from tokenmill.sched.scheduler import Scheduler
-    from tokenmill.text.tokenizer import load_tokenizer
+    from tokenmill.sched.sequence import Sequence as Stream
     from tokenmill.workers.messages import ModelFacts
     from tokenmill.workers.worker_process import run_worker as run
 
-    tokenizer = load_tokenizer(settings.build(ModelConfig).model)
-    num_streams, step_s = settings.get("num-streams"), settings.get("step-ms") / 1e3
+    tokenizer = _load_tokenizer(settings.build(ModelConfig).model)
+    clock = [tokenizer.encode(word)[0] for word in clock_words(tokenizer)]
+
+    class ClockRunner(SimRunner):
+        """Answers with the word of the moment; with a fixed text where there are no words."""
+
+        def sample(self, sequence: Stream, num_new: int) -> list[int]:
+            tokens = super().sample(sequence, num_new)
+            if clock and tokens:
+                return [clock[time.monotonic_ns() // TICK_NS % len(clock)]]
+            return tokens
+
+    num_streams = max(settings.get("num-streams"))
     longest = PROMPT_TOKENS + settings.get("stream-tokens")
     block_size = DEFAULT_BLOCK_SIZE
     num_blocks = num_streams * (longest // block_size + 1)
     limits = SchedulerConfig(max_num_seqs=num_streams, max_model_len=longest)
     scheduler = Scheduler(limits, BlockPool(num_blocks, block_size), frozenset())
-    runner = SimRunner(tokenizer.encode(TEXT), lambda batch: step_s)
+
+    def step_s(batch: Batch) -> float:
+        if (step_ms := settings.get("step-ms")) is not None:
+            return float(step_ms) / 1e3
+        num_workers: int = settings.get("workers")
+        return len(batch.items) * num_workers / float(settings.get("offered-tok-s"))
+
+    runner = ClockRunner(tokenizer.encode(TEXT), step_s)
     facts = ModelFacts(longest, tokenizer.vocab_size, num_blocks, block_size, "none")
     run(LanguageEngine(scheduler, runner), address, facts)
 
 
+def clock_words(tokenizer: Tokenizer) -> list[str]:
+    """Words that are one token each, wherever they stand: a clock of as many ticks."""
+    pieces = dict.fromkeys(p for p in tokenizer.pieces(True) if isinstance(p, str))
+    return [p for p in pieces if _WORD.fullmatch(p) and len(tokenizer.encode(p)) == 1]
+
+
+def _load_tokenizer(path: str | Path) -> Tokenizer:
+    from tokenmill.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
 def _child(role: str, settings: Settings) -> list[str]:
     command_line = [sys.executable, "-P", "-m", "tokenmill", "bench", role]
-    return [*command_line, *settings.flags(STREAMS)]
+    streams = ",".join(map(str, settings.get("num-streams")))
+    return [*command_line, *Settings(settings.values | {"num-streams": streams}).flags(STREAMS)]
 
 
-class FrontendBenchError(TokenmillError):
-    """A stream failed; the message has the server's answer."""
-
-
-@dataclass(slots=True)
-class Stream:
-    """One streamed chat completion on its own connection."""
-
-    connection: socket.socket
-    times: RequestTimes
-    num_events: int = 0
-    num_tokens: int = 0
-    tail: bytes = b""
-
-    def receive(self) -> bool:
-        """Take what has arrived; True when the answer is complete."""
-        data = self.connection.recv(RECEIVE_BYTES)
-        now_ns = time.monotonic_ns()
-        if not data:
-            raise FrontendBenchError(f"the server closed a stream: {self.tail[-300:]!r}")
-        if not self.times.first_ns and not data.startswith(b"HTTP/1.1 200 "):
-            raise FrontendBenchError(f"the server refused a stream: {data[:500]!r}")
-        num_events = (self.tail[1 - len(_EVENT) :] + data).count(_EVENT)
-        self.num_events += num_events
-        self.times.record(now_ns, num_events)
-        self.tail = (self.tail + data)[-TAIL_BYTES:]
-        if not self.tail.endswith(_END):
-            return False
-        usage = _USAGE.search(self.tail)
-        if usage is None:
-            raise FrontendBenchError(f"a stream ended without usage: {self.tail[-300:]!r}")
-        self.num_tokens = int(usage[1])
-        return True
-
-
-def measure_frontend(
-    url: str,
-    model: str,
-    num_streams: int = 128,
-    num_tokens: int = 512,
-    server_pid: int | None = None,
-) -> FrontendReport:
+def measure(
+    load: FrontLoad, num_streams: int, num_tokens: int, server_pid: int | None = None
+) -> FrontendPoint:
     """Stream `num_streams` chat completions of `num_tokens` tokens at once; report the rates.
 
     With `server_pid` the CPU time of the server and of its children is reported too.
     """
-    address = _address(url)
-    _run_streams(address, model, num_streams, min(WARMUP_TOKENS, num_tokens))
-    server_pids = _family(server_pid) if server_pid is not None else []
-    cpu_before_s = [_cpu_s(pid) for pid in server_pids]
-    client_before_s = time.process_time()
-    start_s = time.monotonic()
-    streams = _run_streams(address, model, num_streams, num_tokens)
-    wall_s = time.monotonic() - start_s
-    client_s = time.process_time() - client_before_s
-    server_s = [_cpu_s(p) - b for p, b in zip(server_pids, cpu_before_s, strict=True)]
-    return _report(streams, num_tokens, wall_s, client_s, server_s)
+    load.run(num_streams, min(WARMUP_TOKENS, num_tokens))
+    begin = _cpu(server_pid)
+    num_rounds = -(-MIN_REQUESTS // num_streams)
+    for _ in range(num_rounds):
+        load.run(num_streams, 1)
+    middle = _cpu(server_pid)
+    streamed = load.run(num_streams, num_tokens)
+    end = _cpu(server_pid)
+    if begin is None or middle is None or end is None:
+        return _point(streamed, num_tokens, None, None)
+    request_s = middle.since(begin).fronts_s / (num_rounds * num_streams)
+    return _point(streamed, num_tokens, request_s, end.since(middle))
 
 
-def _report(
-    streams: Sequence[Stream],
-    tokens_per_stream: int,
-    wall_s: float,
-    client_s: float,
-    server_s: Sequence[float],
-) -> FrontendReport:
-    num_tokens = sum(s.num_tokens for s in streams)
-    num_chunks = sum(s.num_events - FRAME_EVENTS for s in streams)
-    tok_s = num_tokens / wall_s
+def _cpu(pid: int | None) -> CpuTimes | None:
+    if pid is None or not Path(f"/proc/{pid}/stat").exists():
+        return None
+    return CpuTimes.of(pid, WORKER_ROLE)
+
+
+def _point(
+    streamed: Streamed, tokens_per_stream: int, request_s: float | None, cpu: CpuTimes | None
+) -> FrontendPoint:
+    num_streams, num_tokens, wall_s = streamed.num_streams, streamed.num_tokens, streamed.wall_s
+    num_later = num_tokens - num_streams  # those after the first ones
+    token_s = None
+    if cpu is not None and request_s is not None and num_later:
+        token_s = (cpu.fronts_s - num_streams * request_s) / num_later
     return {
-        "benchmark": "frontend",
-        "num_streams": len(streams),
+        "num_streams": num_streams,
         "tokens_per_stream": tokens_per_stream,
-        "tok_s": tok_s,
-        "chunks_s": num_chunks / wall_s,
-        "tokens_per_chunk": num_tokens / num_chunks,
-        "required_tok_s": REQUIRED_TOK_S,
-        "share_of_required": tok_s / REQUIRED_TOK_S,
+        "tok_s": num_tokens / wall_s,
+        "offered_tok_s": None,
+        "chunks_s": streamed.num_chunks / wall_s,
+        "tokens_per_chunk": num_tokens / streamed.num_chunks if streamed.num_chunks else 0.0,
+        "us_per_token": None if token_s is None else 1e6 * token_s,
+        "us_per_request": None if request_s is None else 1e6 * request_s,
         "num_tokens": num_tokens,
         "wall_s": wall_s,
-        "ttft_ms": summarize(s.times.ttft_ms for s in streams),
-        "e2e_ms": summarize(s.times.e2e_ms for s in streams),
-        "client_cpu": client_s / wall_s,
-        "server_cpu": server_s[0] / wall_s if server_s else None,
-        "worker_cpu": sum(server_s[1:]) / wall_s if server_s else None,
-        "num_cpus": os.cpu_count(),
+        "ttft_ms": summarize(streamed.ttft_ms),
+        "e2e_ms": summarize(streamed.e2e_ms),
+        "delay_ms": summarize(streamed.delays_ms),
+        "client_cpu": streamed.client_s / wall_s,
+        "server_cpu": None if cpu is None else cpu.fronts_s / wall_s,
+        "worker_cpu": None if cpu is None else cpu.workers_s / wall_s,
     }
-
-
-def _run_streams(
-    address: tuple[str, int], model: str, num_streams: int, num_tokens: int
-) -> list[Stream]:
-    """Connect all, then send all, then read until the last answer is complete."""
-    connections = [socket.create_connection(address) for _ in range(num_streams)]
-    selector = selectors.DefaultSelector()
-    streams = []
-    try:
-        for index, connection in enumerate(connections):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            request = _request(address, model, index, num_tokens)
-            stream = Stream(connection, RequestTimes(time.monotonic_ns()))
-            connection.sendall(request)
-            connection.setblocking(False)
-            selector.register(connection, selectors.EVENT_READ, stream)
-            streams.append(stream)
-        _read_all(selector, num_streams)
-    finally:
-        selector.close()
-        for connection in connections:
-            connection.close()
-    return streams
-
-
-def _read_all(selector: selectors.BaseSelector, num_open: int) -> None:
-    while num_open:
-        ready = selector.select(STALL_S)
-        if not ready:
-            raise FrontendBenchError(f"{num_open} streams got nothing for {STALL_S:.0f} s")
-        for key, _ in ready:
-            if key.data.receive():
-                selector.unregister(key.fileobj)
-                num_open -= 1
-
-
-def _request(address: tuple[str, int], model: str, index: int, num_tokens: int) -> bytes:
-    call = {
-        "model": model,
-        "messages": [{"role": "user", "content": f"Stream {index}: tell me something."}],
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    body = json.dumps(call).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-def _address(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
-        raise FrontendBenchError(f"expected http://HOST:PORT, got {url!r}")
-    return parts.hostname, parts.port
-
-
-def _family(pid: int) -> list[int]:
-    """A process and its children, where /proc tells them."""
-    task = Path(f"/proc/{pid}/task/{pid}/children")
-    children = task.read_text().split() if task.exists() else []
-    return [pid, *map(int, children)] if Path(f"/proc/{pid}/stat").exists() else []
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time of all threads of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 COMMANDS = (
     BenchCommand("frontend", frontend, PANELS),
     BenchCommand("frontend-server", run_server, {"Benchmark": STREAMS}, hidden=True),
-    BenchCommand("frontend-worker", run_worker, {"Benchmark": STREAMS}, hidden=True),
+    BenchCommand(WORKER_ROLE, run_worker, {"Benchmark": STREAMS}, hidden=True),
 )

@@ -228,14 +228,16 @@ def read_ladder(data: LadderReport, path: Path) -> Round:
 
 
 def read_frontend(data: FrontendReport, path: Path) -> Round:
-    """The JSON line of `bench frontend`."""
-    load, key = load_key(data["num_streams"], None, "")
-    point = Point(load, key, {"output_tok_s": data["tok_s"]})
-    point.add("ttft_ms", data.get("ttft_ms"))
-    point.add("e2e_ms", data.get("e2e_ms"))
-    point.facts = {"requests": data["num_streams"], "output_tokens": data["tokens_per_stream"]}
-    names = ("num_streams", "tokens_per_stream", "num_cpus")
-    return Round(str(path), OWN, [point], {name: data.get(name) for name in names})
+    """The JSON line of `bench frontend`: a point for every number of streams."""
+    points = []
+    for raw in data["points"]:
+        load, key = load_key(raw["num_streams"], None, "")
+        point = Point(load, key, {"output_tok_s": raw["tok_s"]})
+        point.add("ttft_ms", raw.get("ttft_ms"))
+        point.add("e2e_ms", raw.get("e2e_ms"))
+        point.facts = {"requests": raw["num_streams"], "output_tokens": raw["tokens_per_stream"]}
+        points.append(point)
+    return Round(str(path), OWN, points, {"num_cpus": data.get("num_cpus")})
 
 
 def read_scheduler(data: SchedulerReport, path: Path) -> Round:

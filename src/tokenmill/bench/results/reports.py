@@ -458,26 +458,34 @@ class PublishedReport(TypedDict):
     placed: NotRequired[PlacedReport]
 
 
-class FrontendReport(TypedDict):
-    """The JSON line of `bench frontend`; CPU figures are cores."""
+class FrontendPoint(TypedDict):
+    """A number of streams in `bench frontend`; CPU figures are cores, and of the server alone."""
 
-    benchmark: str
     num_streams: int
     tokens_per_stream: int
     tok_s: float
+    offered_tok_s: float | None
     chunks_s: float
     tokens_per_chunk: float
-    required_tok_s: float
-    share_of_required: float
+    us_per_token: float | None
+    us_per_request: float | None
+    us_per_send: NotRequired[float]  # of a bare sender: the ceiling
     num_tokens: int
     wall_s: float
     ttft_ms: dict[str, float]
     e2e_ms: dict[str, float]
+    delay_ms: dict[str, float]
     client_cpu: float
     server_cpu: float | None
     worker_cpu: float | None
+
+
+class FrontendReport(TypedDict):
+    """The JSON line of `bench frontend`."""
+
+    benchmark: str
+    points: list[FrontendPoint]
     num_cpus: int | None
-    offered_tok_s: NotRequired[float | None]
 
 
 class SchedulerReport(TypedDict):
