@@ -90,7 +90,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_flag_is_a_setting() -> None:
-    others = {"--config", "--help", "-h", "--address"}
+    others = {"--config", "--help", "-h", "--address", "--part", "--feature-connector"}
     for words, command in COMMANDS.items():
         flags = {f for p in command.params if p.param_type_name == "option" for f in p.opts}
         unknown = {flag for flag in flags - others if flag.removeprefix("--") not in SETTINGS}

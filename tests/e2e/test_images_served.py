@@ -5,12 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from openai import OpenAI
@@ -42,17 +47,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[OpenAI]:
-    command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--workers", "2"]
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[OpenAI]:
+    command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--placement", "process"]
     command += ["--port", "0", "--dtype", "fp32", "--num-threads", "1", "--max-model-len", "256"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             url = next(m[1] for line in process.stderr if (m := re.search(r"at (\S+/v1)", line)))
             yield OpenAI(base_url=url, api_key="none")
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[OpenAI]:
+    with serving(folder, "--workers", "2") as client:
+        yield client
 
 
 def picture(shade: int) -> bytes:
@@ -89,6 +100,39 @@ def test_an_image_is_seen_and_cached_and_no_other_is_taken_for_it(client: OpenAI
     assert again.usage.prompt_tokens_details.cached_tokens >= 16
     plain = ask(client)
     assert plain.usage.prompt_tokens_details.image_tokens is None and scores(plain)
+
+
+def test_an_encoder_of_its_own_gives_the_same_answers_and_may_die(
+    folder: Path, client: OpenAI
+) -> None:
+    """Encoder, prefill and decode workers; the encoder is killed before new images come."""
+    asked = [(0,), (90,), (0, 90), (), (0,)]
+    wanted = [scores(ask(client, *shades)) for shades in (*asked, (40,), (40, 60))]
+    flags = ("--encoder", "1", "--prefill", "1", "--decode", "1", "--remote-prefill-tokens", "16")
+    with serving(folder, *flags) as apart:
+        assert [scores(ask(apart, *shades)) for shades in asked] == wanted[:5]
+        assert workers(apart)["transfers"] > 0
+        os.kill(encoder_of(folder), signal.SIGKILL)
+        with ThreadPoolExecutor(3) as threads:
+            late = list(threads.map(lambda shades: ask(apart, *shades), ((40,), (40, 60), ())))
+        assert list(map(scores, late)) == [wanted[5], wanted[6], wanted[3]]
+        (encoder,) = (w for w in workers(apart)["workers"] if w["role"] == "encoder")
+        assert (encoder["failures"], encoder["restarts"], encoder["state"]) == (1, 1, "ready")
+
+
+def workers(client: OpenAI) -> Any:
+    with urlopen(str(client.base_url).replace("/v1/", "/workers")) as answer:
+        return json.load(answer)
+
+
+def encoder_of(folder: Path) -> int:
+    """The process that encodes images of a model."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            line = path.read_bytes()
+            if str(folder).encode() in line and b"\0--part\0encoder\0" in line:
+                return int(path.parent.name)
+    raise AssertionError("no encoder runs")
 
 
 def test_a_file_in_the_terminal(folder: Path, tmp_path: Path) -> None:

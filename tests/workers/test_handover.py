@@ -8,7 +8,7 @@ import pytest
 
 from tokenmill.core.types import Request
 from tokenmill.routing.disaggregation import DisaggregationRule
-from tokenmill.workers.handover import Handovers
+from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import Abort
 from tokenmill.workers.open_request import Handover, OpenRequest
 from tokenmill.workers.output_stream import OutputStream

@@ -59,11 +59,13 @@ def serve(
     router: RouterConfig | None = None,
     prefill_argv: Sequence[str] | None = None,
     images: ImageLoader | None = None,
+    encoder_argv: Sequence[str] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     `worker_argv` followed by "--address ADDRESS" starts a worker, `prefill_argv` one that computes
-    prompts for others; `on_listening` gets the URL. Without `images` the model takes text only.
+    prompts for others, `encoder_argv` one that encodes their images; `on_listening` gets the URL.
+    Without `images` the model takes text only.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
     raise_file_limit()
@@ -73,10 +75,12 @@ def serve(
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(pool) as placement,
     ):
-        worker, prefill = placement.spawner(worker_argv, pool.ranks), None
+        worker, prefill, encoder = placement.spawner(worker_argv, pool.ranks), None, None
         if prefill_argv is not None:
             prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
-        client = WorkerPool(worker, pool, router, placement.host, prefill)
+        if encoder_argv is not None:
+            encoder = placement.spawner(encoder_argv)
+        client = WorkerPool(worker, pool, router, placement.host, prefill, encoder)
         make_app = partial(create_app, client, tokenizer, config, model, tracing, images)
         run_in_loop(_run(listener, client, config, make_app, on_listening))
 

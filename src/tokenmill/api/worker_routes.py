@@ -33,11 +33,13 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     workers: int | None = None
     prefill: int | None = None
     decode: int | None = None
+    encoder: int | None = None
 
     def counts(self) -> dict[Role, int]:
         """The counts that were given, by role."""
         given: dict[Role, int | None]
         given = {"both": self.workers, "prefill": self.prefill, "decode": self.decode}
+        given["encoder"] = self.encoder
         return {role: count for role, count in given.items() if count is not None}
 
 
@@ -72,7 +74,9 @@ def add_workers(app: FastAPI, state: ApiState) -> None:
     async def scale(request: Request) -> Response:
         counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
         if not counts:
-            message = "send how many workers there shall be: workers, or prefill and decode"
+            message = (
+                "send how many workers there shall be: workers, or prefill and decode; encoder"
+            )
             raise ApiError(400, message, "workers", "missing_field")
         try:
             for role, count in counts.items():

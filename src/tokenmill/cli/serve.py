@@ -23,6 +23,7 @@ from tokenmill.core.config import (
     PoolConfig,
     RouterConfig,
     ServerConfig,
+    Setup,
 )
 from tokenmill.core.kv import SHM, choose_connectors
 from tokenmill.core.types import TokenmillError
@@ -46,6 +47,7 @@ from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
+    from tokenmill.engine.encoder import EncoderEngine
     from tokenmill.vision.loader import ImageLoader
     from tokenmill.workers.messages import ModelFacts
 
@@ -84,6 +86,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
+    tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
     tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
 
     Then, for example:
@@ -122,11 +125,32 @@ def serve(settings: Settings) -> None:
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
 
     tokenizer = load_tokenizer(path, config.chat_template)
-    commands = [worker_command(role, path) for role in roles]
     images = image_loader(path, settings.build(VisionConfig))
+    part = _part(settings, pool, images is not None)
+    commands = [[*worker_command(role, path), *part] for role in roles]
+    encoder = _encoder_command(shared, path, part) if part else None
     run_server(
-        *(commands[0], tokenizer, config, name, on_listening, pool, router, commands[1], images)
+        *(commands[0], tokenizer, config, name, on_listening, pool, router),
+        *(commands[1], images, encoder),
     )
+
+
+def _part(settings: Settings, pool: PoolConfig, takes_images: bool) -> list[str]:
+    """What workers are told where others encode images: their part, and how features come."""
+    if not pool.encoder:
+        return []
+    if not takes_images:
+        raise SettingsError("--encoder: the model takes no images")
+    if settings.get("attention-dp"):
+        raise SettingsError("--encoder does not go with --attention-dp: give one of them")
+    return ["--part", "language", "--feature-connector", _connector(settings, pool)]
+
+
+def _encoder_command(settings: Settings, path: Path, part: list[str]) -> list[str]:
+    """The command line of an encoder: one rank, whatever the others have."""
+    left_out = {setting.key for setting in PARALLEL}
+    own = Settings({key: value for key, value in settings.values.items() if key not in left_out})
+    return [*worker_command(own, path), "--part", "encoder", *part[2:]]
 
 
 def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
@@ -147,22 +171,32 @@ def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
 def worker(
     settings: Settings,
     address: Annotated[str, typer.Option("--address", help="Socket of the API process.")],
+    part: Annotated[str, typer.Option("--part", help="all, language or encoder.")] = "all",
+    feature_connector: Annotated[
+        str, typer.Option("--feature-connector", help="How features of images move.")
+    ] = "none",
 ) -> None:
     """Run an engine for the API process that listens at an address."""
     from tokenmill.workers.worker_process import run_worker, send_failure
 
     set_log_level(settings.get("log-level"))
     warnings: list[str] = []
+    setup = _with_part(settings.setup(), part, feature_connector)
     try:
-        built = _build(settings, warnings.append)
+        if part == "encoder":
+            encoder, facts = _build_encoder(setup)
+        else:
+            built = _build(setup, warnings.append)
     except Exception as error:
         send_failure(address, error)
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
         raise typer.Exit(1) from None
+    if part == "encoder":
+        return run_worker(encoder, address, facts, encoder)
     built.engine.warm_up()
     facts = _facts(built, settings.get("max-queue"), warnings)
-    run_worker(built.engine, address, facts, built.engine.kv)
+    run_worker(built.engine, address, facts, built.engine.kv, built.engine.features)
 
 
 def _check_ranks(path: Path, roles: list[Settings]) -> None:
@@ -249,12 +283,39 @@ def set_log_level(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(message)s", stream=sys.stderr)
 
 
-def _build(settings: Settings, on_warning: Callable[[str], None]) -> BuiltEngine:
+def _with_part(setup: Setup, part: str, connector: str) -> Setup:
+    model = replace(setup.model, part=part)  # type: ignore[arg-type]
+    cache = replace(setup.cache, feature_connector=connector)  # type: ignore[arg-type]
+    return replace(setup, model=model, cache=cache)
+
+
+def _build_encoder(setup: Setup) -> tuple[EncoderEngine, ModelFacts]:
+    """An engine that encodes images alone, and what the front has to know of it."""
+    from tokenmill.engine.choices import resolve_setup
+    from tokenmill.engine.encoder import build_encoder
+    from tokenmill.workers.messages import ModelFacts
+
+    chosen = resolve_setup(setup)
+    with console.progress("Loading weights", size_in_bytes=True) as loaded:
+        engine = build_encoder(chosen, loaded)
+    address, model = engine.address, chosen.model
+    facts = ModelFacts(
+        max_model_len=chosen.scheduler.max_model_len,
+        vocab_size=0,
+        num_kv_blocks=address.num_blocks,
+        block_size=address.geometry.block_size,
+        dtype=model.dtype,
+        device=model.device,
+        kv=address,
+    )
+    return engine, facts
+
+
+def _build(setup: Setup, on_warning: Callable[[str], None]) -> BuiltEngine:
     from tokenmill.engine.build import build_engine
     from tokenmill.engine.choices import resolve_setup
     from tokenmill.text.tokenizer import load_tokenizer
 
-    setup = settings.setup()
     vocab = load_tokenizer(setup.model.model).grammar_vocab()
     with (
         console.progress("Loading weights", size_in_bytes=True) as loaded,

@@ -19,7 +19,7 @@ URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
 SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
 OUTPUT = (SETTINGS["json"],)
-COUNTS = ("workers", "prefill", "decode")
+COUNTS = ("workers", "prefill", "decode", "encoder")
 COLUMNS = (
     ("worker", "name"),
     ("state", "state"),
@@ -59,7 +59,7 @@ def scale(settings: Settings) -> None:
     """
     counts = {key: settings.get(key) for key in COUNTS if key in settings}
     if not counts:
-        raise SettingsError("give a number of workers: --workers, --prefill or --decode")
+        raise SettingsError("give a number of workers: --workers, --prefill, --decode or --encoder")
     _show(call_server(settings, "/workers/scale", counts), settings)
 
 

@@ -46,6 +46,7 @@ class ModelConfig:
         "What drafts for --mtp: an MTP module, EAGLE or EAGLE-3 head (a safetensors file, folder "
         "or hub name), or ngram, which needs no model; the model's own module unless given.",
     )
+    part: Literal["all", "language", "encoder"] = "all"  # of a model that takes images
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class CacheConfig:
         "How KV moves to and from other engines; auto: shm on one host, nixl to others and GPUs.",
         flag="kv-connector",
     )
+    feature_connector: Literal["none", "auto", "nixl", "shm"] = "none"  # the same of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,11 @@ class PoolConfig:
         count(1, 4096),
     )
     decode: int = setting(0, "Workers that generate the answers; needs --prefill.", count(1, 4096))
+    encoder: int = setting(
+        0,
+        "Workers that only encode images; the others then do without the vision encoder.",
+        count(1, 4096),
+    )
     remote_prefill_tokens: int = setting(
         128,
         "The decode worker computes prompts with fewer uncached tokens itself.",
@@ -356,11 +363,12 @@ class PoolConfig:
 
     @property
     def num_workers(self) -> int:
-        return self.prefill + self.decode or self.workers
+        return (self.prefill + self.decode or self.workers) + self.encoder
 
     @property
     def num_processes(self) -> int:
-        return self.prefill * self.prefill_ranks + (self.decode or self.workers) * self.ranks
+        decoding = (self.decode or self.workers) * self.ranks
+        return self.prefill * self.prefill_ranks + decoding + self.encoder
 
 
 PATIENCE = number(0.1, math.inf, "SECONDS")

@@ -8,7 +8,16 @@ from hashlib import blake2b
 from struct import unpack
 
 Grid = tuple[int, int, int]  # patches in time, height and width
+FEATURES_LOST = "image_features"  # stop_reason of a request whose features did not come
 _IS_CONTENT = 1 << 62  # no token id has this bit
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureBlocks:
+    """Where another engine holds the features of an image."""
+
+    engine_id: str
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,7 @@ class ImageInput:
     grid: Grid
     content_hash: bytes  # of the two above, 32 bytes
     levels: bytes = b""  # float32 [channels, 256]: what each byte is after the normalisation
+    features: FeatureBlocks | None = None  # of an image that is encoded elsewhere, without data
 
     @classmethod
     def of(cls, data: bytes, grid: Grid) -> ImageInput:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 LEASE_S = 30.0  # how long computed blocks are held for another engine, unless told otherwise
 SHM, NIXL = "shm", "nixl"  # the connectors of one host, and of all
+FEATURES = "features [layer, token, channel]"  # layout of blocks with encoded images
 PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
 
 

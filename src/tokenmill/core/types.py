@@ -315,6 +315,10 @@ class EngineStats:
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
     num_relaxed: int = 0  # of these, those that were taken though others were drawn
     step_sums: list[float] = field(default_factory=list)  # of routing/step_rates.py
+    num_images_encoded: int = 0
+    num_images_received: int = 0  # that another engine has encoded
+    num_image_hits: int = 0  # images whose features were here when a request needed them
+    num_patches_encoded: int = 0
     num_gpus: int = 0  # or, on CPU, processes that compute
     gpu_s: float = 0.0  # time that has passed, times GPUs
     gpu_idle_s: float = 0.0  # of it, without a request to compute

@@ -50,7 +50,8 @@ from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
-from tokenmill.layers.linear import ComputeType
+from tokenmill.kv.features import FeatureReader
+from tokenmill.layers.linear import ComputeType, activation_dtype
 from tokenmill.models import family_of
 from tokenmill.models.checkpoints.shards import local_spec, plan_layout, wanted
 from tokenmill.models.checkpoints.store import resolve_draft, shipped_mtp
@@ -196,7 +197,8 @@ def load_part(
     draft_files = _open_draft(checkpoint, model, ranks) if has_module else {}  # finds a wrong one
     max_len = scheduler.max_model_len
     loaded: ComputeType = "bf16" if narrow else dtype
-    network = _load(checkpoint, loaded, max_len, device, layout, progress)
+    alone = model.part == "language"
+    network = _load(checkpoint, loaded, max_len, device, layout, progress, alone)
     mtp = _load_draft(draft_files, network, loaded) if has_module else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     # With a layer of KV for the module.
@@ -227,15 +229,17 @@ def make_engine(
 ) -> tuple[LanguageEngine, ModelRunner]:
     """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
     scheduler = replace(setup.scheduler, max_model_len=part.max_model_len)
-    cache, execution = setup.cache, setup.execution
+    cache, execution, dtype = setup.cache, setup.execution, setup.model.dtype
     on_gpu, block_size = setup.model.device == "cuda", cache.block_size
-    assert block_size is not None
+    assert block_size is not None and dtype != "auto"
     # Requests that ended in a step under way keep their slots until it is over.
     num_slots, max_len = 2 * scheduler.num_seqs, scheduler.max_model_len
     runner = ModelRunner(
         network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution),
         part.groups.sliding,
     )  # fmt: skip
+    if runner.images is not None:
+        runner.images.away = setup.model.part == "language"
     if part.narrow:
         quantize(runner)
     _warm_up(runner, setup, part.kv_tokens, grammar_vocab is not None)
@@ -258,6 +262,11 @@ def make_engine(
     policy.looks_up = setup.model.draft == NGRAM
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
+    features = None
+    if runner.images is not None and runner.images.away:
+        types = activation_dtype(dtype), setup.model.device
+        way = cache.feature_connector
+        features = FeatureReader.open(way, runner.images, policy.images, max_len, *types)
     engine = LanguageEngine(
         policy,
         runner,
@@ -265,6 +274,7 @@ def make_engine(
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
         kv=kv,
+        features=features,
         drafting=_drafting(execution, policy.looks_up),
         vision=spec.vision,
     )
@@ -376,9 +386,17 @@ def _load(
     device: str,
     layout: Layout,
     progress: Progress | None,
+    alone: bool = False,
 ) -> Decoder:
+    """The model, or without its vision encoder where it is to be `alone`."""
     spec = checkpoint.spec
-    tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
+    needs, encoder = wanted(spec, layout), family_of(spec).encoder
+    left_out = encoder.prefix if alone and encoder is not None else None
+    tensors = checkpoint.tensors(
+        progress,
+        device,
+        lambda name: needs(name) and (left_out is None or not name.startswith(left_out)),
+    )
     return family_of(spec).model(spec, tensors, dtype, max_len, device, layout)
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv_events import Dump, EventPublisher
@@ -27,6 +27,9 @@ from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.routing.step_rates import StepSums
 from tokenmill.sched.scheduler import Batch, Scheduler
+
+if TYPE_CHECKING:
+    from tokenmill.kv.features import FeatureReader
 
 _BLOCKED_WAIT_S = 0.001  # how long a step without a batch waits for blocks that others free
 
@@ -72,6 +75,7 @@ class LanguageEngine:
         clock: Callable[[], int] = time.monotonic_ns,
         launcher: Launcher | None = None,
         kv: KVTransfer | None = None,
+        features: FeatureReader | None = None,
         drafting: Drafting | None = None,
         vision: VisionSpec | None = None,
     ) -> None:
@@ -80,6 +84,7 @@ class LanguageEngine:
         self._runner = runner
         self._launcher = launcher
         self.kv = kv
+        self.features = features  # of images that others encode
         # Launched at a time, its tokens not known yet.
         self._in_flight: tuple[Batch, Launched, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
@@ -125,6 +130,8 @@ class LanguageEngine:
             self._meter.idle(now_ns)
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
+        if self.features is not None:
+            self.features.poll(self._lose)
         self._admit(now_ns)
         to_draft = 0 if self.drafting is None else self.drafting.choose()
         drafts = to_draft or self._scheduler.drafting
@@ -143,7 +150,7 @@ class LanguageEngine:
             counts = self._scheduler.draft_counts
             self.drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
         self._computing = bool(batch.items or self._in_flight) and self.has_work()
-        return outputs
+        return outputs if self.features is None else self.features.pass_on(outputs)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
@@ -155,7 +162,8 @@ class LanguageEngine:
     def has_work(self) -> bool:
         """True while a step() would do something."""
         waiting = bool(self._finished or self._structured.num_waiting or self._in_flight)
-        return waiting or self._scheduler.has_work()
+        reading = self.features is not None and self.features.busy
+        return waiting or reading or self._scheduler.has_work()
 
     def drain(self) -> None:
         """Refuse new requests from now on; those already here run to their end."""
@@ -202,7 +210,8 @@ class LanguageEngine:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._structured:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        problem = self._out_of_vocabulary(request) or image_problem(request, self._vision)
+        away = self.features is not None
+        problem = self._out_of_vocabulary(request) or image_problem(request, self._vision, away)
         if problem:
             return "invalid_request", problem
         if request.kv_from is not None or request.hold_kv_s is not None:
@@ -264,7 +273,7 @@ class LanguageEngine:
         return outputs
 
     def _lose(self, request_id: str, stop_reason: str, message: str) -> None:
-        """End a request whose KV will not come."""
+        """End a request whose KV or whose images will not come."""
         if self._structured.cancel(request_id):
             self._end(request_id, End(FinishReason.ERROR, stop_reason, message))
         else:
@@ -276,6 +285,8 @@ class LanguageEngine:
         if sampling.structured is not None or sampling.prompt_logprobs is not None:
             self._host_bound.add(request.request_id)
         self._scheduler.add(request)
+        if self.features is not None and request.kv_from is None:
+            self._scheduler.images.expect(request)
 
     # A step, phase by phase.
 
@@ -291,7 +302,7 @@ class LanguageEngine:
         """Give others a moment instead of spinning: compile threads, engines that read blocks."""
         if self._structured.num_waiting:
             self._structured.wait()
-        elif self.kv is not None and self.has_work():
+        elif (self.kv is not None or self.features is not None) and self.has_work():
             time.sleep(_BLOCKED_WAIT_S)
 
     def _execute(self, batch: Batch) -> list[RequestOutput]:

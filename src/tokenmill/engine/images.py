@@ -58,7 +58,8 @@ class StepImages:
     """Makes the rows of a step that are parts of images; owns the features of encoded ones."""
 
     def __init__(self, model: Encoder, vision: VisionSpec, staging: Staging) -> None:
-        self._model, self._vision, self._staging = model, vision, staging
+        self._model, self.vision, self._staging = model, vision, staging
+        self.away = False  # other engines encode
         self._features: dict[bytes, torch.Tensor] = {}  # by content, [1 + layers, tokens, hidden]
 
     def __len__(self) -> int:
@@ -66,7 +67,11 @@ class StepImages:
 
     def placement(self, seq: Sequence) -> Placement:
         """The positions of a sequence with images."""
-        return Placement(seq.request.images, self._vision.merge_size)
+        return Placement(seq.request.images, self.vision.merge_size)
+
+    def put(self, content: bytes, features: torch.Tensor) -> None:
+        """Keep the features of an image that another engine has encoded."""
+        self._features[content] = features
 
     def forget(self, contents: list[bytes]) -> None:
         """Drop the features of images."""
@@ -76,9 +81,11 @@ class StepImages:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Encode images of zeros: one alone, and several together."""
-        side = 8 * self._vision.merge_size
+        if self.away:
+            return
+        side = 8 * self.vision.merge_size
         for count in (1, 4):
-            shape = count * side**2, self._vision.patch_dim
+            shape = count * side**2, self.vision.patch_dim
             pixels = torch.zeros(shape, device=self._staging.device)
             self._model.encode(pixels, [(1, side, side)] * count)
 
@@ -125,7 +132,7 @@ class StepImages:
 
     def _sent(self, images: list[ImageInput]) -> torch.Tensor:
         """Patches of images one after the other on the device, [patches, patch_dim]."""
-        parts = [normalised(image, self._vision, self._staging.device) for image in images]
+        parts = [normalised(image, self.vision, self._staging.device) for image in images]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -68,13 +68,19 @@ class KVLink:
         """Connectors over a cache, and how a peer reaches it."""
         # Layers of different groups share tensors.
         tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
+        return self.offer(tensors, geometry(spec, tensors, dtype, block_size), num_blocks)
+
+    def offer(
+        self, tensors: list[torch.Tensor], shape: KVGeometry, num_blocks: int
+    ) -> tuple[list[OwnConnector], KVAddress]:
+        """Connectors over tensors [blocks, ...], and how a peer reaches them."""
         connectors: list[OwnConnector] = [
             CONNECTORS[name].over(self.engine_id, tensors, self.pages) for name in self.connectors
         ]
         return connectors, KVAddress(
             engine_id=self.engine_id,
             host=host_identity(),
-            geometry=geometry(spec, tensors, dtype, block_size),
+            geometry=shape,
             num_blocks=num_blocks,
             ways=tuple(KVWay(c.name, c.regions, c.endpoint) for c in connectors),
         )

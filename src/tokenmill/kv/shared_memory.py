@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from tokenmill.kv.transfer import Run, TransferError
 if TYPE_CHECKING:
     import torch
 
+Number = TypeVar("Number", bound=np.number[Any])
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block]
 
 
@@ -31,7 +32,7 @@ class SharedPages:
         self.fd = os.memfd_create(f"tokenmill-{engine_id}")
         self.num_bytes = 0
 
-    def zeros(self, shape: tuple[int, ...], kind: type[np.floating]) -> NDArray[np.floating]:
+    def zeros(self, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
         """An array in pages of its own, which take no memory before their first use."""
         count = int(np.prod(shape))
         used = count * np.dtype(kind).itemsize

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from tokenmill.core.images import Grid
 from tokenmill.core.specs.fields import Settings, fixed
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 
 if TYPE_CHECKING:
+    import torch
+
+    from tokenmill.layers.linear import ComputeType, Device, Tensors
     from tokenmill.models.decoder import Decoder
 
 Shape = tuple[int, ...]
@@ -82,6 +86,22 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderPart:
+    """The vision encoder of a family, by itself."""
+
+    prefix: str  # of its tensors' names
+    load: Callable[[ModelSpec, Tensors, ComputeType, Device], ImageEncoder]
+
+
+class ImageEncoder(Protocol):
+    """Turns the patches of images into the features of each one's tokens."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def __call__(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """All of a family; FAMILY at the end of its module."""
 
@@ -90,3 +110,4 @@ class Family:
     layer_tensors: Callable[[ModelSpec, int], dict[str, Shape]]  # of layer i: short name -> shape
     model: type[Decoder]
     outer_tensors: Callable[[ModelSpec], dict[str, Shape]] = lambda spec: {}  # of no text layer
+    encoder: EncoderPart | None = None  # of a model that takes images

@@ -22,9 +22,9 @@ from tokenmill.core.specs.vision import read_vision
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.images import ImageRows
-from tokenmill.layers.linear import Tensors
+from tokenmill.layers.linear import ComputeType, Device, Tensors
 from tokenmill.models.decoder import KVCache, Layer
-from tokenmill.models.family import Architecture, Family, Shape
+from tokenmill.models.family import Architecture, EncoderPart, Family, Shape
 from tokenmill.models.llama import Llama
 from tokenmill.models.names import attention_tensors, feed_forward_tensors, norm_tensors
 from tokenmill.models.qwen import read_experts
@@ -74,6 +74,7 @@ _VISION: Settings = {
 }
 _PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}
 _FIXED: Settings = {"mlp_bias": False}
+_VISUAL = "visual."  # before the names of the encoder's tensors
 ARCHITECTURES = {
     "Qwen3VLForConditionalGeneration": Architecture(
         model_type="qwen3_vl",
@@ -134,20 +135,21 @@ def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
 
 def outer_tensors(spec: ModelSpec) -> dict[str, Shape]:
     assert spec.vision is not None
-    return {f"visual.{name}": shape for name, shape in vision_tensors(spec.vision).items()}
+    return {f"{_VISUAL}{name}": shape for name, shape in vision_tensors(spec.vision).items()}
 
 
 class Qwen3VL(Llama):
     """Qwen3 with a vision encoder before it."""
 
-    visual: VisionEncoder
+    visual: VisionEncoder | None = None  # None: images are encoded elsewhere
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
         layers, outer = super()._load(tensors)
-        names = [name for name in outer if name.startswith("visual.")]
-        own = {name.removeprefix("visual."): outer.pop(name) for name in names}
+        names = [name for name in outer if name.startswith(_VISUAL)]
+        own = {name: outer.pop(name) for name in names}
         assert self.full.vision is not None
-        self.visual = VisionEncoder(self.full.vision, own, self.dtype, self.device)
+        if own:
+            self.visual = _load_encoder(self.full, own, self.dtype, self.device)
         self.axes = _axes(self.full.vision.rope_sections).to(self.device)
         return layers, outer
 
@@ -156,10 +158,12 @@ class Qwen3VL(Llama):
 
         On CPU each is encoded by itself, so that its features do not depend on others.
         """
+        assert self.visual is not None
         if pixels.is_cuda:
             return self.visual(pixels, grids)
         parts = pixels.split([prod(grid) for grid in grids])
-        return [self.visual(part, [grid])[0] for part, grid in zip(parts, grids, strict=True)]
+        visual = self.visual
+        return [visual(part, [grid])[0] for part, grid in zip(parts, grids, strict=True)]
 
     def forward(
         self,
@@ -195,7 +199,7 @@ class Qwen3VL(Llama):
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + self.visual.num_bytes
+        return super().num_bytes + (0 if self.visual is None else self.visual.num_bytes)
 
 
 def _axes(sections: tuple[int, int, int]) -> torch.Tensor:
@@ -206,4 +210,19 @@ def _axes(sections: tuple[int, int, int]) -> torch.Tensor:
     return axes
 
 
-FAMILY = Family(ARCHITECTURES, read_spec, layer_tensors, Qwen3VL, outer_tensors)
+def _load_encoder(
+    spec: ModelSpec, tensors: Tensors, dtype: ComputeType, device: Device
+) -> VisionEncoder:
+    assert spec.vision is not None
+    own = {name.removeprefix(_VISUAL): tensor for name, tensor in tensors.items()}
+    return VisionEncoder(spec.vision, own, dtype, device)
+
+
+FAMILY = Family(
+    ARCHITECTURES,
+    read_spec,
+    layer_tensors,
+    Qwen3VL,
+    outer_tensors,
+    EncoderPart(_VISUAL, _load_encoder),
+)

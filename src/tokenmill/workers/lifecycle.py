@@ -13,7 +13,7 @@ import msgspec
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.workers.handover import Handovers
+from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.link import Spawn, WorkerStartError
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.migration import Migration
@@ -22,7 +22,7 @@ from tokenmill.workers.slot import Role, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
-PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
+PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d", "encoder": "e"}  # of names
 MAX_BACKOFF_S = 30.0
 POLL_S = 0.02
 GRACE_S = 5.0  # for a worker that leaves to exit
@@ -37,7 +37,13 @@ def roles_of(config: PoolConfig) -> list[Role]:
     counts: dict[Role, int] = {"both": config.workers}
     if config.prefill or config.decode:
         counts = {"prefill": config.prefill, "decode": config.decode}
+    counts["encoder"] = config.encoder
     return [role for role in counts for _ in range(counts[role])]
+
+
+def is_language(slot: WorkerSlot) -> bool:
+    """True for a worker that takes requests, whole or in part."""
+    return slot.role != "encoder"
 
 
 def of_role(facts: ModelFacts, role: Role) -> ModelFacts:
@@ -145,7 +151,10 @@ class Lifecycle:
             if slot is None:
                 known = ", ".join(self._slots)
                 raise PoolError(f"worker: there is no {name!r}; the pool has {known}")
-            if slot.role != "prefill" and not set(self._routers.main.workers) - {name}:
+            if slot.role == "encoder" and len(self.of_role("encoder")) == 1:
+                raise PoolError(f"worker: {name!r} is the only encoder; start another")
+            taking = slot.role in ("both", "decode")
+            if taking and not set(self._routers.main.workers) - {name}:
                 raise PoolError(
                     f"worker: {name!r} is the only one that takes requests; start another"
                 )
@@ -162,7 +171,8 @@ class Lifecycle:
     def _slot(self, role: Role) -> WorkerSlot:
         name = f"{PREFIXES[role]}{self._num_named[role]}"
         self._num_named[role] += 1
-        on_message = self._requests.on_message
+        requests = self._requests
+        on_message = requests.on_encoder_message if role == "encoder" else requests.on_message
         slot = WorkerSlot(name, self._spawns[role], self._config, on_message, self._host, role)
         self._slots[name] = slot
         return slot
@@ -186,8 +196,9 @@ class Lifecycle:
 
     def _agree(self, slot: WorkerSlot, facts: ModelFacts) -> None:
         """Limit the pool to what this worker can do, too, and log its warnings."""
-        binding = of_role(facts, slot.role)
-        self.facts = agreed(self.facts or binding, binding)
+        if slot.role != "encoder":
+            binding = of_role(facts, slot.role)
+            self.facts = agreed(self.facts or binding, binding)
         for warning in facts.warnings:
             _log.warning("worker %s: %s", slot.name, warning)
 
@@ -229,8 +240,13 @@ class Lifecycle:
             slot.name,
             self._config.max_restarts,
         )
-        if all(other.state == "failed" for other in self._slots.values()):
-            self._requests.fail_all(f"the engine stopped: {slot.last_failure}", "worker_died")
+        message = f"the engine stopped: {slot.last_failure}"
+        if slot.role == "encoder":
+            if all(other.state == "failed" for other in self.of_role("encoder")):
+                self._requests.no_encoder(f"images cannot be encoded: {message}")
+            return
+        if all(other.state == "failed" for other in self._slots.values() if is_language(other)):
+            self._requests.fail_all(message, "worker_died")
             self.gave_up.set()
 
     async def _remove(self, slot: WorkerSlot, timeout_s: float = 30.0) -> None:

@@ -13,12 +13,14 @@ import logging
 import time
 from collections.abc import Iterable
 
+from tokenmill.core.images import FEATURES_LOST
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, RequestOutput
 from tokenmill.routing.suspects import Suspects
 from tokenmill.workers.accounts import Accounts
 from tokenmill.workers.assignment import Assignment
-from tokenmill.workers.handover import Handovers
+from tokenmill.workers.exchange.encoding import Encodings
+from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import (
     Abort,
     FromWorker,
@@ -39,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # before a request that a full worker refused is routed again
 BUSY = ("queue_full", "draining")  # why a worker may refuse what another would take
+MAX_LOSSES = 3  # times that the features of a request's images may be lost on their way
 NOT_HERE = (*BUSY, "no_capacity", "too_long")  # why a prefill worker may refuse it
 
 
@@ -52,8 +55,9 @@ class Migration:
         assignment: Assignment,
         suspects: Suspects[OpenRequest],
         accounts: Accounts,
+        encodings: Encodings,
     ) -> None:
-        self._accounts = accounts
+        self._accounts, self._encodings = accounts, encodings
         self.open: dict[str, OpenRequest] = {}
         self.num_migrations = 0
         self._routers = routers
@@ -91,8 +95,26 @@ class Migration:
             self._retry.cancel()
 
     def at(self, slot: WorkerSlot) -> list[OpenRequest]:
-        """The requests that a worker computes, decodes, or holds KV for."""
+        """The requests that a worker computes, decodes, holds KV for, or encodes images of."""
+        if slot.role == "encoder":
+            return [e for e in self.open.values() if self._encodings.is_at(e, slot)]
         return [e for e in self.open.values() if e.slot is slot or e.source is slot]
+
+    def encoded(self, entry: OpenRequest) -> None:
+        """Send a request on whose images are encoded."""
+        self._held.append(entry)
+        self._send_held()
+
+    def no_encoder(self, message: str) -> None:
+        """No encoder is left: requests that wait for one end in ERROR, as later ones do."""
+        self._encodings.give_up(message)
+
+    def fail(
+        self, entry: OpenRequest, reason: FinishReason, message: str, stop_reason: str
+    ) -> None:
+        """End a request that no worker has."""
+        self._close(entry, failed=True)
+        entry.put_end(reason, message, stop_reason)
 
     # Workers come and go.
 
@@ -100,6 +122,7 @@ class Migration:
         """Let a worker take requests; those that waited for one go first."""
         self._routers.welcome(slot, self.open.values())
         self._handovers.connect(slot)
+        self._encodings.worker_ready(slot)
         self._send_held()
 
     def worker_down(self, slot: WorkerSlot) -> None:
@@ -108,16 +131,17 @@ class Migration:
         self._routers.remove(slot)
         lost = self.at(slot)
         self._handovers.disconnect(slot)
+        self._encodings.worker_down(slot)
         for entry in self._suspects.died(lost):
-            self._close(entry, failed=True)
             message = f"the engine stopped: {slot.last_failure}"
-            entry.put_end(FinishReason.ERROR, message, "worker_died")
+            self.fail(entry, FinishReason.ERROR, message, "worker_died")
         self._migrate([e for e in lost if e.request.request_id in self.open], slot.last_failure)
         self._handovers.on_gone(slot)
 
     def worker_left(self, slot: WorkerSlot) -> None:
         """Abort the requests of a worker that leaves the pool, and send them to others."""
         late = self.at(slot)
+        self._encodings.worker_down(slot)
         slot.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {slot.name} left the pool")
 
@@ -154,6 +178,10 @@ class Migration:
             case LeasesExpired(request_ids=request_ids):
                 late = [e for e in self._find_all(request_ids) if e.source is slot]
                 self._keep_and_migrate(late, "its lease expired")
+
+    def on_encoder_message(self, slot: WorkerSlot, message: FromWorker) -> None:
+        """Pass on what an encoder says."""
+        self._encodings.on_message(slot, message)
 
     # Outputs.
 
@@ -221,9 +249,14 @@ class Migration:
     ) -> bool:
         """A request that was taken once is not refused because the next worker is full.
 
-        Nor does it end because its KV did not arrive.
+        Nor does it end because its KV or the features of its images did not arrive.
         """
         why = output.stop_reason
+        if why == FEATURES_LOST and entry.num_images_lost < MAX_LOSSES:
+            entry.num_images_lost += 1
+            self._encodings.release(entry)
+            self._migrate([entry], output.error or "")
+            return True
         if why == "kv_transfer" and not entry.stays:
             self._keep_and_migrate([entry], output.error or "")
             return True

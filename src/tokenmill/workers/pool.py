@@ -1,8 +1,9 @@
 """The worker pool: routes requests to workers, and continues them elsewhere when a worker dies.
 
-The pool wires four objects: Routers know who may be chosen, Handovers move prompts from prefill to
-decode workers, Migration owns the open requests, and Lifecycle owns the worker slots. Without a
-decode worker, prefill workers also generate.
+The pool wires five objects: Routers know who may be chosen, Encodings have images encoded by
+workers of their own, Handovers move prompts from prefill to decode workers, Migration owns the open
+requests, and Lifecycle owns the worker slots. Without a decode worker, prefill workers also
+generate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tokenmill.routing.suspects import Suspects
 from tokenmill.sched.cache.blocks import U64
 from tokenmill.workers.accounts import Accounts, AccountsView
 from tokenmill.workers.assignment import Assignment
-from tokenmill.workers.handover import Handovers
+from tokenmill.workers.exchange.encoding import Encodings
+from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.lifecycle import PREFIXES, Lifecycle, roles_of
 from tokenmill.workers.link import Spawn, WorkerDownError
 from tokenmill.workers.messages import ModelFacts
@@ -45,6 +47,7 @@ class WorkerPool:
         router: RouterConfig | None = None,
         host: str | None = None,
         prefill_spawn: Spawn | None = None,
+        encoder_spawn: Spawn | None = None,
     ) -> None:
         config = self.config = config or PoolConfig()
         slots: dict[str, WorkerSlot] = {}  # one view for all; the lifecycle changes it
@@ -53,15 +56,28 @@ class WorkerPool:
         self.routers = Routers(router or RouterConfig(), self.slots)
         self._accounts = Accounts()
         self.handovers = Handovers(rule, self.slots, self.routers, self._accounts)
+        self.encodings = Encodings(
+            self.slots,
+            config.encoder > 0,
+            lambda entry: self._requests.encoded(entry),
+            lambda *how: self._requests.fail(*how),
+        )
+        self._accounts.on_settled = self.encodings.release
         self._assignment = Assignment(
-            self.slots, self.routers, self.handovers, config.kv_lease_s, self._accounts
+            self.slots,
+            self.routers,
+            self.handovers,
+            config.kv_lease_s,
+            self._accounts,
+            self.encodings,
         )
         suspects: Suspects[OpenRequest] = Suspects(config.max_migrations)
         self._requests = Migration(
-            self.routers, self.handovers, self._assignment, suspects, self._accounts
+            self.routers, self.handovers, self._assignment, suspects, self._accounts, self.encodings
         )
         spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
         spawns["prefill"] = prefill_spawn or spawn
+        spawns["encoder"] = encoder_spawn or spawn
         self._lifecycle = Lifecycle(
             slots, spawns, config, self._requests, self.routers, self.handovers, host
         )

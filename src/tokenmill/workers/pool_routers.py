@@ -32,6 +32,11 @@ class Routers:
         """Workers that take requests."""
         return len(self.main.workers) + len(self.prefill.workers)
 
+    @property
+    def _taking(self) -> list[WorkerSlot]:
+        """The slots that take requests: all but encoders."""
+        return [slot for slot in self._slots.values() if slot.role != "encoder"]
+
     def of(self, slot: WorkerSlot) -> Router:
         """The router that may choose a slot."""
         return self.prefill if slot.role == "prefill" else self.main
@@ -47,7 +52,7 @@ class Routers:
         """
         if self._policy() != self.main.config.policy:
             self.renew(requests)
-        elif slot.state == "ready":
+        elif slot.state == "ready" and slot.role != "encoder":
             self._introduce(slot)
 
     def remove(self, slot: WorkerSlot) -> None:
@@ -56,8 +61,8 @@ class Routers:
 
     def renew(self, requests: Iterable[OpenRequest]) -> None:
         """Replace the routers by new ones, which learn of the slots and of all running requests."""
-        there = [slot for slot in self._slots.values() if slot.ready and slot.state == "ready"]
-        sizes = [slot.facts.block_size for slot in self._slots.values() if slot.facts is not None]
+        there = [slot for slot in self._taking if slot.ready and slot.state == "ready"]
+        sizes = [slot.facts.block_size for slot in self._taking if slot.facts is not None]
         if not sizes:
             return
         config = replace(self._asked, policy=self._policy(), block_size=sizes[0])
@@ -86,8 +91,8 @@ class Routers:
 
     def learn(self) -> None:
         """Fit the cost of a step to what all workers have reported."""
-        if len(self._slots) > 1:
-            told = [slot.stats().step_sums for slot in self._slots.values()]
+        if len(self._taking) > 1:
+            told = [slot.stats().step_sums for slot in self._taking]
             sums = [sum(column) for column in zip(*(s for s in told if s), strict=True)]
             if sums:
                 self._set_rates(fit_rates(sums))
@@ -98,7 +103,7 @@ class Routers:
             router.learn_rates(rates)
 
     def _policy(self) -> RouterPolicy:
-        return self._asked.policy if len(self._slots) > 1 else "round-robin"
+        return self._asked.policy if len(self._taking) > 1 else "round-robin"
 
     def _introduce(self, slot: WorkerSlot) -> None:
         router = self.of(slot)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 RATE_WINDOW_S = 10
 BUSY_SAMPLES = 60  # signs of life over which busy() is a mean
 State = Literal["starting", "ready", "draining", "restarting", "failed"]
-Role = Literal["both", "prefill", "decode"]
+Role = Literal["both", "prefill", "decode", "encoder"]
 
 
 OnMessage = Callable[["WorkerSlot", FromWorker], None]

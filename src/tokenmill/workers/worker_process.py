@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.kv import KVExchange
+from tokenmill.core.kv import FEATURES, KVAddress, KVExchange
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import Engine, TokenmillError
 from tokenmill.workers.link import beat
@@ -55,11 +55,16 @@ LINGER_MS = 2_000  # last words may take this long to leave
 
 
 def run_worker(
-    engine: Engine, address: str, facts: ModelFacts, kv: KVExchange | None = None
+    engine: Engine,
+    address: str,
+    facts: ModelFacts,
+    kv: KVExchange | None = None,
+    features: FeaturePeer | None = None,
 ) -> None:
     """Announce the engine at `address` and run its step loop until the API process ends it.
 
-    `kv` is the engine's own, where its KV moves to or from other engines.
+    `kv` is the engine's own, where its KV moves to or from other engines, and `features` where it
+    reads the features of images from others.
     An exception out of the engine is sent to the API process as its last words, then raised.
     """
     _leave_signals_to_the_parent()
@@ -67,7 +72,7 @@ def run_worker(
     try:
         link.send(Ready(facts, time.monotonic_ns()))
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        _Loop(engine, link, kv).run()
+        _Loop(engine, link, kv, features).run()
     except Exception as error:
         link.send(Failed(describe(error)))
         raise
@@ -161,11 +166,25 @@ class Metered(Protocol):
     def costs(self) -> dict[str, Cost]: ...
 
 
+class FeaturePeer(Protocol):
+    """Reads features of images from encoders."""
+
+    def connect(self, peer: KVAddress) -> str | None: ...
+
+    def disconnect(self, engine_id: str) -> None: ...
+
+
 class _Loop:
-    def __init__(self, engine: Engine, link: FrontLink, kv: KVExchange | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: FrontLink,
+        kv: KVExchange | None,
+        features: FeaturePeer | None = None,
+    ) -> None:
         self._engine = engine
         self._link = link
-        self._kv = kv
+        self._kv, self._features = kv, features
         self._packer = OutputPacker()
         self._publisher: EventPublisher | None = None
         self._running = True
@@ -215,10 +234,26 @@ class _Loop:
                     self._publish()
                 case Shutdown():
                     self._running = False
-                case message if self._kv is not None:
-                    self._move_kv(message, self._kv)
-                case ConnectKV(peer=peer):
-                    self._link.send(KVConnected(peer.engine_id, "it has no --kv-connector"))
+                case message:
+                    self._move(message)
+
+    def _move(self, message: KVToWorker) -> None:
+        """Take what is about the memory of other engines: features of images, or KV."""
+        if isinstance(message, ConnectKV) and message.peer.geometry.layout == FEATURES:
+            error = self._connect_features(message.peer)
+            self._link.send(KVConnected(message.peer.engine_id, error))
+            return
+        if isinstance(message, DisconnectKV) and self._features is not None:
+            self._features.disconnect(message.engine_id)
+        if self._kv is not None:
+            self._move_kv(message, self._kv)
+        elif isinstance(message, ConnectKV):
+            self._link.send(KVConnected(message.peer.engine_id, "it has no --kv-connector"))
+
+    def _connect_features(self, peer: KVAddress) -> str | None:
+        if self._features is None:
+            return "it encodes images itself"
+        return self._features.connect(peer)
 
     def _costs(self) -> dict[str, Cost]:
         return self._engine.costs() if isinstance(self._engine, Metered) else {}

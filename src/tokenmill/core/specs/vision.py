@@ -70,19 +70,20 @@ class VisionSpec:
         return num_patches * each + 2 * num_patches // self.merge_size**2 * token
 
 
-def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
-    """What is wrong with the images of a request, in a sentence; None: nothing."""
+def image_problem(request: Request, vision: VisionSpec | None, away: bool = False) -> str | None:
+    """What is wrong with the images of a request, in a sentence; None: nothing.
+
+    Where images are encoded `away` from the engine, it takes their features, else their patches.
+    """
     if not request.images:
         return None
     if vision is None:
         return "images: this model takes text alone"
     end = 0
     for index, span in enumerate(request.images):
-        name, (_, height, width) = f"images[{index}]", span.image.grid
-        merge, num_prompt = vision.merge_size, len(request.prompt_token_ids)
-        if min(span.image.grid) < 1 or height % merge or width % merge:
-            return f"{name}.grid must be multiples of {merge}, got {span.image.grid}"
-        if (problem := _data_problem(span.image, vision)) is not None:
+        name, num_prompt = f"images[{index}]", len(request.prompt_token_ids)
+        merge = vision.merge_size
+        if (problem := patches_problem(span.image, vision, away)) is not None:
             return f"{name}.{problem}"
         if span.num_tokens != span.image.num_tokens(merge):
             wanted = f"{span.image.num_tokens(merge)} as its grid says"
@@ -94,8 +95,18 @@ def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
     return None
 
 
+def patches_problem(image: ImageInput, vision: VisionSpec, away: bool = False) -> str | None:
+    """What is wrong with an image by itself."""
+    merge, (_, height, width) = vision.merge_size, image.grid
+    if min(image.grid) < 1 or height % merge or width % merge:
+        return f"grid must be multiples of {merge}, got {image.grid}"
+    if away != (image.features is not None):
+        wanted = "has no encoder and needs them" if away else "encodes images itself"
+        return f"features: this engine {wanted}"
+    return None if away else _data_problem(image, vision)
+
+
 def _data_problem(image: ImageInput, vision: VisionSpec) -> str | None:
-    """What is wrong with the size of an image's patches."""
     numbers, levels = image.num_patches * vision.patch_dim, 4 * 256 * vision.in_channels
     if len(image.levels) not in (0, levels):
         return f"levels must be {levels} bytes, got {len(image.levels)}"

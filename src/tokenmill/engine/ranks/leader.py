@@ -51,7 +51,7 @@ class LeadingEngine:
     ) -> None:
         self._engine, self._group, self._rebalancer = engine, group, rebalancer
         self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
-        self.warm_up, self.kv = engine.warm_up, engine.kv
+        self.warm_up, self.kv, self.features = engine.warm_up, engine.kv, engine.features
         self.kv_events, self.kv_dump = engine.kv_events, engine.kv_dump
         self.costs = engine.costs
 
@@ -138,6 +138,7 @@ class DataParallelEngine:
         self._rank_of: dict[str, int] = {}  # of open requests
         self._states = [own.state() for _ in range(group.size)]  # all alike before the first round
         self.kv = None if own.engine.kv is None else RanksExchange(own.engine.kv, group)
+        self.features = None  # --attention-dp encodes on each rank
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.types import Request
 from tokenmill.sched.sequence import Sequence
 
 STEPS = 2  # the cache holds as many patches as so many steps encode
@@ -16,6 +17,9 @@ class EncoderCache:
     A step encodes as many patches as its budget has, or one image that has more. What no running
     sequence is in the middle of may be dropped, the least recently used first, once there is no
     room: whoever waits for room waits for sequences that have what they need to go on.
+
+    An image that is encoded elsewhere costs no budget; it is wanted as soon as it is reached, and
+    its sequence waits until it has arrived.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -25,7 +29,13 @@ class EncoderCache:
         self._num_held = 0
         self._users: list[tuple[Sequence, ImageSpan]] = []
         self._dropped: list[bytes] = []
+        self._unused: set[bytes] = set()  # content that is here and that no sequence has used
+        self._arriving: dict[bytes, set[str]] = {}  # content: the requests that wait for it
+        self._wanted: list[ImageInput] = []
         self.num_encoded = 0  # images so far
+        self.num_patches = 0  # of these
+        self.num_received = 0  # images that were encoded elsewhere
+        self.num_hits = 0  # images that were here when a sequence reached them
 
     def begin(self) -> None:
         """A step is being chosen: its budget is whole, and ended or passed images are free."""
@@ -44,9 +54,44 @@ class EncoderCache:
             if span.offset >= first + num_new:
                 break
             if not self._take(span.image):
-                return max(0, span.offset - first)
+                if span.image.content_hash in self._arriving:
+                    self._arriving[span.image.content_hash].add(seq.request_id)
+                # Without a budget a prompt is not split.
+                num_new = 0 if self._budget is None else max(0, span.offset - first)
+                break
             self._users.append((seq, span))
+        self._count_hits(seq, first, num_new)
         return num_new
+
+    def expect(self, request: Request) -> None:
+        """Want a new request's images before it is its turn, as far as there is room."""
+        for image in (span.image for span in request.images if span.image.features is not None):
+            capacity = STEPS * (self._budget or image.num_patches)
+            fits = self._num_held + image.num_patches <= capacity
+            if image.content_hash not in self._held and fits:
+                self._want(image)
+            if image.content_hash in self._arriving:
+                self._arriving[image.content_hash].add(request.request_id)
+
+    def take_wanted(self) -> list[ImageInput]:
+        """The images that have to be read from where they were encoded, each once."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def seekers(self, image: ImageInput) -> set[str]:
+        """The requests that wait for an image on its way."""
+        return self._arriving.get(image.content_hash, set())
+
+    def arrived(self, image: ImageInput) -> None:
+        """The features of a wanted image are here."""
+        del self._arriving[image.content_hash]
+        self._unused.add(image.content_hash)
+        self.num_received += 1
+
+    def lost(self, image: ImageInput) -> set[str]:
+        """The features of a wanted image will not come; returns the requests that wait for it."""
+        self._num_held -= self._held.pop(image.content_hash)
+        return self._arriving.pop(image.content_hash)
 
     def take_dropped(self) -> list[bytes]:
         """The content of images that the runner is to forget, each once."""
@@ -56,28 +101,51 @@ class EncoderCache:
     def _take(self, image: ImageInput) -> bool:
         if image.content_hash in self._held:
             self._held.move_to_end(image.content_hash)
-            return True
-        patches = image.num_patches
+            return image.content_hash not in self._arriving
+        patches, elsewhere = image.num_patches, image.features is not None
         if self._left is not None and self._budget is not None:
-            if patches > self._left < self._budget:
+            if not elsewhere and patches > self._left < self._budget:
                 return False
             if not self._make_room(patches, STEPS * self._budget):
                 return False
-            self._left = max(0, self._left - patches)
+            self._left = max(0, self._left - patches * (not elsewhere))
         else:
             self._make_room(patches, 0)
-        self._held[image.content_hash] = patches
-        self._num_held += patches
+        if elsewhere:
+            self._want(image)
+            return False
+        self._hold(image)
+        self._unused.add(image.content_hash)
         self.num_encoded += 1
+        self.num_patches += patches
         return True
+
+    def _hold(self, image: ImageInput) -> None:
+        self._held[image.content_hash] = image.num_patches
+        self._num_held += image.num_patches
+
+    def _want(self, image: ImageInput) -> None:
+        if image.content_hash in self._dropped:  # the runner would forget it after it has come
+            self._dropped.remove(image.content_hash)
+        self._hold(image)
+        self._arriving[image.content_hash] = set()
+        self._wanted.append(image)
+
+    def _count_hits(self, seq: Sequence, first: int, num_new: int) -> None:
+        """Count the images that begin among these tokens and that another sequence has used."""
+        for span in seq.request.images:
+            if first <= span.offset < first + num_new:
+                self.num_hits += span.image.content_hash not in self._unused
+                self._unused.discard(span.image.content_hash)
 
     def _make_room(self, patches: int, capacity: int) -> bool:
         """Drop what nobody needs as far as necessary; one image alone always has room."""
         if self._num_held + patches > capacity:
-            needed = {span.image.content_hash for _, span in self._users}
+            needed = {span.image.content_hash for _, span in self._users} | set(self._arriving)
             for content in [content for content in self._held if content not in needed]:
                 self._num_held -= self._held.pop(content)
                 self._dropped.append(content)
+                self._unused.discard(content)
                 if self._num_held + patches <= capacity:
                     break
         return not self._held or self._num_held + patches <= capacity

@@ -29,12 +29,18 @@ from tokenmill.workers.messages import (
 )
 from tokenmill.workers.open_request import Handover, OpenRequest
 from tokenmill.workers.pool_routers import Routers
-from tokenmill.workers.slot import WorkerSlot
+from tokenmill.workers.slot import Role, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.01
+READERS: dict[Role, tuple[Role, ...]] = {  # who reads what a role has computed
+    "both": (),
+    "prefill": ("decode",),
+    "decode": (),
+    "encoder": ("both", "prefill", "decode"),
+}
 Pair = tuple[str, str]  # (engine that computes, slot that decodes)
 
 
@@ -69,6 +75,8 @@ class Handovers:
     def check(self, slot: WorkerSlot) -> None:
         """Raise WorkerStartError where KV cannot move between the slot and its peers."""
         for source, target in self._pairs(slot):
+            if source.role == "encoder":  # the target says whether it can read features
+                continue
             one, other = _address(source), _address(target)
             if one is None or other is None:
                 name = source.name if one is None else target.name
@@ -79,7 +87,7 @@ class Handovers:
                 raise WorkerStartError(f"{source.name} cannot hand over to {target.name}: {reason}")
 
     def connect(self, slot: WorkerSlot) -> None:
-        """Connect decode workers to the prefill workers that they read from."""
+        """Connect workers to those that they read from: prefill workers, encoders."""
         for source, target in self._pairs(slot):
             address = _address(source)
             assert address is not None
@@ -93,7 +101,7 @@ class Handovers:
         if message.error is None:
             self._connected.add(pair)
         else:
-            self._problem = f"{target.name} cannot read KV: {message.error}"
+            self._problem = f"{target.name} cannot read from another worker: {message.error}"
             _log.error("%s", self._problem)
 
     async def settled(self) -> None:
@@ -110,19 +118,16 @@ class Handovers:
         engine_id = _engine_id(slot)
         for pairs in (self._asked, self._connected):
             pairs -= {p for p in pairs if p[0] == engine_id or p[1] == slot.name}
-        if slot.role == "prefill" and engine_id:
-            for other in self._slots.values():
-                if other.role == "decode":
-                    other.send(DisconnectKV(engine_id))
+        for other in self._slots.values() if engine_id else ():
+            if other.role in READERS[slot.role]:
+                other.send(DisconnectKV(engine_id))
 
     def _pairs(self, slot: WorkerSlot) -> list[tuple[WorkerSlot, WorkerSlot]]:
-        """(prefill, decode) for each worker that is there and of the other role."""
+        """(who is read from, who reads) for each pair of the slot and a worker that is there."""
         there = [other for other in self._slots.values() if other is not slot and other.ready]
-        if slot.role == "prefill":
-            return [(slot, other) for other in there if other.role == "decode"]
-        if slot.role == "decode":
-            return [(other, slot) for other in there if other.role == "prefill"]
-        return []
+        return [(slot, other) for other in there if other.role in READERS[slot.role]] + [
+            (other, slot) for other in there if slot.role in READERS[other.role]
+        ]
 
     # Requests.
 

@@ -1,0 +1,251 @@
+"""A vision encoder as an engine of its own: images in, features in blocks that others read.
+
+A request is one image. It ends with a notice that says which blocks hold its features, or with one
+ERROR or REJECT. The blocks are held until every request that had a notice of them is released; then
+they stay, the least recently used first to go, until another image needs the room.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tokenmill.core.config import Setup
+from tokenmill.core.images import ImageInput
+from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
+from tokenmill.core.specs.vision import VisionSpec, patches_problem
+from tokenmill.core.types import (
+    End,
+    EngineStats,
+    FinishReason,
+    ModelLoadError,
+    Request,
+    RequestOutput,
+)
+from tokenmill.engine.choices import available_bytes, set_mode, set_num_threads
+from tokenmill.engine.images import normalised
+from tokenmill.kv.features import BLOCK_TOKENS, FeatureBlockPool
+from tokenmill.layers.linear import activation_dtype
+from tokenmill.models import family_of
+from tokenmill.models.checkpoints.weights import open_checkpoint
+from tokenmill.models.family import ImageEncoder
+
+_SHARE = 0.5  # of the memory that is free, for features
+_MOST_BYTES = 2**34  # of features: 500 images of 1,024 x 1,024 pixels of the largest Qwen3-VL
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """Features in blocks, and the requests that keep them there."""
+
+    block_ids: list[int]
+    users: set[str] = field(default_factory=set)
+
+
+class EncoderEngine:
+    """An Engine whose requests are images; also the exchange by which others reach features."""
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        vision: VisionSpec,
+        pool: FeatureBlockPool,
+        budget: int,
+        device: str,
+    ) -> None:
+        self._encoder, self._vision, self._pool = encoder, vision, pool
+        self._budget, self._device = budget, torch.device(device)
+        self._waiting: deque[Request] = deque()
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()  # by content, the oldest use first
+        self._content: dict[str, bytes] = {}  # of requests that have had their notice
+        self._notices: list[KVNotice] = []
+        self._refused: list[RequestOutput] = []
+        self._stats = EngineStats(num_kv_blocks=pool.num_blocks, num_gpus=1)
+        self._began_s, self._busy_s = time.monotonic(), 0.0
+
+    # The engine.
+
+    def submit(self, request: Request) -> None:
+        """Queue an image. Never raises for a bad one: the next step() yields its REJECT."""
+        problem = f"images: an encoder takes one a request, got {len(request.images)}"
+        if len(request.images) == 1:
+            problem = patches_problem(request.images[0].image, self._vision) or ""
+        if problem:
+            end = End(FinishReason.REJECT, "invalid_request", problem)
+            self._refused.append(end.output(request.request_id))
+        else:
+            self._waiting.append(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Encode as many images as the budget has patches, or one that has more."""
+        outputs, self._refused = self._refused, []
+        left = self._budget
+        while self._waiting:
+            request = self._waiting[0]
+            spent = self._patches(request)
+            if spent > left < self._budget:
+                break
+            try:
+                if not self._serve(request):
+                    break
+            except Exception as error:
+                _log.error("an image was not encoded", exc_info=error)
+                message = f"the image was not encoded: {type(error).__name__}: {error}"
+                end = End(FinishReason.ERROR, "encoder", message)
+                outputs.append(end.output(request.request_id))
+            self._waiting.popleft()
+            left -= spent
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Forget an image, encoded or not; unknown ids are ignored."""
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        self.release(request_id)
+
+    def has_work(self) -> bool:
+        """True while a step() would do something."""
+        return bool(self._refused) or bool(self._waiting and self._may_serve(self._waiting[0]))
+
+    def stats(self) -> EngineStats:
+        """Return counters since start, and gauges now."""
+        stats, elapsed_s = self._stats, time.monotonic() - self._began_s
+        stats.num_waiting = len(self._waiting)
+        stats.num_kv_blocks_used = sum(len(h.block_ids) for h in self._held.values() if h.users)
+        stats.gpu_s, stats.gpu_idle_s = elapsed_s, elapsed_s - self._busy_s
+        return stats
+
+    # The exchange.
+
+    @property
+    def address(self) -> KVAddress:
+        return self._pool.address
+
+    def connect(self, peer: KVAddress) -> str | None:
+        return "an encoder reads nothing from others"
+
+    def disconnect(self, engine_id: str) -> None:
+        """Nothing is read from others."""
+
+    def notice(self, notice: KVNotice) -> None:
+        """Nothing is read from others."""
+
+    def release(self, request_id: str) -> None:
+        """A request needs its features no more; unknown ids are ignored."""
+        held = self._held.get(self._content.pop(request_id, b""))
+        if held is not None:
+            held.users.discard(request_id)
+
+    def take_events(self) -> KVEvents:
+        """What was encoded since the last call."""
+        notices, self._notices = self._notices, []
+        return KVEvents(notices, [], [])
+
+    def wait_ms(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        for connector in self._pool.connectors:
+            connector.close()
+
+    # One image.
+
+    def _patches(self, request: Request) -> int:
+        """What is to be encoded for a request."""
+        image = request.images[0].image
+        return 0 if image.content_hash in self._held else image.num_patches
+
+    def _num_blocks(self, request: Request) -> int:
+        return -(-request.images[0].num_tokens // BLOCK_TOKENS)
+
+    def _may_serve(self, request: Request) -> bool:
+        """Whether an image is encoded, or finds its blocks once unused ones are dropped."""
+        unused = sum(len(held.block_ids) for held in self._held.values() if not held.users)
+        known = request.images[0].image.content_hash in self._held
+        return known or self._num_blocks(request) <= self._pool.num_free + unused
+
+    def _serve(self, request: Request) -> bool:
+        """Give notice of an image's features, which are encoded if they are not here."""
+        image = request.images[0].image
+        held = self._held.get(image.content_hash)
+        if held is None:
+            block_ids = self._take(request)
+            if block_ids is None:
+                return False
+            held = self._held[image.content_hash] = _Held(block_ids)
+            try:
+                self._encode(image, held.block_ids)
+            except BaseException:
+                self._drop(image.content_hash)
+                raise
+        else:
+            self._stats.num_image_hits += 1
+        self._held.move_to_end(image.content_hash)
+        held.users.add(request.request_id)
+        self._content[request.request_id] = image.content_hash
+        self._notices.append(KVNotice(request.request_id, 0, list(held.block_ids)))
+        return True
+
+    def _take(self, request: Request) -> list[int] | None:
+        """Blocks for an image, if need be of others that nobody uses."""
+        if not self._may_serve(request):
+            return None
+        for content in [content for content, held in self._held.items() if not held.users]:
+            if self._pool.num_free >= self._num_blocks(request):
+                break
+            self._drop(content)
+        return self._pool.take(request.images[0].num_tokens)
+
+    def _drop(self, content: bytes) -> None:
+        self._pool.free(self._held.pop(content).block_ids)
+
+    @torch.inference_mode()
+    def _encode(self, image: ImageInput, block_ids: list[int]) -> None:
+        began_s = time.monotonic()
+        pixels = normalised(image, self._vision, self._device)
+        (features,) = self._encoder(pixels, [image.grid])
+        self._pool.put(block_ids, features)
+        self._busy_s += time.monotonic() - began_s
+        stats = self._stats
+        stats.num_steps += 1
+        stats.num_images_encoded += 1
+        stats.num_patches_encoded += image.num_patches
+
+
+def build_encoder(
+    setup: Setup, progress: Callable[[int, int], None] | None = None
+) -> EncoderEngine:
+    """Load the vision encoder of a model alone; the setup is what resolve_setup() has returned."""
+    model, cache = setup.model, setup.cache
+    set_mode(setup.execution)
+    set_num_threads(model.num_threads or 1)
+    path, device, dtype = Path(model.model), model.device, model.dtype
+    checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
+    spec = checkpoint.spec
+    part, vision = family_of(spec).encoder, spec.vision
+    assert dtype != "auto"
+    if part is None or vision is None:
+        raise ModelLoadError(f"--encoder: {spec.architecture} has no vision encoder")
+    prefix = part.prefix
+    tensors = checkpoint.tensors(progress, device, lambda name: name.startswith(prefix))
+    encoder = part.load(spec, dict(tensors), dtype, device)
+    kind = activation_dtype(dtype)
+    block_bytes = vision.num_features * BLOCK_TOKENS * vision.out_size * kind.itemsize
+    num_blocks = cache.num_blocks or max(1, _feature_bytes(setup) // block_bytes)
+    pool = FeatureBlockPool(cache.feature_connector, vision, num_blocks, kind, device)
+    return EncoderEngine(encoder, vision, pool, setup.scheduler.encoder_budget, device)
+
+
+def _feature_bytes(setup: Setup) -> int:
+    """Memory for features: what is asked for, or a share of what is free after loading."""
+    if setup.cache.memory_bytes is not None:
+        return setup.cache.memory_bytes
+    on_gpu = setup.model.device == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else available_bytes()
+    return min(_MOST_BYTES, int(free * min(_SHARE, setup.cache.memory_share or _SHARE)))

@@ -1,0 +1,1 @@
+"""What workers take from each other: KV of prompts, and features of images."""

@@ -1,0 +1,196 @@
+"""An encoder's engine and a language engine without one: the same answers as one engine gives."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from driver import Answer, assert_same, build, complete
+from tiny_images import Prompt, image, prompt
+from tiny_models import make_model, save, tame
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
+from tokenmill.core.images import FEATURES_LOST, FeatureBlocks, ImageInput, ImageSpan
+from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.encoder import EncoderEngine, build_encoder
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+SMALL, WIDE, TALL = image(1, (1, 4, 4)), image(2, (1, 4, 14)), image(3, (1, 12, 10))
+PROMPTS = [
+    prompt(1, 20),
+    prompt(2, 9, TALL, 14),
+    prompt(3, 5, TALL, SMALL, 2, WIDE, 11, SMALL),
+    prompt(4, TALL, 7),
+    prompt(6, SMALL, WIDE, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tame(make_model("qwen3-vl"), 0.3), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def golden(folder: Path) -> list[Answer]:
+    return ask(
+        build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64).engine, PROMPTS
+    )
+
+
+def ask(engine: Engine, asked: list[Prompt]) -> list[Answer]:
+    images = [each.images for each in asked]
+    return complete(engine, [each.token_ids for each in asked], GREEDY, images=images)
+
+
+def setup(folder: Path, part: str, num_blocks: int, chunked: bool = True) -> Setup:
+    return resolve_setup(
+        Setup(
+            ModelConfig(str(folder), "fp32", "cpu", num_threads=1, part=part),  # type: ignore[arg-type]
+            CacheConfig(16, num_blocks=num_blocks, feature_connector="shm"),
+            SchedulerConfig(
+                max_num_batched_tokens=64,
+                max_num_seqs=16,
+                encoder_patches=130,
+                chunked_prefill=chunked,
+            ),
+        )
+    )
+
+
+def language(folder: Path, encoder: EncoderEngine, num_blocks: int, chunked: bool) -> BuiltEngine:
+    built = build_engine(setup(folder, "language", num_blocks, chunked))
+    assert built.engine.features is not None
+    assert built.engine.features.connect(encoder.address) is None
+    return built
+
+
+class Encoder:
+    """An encoder's engine, and what a front does with its notices."""
+
+    def __init__(self, folder: Path, num_blocks: int = 64) -> None:
+        self.engine = build_encoder(setup(folder, "encoder", num_blocks))
+        self.num_sent = 0
+
+    def submit(self, sent: ImageInput) -> str:
+        self.num_sent += 1
+        span = ImageSpan(0, sent.num_tokens(2), sent)
+        self.engine.submit(Request(f"i{self.num_sent}", [], images=(span,)))
+        return f"i{self.num_sent}"
+
+    def notices(self) -> dict[str, list[int]]:
+        assert self.engine.step() == []
+        return {n.request_id: n.block_ids for n in self.engine.take_events().notices}
+
+    def locate(self, asked: Prompt) -> Prompt:
+        """The prompt with the places of its images' features."""
+        spans = []
+        for span in asked.images:
+            name = self.submit(span.image)
+            blocks = FeatureBlocks(self.engine.address.engine_id, tuple(self.notices()[name]))
+            there = replace(span.image, data=b"", features=blocks)
+            spans.append(replace(span, image=there))
+        return Prompt(asked.token_ids, tuple(spans))
+
+
+@pytest.mark.parametrize(("chunked", "num_blocks"), [(True, 400), (False, 400), (True, 11)])
+def test_answers_are_those_of_one_engine(
+    folder: Path, golden: list[Answer], chunked: bool, num_blocks: int
+) -> None:
+    encoder = Encoder(folder)
+    built = language(folder, encoder.engine, num_blocks, chunked)
+    assert getattr(built.runner.model, "visual", None) is None
+    asked = [encoder.locate(each) for each in PROMPTS]
+    assert_same(ask(built.engine, asked), golden)
+    assert_same(ask(built.engine, asked), golden)
+    stats = built.engine.stats()
+    assert (stats.num_preemptions > 0) == (num_blocks == 11)
+    assert stats.num_images_encoded == 0 and stats.num_images_received >= 3
+    told = encoder.engine.stats()
+    assert (told.num_images_encoded, told.num_image_hits) == (3, 5)
+    assert told.num_patches_encoded == 120 + 16 + 56
+
+
+def test_an_image_has_one_owner_of_its_blocks_until_it_is_released(folder: Path) -> None:
+    encoder = Encoder(folder, num_blocks=3)  # TALL has 30 tokens: 2 blocks; SMALL 4: 1 block
+    first, again, second = encoder.submit(TALL), encoder.submit(TALL), encoder.submit(SMALL)
+    held = encoder.notices() | encoder.notices()
+    assert held[first] == held[again] and not set(held[first]) & set(held[second])
+    other = image(7, (1, 12, 10))
+    third = encoder.submit(other)
+    for name in (first, second):
+        encoder.engine.release(name)
+        assert not encoder.engine.has_work() and encoder.notices() == {}
+    encoder.engine.release(again)
+    assert encoder.engine.has_work() and set(encoder.notices()) == {third}
+    assert encoder.engine.stats().num_kv_blocks_used == 2
+    kept = encoder.submit(SMALL)  # nobody used it, and nobody needed its room
+    assert encoder.notices()[kept] == held[second]
+    encoder.engine.abort(third)
+    encoder.engine.abort(kept)
+    assert encoder.engine.stats().num_kv_blocks_used == 0
+
+
+def test_wrong_images_are_refused(folder: Path) -> None:
+    encoder = Encoder(folder)
+    encoder.submit(replace(TALL, data=b"12"))
+    (output,) = encoder.engine.step()
+    assert output.finish_reason is FinishReason.REJECT and "data must be" in str(output.error)
+
+
+def steps(built: BuiltEngine, count: int = 20) -> list[RequestOutput]:
+    return [output for _ in range(count) for output in built.engine.step()]
+
+
+def test_a_request_ends_in_error_when_its_encoder_is_gone_and_others_go_on(folder: Path) -> None:
+    encoder = Encoder(folder)
+    built = language(folder, encoder.engine, 400, True)
+    asked = encoder.locate(PROMPTS[1])
+    assert built.engine.features is not None
+    built.engine.features.disconnect(encoder.engine.address.engine_id)
+    built.engine.submit(Request("seen", asked.token_ids, GREEDY, images=asked.images))
+    built.engine.submit(Request("text", PROMPTS[0].token_ids, GREEDY))
+    ends = {o.request_id: o for o in steps(built, 60) if o.finish_reason is not None}
+    assert ends["seen"].finish_reason is FinishReason.ERROR
+    assert ends["seen"].stop_reason == FEATURES_LOST
+    assert ends["text"].finish_reason is FinishReason.LENGTH
+    assert not built.engine.has_work()
+    assert built.engine.features.connect(encoder.engine.address) is None
+    built.engine.submit(Request("again", asked.token_ids, GREEDY, images=asked.images))
+    outputs = steps(built, 60)
+    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH]
+
+
+def test_a_request_does_not_end_while_features_are_read_for_it(folder: Path) -> None:
+    """The front gives the blocks to others once it has ended."""
+    encoder = Encoder(folder)
+    built = language(folder, encoder.engine, 400, True)
+    features, asked = built.engine.features, encoder.locate(PROMPTS[1])
+    assert features is not None
+    read: Future[None] = Future()
+    connector = features._peers[encoder.engine.address.engine_id]
+    connector.read = lambda *what: read  # type: ignore[method-assign]
+    built.engine.submit(Request("seen", asked.token_ids, GREEDY, images=asked.images))
+    assert steps(built, 3) == []
+    built.engine.abort("seen")
+    assert steps(built, 3) == [] and built.engine.has_work()
+    read.set_result(None)
+    (output,) = steps(built, 3)
+    assert output.finish_reason is FinishReason.ABORT and not built.engine.has_work()
+
+
+def test_an_engine_with_an_encoder_takes_patches_and_one_without_features(folder: Path) -> None:
+    encoder = Encoder(folder)
+    located = encoder.locate(PROMPTS[1])
+    whole = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=64)
+    for built, asked in (
+        (whole, located),
+        (language(folder, encoder.engine, 64, True), PROMPTS[1]),
+    ):
+        built.engine.submit(Request("0", asked.token_ids, GREEDY, images=asked.images))
+        (output,) = built.engine.step()
+        assert output.finish_reason is FinishReason.REJECT
+        assert "images[0].features: this engine" in str(output.error)
