@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, generate, pull, rank, receipts, route, serve, video
+from tokenmill.cli import (
+    bench,
+    chat,
+    embedding_tables,
+    generate,
+    pull,
+    rank,
+    receipts,
+    route,
+    serve,
+    video,
+)
 from tokenmill.cli import worker_commands as pool
 from tokenmill.cli.plan import plan_group as plan
 
@@ -51,5 +62,6 @@ def root(
     """
 
 
-for _module in (serve, route, pool, receipts, chat, generate, rank, video, pull, bench, plan):
+MODULES = (serve, route, pool, receipts, chat, generate, rank, video, embedding_tables, pull)
+for _module in (*MODULES, bench, plan):
     _module.register(app)

@@ -378,6 +378,13 @@ COMMANDS = (
     ),
     Setting("table-rows", "Rows of the embedding table (65,536; on a GPU 4,194,304).", count(16)),
     Setting("table-columns", "Columns of the embedding table, float16.", count(1), default=512),
+    Setting(
+        "table-dtype",
+        "Type of the table's values (float16, or that of the file).",
+        one_of("float16", "bfloat16", "float32"),
+    ),
+    Setting("database", "Keep the rows on disk, in LMDB.", SWITCH, default=False),
+    Setting("tensor", "Tensor of the safetensors file that is the table.", TEXT),
     Setting("lookup-keys", "Keys of one lookup (8,192; on a GPU 1,048,576).", count(1)),
     Setting("zipf", "Exponent of the keys' Zipf distribution.", number(0, 4), default=1.05),
     Setting(

@@ -313,7 +313,7 @@ def _create(path: Path, spec: TableSpec, rows: RowFile | None) -> None:
             for start, piece in rows.pieces() if rows is not None else ():
                 with env.begin(write=True, db=database) as txn:
                     ids = np.arange(start, start + len(piece))
-                    txn.cursor().putmulti(_items(ids, piece), append=True)
+                    txn.cursor().putmulti(_items(ids, piece.to(spec.dtype)), append=True)
             about = {"num_rows": spec.num_rows, "dim": spec.dim, "dtype": type_name(spec.dtype)}
             with env.begin(write=True, db=env.open_db(ABOUT)) as txn:
                 txn.put(ABOUT, json.dumps(about).encode())

@@ -47,8 +47,12 @@ class TableFolder:
             raise EmbeddingError(f"{path} already holds a table: name another folder")
         path.mkdir(parents=True, exist_ok=True)
         with disk_errors(path):
-            write_rows(_rows_path(path, 0), table)
-            _describe(path, spec, 0)
+            try:
+                write_rows(_rows_path(path, 0), table)
+                _describe(path, spec, 0)
+            except OSError:
+                _rows_path(path, 0).unlink(missing_ok=True)
+                raise
         return cls(path, spec, 0)
 
     @classmethod

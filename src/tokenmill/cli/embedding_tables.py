@@ -1,0 +1,87 @@
+"""tokenmill embeddings create | load | check: the tables of a recommender."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from tokenmill import console
+from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.settings.options import command
+
+ROWS = replace(SETTINGS["table-rows"], help="Rows of the table.")
+COLUMNS = replace(SETTINGS["table-columns"], help="Columns of the table.")
+KIND = tuple(SETTINGS[key] for key in ("table-dtype", "database"))
+OUTPUT = {"Output": (SETTINGS["json"],)}
+GROUP_HELP = "Create, load and check embedding tables."
+
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of the table.")]
+File = Annotated[str, typer.Argument(metavar="FILE", help="A .safetensors or .npy file.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group to the app."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    command(group, "create", {"Table": (ROWS, COLUMNS, *KIND)})(create)
+    command(group, "load", {"Table": (SETTINGS["tensor"], *KIND)})(load)
+    command(group, "check", OUTPUT)(check)
+    app.add_typer(group, name="embeddings", help=GROUP_HELP)
+
+
+def create(settings: Settings, folder: Folder) -> None:
+    """Make a table of zeros.
+
+    tokenmill embeddings create items --table-rows 1000000
+    tokenmill embeddings create items --table-rows 1000000000 --database
+    """
+    from tokenmill.ranking.stores.opening import create_table
+    from tokenmill.ranking.stores.store import TableSpec
+    from tokenmill.ranking.stores.table_folder import KINDS
+
+    num_rows = settings.get("table-rows")
+    if num_rows is None:
+        raise SettingsError("a new table needs --table-rows, such as --table-rows 1000000")
+    dtype = KINDS[settings.get("table-dtype") or "float16"]
+    spec = TableSpec(num_rows, settings.get("table-columns"), dtype)
+    create_table(folder, spec, settings.get("database"))
+    console.out.print(f"{folder}: {spec}, {spec.num_bytes / 1e6:,.1f} MB of rows", markup=False)
+
+
+def load(settings: Settings, file: File, folder: Folder) -> None:
+    """Make a table of a file's rows, which are read a piece at a time.
+
+    tokenmill embeddings load items.npy items
+    tokenmill embeddings load model.safetensors items --tensor item_embedding.weight --database
+    """
+    from tokenmill.ranking.stores.opening import load_table
+    from tokenmill.ranking.stores.table_files import open_rows
+    from tokenmill.ranking.stores.table_folder import KINDS
+
+    wanted = settings.get("table-dtype")
+    rows = open_rows(file, settings.get("tensor"))
+    dtype = KINDS[wanted] if wanted else None
+    spec = load_table(folder, rows, dtype, settings.get("database"))
+    console.out.print(f"{folder}: {spec}, from {file}", markup=False)
+
+
+def check(settings: Settings, folder: Folder) -> None:
+    """Read every row of a table and all updates in its log, and say what is there.
+
+    tokenmill embeddings check items
+    """
+    from tokenmill.ranking.stores.opening import check_table
+    from tokenmill.ranking.stores.store import type_name
+
+    report = check_table(folder)
+    if settings.get("json"):
+        fields = {"kind": report.kind, "rows": report.spec.num_rows, "columns": report.spec.dim}
+        counts = {"disk_bytes": report.disk_bytes, "rows_not_finite": report.num_not_finite}
+        console.print_json({**fields, "dtype": type_name(report.spec.dtype), **counts})
+        return
+    console.out.print(
+        f"{folder}: {report.kind}, {report.spec}, {report.disk_bytes / 1e6:,.1f} MB on disk; "
+        f"{report.num_not_finite} rows are not finite",
+        markup=False,
+    )

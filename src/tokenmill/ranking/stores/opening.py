@@ -1,0 +1,162 @@
+"""Tables by their path: made, loaded from a file, checked, and opened as the store that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tokenmill.kernels.embedding import WAYS
+from tokenmill.ranking.stores.database import FILE, DatabaseTable
+from tokenmill.ranking.stores.device_cache import CachedTable, cache_memory_bytes
+from tokenmill.ranking.stores.host_table import HostTable
+from tokenmill.ranking.stores.store import (
+    DEVICE,
+    DISK,
+    HOST,
+    EmbeddingError,
+    EmbeddingStore,
+    TableSpec,
+    type_name,
+)
+from tokenmill.ranking.stores.table import DeviceTable
+from tokenmill.ranking.stores.table_files import PIECE_BYTES, SUFFIXES, RowFile, open_rows
+from tokenmill.ranking.stores.table_folder import DESCRIPTION, KINDS, TableFolder
+
+CACHED_SHARE = 10  # a cache has a tenth of the table's rows where none is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class TableReport:
+    """What a table holds."""
+
+    kind: str  # folder or database
+    spec: TableSpec
+    disk_bytes: int
+    num_not_finite: int  # rows with a NaN or an infinity
+
+
+def create_table(path: Path | str, spec: TableSpec, database: bool = False) -> None:
+    """A new table of zeros."""
+    if database:
+        DatabaseTable.create(path, spec)
+    else:
+        TableFolder.create(path, torch.zeros(1, dtype=spec.dtype).expand(*_shape(spec))).close()
+
+
+def load_table(
+    path: Path | str, rows: RowFile, dtype: torch.dtype | None = None, database: bool = False
+) -> TableSpec:
+    """A new table with the rows of a file, converted where another type is asked for."""
+    spec = replace(rows.spec, dtype=dtype or rows.spec.dtype)
+    if spec.dtype not in KINDS.values():
+        raise EmbeddingError(
+            f"{rows.path} holds {type_name(spec.dtype)}, which tables do not: convert it by "
+            "--table-dtype float32"
+        )
+    if database:
+        DatabaseTable.create(path, spec, rows)
+        return spec
+    table = HostTable.create(spec)
+    try:
+        _fill(table.table, rows)
+        TableFolder.create(path, table.table).close()
+    finally:
+        table.close()
+    return spec
+
+
+def check_table(path: Path | str) -> TableReport:
+    """Read every row, and what updates there are in logs."""
+    path = Path(path)
+    kind = kind_of(path)
+    store = open_store(path, "cpu")
+    spec = TableSpec(store.num_rows, store.dim, store.dtype)
+    step, wrong = max(1, PIECE_BYTES // spec.row_bytes), 0
+    for start in range(0, spec.num_rows, step):
+        ids = torch.arange(start, min(start + step, spec.num_rows))
+        wrong += int((~torch.isfinite(store.lookup(ids))).any(dim=1).sum())
+    store.close()
+    files = [path] if path.is_file() else list(path.iterdir())
+    return TableReport(kind, spec, sum(file.stat().st_size for file in files), wrong)
+
+
+def open_store(
+    path: Path | str,
+    device: torch.device | str,
+    cache_rows: int = 0,
+    spec: TableSpec | None = None,
+) -> EmbeddingStore:
+    """The table at a path, whose rows come to `device`; `spec` is what it must be.
+
+    A file is a whole table on the device, or in the host's memory behind a cache of cache_rows.
+    A folder is in the host's memory, and a database on disk. On a GPU both have a cache, of a tenth
+    of their rows unless cache_rows says how many.
+    """
+    path, device = Path(path), torch.device(device)
+    kind = kind_of(path)
+    if kind == "file":
+        rows = open_rows(path)
+        rows.check(spec or rows.spec)
+        if not cache_rows:
+            table = torch.empty(_shape(rows.spec), dtype=rows.spec.dtype, device=device)
+            _fill(table, rows)
+            return DeviceTable(table)
+        host = HostTable.create(rows.spec)
+        _fill(host.table, rows)
+        return _cached(host, cache_rows, device)
+    backing: HostTable | DatabaseTable
+    if kind == "database":
+        backing = DatabaseTable(path, spec)
+    else:
+        backing = HostTable.open(TableFolder.open(path, spec))
+    if device.type == "cpu" and not cache_rows:
+        return backing
+    return _cached(backing, cache_rows, device)
+
+
+def planned_bytes(kind: str, spec: TableSpec, device: str, cache_rows: int = 0) -> dict[str, int]:
+    """By tier, what open_store will take of the memories, and a table of the disk."""
+    cached = bool(cache_rows) or (kind != "file" and device != "cpu")
+    near = cache_memory_bytes(spec, _slots(spec, cache_rows)) if cached else 0
+    if kind == "file" and not cached:
+        return {DEVICE: spec.num_bytes}
+    if kind == "database":
+        return {DEVICE: near, DISK: spec.num_bytes}
+    return {DEVICE: near, HOST: spec.num_bytes}
+
+
+def kind_of(path: Path) -> str:
+    """What lies at a path: a file of rows, a folder with a log, or a database."""
+    if path.suffix in SUFFIXES:
+        return "file"
+    for kind, name in (("database", FILE), ("folder", DESCRIPTION)):
+        if (path / name).is_file():
+            return kind
+    raise EmbeddingError(
+        f"{path} is not a table: give a .safetensors or .npy file, or a folder that `tokenmill "
+        "embeddings create` or `load` has made"
+    )
+
+
+def _cached(
+    backing: HostTable | DatabaseTable, cache_rows: int, device: torch.device
+) -> CachedTable:
+    if device.type == "cuda" and isinstance(backing, HostTable):
+        backing.pin()
+    return CachedTable(backing, _slots(backing.spec, cache_rows), device)
+
+
+def _slots(spec: TableSpec, cache_rows: int) -> int:
+    rows = cache_rows or spec.num_rows // CACHED_SHARE
+    return max(1, -(-rows // WAYS)) * WAYS
+
+
+def _fill(table: torch.Tensor, rows: RowFile) -> None:
+    for start, piece in rows.pieces():
+        table[start : start + len(piece)] = piece.to(table.dtype)
+
+
+def _shape(spec: TableSpec) -> tuple[int, int]:
+    return spec.num_rows, spec.dim
