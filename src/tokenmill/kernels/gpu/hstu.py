@@ -48,7 +48,7 @@ class ProductShape(NamedTuple):
 
 ATTENTION = AttentionShape()
 UVQK = ProductShape(stages=4)
-OUTPUT = ProductShape()
+OUTPUT = ProductShape(stages=2)
 SMALL = ProductShape(rows=16, columns=16, step=16, stages=1, warps=4)  # of the interpreter
 
 
@@ -228,16 +228,10 @@ def output_kernel(
     column, row = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
     left, index = num_rows - row, row + tl.arange(0, ROWS)
     valid = index < num_rows
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in tl.range(0, width, STEP, num_stages=STAGES):
-        gate = _tile(u, row, left, step, u_stride, ROWS, STEP, TMA)
-        acc = tl.dot(gate, _columns(weight, step, column, n, w_stride, STEP, COLUMNS, TMA), acc)
-    for step in tl.range(0, width, STEP, num_stages=STAGES):
-        seen = _tile(o, row, left, step, o_stride, ROWS, STEP, TMA)
-        second = _columns(weight, width + step, column, n, w_stride, STEP, COLUMNS, TMA)
-        acc = tl.dot(seen, second, acc)
     mean = tl.load(stats + 2 * index, mask=valid, other=0.0)[:, None]
     inverse = tl.load(stats + 2 * index + 1, mask=valid, other=0.0)[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # One loop: Triton 3.6 overwrites the registers of a turn's only product while it still runs.
     for step in tl.range(0, width, STEP, num_stages=STAGES):
         gate = _tile(u, row, left, step, u_stride, ROWS, STEP, TMA)
         seen = _tile(o, row, left, step, o_stride, ROWS, STEP, TMA)
@@ -246,7 +240,11 @@ def output_kernel(
         shift = tl.load(norm_bias + channels).to(tl.float32)[None, :]
         normed = (seen.to(tl.float32) - mean) * inverse * scale + shift
         gated = (gate.to(tl.float32) * normed).to(gate.dtype)
+        first = _columns(weight, step, column, n, w_stride, STEP, COLUMNS, TMA)
+        second = _columns(weight, width + step, column, n, w_stride, STEP, COLUMNS, TMA)
         third = _columns(weight, 2 * width + step, column, n, w_stride, STEP, COLUMNS, TMA)
+        acc = tl.dot(gate, first, acc)
+        acc = tl.dot(seen, second, acc)
         acc = tl.dot(gated, third, acc)
     columns = column + tl.arange(0, COLUMNS)[None, :]
     inside = valid[:, None] & (columns < n)
