@@ -147,6 +147,33 @@ def test_late_reports_make_no_herd(at_once: int, late_s: float) -> None:
     assert most <= 40, "of 64 that come between two reports, 16 to each is even"
 
 
+def test_an_announcement_counts_until_a_report_replaces_it() -> None:
+    first, second = Pool(2, 3).routers
+    told = FrontLoad(0, 0, 0, 0, 0, 0, 0)
+    for target in (first, second):
+        for name in target.workers:
+            target.report(name, LoadReport({"front-0": told, "front-1": told}), 0.0, 0.0)
+    shared = prompt(0, 4000)
+    decision = first.route("x", shared, 0.01)
+    name, news = decision.worker, decision.announcement
+    assert news is not None and news.queued_tokens == 4000
+    first.heard(news, 0.01, 0.01)
+    assert sum(load.num_requests for load in first.loads()) == 1, "its own is known"
+    second.heard(news, 0.01, 0.011)
+    slot = second.workers.index(name)
+    assert totals(second)[slot] == (4000, 4000, 1, 1)
+    again = second.route("y", shared, 0.02)
+    assert again.cached_tokens[name] > 3900, "the worker will have cached it"
+    account = LoadAccount()
+    account.front_joined("front-1")
+    account.sent("front-0", "x", 4000, 4000)
+    second.free("y")
+    second.report(name, account.report(), 0.05, 0.05)
+    assert totals(second)[slot] == (4000, 4000, 1, 1), "not twice"
+    second.heard(news, 0.01, 0.06)
+    assert totals(second)[slot] == (4000, 4000, 1, 1), "late: it is in the report"
+
+
 def test_an_idle_worker_that_says_nothing_got_nothing() -> None:
     pool = Pool(2, 3)
     for number in range(60):

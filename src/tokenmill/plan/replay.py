@@ -20,7 +20,7 @@ from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.plan.virtual_time import VirtualTime
-from tokenmill.routing.load_report import LoadAccount
+from tokenmill.routing.load_report import Announcement, LoadAccount
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_rates import StepSums, fit_rates
 from tokenmill.sched.cache.blocks import BlockPool
@@ -28,6 +28,7 @@ from tokenmill.sched.scheduler import Batch, Scheduler
 
 OUTPUT_TOKEN = 1 << 62  # plus the request's number: no answer is another's prefix
 REPORT_NS = 10**8  # workers report their steps as often
+HOP_NS = NS_PER_MS  # until the other fronts hear what one of them has sent
 START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"
 
 
@@ -222,14 +223,18 @@ class Replay:
             report, made_s = worker.account.report(), now_ns / 1e9
             self._tell(now_ns, lambda router, now_s: router.report(name, report, made_s, now_s))
 
-    def _tell(self, now_ns: int, say: Callable[[Router, float], None]) -> None:
+    def _announce(self, told: Announcement, now_ns: int) -> None:
+        sent_s = now_ns / 1e9
+        self._tell(now_ns, lambda router, now_s: router.heard(told, sent_s, now_s), HOP_NS)
+
+    def _tell(self, now_ns: int, say: Callable[[Router, float], None], least_ns: int = 0) -> None:
         """Say something to the router of every front, as late as it gets there."""
 
         def arrive(then_ns: int) -> None:
             for router in self._routers.values():
                 say(router, then_ns / 1e9)
 
-        delay_ns = round(self._config.report_delay_ms * NS_PER_MS)
+        delay_ns = max(round(self._config.report_delay_ms * NS_PER_MS), least_ns)
         if delay_ns:
             self._time.at(now_ns + delay_ns, "", arrive)
         else:
@@ -249,6 +254,8 @@ class Replay:
         num_prompt, size = decision.num_prompt_tokens, self._config.block_size
         uncached = num_prompt - decision.num_cached_tokens
         worker.account.sent(front, request_id, uncached, size * -(-num_prompt // size))
+        if decision.announcement is not None:
+            self._announce(decision.announcement, now_ns)
         sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
         scheduler = worker.scheduler
         scheduler.add(Request(request_id, prompt, sampling, arrival_ns=now_ns))

@@ -169,13 +169,19 @@ class KVIndex:
 
     # Without events, or before the first one.
 
-    def predict(self, name: str, chain: U64, start: int, until_s: float) -> None:
+    def predict(self, name: str, chain: U64, start: int, until_s: float) -> list[int]:
         """A prompt was sent to a worker: events will tell of its blocks from `start` on.
 
         `until_s` must not decrease from call to call. What is known already needs no prediction.
+        Returns the marks that are kept, for others who predict the same.
         """
         first = _num_marks(start) if start >= STRIDE else 0
-        hashes = _marks(chain)[first:].tolist()
+        hashes: list[int] = _marks(chain)[first:].tolist()
+        self.predict_marks(name, hashes, until_s)
+        return hashes
+
+    def predict_marks(self, name: str, hashes: list[int], until_s: float) -> None:
+        """As predict(), of marks."""
         bit, predicted = self._workers[name].bit, self._predicted
         for block_hash in hashes:
             predicted[block_hash] = predicted.get(block_hash, 0) | bit

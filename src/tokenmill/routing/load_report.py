@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-REPORT_MS = 20.0  # at most one report in so long, but for the first and the last of a busy time
+REPORT_MS = 10.0  # at most one report in so long, but for the first and the last of a busy time
 
 
 class FrontLoad(NamedTuple):
@@ -33,6 +33,18 @@ class LoadReport:
     """By front; every front of the pool is in it."""
 
     fronts: dict[str, FrontLoad]
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a front tells the others when it sends a request: where, how much, which blocks."""
+
+    front: str
+    worker: str
+    queued_tokens: int
+    kv_tokens: int
+    hashes: list[int]  # marks of the blocks that the worker will cache (kv_index.py)
+    prefix: int | None  # the last block of the longest prefix that a worker had of it
 
 
 @dataclass(slots=True)

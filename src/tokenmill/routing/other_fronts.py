@@ -1,5 +1,8 @@
 """What other fronts have at the workers: told by load reports, and estimated since the last one.
 
+A front announces what it sends, and a report replaces all announcements from before it was made. On
+the way are those that neither has told of yet; they are estimated.
+
 How many requests others send is learnt from the reports: so many in a millisecond, and so many for
 each request of one's own (requests that come at once come to all fronts). Where those that no
 report has told of went is unknown; each front chooses by the same rule, so that they are assumed
@@ -16,14 +19,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenmill.routing.load_report import REPORT_MS, FrontLoad, LoadReport
+from tokenmill.routing.load_report import REPORT_MS, Announcement, FrontLoad, LoadReport
 
 DECAY = 1.0 - 1 / 16384  # of what was learnt, with each report
 PRIOR_MS = 100.0  # of each worker without a request of others, which is assumed at first
 PRIOR_REQUESTS = 1.0  # of one's own, with which no other came, by each worker
 MAX_OWN = 4096  # latest requests of one's own whose times are kept
 LAG_SHARE = 1 / 16  # of the latest report in the mean time that reports take to come
-SILENCE_MS = 5.0  # beyond that time, after which no report is expected any more
+SILENCE_MS = 1.0  # beyond that time, after which no report is expected any more
 MAX_AT_ONCE = 4  # estimated requests that are placed one by one before a decision
 
 
@@ -51,11 +54,17 @@ class _Worker:
     made_ms: float = 0.0
     num_sent: int | None = None  # by others, when the last report was made
     idle: bool = True  # when the last report was made
+    heard: deque[tuple[float, Share]] = field(default_factory=deque)
     assumed: deque[tuple[float, Share]] = field(default_factory=deque)
     counted: Share = NOTHING  # in the router's account
     began_ms: float = -1.0  # the step that the last report began
 
-    def drop_until(self, until_ms: float) -> None:
+    def told_until(self, until_ms: float) -> None:
+        """What was announced by then is in a report."""
+        while self.heard and self.heard[0][0] <= until_ms:
+            self.heard.popleft()
+
+    def known_until(self, until_ms: float) -> None:
         """What was assumed by then is told of, or has not come."""
         while self.assumed and self.assumed[0][0] <= until_ms:
             self.assumed.popleft()
@@ -64,7 +73,7 @@ class _Worker:
         """Estimate what others have there now; returns how the router's account changes."""
         before, total = self.counted, self.reported
         queue, put, last_ms = float(self.queued_tokens), self.queued_tokens, self.made_ms
-        for sent_ms, share in self.assumed:  # prompts are computed while others come
+        for sent_ms, share in sorted([*self.heard, *self.assumed]):  # computed while others come
             queue = max(queue - (sent_ms - last_ms) / token_ms, 0.0) + share.queued_tokens
             put += share.queued_tokens
             last_ms, total = sent_ms, total.plus(share)
@@ -82,16 +91,17 @@ class OtherFronts:
     """The others' part of a router's account."""
 
     def __init__(self, front: str, seed: int) -> None:
-        self._front = front
+        self.front = front
         self._workers: dict[str, _Worker] = {}
         self._rng = random.Random(f"{front}:{seed}")
         self._own_ms: list[float] = []  # when requests were routed here
         self._sums = [0.0] * 5  # over reports: of ms * ms, ms * own, own * own, and with others'
         self._by_ms = self._by_own = 0.0  # requests of others
-        self._part = self._rng.random()  # of the next request of others, which has come so far
+        self._part = 0.0  # of the next request of others, which has come so far
         self._after = 0.0  # requests that came with the last of one's own
         self._last_ms = 0.0  # when that one came
         self._lag_ms = 0.0  # of reports, a moving mean
+        self._told_ms: float | None = None  # of announcements; None: there are none
         self._mean = Share(0, 0, 1, 1)  # request of others
         self.known = False  # there are other fronts
 
@@ -108,17 +118,31 @@ class OtherFronts:
     ) -> Share:
         """Take a worker's report; returns what changes by it. A prompt token takes `token_ms`."""
         worker = self._workers[name]
-        others = [load for front, load in report.fronts.items() if front != self._front]
+        others = [load for front, load in report.fronts.items() if front != self.front]
         total = FrontLoad(*(sum(column) for column in zip(*others, strict=True)))
-        own = report.fronts.get(self._front, FrontLoad())
+        own = report.fronts.get(self.front, FrontLoad())
         self.known = self.known or bool(others)
         self._lag_ms += LAG_SHARE * (now_ms - made_ms - self._lag_ms)
         self._learn(worker, total, made_ms)
         worker.idle = not total.num_requests + own.num_requests
         worker.reported = Share(*total[:4])
         worker.queued_tokens = total.queued_tokens + own.queued_tokens
-        worker.drop_until(made_ms)
+        worker.told_until(made_ms)
+        worker.known_until(self._seen_ms(worker, now_ms))
         return worker.recount(now_ms, token_ms)
+
+    def heard(self, told: Announcement, sent_ms: float, now_ms: float) -> Share:
+        """Take what another front has sent; returns what changes by it."""
+        worker = self._workers[told.worker]
+        lag_ms = now_ms - sent_ms
+        self._told_ms = lag_ms if self._told_ms is None else self._told_ms
+        self._told_ms += LAG_SHARE * (lag_ms - self._told_ms)
+        if sent_ms <= worker.made_ms:
+            return NOTHING
+        share = Share(told.queued_tokens, told.kv_tokens, 1, bool(told.queued_tokens))
+        worker.heard.append((sent_ms, share))
+        worker.counted = worker.counted.plus(share)
+        return share
 
     def begins(self, name: str, made_ms: float, now_ms: float, began_ms: float) -> bool:
         """Whether a report tells of a later step than the one that was known to begin."""
@@ -165,9 +189,9 @@ class OtherFronts:
         seen_ms = min(self._seen_ms(worker, now_ms) for worker in self._workers.values())
         since_ms = max(self._last_ms, seen_ms)
         before = self._rng.random() * self._by_own
-        parts = self._part + self._by_ms * max(now_ms - since_ms, 0.0) + before
+        parts = self._by_ms * max(now_ms - since_ms, 0.0) + before
         if self._last_ms > seen_ms:
-            parts += self._after
+            parts += self._part + self._after
         self._last_ms, self._after = now_ms, self._by_own - before
         self._own_ms.append(now_ms)
         if len(self._own_ms) > 2 * MAX_OWN:
@@ -192,16 +216,17 @@ class OtherFronts:
         return share
 
     def silenced(self, now_ms: float, token_ms: float) -> list[tuple[str, Share]]:
-        """What changes by the silence of idle workers, which would have reported by now."""
+        """What changes by silence: idle workers would have reported, fronts have announced."""
         changes = []
         for name, worker in self._workers.items():
-            if worker.assumed and worker.idle:
-                worker.drop_until(self._seen_ms(worker, now_ms))
+            if worker.assumed and worker.assumed[0][0] <= (seen := self._seen_ms(worker, now_ms)):
+                worker.known_until(seen)
                 changes.append((name, worker.recount(now_ms, token_ms)))
         return changes
 
     def _seen_ms(self, worker: _Worker, now_ms: float) -> float:
         """Until when it is known what came to a worker."""
-        if not worker.idle:
-            return worker.made_ms
-        return max(worker.made_ms, now_ms - self._lag_ms - SILENCE_MS)
+        lags = [self._lag_ms] if worker.idle else []
+        if self._told_ms is not None:
+            lags.append(self._told_ms)
+        return max(worker.made_ms, now_ms - min(lags) - SILENCE_MS) if lags else worker.made_ms

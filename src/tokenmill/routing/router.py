@@ -32,7 +32,7 @@ from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
-from tokenmill.routing.load_report import LoadReport
+from tokenmill.routing.load_report import Announcement, LoadReport
 from tokenmill.routing.other_fronts import OtherFronts
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
@@ -65,6 +65,7 @@ class Decision:
     now_ms: float
     num_uses: float  # that are expected of another copy of the longest prefix that a worker has
     num_waiting: float  # requests, this one and others, that are expected to wait for each token
+    announcement: Announcement | None = None  # for the other fronts, if there are any
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
@@ -189,6 +190,21 @@ class Router:
         if self._others.begins(worker, made_ms, now_ms, self._loads[slot].step_began_ms):
             self.stepped(worker, now_s)
 
+    def heard(self, told: Announcement, sent_s: float, now_s: float) -> None:
+        """Take what another front has sent to a worker, and learn from it as from one's own.
+
+        One's own announcements and those of unknown workers are ignored.
+        """
+        if told.worker not in self._slots or told.front == self._others.front:
+            return
+        if self.policy.knows_blocks:
+            self._count_use(told.prefix)
+        self._learn_waiting(told.worker, told.queued_tokens)
+        self._add(told.worker, *self._others.heard(told, 1e3 * sent_s, 1e3 * now_s))
+        self._begin_if_idle(told.worker, 1, now_s)
+        if told.hashes and self.config.events:
+            self.index.predict_marks(told.worker, told.hashes, now_s + self.config.predict_s)
+
     # Requests come and go.
 
     def route(
@@ -206,7 +222,9 @@ class Router:
         size = config.block_size
         chain = hash_chain(token_ids, size, salt=salt) if self.policy.knows_blocks else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
-        num_uses = 1.0 if chain is None else self._num_uses(chain, cached)
+        held = max(cached.values(), default=0)
+        prefix = chain.item(held // size - 1) if chain is not None and held else None
+        num_uses = 1.0 if chain is None else self._num_uses(prefix, cached)
         num_waiting = 1.0 + self._waited_tokens / self._own_tokens
         copy_ms = self._prices.uncached * num_waiting / num_uses
         if self._others.known and self.policy.counts_load:
@@ -226,12 +244,17 @@ class Router:
             num_waiting,
         )
         self._learn_waiting(name, num_tokens - num_cached)
+        marks: list[int] = []
         if chain is not None and config.events:
-            self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
+            marks = self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
         self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
         self._begin_if_idle(name, 1, now_s)
+        if self._others.known:
+            routed = self._routed[request_id]
+            load = routed.queued_tokens, routed.kv_tokens
+            decision.announcement = Announcement(self._others.front, name, *load, marks, prefix)
         return decision
 
     def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
@@ -341,26 +364,28 @@ class Router:
             if change.num_requests:
                 self._begin_if_idle(name, change.num_requests, now_s)
 
-    def _num_uses(self, chain: U64, cached: dict[str, int]) -> float:
+    def _num_uses(self, prefix: int | None, cached: dict[str, int]) -> float:
         """How many are expected to use another copy of the longest prefix that a worker has."""
+        count = self._count_use(prefix)
+        if prefix is None:
+            return 1.0
+        num_copies = list(cached.values()).count(max(cached.values()))
+        share = count / (1.0 + self._num_recent)
+        return 1.0 + AHEAD * max(0.0, share * len(self._names) - num_copies)
+
+    def _count_use(self, prefix: int | None) -> float:
+        """Count a decision, and that it was for a prefix; how many of the latest were."""
         self._num_decisions += 1
         self._num_recent = 1.0 + self._num_recent * USE_DECAY
-        held = max(cached.values(), default=0)
-        if not held:
-            return 1.0
-        prefix, uses, now = (
-            chain.item(held // self.config.block_size - 1),
-            self._uses,
-            self._num_decisions,
-        )
+        if prefix is None:
+            return 0.0
+        uses, now = self._uses, self._num_decisions
         count, last = uses.pop(prefix, (1.0, now - 1))  # someone has computed it
         count = 1.0 + count * USE_DECAY ** (now - last)
         uses[prefix] = (count, now)
         if len(uses) > MAX_PREFIXES:
             del uses[next(iter(uses))]
-        num_copies = list(cached.values()).count(held)
-        share = count / (1.0 + self._num_recent)
-        return 1.0 + AHEAD * max(0.0, share * len(self._names) - num_copies)
+        return count
 
     def _choose(
         self,
