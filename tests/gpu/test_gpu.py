@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_encoder_parity
 import triton_moe_parity
 import triton_parity
+import triton_wan_parity
 
 from driver import Answer, complete
 from gpu.setups import SETUPS, Checkpoints, prompts
@@ -22,7 +23,12 @@ from tokenmill.engine.engine import LanguageEngine
 
 Build = Callable[[str], BuiltEngine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
-CHECKS = triton_parity.CHECKS | triton_moe_parity.CHECKS | triton_encoder_parity.CHECKS
+CHECKS = (
+    triton_parity.CHECKS
+    | triton_moe_parity.CHECKS
+    | triton_encoder_parity.CHECKS
+    | triton_wan_parity.CHECKS
+)
 
 
 @pytest.mark.parametrize("kernel", CHECKS)

@@ -46,6 +46,13 @@ KERNELS = {
         "segment_bits",
         "encoder",
     ),
+    "triton_wan_parity": (
+        "norm_modulate",
+        "add_gated",
+        "gelu_rows",
+        "norm_rotate",
+        "transformer",
+    ),
     "triton_embedding_parity": ("lookup", "write", "constants"),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }

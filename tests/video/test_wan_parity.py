@@ -10,11 +10,13 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from transformers import UMT5Config, UMT5EncoderModel
 
 from tokenmill.core.specs.wan import TINY, VaeSpec, WanTransformerSpec
+from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.umt5_encoder import TextEncoder, encoder_tensors
 from tokenmill.models.wan.wan_transformer import WanTransformer, transformer_tensors
 from tokenmill.models.wan.wan_vae import Tiles, VideoDecoder, decoder_tensors
 from tokenmill.video.unipc import ScheduleName, UniPC, make_schedule
 
+TYPES: tuple[ComputeType, ...] = ("fp32", "bf16", "fp8")
 TEXT = 24  # tokens of a padded prompt
 # What diffusers 0.35.2, which MLPerf pins, has for 20 steps and a shift of 3.
 MLPERF_TIMESTEPS = (
@@ -59,6 +61,19 @@ def test_the_transformer_is_that_of_diffusers(cross_attn_norm: bool) -> None:
     torch.testing.assert_close(model(latents, 899, kv), expected, rtol=0, atol=1e-5)
     again = [model(latents, 899, model.text_kv(part[None]))[0] for part in text]
     torch.testing.assert_close(torch.stack(again), expected, rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_fp8_linears_stay_near() -> None:
+    spec = TINY.transformer
+    state = reference_transformer(spec, 0).state_dict()
+    latents, text = torch.randn(spec.in_channels, 2, 4, 4), torch.randn(2, TEXT, spec.text_dim)
+    exact, narrow, rounded = (
+        model(latents, 499, model.text_kv(text))
+        for model in (WanTransformer(spec, state, dtype, "cpu") for dtype in TYPES)
+    )
+    errors = [((part - exact).norm() / exact.norm()).item() for part in (narrow, rounded)]
+    assert 0 < errors[0] < 0.02 and errors[0] < errors[1] < 0.1
 
 
 @torch.inference_mode()

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from tokenmill.kernels import gpu_twin, use_triton
+
+# The order of preference on a GPU: cuDNN's kernel is made for Hopper, torch's flash for Ampere.
+_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, fp32 [tokens, head_dim / 2]
 
@@ -15,6 +26,8 @@ def norm_rotate(
 
     Pairs lie side by side, (0, 1), (2, 3), ...; all is computed in fp32.
     """
+    if use_triton(x, "norm_rotate"):
+        return gpu_twin(norm_rotate_reference)(x, weight, eps, num_heads, rotation)
     return norm_rotate_reference(x, weight, eps, num_heads, rotation)
 
 
@@ -34,7 +47,10 @@ def norm_rotate_reference(
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Every query sees every key: q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
-    return attend_reference(q, k, v)
+    if not q.is_cuda:
+        return attend_reference(q, k, v)
+    with sdpa_kernel(_BACKENDS, set_priority=True):
+        return attend_reference(q, k, v)
 
 
 def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,13 @@ from torch.nn.functional import gelu, linear, silu
 
 from tokenmill.core.specs.wan import WanTransformerSpec
 from tokenmill.kernels.bidirectional import Rotation, attend, norm_rotate
-from tokenmill.kernels.modulation import add_gated, norm_modulate
+from tokenmill.kernels.matmul import QuantizedRows
+from tokenmill.kernels.modulation import add_gated, gelu_rows, norm_modulate
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype, plain_type
 from tokenmill.models.family import Shape
 
 Grid = tuple[int, int, int]
+Rows = torch.Tensor | QuantizedRows  # rows that a linear reads, in fp8 where it asks for it
 TextKV = list[tuple[torch.Tensor, torch.Tensor]]  # of each block, [branches, tokens, heads, dim]
 _THETA = 10_000.0
 _MAX_PERIOD = 10_000.0
@@ -90,7 +92,7 @@ class SelfAttention:
         self.norms = [tensors.fp32(f"{name}.norm_{part}.weight") for part in "qk"]
         self.num_heads, self.eps = spec.num_heads, spec.eps
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, branches: int) -> torch.Tensor:
+    def __call__(self, x: Rows, rotation: Rotation, branches: int) -> torch.Tensor:
         """[branches * n, k] -> the same shape."""
         q, k, v = self.qkv(x).unflatten(0, (branches, -1)).chunk(3, dim=-1)
         q, k = (
@@ -117,7 +119,7 @@ class TextAttention:
         k = norm_rotate(k, self.norms[1], self.eps, self.num_heads, None)
         return k, v.unflatten(-1, (self.num_heads, -1)).contiguous()
 
-    def __call__(self, x: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, x: Rows, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[branches * n, k] -> the same shape."""
         k, v = kv
         q = self.q(x).unflatten(0, (k.shape[0], -1))
@@ -132,8 +134,8 @@ class FeedForward:
         self.up = tensors.linear(f"{name}.net.0.proj")
         self.down = tensors.linear(f"{name}.net.2")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(gelu(self.up(x), approximate="tanh"))
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self.down(gelu_rows(self.up(x), self.down.rounding))
 
 
 class WanBlock:
@@ -158,11 +160,14 @@ class WanBlock:
         """x[branches * n, k] and the timestep's fp32 [6, k] -> x, in place."""
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.table + time
         branches = kv[0].shape[0]
-        normed = norm_modulate(x, 1 + scale, shift, self.eps)
+        qkv, q, up = self.attention.qkv, self.text.q, self.ffn.up
+        normed = norm_modulate(x, 1 + scale, shift, self.eps, qkv.rounding)
         x = add_gated(x, self.attention(normed, rotation, branches), gate)
-        normed = x if self.norm is None else norm_modulate(x, *self.norm, self.eps)
+        normed = x
+        if self.norm is not None:
+            normed = norm_modulate(x, *self.norm, self.eps, q.rounding)
         x = x.add_(self.text(normed, kv))
-        normed = norm_modulate(x, 1 + ffn_scale, ffn_shift, self.eps)
+        normed = norm_modulate(x, 1 + ffn_scale, ffn_shift, self.eps, up.rounding)
         return add_gated(x, self.ffn(normed), ffn_gate)
 
 
