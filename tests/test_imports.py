@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"core", "text", "routing", "http_connection"},
     "bench/ceiling": {"core", "kernels"},
     "bench/embedding_rates": {"core", "kernels", "ranking"},
+    "bench/mlperf/ranking_test": {"core", "ranking", "settings"},
     "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
     "bench/report/throughput_report": {"core", "engine", "console"},
     "bench/client/live_progress": {"core", "console"},

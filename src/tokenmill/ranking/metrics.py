@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 _ETA = 1e-12
 
@@ -18,11 +19,12 @@ class RankMetrics(NamedTuple):
     gauc: float
 
 
-def rank_metrics(scores: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> RankMetrics:
+def rank_metrics(scores: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> RankMetrics:
     """Of the requests' scores [candidates] in (0, 1) and labels [candidates], 0 or 1."""
-    every, truth = np.concatenate(scores).astype(float), np.concatenate(labels).astype(float)
+    found, known = [np.asarray(s) for s in scores], [np.asarray(t) for t in labels]
+    every, truth = np.concatenate(found).astype(float), np.concatenate(known).astype(float)
     right = ((every >= 0.5) == (truth == 1)).mean()
-    areas = [area for s, t in zip(scores, labels, strict=True) if (area := auc(s, t)) is not None]
+    areas = [area for s, t in zip(found, known, strict=True) if (area := auc(s, t)) is not None]
     gauc = float(np.mean(areas)) if areas else float("nan")
     return RankMetrics(100 * normalised_entropy(every, truth), 100 * float(right), 100 * gauc)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models.hstu import HstuModel
+from tokenmill.models.hstu import HstuModel, dense_tensors
 from tokenmill.ranking.model import TABLES, RankingModel
 from tokenmill.ranking.stores.table import DeviceTable
 
@@ -51,6 +51,35 @@ def load_model(
         return RankingModel(HstuModel(spec, dense, **levers), stores)
     except ModelLoadError as wrong:
         raise ModelLoadError(f"{folder / WEIGHTS}: {wrong}") from None
+
+
+def random_model(
+    spec: HstuSpec, dtype: str = "fp32", device: str = "cpu", seed: int = 0, **levers: Any
+) -> RankingModel:
+    """A model of this shape whose scores mean nothing; tables are fp16, as the benchmark's."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: tuple[int, ...], scale: float, kind: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=kind, device=device)
+        return tensor.normal_(0, scale, generator=generator)
+
+    dense = {
+        name: normal(shape, 0.5 / max(shape) ** 0.5, DTYPES[dtype])
+        for name, shape in dense_tensors(spec).items()
+    }
+    rows = (spec.num_items, spec.num_users, spec.num_categories)
+    stores = {
+        name: DeviceTable(normal((count, spec.embedding_dim), 1.0, torch.float16))
+        for name, count in zip(TABLES, rows, strict=True)
+    }
+    return RankingModel(HstuModel(spec, dense, **levers), stores)
+
+
+def choose_device(name: str) -> str:
+    """The GPU where there is one, if the choice is left open."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def read_spec(folder: Path) -> HstuSpec:

@@ -14,10 +14,10 @@ from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, endpoint, throughput
 from tokenmill.bench.endpoint_load import make_target
 from tokenmill.bench.mlperf import accuracy as scoring
-from tokenmill.bench.mlperf import compliance, loadgen, submission
+from tokenmill.bench.mlperf import compliance, loadgen, ranking_test, submission
 from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.mlperf import test_process as mlperf_child
-from tokenmill.bench.mlperf.presets import PRESETS, ROUNDS, Preset
+from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, ROUNDS, Preset
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
 from tokenmill.bench.results.mlperf_reports import MlperfReport
@@ -34,7 +34,7 @@ from tokenmill.settings import (
     Settings,
     SettingsError,
 )
-from tokenmill.settings.commands import MLPERF
+from tokenmill.settings.commands import MLPERF, RANK
 
 CHILD = "mlperf-test"
 SERVER = (
@@ -58,6 +58,7 @@ PANELS = {
     "KV cache": tuple(s for s in CACHE if s.key != "prefix-cache"),  # the rules forbid it
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
+    "Ranking (--benchmark dlrm-v3)": RANK,
 }
 OFFERED = tuple(setting for group in PANELS.values() for setting in group)
 SHOWN = tuple(setting for setting in OFFERED if setting.key != "api-key")  # a key is no argument
@@ -80,6 +81,8 @@ def mlperf(settings: Settings) -> None:
     tokenmill bench mlperf --scenario Server --target-qps 4 --quick
     tokenmill bench mlperf --scenario Server --target-qps 4 --url http://127.0.0.1:8000/v1
     tokenmill bench mlperf --scenario Interactive --find-peak --quick
+    tokenmill bench mlperf --benchmark dlrm-v3 --quick --model demo/model
+    --dataset demo/requests.jsonl
     tokenmill bench mlperf --dataset cnn_eval.json --test-mode submission --compliance
     --model meta-llama/Llama-3.1-8B-Instruct --submission-dir results
     """
@@ -91,10 +94,11 @@ def mlperf(settings: Settings) -> None:
             reports = {"performance": _peak(run, values, Path(scratch))}
         else:
             reports = _tests(settings, run, values, Path(scratch))
-        if "submission-dir" not in settings:
+        if "submission-dir" in settings:
+            if not _given_up(reports):
+                write_submission(settings, run, reports, started_at)
+        elif run.preset.name != DLRM_V3.name:
             console.note("--submission-dir DIR keeps a run: LoadGen's logs and report.html")
-        elif not _given_up(reports):
-            write_submission(settings, run, reports, started_at)
     report = _joined(settings, run, reports)
     if not settings.get("json-only"):
         _print(report)
@@ -105,6 +109,8 @@ def mlperf(settings: Settings) -> None:
 
 def _model(settings: Settings) -> str:
     """The model's path, or the name that the server knows it by."""
+    if settings.get("benchmark") == DLRM_V3.name:
+        return str(settings.values.get("model", ""))
     if not settings.get("url"):
         return str(throughput.model_path(settings.build(ModelConfig)))
     config = settings.build(EndpointConfig, api="completions")
@@ -145,6 +151,8 @@ def run_of(settings: Settings) -> bench.Run:
     mode = settings.get("test-mode")
     if mode in ("accuracy", "submission") and "dataset" not in settings:
         raise SettingsError(f"--test-mode {mode} needs --dataset")
+    if settings.get("benchmark") == DLRM_V3.name:
+        ranking_test.check_settings(settings)
     _check_speculative(settings)
     _check_compliance(settings)
     _check_server(settings)
@@ -169,7 +177,8 @@ def run_of(settings: Settings) -> bench.Run:
 def _preset(settings: Settings) -> Preset:
     """The benchmark by the rules of --round."""
     try:
-        return PRESETS[settings.get("benchmark")].of_round(settings.get("round"))
+        known = {**PRESETS, DLRM_V3.name: DLRM_V3}
+        return known[settings.get("benchmark")].of_round(settings.get("round"))
     except ValueError as error:
         raise SettingsError(f"--benchmark with --round: {error}") from None
 
@@ -271,7 +280,9 @@ def run_child(settings: Settings) -> None:
     """One test of LoadGen in this process; logs go to --submission-dir."""
     mlperf_child.watch_parent()
     try:
-        report = mlperf_child.child_report(settings, run_of(settings))
+        run = run_of(settings)
+        ranks = run.preset.name == DLRM_V3.name
+        report = (ranking_test if ranks else mlperf_child).child_report(settings, run)
     except BaseException as error:
         # LoadGen's threads wait for answers that never come: the interpreter cannot shut down.
         if not isinstance(error, KeyboardInterrupt):
@@ -384,13 +395,19 @@ def _print(report: MlperfReport) -> None:
     if "peak_qps" in report:
         console.out.print(f"highest valid rate: {report['peak_qps'] or 'none'} queries/s")
     limits = report.get("limits_ms") or {}
-    for name, figures in (("ttft", report.get("ttft_ms")), ("tpot", report.get("tpot_ms"))):
+    measured = {"ttft": report.get("ttft_ms"), "tpot": report.get("tpot_ms")}
+    if "latency" in limits:
+        measured["latency"] = report.get("latency_ms")
+    for name, figures in measured.items():
         if figures:
             shown = ", ".join(f"{k} {v:,.1f}" for k, v in figures.items())
             limit = f"; limit at p{report['percentile']} {limits[name]}" if limits else ""
             console.out.print(f"{name.upper()} ms: {shown}{limit}")
     for name, gate in report.get("accuracy_gates", {}).items():
         console.out.print(f"{name}: {gate['value']:,.4f}, required {gate['min']:,.4f}")
+    for name in () if report.get("accuracy_gates") else ("ne", "accuracy", "gauc"):
+        if name in report.get("accuracy", {}):
+            console.out.print(f"{name}: {report['accuracy'][name]:,.4f}")
     for name, passed in report.get("compliance", {}).items():
         console.out.print(f"{name}: {'passed' if passed else 'failed'}")
     for notice in report["notices"]:

@@ -245,9 +245,9 @@ def read_detail(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_answers(folder: Path) -> dict[int, tuple[bytes, int]]:
-    """Data and number of tokens by sample index of an accuracy run."""
+    """Data and number of tokens by sample index of an accuracy run; scores have no tokens."""
     entries = json.loads((folder / ACCURACY).read_text(encoding="utf-8"))
-    return {e["qsl_idx"]: (bytes.fromhex(e["data"]), e["token_count"]) for e in entries}
+    return {e["qsl_idx"]: (bytes.fromhex(e["data"]), e.get("token_count", 0)) for e in entries}
 
 
 def token_ids(data: bytes) -> list[int]:

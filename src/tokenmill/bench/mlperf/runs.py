@@ -281,6 +281,12 @@ def metric(run: Run, values: Mapping[str, Any]) -> MetricReport:
         latency_ms = values["result_90.00_percentile_latency_ns"] / NS_PER_MS
         return {"name": "p90 latency", "value": round(latency_ms, 3), "unit": "ms"}
     offline = run.scenario == "Offline"
+    if run.preset.latency_ms is not None:
+        if offline:
+            rate = values["result_samples_per_second"]
+            return {"name": "samples per second", "value": rate, "unit": "samples/s"}
+        rate = values["result_scheduled_samples_per_sec"]
+        return {"name": "scheduled queries per second", "value": rate, "unit": "queries/s"}
     key = "result_tokens_per_second" if offline else "result_completed_tokens_per_second"
     name = "tokens per second" if offline else "completed tokens per second"
     return {"name": name, "value": values[key], "unit": "tokens/s"}
@@ -301,6 +307,7 @@ def invalid_reasons(
     if values.get("result_validity") == "VALID":
         return reasons
     limits = run.preset.limits(run.scenario)
+    reasons += _slow_queries(run, values)
     if limits:
         percent = f"p{run.percentile}"
         for name, found, limit in (
@@ -320,6 +327,15 @@ def invalid_reasons(
             reasons.append(sentence)
     hint = str(values.get("result_invalid_reason", "")).strip()
     return [*reasons, f"LoadGen: {hint}"] if hint or not reasons else reasons
+
+
+def _slow_queries(run: Run, values: Mapping[str, Any]) -> list[str]:
+    """Why a run under a limit of whole queries is INVALID."""
+    limit, percent = run.preset.latency_ms, f"p{run.percentile}"
+    found = _latencies(values, *LATENCY).get(percent, 0.0)
+    if limit is None or run.scenario != "Server" or found <= limit:
+        return []
+    return [f"{percent} latency is {found:.1f} ms, the limit is {limit} ms"]
 
 
 def _latencies(values: Mapping[str, Any], mean: str, percentile: str) -> LatencyMs:

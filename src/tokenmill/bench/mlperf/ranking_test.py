@@ -1,0 +1,250 @@
+"""One LoadGen test of a ranking model in this process: DLRMv3, Offline and Server."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.bench.mlperf import loadgen
+from tokenmill.bench.mlperf import runs as bench
+from tokenmill.bench.results.mlperf_reports import GateReport, MlperfReport
+from tokenmill.bench.workload import BenchError
+from tokenmill.core.metrics import RequestTimes
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from tokenmill.ranking.engine import RankingEngine
+    from tokenmill.ranking.model import RankingModel
+    from tokenmill.ranking.requests import RankOutput, RankRequest
+
+UNBOUNDED = 2**31
+NO_HURRY_MS = 3.6e6  # Offline: batches are as large as their tokens allow
+WARM_UP = 3
+NOT_HERE = ("url", "compliance", "compliance-dataset", "submission-dir", "mtp")
+RANDOM_NOTICE = "Requests are random ids in the benchmark's lengths, not its dataset."
+WEIGHTS_NOTICE = "Weights are random: the scores mean nothing."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankSample:
+    """One entry of the query sample library; labels only where the dataset has them."""
+
+    request: RankRequest
+    labels: Any = None  # float32[candidates]
+
+
+def check_settings(settings: Settings) -> None:
+    """What the ranking benchmark does not have is refused."""
+    if settings.get("scenario") not in ("Offline", "Server"):
+        raise SettingsError("--benchmark dlrm-v3 has --scenario Offline and Server only")
+    if settings.get("test-mode") not in ("performance", "accuracy"):
+        raise SettingsError("--benchmark dlrm-v3 has --test-mode performance and accuracy only")
+    for key in NOT_HERE:
+        # A test's own process has its folder of logs in --submission-dir.
+        if settings.values.get(key) and not (key == "submission-dir" and settings.get("json-only")):
+            raise SettingsError(f"--{key} does not go with --benchmark dlrm-v3")
+    if not settings.values.get("model"):
+        raise SettingsError(
+            "--benchmark dlrm-v3 needs --model DIR: tokenmill rank-train DIR writes one, and with "
+            "--random-weights a folder with config.json is enough"
+        )
+
+
+class RankingUnderTest:
+    """A ranking engine that the caller's thread steps."""
+
+    def __init__(self, engine: RankingEngine, samples: Sequence[RankSample]) -> None:
+        self._engine, self._samples = engine, samples
+        self._library = loadgen.load_library()
+        self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
+        self._open: dict[str, tuple[int, int, RequestTimes]] = {}
+        self._num_issued = 0
+        self.times: list[RequestTimes] = []
+
+    def issue(self, queries: Iterable[Any]) -> None:
+        """LoadGen's callback: some samples to answer."""
+        self._arrivals.put([(query.id, query.index) for query in queries])
+
+    def end(self) -> None:
+        """No query comes any more."""
+        self._arrivals.put(None)
+
+    def drive(self) -> None:
+        """Step the engine until the end; BenchError when it does not answer a query."""
+        while self._take():
+            self._report(self._engine.step())
+
+    def _take(self) -> bool:
+        while not (self._arrivals.empty() and self._engine.has_work()):
+            queries = self._arrivals.get()
+            if queries is None:
+                return False
+            for query_id, index in queries:
+                name = f"query-{self._num_issued}"
+                self._num_issued += 1
+                self._open[name] = query_id, index, RequestTimes(time.monotonic_ns())
+                self._engine.submit(replace(self._samples[index].request, request_id=name))
+        return True
+
+    def _report(self, outputs: Sequence[RankOutput]) -> None:
+        answers, now_ns = [], time.monotonic_ns()
+        for output in outputs:
+            if output.finish != "done":
+                raise BenchError(f"{output.request_id} was not answered: {output.message}")
+            query_id, index, times = self._open.pop(output.request_id)
+            times.record(now_ns, 1)
+            self.times.append(times)
+            answers.append((query_id, self._data(index, output), 1))
+        loadgen.respond(self._library, self._library.QuerySamplesComplete, answers)
+
+    def _data(self, index: int, output: RankOutput) -> Any:
+        """As the reference has it: timestamp, sample, scores, labels, weights, their number."""
+        scores = output.scores[:, 0].tolist()
+        labels = self._samples[index].labels
+        truth = [0.0] * len(scores) if labels is None else labels.tolist()
+        return array("f", [0.0, index, *scores, *truth, *[1.0] * len(scores), len(scores)])
+
+
+def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
+    """Run the test; its logs are in --submission-dir afterwards."""
+    accuracy = settings.get("test-mode") == "accuracy"
+    model, notices = _model(settings)
+    samples = _samples(settings, run, model, accuracy)
+    if "dataset" not in settings:
+        notices.append(RANDOM_NOTICE)
+    folder = Path(settings.get("submission-dir"))
+    sut = RankingUnderTest(_engine(settings, run, model, samples), samples)
+    bench.execute(sut, len(samples), run, folder, accuracy)
+    facts: MlperfReport = {
+        "model": settings.get("model"),
+        "dtype": str(model.dense.dtype).removeprefix("torch."),
+        "device": model.dense.device.type,
+        "num_samples": len(samples),
+        "synthetic": "dataset" not in settings,
+        "quick": run.quick,
+        "notices": [*notices, *bench.notices(run, False, 1.0)],
+    }
+    if accuracy:
+        return facts | _accuracy(run, folder)
+    values, errors = loadgen.read_detail(folder)
+    report = bench.performance_report(run, values, errors, sut.times)
+    if run.scenario == "Server":
+        report["limits_ms"] = {"latency": run.preset.latency_ms or 0}
+    return facts | report | {"ttft_ms": {}, "tpot_ms": {}, "num_output_tokens": 0}
+
+
+def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
+    from tokenmill.ranking.model import limit_threads
+    from tokenmill.ranking.model_files import choose_device, load_model, random_model, read_spec
+
+    device = choose_device(settings.get("device"))
+    dtype = settings.get("dtype")
+    if dtype == "auto":
+        dtype = "bf16" if device == "cuda" else "fp32"
+    if dtype not in ("fp32", "bf16"):
+        raise SettingsError(f"--dtype {dtype}: dlrm-v3 has fp32 and bf16")
+    path, chunk = Path(settings.get("model")), settings.get("candidate-chunk")
+    if settings.get("random-weights"):
+        model = random_model(read_spec(path), dtype, device, candidate_chunk=chunk)
+    else:
+        model = load_model(path, dtype, device, candidate_chunk=chunk)
+    limit_threads(model.spec)
+    return model, [WEIGHTS_NOTICE] if settings.get("random-weights") else []
+
+
+def _samples(
+    settings: Settings, run: bench.Run, model: RankingModel, accuracy: bool
+) -> list[RankSample]:
+    from tokenmill.ranking.synthetic import benchmark_requests
+
+    if "dataset" in settings:
+        found = read_samples(Path(settings.get("dataset")), model)
+        if accuracy and any(sample.labels is None for sample in found):
+            raise BenchError(f"{settings.get('dataset')}: --test-mode accuracy needs labels")
+        if run.quick_samples:
+            return found[: run.quick_samples]
+        if len(found) != run.preset.num_samples:
+            raise BenchError(
+                f"the dataset has {len(found)} samples, but {run.preset.name} has "
+                f"{run.preset.num_samples}; --quick runs on the samples that there are"
+            )
+        return found
+    count = run.quick_samples or run.preset.num_samples
+    requests = benchmark_requests(model.spec, count, run.length_scale)
+    return [RankSample(request) for request in requests]
+
+
+def read_samples(path: Path, model: RankingModel) -> list[RankSample]:
+    """The lines of a dataset, each checked against the model; an error names the line."""
+    from tokenmill.ranking.request_json import read_labels, read_request
+    from tokenmill.ranking.requests import check_request
+
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            data = json.loads(line)
+            request = read_request(data, f"line-{number}")
+            check_request(request, model.spec)
+            found.append(RankSample(request, read_labels(data, request.num_candidates)))
+        except (json.JSONDecodeError, InvalidRequestError) as wrong:
+            raise BenchError(f"{path}, line {number}: {wrong}") from None
+    if not found:
+        raise BenchError(f"{path}: there is no request in this file")
+    return found
+
+
+def _engine(
+    settings: Settings, run: bench.Run, model: RankingModel, samples: Sequence[RankSample]
+) -> RankingEngine:
+    """An engine that has run a few batches: kernels are compiled, and steps have a known rate."""
+    from tokenmill.ranking.engine import RankingEngine
+    from tokenmill.ranking.policy import BatchLimits
+
+    limit = run.preset.latency_ms if run.scenario == "Server" else None
+    limits = BatchLimits(
+        max_batch_tokens=settings.get("max-batch-tokens"),
+        max_queue_requests=UNBOUNDED,
+        latency_ms=float(limit or NO_HURRY_MS),
+    )
+    engine = RankingEngine(model, limits)
+    for turn in range(WARM_UP):
+        for index, sample in enumerate(samples[: 2**turn]):
+            engine.submit(replace(sample.request, request_id=f"warm-up-{turn}-{index}"))
+        while engine.has_work():
+            engine.step()
+    return engine
+
+
+def _accuracy(run: bench.Run, folder: Path) -> MlperfReport:
+    """The three metrics of LoadGen's log, beside the reference's."""
+    from tokenmill.ranking.metrics import rank_metrics
+
+    scores, labels = [], []
+    for data, _ in loadgen.read_answers(folder).values():
+        values = array("f")
+        values.frombytes(data)
+        count = int(values[-1])
+        scores.append(values[2 : 2 + count])
+        labels.append(values[2 + count : 2 + 2 * count])
+    found = rank_metrics(scores, labels)._asdict()
+    report: MlperfReport = {"accuracy": {**found, "num_unscored": 0}, "accuracy_gates": {}}
+    if not run.quick:
+        report["accuracy_gates"] = {name: _gate(run, name, found[name]) for name in found}
+    return report
+
+
+def _gate(run: bench.Run, name: str, value: float) -> GateReport:
+    """Within the share of the reference's; entropy from above, the others from below."""
+    reference, share = run.preset.accuracy[name], run.preset.accuracy_share
+    if name == "ne":
+        most = reference / share
+        return {"value": value, "min": 0.0, "max": most, "passed": value <= most}
+    least = reference * share
+    return {"value": value, "min": least, "passed": value >= least}

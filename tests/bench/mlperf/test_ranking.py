@@ -1,0 +1,87 @@
+"""DLRMv3 under LoadGen: an accuracy run from end to end, its metric, its limit, what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.__main__ import run
+from tokenmill.bench.mlperf import ranking_test, runs
+from tokenmill.bench.mlperf.presets import DLRM_V3
+from tokenmill.bench.workload import BenchError
+from tokenmill.ranking.metrics import rank_metrics
+from tokenmill.ranking.model_files import load_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rank")
+    flags = ["--users", "12", "--items", "256", "--candidates", "16", "--train-steps", "1"]
+    assert run(["rank-train", str(path), *flags]) == 0
+    return path
+
+
+def test_accuracy_run_has_the_models_own_metrics(folder: Path, tmp_path: Path) -> None:
+    """LoadGen's log of answers gives the same three figures as the model without LoadGen."""
+    command = [sys.executable, "-P", "-m", "tokenmill", "bench", "mlperf-test", "--quick"]
+    command += ["--benchmark", "dlrm-v3", "--test-mode", "accuracy", "--quick-samples", "8"]
+    command += ["--model", str(folder / "model"), "--dataset", str(folder / "requests.jsonl")]
+    command += ["--submission-dir", str(tmp_path), "--json-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    model = load_model(folder / "model")
+    samples = ranking_test.read_samples(folder / "requests.jsonl", model)[:8]
+    scores = [found[:, 0] for found in model.score([sample.request for sample in samples])]
+    expected = rank_metrics(scores, [sample.labels for sample in samples])
+    found = report["accuracy"]
+    assert [found["ne"], found["accuracy"], found["gauc"]] == pytest.approx(expected, abs=1e-3)
+    assert report["num_samples"] == 8 and report["accuracy_gates"] == {}
+
+
+def report_of(scenario: str, latency_ms: float) -> Any:
+    values = {
+        "result_validity": "VALID" if latency_ms <= 80 else "INVALID",
+        "result_samples_per_second": 12.5,
+        "result_scheduled_samples_per_sec": 11.5,
+        "result_99.00_percentile_latency_ns": latency_ms * 1e6,
+    }
+    return runs.performance_report(runs.Run(DLRM_V3, scenario, 1.0), values, [], [])
+
+
+def test_metrics_and_the_limit_of_80_ms() -> None:
+    assert report_of("Offline", 900)["metric"]["value"] == 12.5
+    good, slow = report_of("Server", 79), report_of("Server", 81)
+    assert good["result"] == "VALID" and good["metric"]["value"] == 11.5
+    assert slow["result"] == "INVALID"
+    assert slow["reasons"][0] == "p99 latency is 81.0 ms, the limit is 80 ms"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--scenario", "Interactive"], "Offline and Server only"),
+        (["--test-mode", "TEST06"], "performance and accuracy only"),
+        (["--url", "http://127.0.0.1:1/v1", "--model", "m"], "--url does not go with"),
+        ([], "needs --model DIR"),
+    ],
+)
+def test_what_the_benchmark_does_not_have_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "mlperf", "--benchmark", "dlrm-v3", *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_wrong_line_of_the_dataset_is_named(folder: Path, tmp_path: Path) -> None:
+    line = json.loads((folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    file = tmp_path / "wrong.jsonl"
+    text = json.dumps(line) + "\n" + json.dumps(line | {"user_id": 12})
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(BenchError, match=r"line 2: user_id: 12 is unknown"):
+        ranking_test.read_samples(file, load_model(folder / "model"))
