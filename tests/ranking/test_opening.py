@@ -1,4 +1,4 @@
-"""Tables by their path: files, folders and databases, by the commands and by open_store."""
+"""Tables by their path: files, folders and databases, by the commands and by open_table."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from ranking.tables import random_table
+from tiny_ranking import tiny_model, tiny_request
 from tokenmill.__main__ import run
+from tokenmill.ranking.engine import RankingEngine
+from tokenmill.ranking.model import RankingModel
+from tokenmill.ranking.model_files import save_model
+from tokenmill.ranking.request_json import write_request
 from tokenmill.ranking.stores.database import DatabaseTable
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable
-from tokenmill.ranking.stores.opening import open_store, planned_bytes
+from tokenmill.ranking.stores.opening import open_table, planned_bytes
 from tokenmill.ranking.stores.store import EmbeddingError, EmbeddingStore, TableSpec
 from tokenmill.ranking.stores.table import DeviceTable
+from tokenmill.ranking.stores.table_files import open_rows, write_rows
+from tokenmill.ranking.synthetic import LabelledRequest
 
 ROWS, DIM = 90, 6
 
@@ -36,13 +43,13 @@ def test_every_way_gives_the_files_rows(tables: dict[str, Path]) -> None:
     ids = torch.randint(ROWS, (200,))
     for kind, path in tables.items():
         for cache_rows in (0, 20):
-            store = open_store(path, "cpu", cache_rows, TableSpec(ROWS, DIM, torch.float32))
+            store = open_table(path, "cpu", cache_rows, TableSpec(ROWS, DIM, torch.float32))
             assert type(store) is (CachedTable if cache_rows else kinds[kind])
             assert torch.equal(store.lookup(ids), table[ids])
             _check_memory(store, planned_bytes(kind, store.spec, "cpu", cache_rows))
             store.close()
         with pytest.raises(EmbeddingError, match=r"holds .*90 x 6 float32, and .*90 x 7"):
-            open_store(path, "cpu", spec=TableSpec(ROWS, DIM + 1, torch.float32))
+            open_table(path, "cpu", spec=TableSpec(ROWS, DIM + 1, torch.float32))
 
 
 def _check_memory(store: EmbeddingStore, planned: dict[str, int]) -> None:
@@ -53,7 +60,7 @@ def _check_memory(store: EmbeddingStore, planned: dict[str, int]) -> None:
 
 def test_check_reads_every_row(tables: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for kind in ("folder", "database"):
-        store = open_store(tables[kind], "cpu")
+        store = open_table(tables[kind], "cpu")
         store.update(torch.tensor([3, 8]), torch.full((2, DIM), torch.nan))
         store.close()
         assert run(["embeddings", "check", str(tables[kind]), "--json"]) == 0
@@ -67,7 +74,7 @@ def test_new_tables_are_zeros_of_the_type_that_was_asked_for(tmp_path: Path) -> 
     arguments = ["--table-rows", "40", "--table-columns", "5", "--table-dtype", "bfloat16"]
     for path, extra in ((tmp_path / "a", []), (tmp_path / "b", ["--database"])):
         assert run(["embeddings", "create", str(path), *arguments, *extra]) == 0
-        store = open_store(path, "cpu", spec=TableSpec(40, 5, torch.bfloat16))
+        store = open_table(path, "cpu", spec=TableSpec(40, 5, torch.bfloat16))
         assert not store.lookup(torch.arange(40)).any()
         store.close()
 
@@ -84,3 +91,48 @@ def test_wrong_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert code != 0 and message in " ".join(capsys.readouterr().err.split())
     paths = [str(tmp_path / "wide.npy"), str(tmp_path / "t")]
     assert run(["embeddings", "load", *paths, "--table-dtype", "float16"]) == 0
+
+
+@pytest.mark.parametrize("database", [False, True])
+def test_a_model_scores_the_same_with_its_table_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], database: bool
+) -> None:
+    model = tiny_model()
+    save_model(model, tmp_path / "model")
+    np.save(tmp_path / "items.npy", model.stores["item"].lookup(torch.arange(64)).numpy())
+    load = ["embeddings", "load", str(tmp_path / "items.npy"), str(tmp_path / "items")]
+    assert run([*load, *(["--database"] if database else [])]) == 0
+    requests = tmp_path / "requests.jsonl"
+    asked = [LabelledRequest(tiny_request(40, 20, user=u), np.zeros(20), 1) for u in range(5)]
+    requests.write_text("\n".join(json.dumps(write_request(request)) for request in asked))
+    command = ["rank", str(requests), "--model", str(tmp_path / "model")]
+    capsys.readouterr()
+    assert run(command) == 0
+    expected = scores(capsys.readouterr().out)
+    for cache in ([], ["--cache-rows", "16"]):
+        assert run([*command, "--table", f"item={tmp_path / 'items'}", *cache]) == 0
+        captured = capsys.readouterr()
+        assert scores(captured.out) == expected
+        assert "table item: 300 keys" in captured.err
+    assert run([*command, "--table", f"things={tmp_path}"]) != 0
+    assert "with a name of item, user, category" in " ".join(capsys.readouterr().err.split())
+
+
+def scores(out: str) -> list[list[float]]:
+    return [json.loads(line)["scores"] for line in out.splitlines()]
+
+
+def test_requests_are_read_ahead_of_their_step(tmp_path: Path) -> None:
+    table = tiny_model().stores["item"].lookup(torch.arange(64))
+    write_rows(tmp_path / "items.safetensors", table)
+    DatabaseTable.create(
+        tmp_path / "t", TableSpec(64, 16, torch.float32), open_rows(tmp_path / "items.safetensors")
+    )
+    store = CachedTable(DatabaseTable(tmp_path / "t"), 16, "cpu")
+    model = RankingModel(tiny_model().dense, {**tiny_model().stores, "item": store})
+    engine = RankingEngine(model)
+    engine.submit(tiny_request(30, 10))
+    [answer] = engine.step()
+    assert np.array_equal(answer.scores, tiny_model().score([tiny_request(30, 10)])[0])
+    assert store.stats().keys_by_tier["disk"] == 0 < store.stats().keys_by_tier["host"]
+    model.close()

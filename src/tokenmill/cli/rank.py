@@ -15,7 +15,7 @@ import typer
 from tokenmill import console
 from tokenmill.core.flags import TEXT, count, one_of
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import RANK, RANK_TRAIN
+from tokenmill.settings.commands import RANK, RANK_TABLES, RANK_TRAIN
 from tokenmill.settings.options import command
 
 MODEL, REQUESTS = "model", "requests.jsonl"
@@ -34,7 +34,8 @@ PANELS = {
         _here("dtype", "Type of the products (fp32).", kind=one_of("fp32", "bf16"), default="fp32"),
         _here("device", "Where the model runs: cpu or cuda.", kind=TEXT, default="cpu"),
         *RANK,
-    )
+    ),
+    "Tables": RANK_TABLES,
 }
 TRAIN_PANELS = {"Data and model": (*RANK_TRAIN, _here("seed", "Of data and model.", kind=count(0)))}
 
@@ -70,7 +71,14 @@ def rank(
         raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")
     dtype, device = settings.values.get("dtype", "fp32"), settings.values.get("device", "cpu")
     chunk = settings.get("candidate-chunk")
-    model = load_model(Path(settings.get("model")), dtype, device, candidate_chunk=chunk)
+    model = load_model(
+        Path(settings.get("model")),
+        dtype,
+        device,
+        table_paths(settings.get("table")),
+        settings.get("cache-rows"),
+        candidate_chunk=chunk,
+    )
     limit_threads(model.spec)
     tokens = settings.get("max-batch-tokens")
     limits = BatchLimits(tokens, max_queue_requests=LINES_AT_ONCE, latency_ms=_NO_HURRY)
@@ -82,8 +90,25 @@ def rank(
             sys.stdout.write(json.dumps(answer) + "\n")
     for sentence in ranker.report(time.perf_counter() - start):
         console.note(sentence)
+    for name in table_paths(settings.get("table")):
+        console.note(f"table {name}: {model.stores[name].stats()}")
+    model.close()
     if ranker.num_failed:
         raise typer.Exit(1)
+
+
+def table_paths(given: tuple[str, ...]) -> dict[str, str]:
+    """--table item=PATH as a dictionary."""
+    from tokenmill.ranking.model import TABLES
+
+    found = dict(text.partition("=")[::2] for text in given)
+    for name, path in found.items():
+        if name not in TABLES or not path:
+            raise SettingsError(
+                f"--table {name}={path} is not NAME=PATH with a name of {', '.join(TABLES)}: type "
+                "such as --table item=items.npy"
+            )
+    return found
 
 
 def rank_train(

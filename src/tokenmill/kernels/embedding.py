@@ -48,6 +48,7 @@ class Misses:
     count: torch.Tensor  # int32 [1]
 
 
+@torch.inference_mode(False)  # which tensors made in that mode would need for ever
 def make_row_cache(
     num_slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
 ) -> RowCache:

@@ -12,7 +12,7 @@ from tokenmill.core.types import ModelLoadError
 from tokenmill.models.hstu import Embedded, HstuModel, RankBatch
 from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.requests import RankRequest, check_request
-from tokenmill.ranking.stores.store import EmbeddingStore
+from tokenmill.ranking.stores.store import EmbeddingStore, PrefetchingStore
 
 TABLES = ("item", "user", "category")
 _SMALL = 64
@@ -40,6 +40,21 @@ class RankingModel:
 
         users, items = rows("user", batch.user_ids), rows("item", batch.item_ids)
         return Embedded(users, items, rows("category", self._categories))
+
+    def prefetch(self, request: RankRequest) -> None:
+        """Let stores read a request's rows ahead, as far as they have room; nothing waits."""
+        wanted = {
+            "item": np.concatenate([request.item_ids, request.candidate_ids]),
+            "user": np.array([request.user_id]),
+        }
+        for name, ids in wanted.items():
+            store = self.stores[name]
+            if isinstance(store, PrefetchingStore):
+                store.prefetch(torch.from_numpy(ids), timeout_s=0)
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
 
     @torch.inference_mode()
     def score_batch(self, batch: RankBatch) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.hstu import HstuModel, dense_tensors
 from tokenmill.ranking.model import TABLES, RankingModel
+from tokenmill.ranking.stores.opening import open_table
+from tokenmill.ranking.stores.store import EmbeddingStore
 from tokenmill.ranking.stores.table import DeviceTable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -34,18 +37,29 @@ def save_model(model: RankingModel, folder: Path) -> None:
 
 
 def load_model(
-    folder: Path, dtype: str = "fp32", device: str = "cpu", **levers: Any
+    folder: Path,
+    dtype: str = "fp32",
+    device: str = "cpu",
+    elsewhere: Mapping[str, str] | None = None,
+    cache_rows: int = 0,
+    **levers: Any,
 ) -> RankingModel:
-    """The model of a folder; an error names the file, and the field or tensor that is wrong."""
+    """The model of a folder; an error names the file, and the field or tensor that is wrong.
+
+    Tables that lie `elsewhere` are opened at their paths instead of being read from the folder.
+    """
     spec = read_spec(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as fault:
         raise ModelLoadError(f"{folder / WEIGHTS}: cannot be read: {fault}") from None
     tables = {name: tensors.pop(_TABLE + name, None) for name in TABLES}
-    stores = {
-        name: DeviceTable(table.to(device)) for name, table in tables.items() if table is not None
+    stores: dict[str, EmbeddingStore] = {
+        name: open_table(path, device, cache_rows) for name, path in (elsewhere or {}).items()
     }
+    for name, table in tables.items():
+        if table is not None and name not in stores:
+            stores[name] = DeviceTable(table.to(device))
     try:
         dense = {name: tensor.to(device, DTYPES[dtype]) for name, tensor in tensors.items()}
         return RankingModel(HstuModel(spec, dense, **levers), stores)

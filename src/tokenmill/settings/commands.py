@@ -59,6 +59,22 @@ RANK = (
     ),
     Setting("candidate-chunk", "Most candidates in the layers at a time; exact.", count(1)),
 )
+RANK_TABLES = (
+    Setting(
+        "table",
+        "Table of the model that lies elsewhere: item=PATH of a file, folder or database; repeat "
+        "the flag for user=PATH.",
+        TEXT,
+        repeated=True,
+        default=(),
+    ),
+    Setting(
+        "cache-rows",
+        "Rows of such a table that the device caches (on a GPU a tenth; on a CPU none).",
+        count(0),
+        default=0,
+    ),
+)
 RANK_TRAIN = (
     Setting("users", "Users of the data set.", count(1), default=200),
     Setting("items", "Items of the data set, a multiple of 16.", count(16), default=2048),

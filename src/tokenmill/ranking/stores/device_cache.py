@@ -15,6 +15,7 @@ from tokenmill.kernels.embedding import (
     admit_misses,
     cache_bytes,
     fetch_misses,
+    find_slots,
     lookup_cached,
     make_row_cache,
     write_cached,
@@ -24,6 +25,7 @@ from tokenmill.ranking.stores.store import (
     HOST,
     EmbeddingError,
     EmbeddingStore,
+    PrefetchingStore,
     StoreStats,
     TableSpec,
     check_ids,
@@ -65,6 +67,7 @@ class CachedTable:
         self._half_life = HALF_LIFE_LOOKUPS * num_slots
         self._lock = threading.Lock()
         self._last: torch.cuda.Event | None = None  # the device has done all before it
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._generation = backing.generation
         self._num_lookups = self._num_updates = self._since_decay = 0
 
@@ -114,6 +117,16 @@ class CachedTable:
             self._generation = self._backing.generation
             write_cached(self.cache, ids.to(self._device), rows.to(self._device))
             self._num_updates += len(ids)
+
+    def prefetch(self, ids: torch.Tensor, timeout_s: float | None = None) -> bool:
+        """Let the backing store read rows ahead, where it can and they are not resident."""
+        if not isinstance(self._backing, PrefetchingStore):
+            return True
+        check_ids(ids, self.num_rows)
+        with torch.cuda.stream(self._side):  # an estimate, which need not wait for lookups
+            _, found = find_slots(self.cache, ids.to(self._device))
+            missing = ids.cpu()[~found.cpu()]
+        return self._backing.prefetch(missing, timeout_s)
 
     def stats(self) -> StoreStats:
         missed, fetched = self.cache.totals.tolist()

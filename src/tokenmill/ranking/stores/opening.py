@@ -71,7 +71,7 @@ def check_table(path: Path | str) -> TableReport:
     """Read every row, and what updates there are in logs."""
     path = Path(path)
     kind = kind_of(path)
-    store = open_store(path, "cpu")
+    store = open_table(path, "cpu")
     spec = TableSpec(store.num_rows, store.dim, store.dtype)
     step, wrong = max(1, PIECE_BYTES // spec.row_bytes), 0
     for start in range(0, spec.num_rows, step):
@@ -82,7 +82,7 @@ def check_table(path: Path | str) -> TableReport:
     return TableReport(kind, spec, sum(file.stat().st_size for file in files), wrong)
 
 
-def open_store(
+def open_table(
     path: Path | str,
     device: torch.device | str,
     cache_rows: int = 0,
@@ -117,7 +117,7 @@ def open_store(
 
 
 def planned_bytes(kind: str, spec: TableSpec, device: str, cache_rows: int = 0) -> dict[str, int]:
-    """By tier, what open_store will take of the memories, and a table of the disk."""
+    """By tier, what open_table will take of the memories, and a table of the disk."""
     cached = bool(cache_rows) or (kind != "file" and device != "cpu")
     near = cache_memory_bytes(spec, _slots(spec, cache_rows)) if cached else 0
     if kind == "file" and not cached:

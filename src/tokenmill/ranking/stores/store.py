@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -58,6 +58,12 @@ class StoreStats:
     def hit_rate(self) -> float:
         return self.num_hits / self.num_lookups if self.num_lookups else 0.0
 
+    def __str__(self) -> str:
+        """Shares of the keys that were answered from each tier."""
+        keys, total = self.keys_by_tier, max(sum(self.keys_by_tier.values()), 1)
+        shares = [f"{count / total:.1%} from {tier}" for tier, count in keys.items()]
+        return f"{self.num_lookups:,} keys, {', '.join(shares)}"
+
 
 class EmbeddingStore(Protocol):
     """A table of rows, wherever they lie."""
@@ -84,6 +90,14 @@ class EmbeddingStore(Protocol):
 
     def stats(self) -> StoreStats: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PrefetchingStore(Protocol):
+    """A store that can read rows ahead of their lookup."""
+
+    def prefetch(self, ids: torch.Tensor, timeout_s: float | None = None) -> bool:
+        """Begin to read rows; False where there was no room for all of them in time."""
 
 
 def type_name(dtype: torch.dtype) -> str:
