@@ -117,6 +117,10 @@ def test_every_flag_is_a_setting() -> None:
         (["serve", "./nowhere"], 1, "model './nowhere': tried it as a path"),
         (["serve", "--prefill", "1"], 2, "--prefill needs --decode: prefill workers only"),
         (["serve", "--prefill-set", "dtype=fp32"], 2, "--prefill-set needs --prefill and --decode"),
+        (["serve", "--fronts", "0"], 2, "--fronts must be a whole number from 1 to 1024, got '0'"),
+        (["front"], 2, "--join is missing: give HOST:PORT of the server"),
+        (["front", "--join", "8000"], 2, "--join must be HOST:PORT, such as 127.0.0.1:8000"),
+        (["front", "--join", "127.0.0.1:9"], 1, "http://127.0.0.1:9/workers/fronts: "),
         (["serve", *ROLES, "--workers", "2"], 2, "give --workers or --prefill and --decode"),
         (
             ["serve", *ROLES, "--decode-set", "model=other"],

@@ -22,6 +22,7 @@ from page_outputs import PAGES, ROOT, SAME_OUTPUT, Block, blocks_of, page_name
 from api.sim import MODEL
 from api.sim_server import SimServer, sim_server
 from tokenmill.__main__ import run
+from tokenmill.api import front_server
 from tokenmill.api import server as api_server
 from tokenmill.cli import route as cli_route
 from tokenmill.cli import serve as cli_serve
@@ -158,7 +159,9 @@ def test_servers_come_to_the_point_of_serving(
     started: list[Any] = []
     for module in (cli_serve, cli_route):
         monkeypatch.setattr(module, "fetch", lambda model: smollm2_path)
-    for module, name in ((api_server, "serve"), (proxy_server, "route")):
+    for module, name in (
+        *((api_server, "serve"), (front_server, "serve_fronts"), (proxy_server, "route")),
+    ):
         monkeypatch.setattr(module, name, lambda *arguments: started.append(arguments))
     assert run(words) == 0 and len(started) == 1
 

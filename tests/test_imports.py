@@ -106,7 +106,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "msgspec": ("api/", "workers/", "proxy/", "bench/client/records"),
     "httptools": ("http_connection", "api/connection"),
     "uvloop": ("bench/client/client_process",),
-    "zmq": ("workers/link", "workers/worker_process"),
+    "zmq": ("workers/link", "workers/fronts/front_link", "workers/fronts/control_socket"),
     "ray": ("workers/placement",),
     "mlperf_loadgen": ("bench/mlperf/loadgen",),
     "rouge_score": ("bench/mlperf/accuracy",),

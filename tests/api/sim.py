@@ -236,20 +236,38 @@ def server_argv(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["worker", "server"])
-    parser.add_argument("--options", type=json.loads, required=True)
+    parser.add_argument("role", choices=["worker", "server", "front"])
+    parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--address")
+    parser.add_argument("--join")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules beside this one
     if args.role == "worker":
         args.options["limits"] = SchedulerConfig(**args.options["limits"])
         run_sim_worker(args.address, **args.options)
         return
+    from tokenmill.api.front_server import run_front, serve_fronts
     from tokenmill.api.server import serve
     from tokenmill.cli.serve import set_log_level
 
+    if args.role == "front":
+        set_log_level("info")
+        run_front(args.join, lambda setup: (make_tokenizer(), None))
+        return
     config = ServerConfig(**args.options["config"])
     set_log_level(config.log_level)
+    if config.fronts > 1:
+        serve_fronts(
+            args.options["worker"],
+            [sys.executable, str(Path(__file__)), "front"],
+            make_tokenizer(),
+            config,
+            MODEL,
+            on_listening=lambda url, facts: print(url, flush=True),
+            pool=PoolConfig(**args.options["pool"]),
+            router=RouterConfig(**args.options["router"]),
+        )
+        return
     vision = args.options.get("vision")
     tokenizer = make_tokenizer(vision is not None)
     serve(

@@ -205,3 +205,11 @@ def test_without_other_fronts_reports_change_no_decision(policy: Any) -> None:
         account.sent("front-0", str(number), 1, 1)
         alone.stepped(chosen[0], now_s)
         told.report(chosen[0], account.report(), now_s, now_s)
+
+
+def test_a_report_counts_where_prompts_are_fitted_to_take_no_time() -> None:
+    router = Router(RouterConfig(policy="kv"), "a")
+    router.add_worker("w0")
+    router.learn_rates(StepRates(prefill=0.0))
+    router.report("w0", LoadReport({"b": FrontLoad(64, 64, 1, 1, 1, 64, 64)}), 1.0, 1.1)
+    assert router.loads()[0].num_requests == 1

@@ -1,12 +1,14 @@
-"""Load on a pool while its workers are killed and stopped at random; what became of it.
+"""Load on a pool while its workers and fronts are killed and stopped at random; what became of it.
 
 Beside that its router is renewed now and then, which rebuilds its index from the workers' dumps.
+A front that is killed takes the connections with it that it has; the kernel says which these are.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
 import signal
@@ -44,6 +46,8 @@ class Report:
     refused: int = 0  # answered 429 or 503 before they began, and sent again
     left: int = 0  # by their client
     kills: int = 0
+    front_kills: int = 0
+    cut: int = 0  # streams over connections of fronts that were killed
     hangs: int = 0
     new_routers: int = 0
     lost: int = 0  # broken off, or shorter than undisturbed
@@ -60,10 +64,24 @@ class Report:
         return json.dumps(asdict(self))
 
 
-def stream(server: SimServer, call: dict[str, Any], leave_after: int = 0) -> tuple[Any, float]:
+@dataclass
+class Connected:
+    """A connection: the client's port, and the time in which it was made."""
+
+    port: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    until_s: float = math.inf
+
+
+def stream(
+    server: SimServer, call: dict[str, Any], leave_after: int = 0, made: Connected | None = None
+) -> tuple[Any, float]:
     """The answer of a streamed call, joined, and its longest gap; None: refused."""
     connection = http.client.HTTPConnection(*server.address, timeout=GENEROUS_S)
     try:
+        connection.connect()
+        if made is not None:
+            made.port, made.until_s = connection.sock.getsockname()[1], time.monotonic()
         connection.request("POST", "/v1/chat/completions", json.dumps(call))
         response = connection.getresponse()
         if response.status in (429, 503):
@@ -111,12 +129,24 @@ def body(prompt: str, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_worker(pid: int) -> bool:
-    """False for a child that has not become the worker's program yet."""
+def _is_a(role: str, pid: int) -> bool:
+    """False for a child that has not become the program of its role yet."""
     try:
-        return "worker" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return role in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return False
+
+
+def ports_of(pid: int, server_port: int) -> set[int]:
+    """The clients' ports of all connections that a front has, or nobody has accepted yet."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")} | {"0"}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(row[2].partition(":")[2], 16)
+        for row in rows
+        if int(row[1].partition(":")[2], 16) == server_port and row[9] in inodes
+    }
 
 
 def _difference(wanted: Any, got: Any) -> str:
@@ -143,6 +173,8 @@ class Chaos:
             self._expected = [answer for answer, _ in answers]
         self._lock = threading.Lock()
         self._end_s = 0.0
+        self._cut: set[int] = set()  # ports of connections of fronts that were killed
+        self._cut_s: list[tuple[float, float]] = []  # when connections went to a stopped front
 
     def run(self, duration_s: float, num_clients: int) -> Report:
         self._end_s = time.monotonic() + duration_s
@@ -168,10 +200,11 @@ class Chaos:
             call = body(*CALLS[number])
             if source.random() < 0.5:
                 call["cache_salt"] = str(source.random())  # nothing of it is cached
+            made = Connected()
             try:
-                answer, gap = stream(self._server, call, leave_after)
+                answer, gap = stream(self._server, call, leave_after, made)
             except (AssertionError, OSError, http.client.HTTPException) as error:
-                self._fault("lost", f"{CALLS[number]}: {error!r}")
+                self._broken(made, f"{CALLS[number]}: {error!r}")
                 continue
             with self._lock:
                 self.report.worst_gap_s = max(self.report.worst_gap_s, gap)
@@ -192,13 +225,39 @@ class Chaos:
                 self._server.call("POST", "/workers/router", {}, JSON)
                 self.report.new_routers += 1
                 continue
-            pids = [pid for pid in self._server.worker_pids() if _is_worker(pid)]
+            fronts = [pid for pid in self._server.worker_pids() if _is_a("front", pid)]
+            if len(fronts) > 1 and source.random() < 0.4:
+                self._kill_front(source.choice(fronts))
+                continue
+            pids = [pid for pid in self._server.worker_pids() if _is_a("worker", pid)]
             if not pids:
                 continue
             hang = source.random() < 0.25
             os.kill(source.choice(pids), signal.SIGSTOP if hang else signal.SIGKILL)
             self.report.kills += not hang
             self.report.hangs += hang
+
+    def _kill_front(self, pid: int) -> None:
+        """Kill a front; while it is stopped it accepts nothing more."""
+        began_s = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        with self._lock:
+            self._cut |= ports_of(pid, self._server.address[1])
+            os.kill(pid, signal.SIGKILL)
+            while _is_a("front", pid):  # until then the kernel gives it connections
+                time.sleep(0.001)
+            self._cut_s.append((began_s, time.monotonic()))
+            self.report.front_kills += 1
+
+    def _broken(self, made: Connected, what: str) -> None:
+        """A stream broke off: its front was killed, or it is lost."""
+        with self._lock:
+            was_cut = made.port in self._cut or any(
+                made.began_s <= last and first <= made.until_s for first, last in self._cut_s
+            )
+            self.report.cut += was_cut
+        if not was_cut:
+            self._fault("lost", what)
 
     def _fault(self, kind: str, what: str) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from tokenmill.api.call import record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import IgnoredFields, decode_call
 from tokenmill.core.config import ServerConfig
+from tokenmill.workers.fronts.control import OpenCalls
 
 # A body over the limit is read on and dropped up to this many times the limit: a client that is
 # still sending when the connection is closed would not see the answer.
@@ -83,13 +84,21 @@ def _key_of(request: Request) -> str:
 
 
 class Calls:
-    """The choices being generated, in all and by key; once draining, no more are taken."""
+    """The choices being generated, in all and by key; once draining, no more are taken.
+
+    Limits hold over all fronts, as far as this one has heard of the others.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self.draining = False
         self.num_open = 0
+        self.others = OpenCalls()
         self._config = config
         self._by_key: Counter[int] = Counter()
+
+    def open_calls(self) -> OpenCalls:
+        """What this front has open."""
+        return OpenCalls(self.num_open, {key: n for key, n in self._by_key.items() if n})
 
     def check_draining(self) -> None:
         if self.draining:
@@ -97,12 +106,12 @@ class Calls:
 
     def check_limits(self, key: int, num_choices: int = 1) -> None:
         """429 where `num_choices` more do not fit now."""
-        limit = self._config.max_concurrency
-        if self.num_open + num_choices > limit:
-            raise _no_room(num_choices, self.num_open, "", limit, "max_concurrency")
+        limit, others = self._config.max_concurrency, self.others
+        if (num_open := self.num_open + others.num_open) + num_choices > limit:
+            raise _no_room(num_choices, num_open, "", limit, "max_concurrency")
         per_key = self._config.max_concurrency_per_key
-        if per_key is not None and self._by_key[key] + num_choices > per_key:
-            num_open = self._by_key[key]
+        num_open = self._by_key[key] + others.by_key.get(key, 0)
+        if per_key is not None and num_open + num_choices > per_key:
             raise _no_room(
                 num_choices, num_open, " of this key", per_key, "max_concurrency_per_key"
             )

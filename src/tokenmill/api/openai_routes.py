@@ -199,8 +199,9 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
     async def metrics() -> bytes:
         client = state.client
         stats = await client.stats()
-        state.metrics.accounts = client.accounts()
-        return state.metrics.render(stats, client.num_restarts, client.view())
+        total = state.metrics.total(client.total_counts())
+        total.accounts = client.accounts()
+        return total.render(stats, client.num_restarts, client.view())
 
     service = Service(service="tokenmill", version=__version__)
     add_operations(app, state.calls, fault, metrics, service)

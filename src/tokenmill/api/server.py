@@ -36,6 +36,8 @@ from tokenmill.workers.pool import WorkerPool
 BACKLOG = 2048
 CLOSE_S = 5  # answers still being sent when the drain is over get this long
 RESERVED_FILES = 256  # that are no clients' connections
+TRACED_AS = "tokenmill"
+GAVE_UP = "the engine keeps stopping; see its messages above"
 POLL_S = 0.02
 SWEEP_TICKS = 5  # of uvicorn, a tenth of a second each, between two looks at all connections
 
@@ -71,7 +73,7 @@ def serve(
     raise_file_limit()
     pool = pool or PoolConfig()
     with (
-        contextlib.closing(open_tracing(config.otlp_endpoint, "tokenmill")) as tracing,
+        contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(pool) as placement,
     ):
@@ -97,23 +99,38 @@ async def _run(
         facts = await signals.interrupt(client.start())
         if facts is None:
             return
-        app = make_app()
-        gc.freeze()  # vocabulary and app live as long as the process: do not scan them
-        state: ApiState = app.state.api
-        async with (
-            listening(Front(app, config, state.metrics), listener, config),
-            logging_stats(config, state.metrics, client.known_stats),
-        ):
-            if on_listening is not None:
-                on_listening(url_of(listener), facts)
-            gave_up = await signals.interrupt(client.gave_up.wait())
-            client.drain()
-            await drain(state.calls, config.drain_timeout_s, signals)
-            client.fail_open("the server is shutting down", "shutdown")
-        if gave_up:
-            raise ServerError("the engine keeps stopping; see its messages above")
+        ended = await answer_calls(
+            *(client, make_app(), listener, config, signals, client.gave_up),
+            lambda url: on_listening(url, facts) if on_listening is not None else None,
+        )
+        if ended:
+            raise ServerError(GAVE_UP)
     finally:
         await client.close()
+
+
+async def answer_calls(
+    client: WorkerPool,
+    app: FastAPI,
+    listener: socket.socket,
+    config: ServerConfig,
+    signals: Signals,
+    ends: asyncio.Event,
+    on_listening: Callable[[str], None],
+) -> bool:
+    """Answer calls until a signal comes or `ends` is set, then drain; True: it is set."""
+    gc.freeze()  # vocabulary and app live as long as the process: do not scan them
+    state: ApiState = app.state.api
+    async with (
+        listening(Front(app, config, state.metrics), listener, config),
+        logging_stats(config, state.metrics, client.known_stats),
+    ):
+        on_listening(url_of(listener))
+        ended = await signals.interrupt(ends.wait())
+        client.drain()
+        await drain(state.calls, config.drain_timeout_s, signals)
+        client.fail_open("the server is shutting down", "shutdown")
+    return bool(ended)
 
 
 def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -181,9 +198,10 @@ class Signals:
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self.came)
 
-    def _on_signal(self) -> None:
+    def came(self) -> None:
+        """Count one more."""
         self.count += 1
         self._came.set()
 
@@ -238,10 +256,13 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A socket at an address; a `shared` one lets others of this user listen there, too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         with _naming((host, port)):
             listener.bind((host, port))

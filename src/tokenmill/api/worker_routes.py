@@ -47,22 +47,37 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
     worker: str
 
 
+class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A front that wants to join."""
+
+    version: str
+    model: str | None = None
+
+
 class RouterRequest(msgspec.Struct, forbid_unknown_fields=True):
     policy: RouterPolicy | None = None  # None: as it is
 
 
-def add_pool_view(app: FastAPI, config: ServerConfig, view: Callable[[], PoolView]) -> None:
-    """Add GET /workers."""
+def add_pool_view(
+    app: FastAPI,
+    config: ServerConfig,
+    view: Callable[[], PoolView],
+    refresh: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Add GET /workers; `refresh` is awaited first."""
 
     async def show(request: Request) -> Response:
+        if refresh is not None:
+            await refresh()
         return json_response(view())
 
     _add(app, config, "GET", "", show)
 
 
 def add_workers(app: FastAPI, state: ApiState) -> None:
-    """Add GET /workers and /workers/receipts, POST /workers/scale, /drain and /router."""
-    add_pool_view(app, state.config, state.client.view)
+    """Add GET /workers and /workers/receipts, POST /workers/fronts, /scale, /drain and /router."""
+    add_pool_view(app, state.config, state.client.view, state.client.refresh)
+    _add_join(app, state)
 
     async def receipts(request: Request) -> Response:
         await state.client.stats()
@@ -89,7 +104,7 @@ def add_workers(app: FastAPI, state: ApiState) -> None:
 
     async def renew_router(request: Request) -> Response:
         call = await read_body(request, RouterRequest, MAX_BODY_BYTES)
-        state.client.renew_router(call.policy)
+        await state.client.renew_routers(call.policy)
         return _view(state)
 
     async def drain(request: Request) -> Response:
@@ -102,6 +117,20 @@ def add_workers(app: FastAPI, state: ApiState) -> None:
 
     for path, handler in (("/scale", scale), ("/router", renew_router), ("/drain", drain)):
         _add(app, state.config, "POST", path, handler)
+
+
+def _add_join(app: FastAPI, state: ApiState) -> None:
+    """Add POST /workers/fronts, where a front of another host gets its ticket."""
+
+    async def join(request: Request) -> Response:
+        call = await read_body(request, JoinRequest, MAX_BODY_BYTES)
+        try:
+            ticket = await state.client.ticket(call.version, call.model)
+        except PoolError as error:
+            raise ApiError(409, str(error), code="front_refused") from None
+        return json_response(ticket)
+
+    _add(app, state.config, "POST", "/fronts", join)
 
 
 def _add(app: FastAPI, config: ServerConfig, method: str, path: str, handler: Handler) -> None:

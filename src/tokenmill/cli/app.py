@@ -11,6 +11,7 @@ from tokenmill.cli import (
     bench,
     chat,
     embedding_tables,
+    front,
     generate,
     pull,
     rank,
@@ -62,6 +63,6 @@ def root(
     """
 
 
-MODULES = (serve, route, pool, receipts, chat, generate, rank, video, embedding_tables, pull)
-for _module in (*MODULES, bench, plan):
+MODULES = (serve, front, route, pool, receipts, chat, generate, rank, video, embedding_tables)
+for _module in (*MODULES, pull, bench, plan):
     _module.register(app)

@@ -62,6 +62,7 @@ PRICE = replace(
     SETTINGS["price-per-gpu-hour"], help="Dollars per GPU and hour: receipts then have dollars."
 )
 ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not have of their own
+FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
 WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
 
 
@@ -87,6 +88,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
     tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
+    tokenmill serve --workers 8 --fronts 4
     tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
 
     Then, for example:
@@ -103,6 +105,8 @@ def serve(settings: Settings) -> None:
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
     pool, router = settings.build(PoolConfig), settings.build(RouterConfig)
+    if config.fronts > 1 and pool.encoder:
+        raise SettingsError("--encoder needs --fronts 1: encoders serve one front")
     shared = _share(_roles(settings, pool), pool.num_workers)
     roles = [_own(shared, key) for key in ("decode-set", "prefill-set")]
     ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
@@ -110,6 +114,7 @@ def serve(settings: Settings) -> None:
     path = fetch(model)
     if max(ranks, prefill_ranks) > 1:
         _check_ranks(path, roles)
+    from tokenmill.api.front_server import serve_fronts
     from tokenmill.api.server import serve as run_server
     from tokenmill.text.tokenizer import load_tokenizer
 
@@ -125,10 +130,17 @@ def serve(settings: Settings) -> None:
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
 
     tokenizer = load_tokenizer(path, config.chat_template)
-    images = image_loader(path, settings.build(VisionConfig))
+    vision = settings.build(VisionConfig)
+    images = image_loader(path, vision)
     part = _part(settings, pool, images is not None)
     commands = [[*worker_command(role, path), *part] for role in roles]
     encoder = _encoder_command(shared, path, part) if part else None
+    if config.fronts > 1:
+        serve_fronts(
+            *(commands[0], FRONT_COMMAND, tokenizer, config, name, on_listening, pool, router),
+            *(commands[1], vision, str(path), model),
+        )
+        return
     run_server(
         *(commands[0], tokenizer, config, name, on_listening, pool, router),
         *(commands[1], images, encoder),

@@ -131,6 +131,14 @@ def _show(view: dict[str, Any], settings: Settings) -> None:
         console.note(line)
 
 
+def _front(front: dict[str, Any]) -> str:
+    restarts = f", restarted {front['restarts']} times" if front["restarts"] else ""
+    return (
+        f"front {front['name']} is {front['state']}: {front['url']}, process {front['pid']}, "
+        f"{front['num_open']} calls{restarts}"
+    )
+
+
 def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
@@ -141,6 +149,7 @@ def notes_of(view: dict[str, Any]) -> Iterator[str]:
         f"router {view['router']}, {view['num_open']} requests open, "
         f"{view['migrations']} went on at another worker"
     )
+    yield from map(_front, view["fronts"])
     for worker in view["workers"]:
         for warning in worker["warnings"]:
             yield f"{worker['name']} warns: {warning}"

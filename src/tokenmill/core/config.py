@@ -380,6 +380,7 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", count(0, 65535))
+    fronts: int = setting(1, "API processes that share the port.", count(1, 1024))
     api_keys: tuple[str, ...] = setting(
         (),
         "Key that a client must send; repeat the flag, or separate by commas, for several.",

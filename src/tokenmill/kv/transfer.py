@@ -99,8 +99,10 @@ class KVTransfer:
     # What a worker calls.
 
     def connect(self, peer: KVAddress) -> str | None:
-        """Connect to all ranks of a peer; returns the reason if that fails."""
+        """Connect to all ranks of a peer, once; returns the reason if that fails."""
         ranks = (peer, *peer.ranks)
+        if peer.engine_id in self._ranks:
+            return None
         for rank in ranks:
             if (problem := mismatch(rank, self.address)) is not None:
                 return problem

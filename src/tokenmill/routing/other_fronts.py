@@ -44,6 +44,8 @@ class Share(NamedTuple):
 
 NOTHING = Share()
 
+LEAST_TOKEN_MS = 1e-6  # steps of which prompts take no time at all are fitted as such
+
 
 @dataclass(slots=True)
 class _Worker:
@@ -72,6 +74,7 @@ class _Worker:
     def recount(self, now_ms: float, token_ms: float) -> Share:
         """Estimate what others have there now; returns how the router's account changes."""
         before, total = self.counted, self.reported
+        token_ms = max(token_ms, LEAST_TOKEN_MS)
         queue, put, last_ms = float(self.queued_tokens), self.queued_tokens, self.made_ms
         for sent_ms, share in sorted([*self.heard, *self.assumed]):  # computed while others come
             queue = max(queue - (sent_ms - last_ms) / token_ms, 0.0) + share.queued_tokens

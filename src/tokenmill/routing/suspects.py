@@ -27,11 +27,23 @@ class OpenEntry(Protocol):
 Entry = TypeVar("Entry", bound=OpenEntry)
 
 
+class Trials:
+    """Whether a suspect may run now: always, as far as one process is concerned."""
+
+    def begin(self) -> bool:
+        """True: a suspect may run until end() is called."""
+        return True
+
+    def end(self) -> None:
+        """The suspect has ended, or is none any more."""
+
+
 class Suspects(Generic[Entry]):
     """The deaths that each request was at, and the one suspect that is at work."""
 
-    def __init__(self, max_deaths: int) -> None:
+    def __init__(self, max_deaths: int, trials: Trials | None = None) -> None:
         self._max_deaths = max_deaths
+        self._trials = trials or Trials()
         self._on_trial: Entry | None = None
 
     def died(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -49,7 +61,7 @@ class Suspects(Generic[Entry]):
         """False while the request must wait because another suspect runs."""
         if entry.num_deaths < max(self._max_deaths, 1):
             return True
-        if self._on_trial is None:
+        if self._on_trial is None and self._trials.begin():
             self._on_trial = entry
         return self._on_trial is entry
 
@@ -65,4 +77,5 @@ class Suspects(Generic[Entry]):
         if self._on_trial is not entry:
             return False
         self._on_trial = None
+        self._trials.end()
         return True

@@ -81,6 +81,7 @@ RANK_TRAIN = (
     Setting("candidates", "Candidates of a request.", count(1), default=64),
     Setting("train-steps", "Batches of 16 requests to train on.", count(1), default=300),
 )
+FRONT = (Setting("join", "Server to join, as HOST:PORT of one of its fronts.", TEXT),)
 LADDER = (
     Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
     Setting(
@@ -219,12 +220,6 @@ REPLAY = (
     ),
 )
 FRONTS = (
-    Setting(
-        "fronts",
-        "API processes, each with a router of its own; a request comes to any of them.",
-        count(1, 1024),
-        default=1,
-    ),
     Setting(
         "report-delay",
         "How late the workers' reports of load and cached blocks reach the fronts.",

@@ -80,6 +80,7 @@ class Accounts:
         self._at: dict[WorkerSlot, _AtWorker] = {}
         self._latest: deque[Receipt] = deque(maxlen=NUM_RECEIPTS)
         self._gone_s = self._gone_idle_s = 0.0  # of workers that have left
+        self.charged_dead_s = 0.0  # by this process, for what workers did that have died or left
 
     def sent(self, slot: WorkerSlot, entry: OpenRequest) -> None:
         """A worker has got a request; it will say how it ended there."""
@@ -102,6 +103,7 @@ class Accounts:
         at = self._at.pop(slot, _AtWorker())
         for sent_as, entry in at.requests.items():
             self._charge(at, entry, at.costs.get(sent_as))
+        self.charged_dead_s += at.charged_s
         slot.end_account(at.charged_s)
 
     def left(self, slot: WorkerSlot) -> None:

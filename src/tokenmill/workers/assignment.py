@@ -42,16 +42,18 @@ class Assignment:
 
         Those whose images have to be encoded first wait at the encoders.
         """
-        at: dict[str, list[Request]] = {}
+        at: dict[str, Submit] = {}
         for entry in entries:
             if self._encodings.needs(entry):
                 self._encodings.add(entry)
                 continue
             slot, request = self._route(entry)
             self._accounts.sent(slot, entry)
-            at.setdefault(slot.name, []).append(request)
-        for name, requests in at.items():
-            self._slots[name].send(Submit(requests))
+            message = at.setdefault(slot.name, Submit([], []))
+            message.requests.append(request)
+            message.num_uncached.append(entry.num_uncached)
+        for name, message in at.items():
+            self._slots[name].send(message)
 
     def _route(self, entry: OpenRequest) -> tuple[WorkerSlot, Request]:
         """Choose who decodes and who computes the prompt; returns who is sent what."""

@@ -8,6 +8,8 @@ import logging
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -67,6 +69,20 @@ def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
     )
 
 
+SpawnOf = Callable[[str, Role], Spawn]  # of a slot's name and role
+
+
+class WorkerWatcher(Protocol):
+    """Who hears of workers that come and go, in the process that owns them."""
+
+    def worker_ready(self, slot: WorkerSlot) -> None: ...
+
+    def worker_down(self, slot: WorkerSlot) -> None: ...
+
+    async def worker_leaving(self, slot: WorkerSlot, timeout_s: float) -> None:
+        """Wait until nobody has requests there, for so long at most."""
+
+
 class Lifecycle:
     """Owns the slots of a pool; it alone changes `slots`.
 
@@ -76,7 +92,7 @@ class Lifecycle:
     def __init__(
         self,
         slots: dict[str, WorkerSlot],
-        spawns: dict[Role, Spawn],
+        spawn_of: SpawnOf,
         config: PoolConfig,
         requests: Migration,
         routers: Routers,
@@ -86,7 +102,8 @@ class Lifecycle:
         self.facts: ModelFacts | None = None  # what holds for all workers
         self.gave_up = asyncio.Event()
         self._slots = slots
-        self._spawns = spawns
+        self._spawn_of = spawn_of
+        self.watcher: WorkerWatcher | None = None
         self._config = config
         self._requests = requests
         self._routers = routers
@@ -122,8 +139,21 @@ class Lifecycle:
             for slot in new:
                 del self._slots[slot.name]
                 self._requests.worker_down(slot)
+                if self.watcher is not None:
+                    await self.watcher.worker_leaving(slot, 0.0)
                 await self._stop(slot, 0.0)
             raise
+
+    async def follow(self, name: str, role: Role) -> None:
+        """Have a slot of this name; returns when its worker is there."""
+        self._heart = self._heart or asyncio.create_task(self._beat())
+        await self._start(self._slot(role, name))
+
+    async def leave(self, name: str, timeout_s: float) -> None:
+        """Give up a slot when its requests are done; late ones move elsewhere."""
+        slot = self._slots.get(name)
+        if slot is not None:
+            await self._remove(slot, timeout_s, 0.0)
 
     async def _start(self, slot: WorkerSlot) -> None:
         await self._launch(slot)
@@ -168,12 +198,13 @@ class Lifecycle:
             await _end(self._heart)
         await asyncio.gather(*(self._stop(slot, grace_s) for slot in slots))
 
-    def _slot(self, role: Role) -> WorkerSlot:
-        name = f"{PREFIXES[role]}{self._num_named[role]}"
+    def _slot(self, role: Role, name: str = "") -> WorkerSlot:
+        name = name or f"{PREFIXES[role]}{self._num_named[role]}"
         self._num_named[role] += 1
         requests = self._requests
         on_message = requests.on_encoder_message if role == "encoder" else requests.on_message
-        slot = WorkerSlot(name, self._spawns[role], self._config, on_message, self._host, role)
+        spawn = self._spawn_of(name, role)
+        slot = WorkerSlot(name, spawn, self._config, on_message, self._host, role)
         self._slots[name] = slot
         return slot
 
@@ -190,6 +221,8 @@ class Lifecycle:
                 self._handovers.check(slot)
                 self._agree(slot, facts)
                 self._requests.worker_ready(slot)
+                if self.watcher is not None:
+                    self.watcher.worker_ready(slot)
         except BaseException:
             await slot.stop(0.0)
             raise
@@ -209,6 +242,8 @@ class Lifecycle:
             launched_s = time.monotonic()
             await slot.died()
             self._requests.worker_down(slot)
+            if self.watcher is not None:
+                self.watcher.worker_down(slot)
             await slot.stop(self._config.backoff_s)
             if slot.state == "draining":
                 return
@@ -249,16 +284,20 @@ class Lifecycle:
             self._requests.fail_all(message, "worker_died")
             self.gave_up.set()
 
-    async def _remove(self, slot: WorkerSlot, timeout_s: float = 30.0) -> None:
+    async def _remove(
+        self, slot: WorkerSlot, timeout_s: float = 30.0, grace_s: float = GRACE_S
+    ) -> None:
         slot.state = "draining"
         self._routers.remove(slot)
         deadline_s = time.monotonic() + timeout_s
         while self._requests.at(slot) and slot.ready and time.monotonic() <= deadline_s:
             await asyncio.sleep(POLL_S)
+        if self.watcher is not None:
+            await self.watcher.worker_leaving(slot, deadline_s - time.monotonic())
         del self._slots[slot.name]
         self._num_past_restarts += slot.num_restarts
         self._requests.worker_left(slot)
-        await self._stop(slot, GRACE_S)
+        await self._stop(slot, grace_s)
         self._requests.worker_gone(slot)
 
     async def _stop(self, slot: WorkerSlot, grace_s: float) -> None:

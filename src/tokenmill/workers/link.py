@@ -24,6 +24,7 @@ from tokenmill.core.types import Request, TokenmillError
 from tokenmill.workers.messages import (
     Failed,
     FromWorker,
+    LoadReported,
     ModelFacts,
     Outputs,
     Ready,
@@ -133,7 +134,8 @@ class WorkerLink:
         """Queue a message; never blocks. It is lost when the worker is gone, which `dead` tells."""
         if not self.dead.is_set():
             if isinstance(message, Submit) and self._offset_ns:
-                message = Submit([_shifted(r, self._offset_ns) for r in message.requests])
+                shifted = [_shifted(r, self._offset_ns) for r in message.requests]
+                message = Submit(shifted, message.num_uncached)
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(message), zmq.NOBLOCK)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
@@ -145,6 +147,11 @@ class WorkerLink:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+        self._die(reason)
+
+    def lost(self, reason: str) -> None:
+        """Take what the worker has said and give up the link; the process is others' to end."""
+        self._receive_rest()
         self._die(reason)
 
     async def close(self, grace_s: float) -> None:
@@ -185,6 +192,9 @@ class WorkerLink:
                 self.handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))
         except zmq.Again:
             self._num_at_once = 1
+        except Exception:
+            self._schedule_receive()  # what comes next is read, whatever this message did
+            raise
         else:
             self._num_at_once = min(2 * self._num_at_once, MAX_AT_ONCE)
             self._schedule_receive()
@@ -209,6 +219,9 @@ class WorkerLink:
             case Outputs(outputs=outputs) if self._offset_ns:
                 for output in outputs:
                     output.scheduled_ns -= self._offset_ns if output.scheduled_ns else 0
+                self._on_message(message)
+            case LoadReported() if self._offset_ns:
+                message.made_ns -= self._offset_ns
                 self._on_message(message)
             case _:
                 self._on_message(message)

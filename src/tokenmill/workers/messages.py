@@ -16,6 +16,13 @@ A prefill worker and a decode worker share a request by these messages, in order
 Whatever ends a request early is Abort to both. A dead prefill worker is DisconnectKV to its decode
 workers: requests that wait for its KV end in ERROR with stop_reason "kv_transfer", as they do when
 no notice comes for half a lease. A dead decode worker is Abort or ReleaseKV to the prefill worker.
+
+With several fronts (fronts/), the process that started a worker is its owner, and each front has a
+link of its own: AddFront makes the worker connect to it, and the same messages go over it. Each
+front gets the outputs of its own requests; cache events go to all fronts that asked for them, and
+LoadReported to all, between two steps.
+FrontLost tells the owner that a link broke. DropFront ends the requests that came over a link; the
+answer, FrontDropped, is sent once the engine has ended them.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from tokenmill.core.cost import Cost
 from tokenmill.core.kv import KVAddress, KVNotice
 from tokenmill.core.kv_events import Dump, EventBatch, PackedEvent, pack_events, unpack_events
 from tokenmill.core.types import EngineStats, Request, RequestOutput
+from tokenmill.routing.load_report import LoadReport
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -45,6 +53,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 class Submit(msgspec.Struct, tag=True):
     requests: list[Request]
+    num_uncached: list[int] = []  # tokens to be computed, as the front sees it; []: whole prompts
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -60,7 +69,32 @@ class GetKV(msgspec.Struct, tag=True):
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Leave the loop and exit."""
+    """Leave the loop and exit; only the owner is obeyed."""
+
+
+class AddFront(msgspec.Struct, tag=True):
+    """Connect to a front, say Ready there, and take requests from it."""
+
+    front: str
+    address: str  # as WorkerLink.address
+
+
+class DropFront(msgspec.Struct, tag=True):
+    """End all requests of a front and forget it; answered by one FrontDropped."""
+
+    front: str
+
+
+class FrontLost(msgspec.Struct, tag=True):
+    """The link to a front broke, or could not be made."""
+
+    front: str
+
+
+class FrontDropped(msgspec.Struct, tag=True):
+    """The engine has ended all requests of a front."""
+
+    front: str
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -139,6 +173,13 @@ class KVDump(msgspec.Struct, tag=True):
     dump: Dump
 
 
+class LoadReported(msgspec.Struct, tag=True):
+    """What all fronts have at a worker; sent to them where there are several."""
+
+    report: LoadReport
+    made_ns: int  # the worker's time.monotonic_ns()
+
+
 class ConnectKV(msgspec.Struct, tag=True):
     """Be ready to read from a peer; answered by one KVConnected."""
 
@@ -182,8 +223,10 @@ class LeasesExpired(msgspec.Struct, tag=True):
 
 KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
 KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
-ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker
-FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker
+FrontToWorker = AddFront | DropFront
+FrontFromWorker = FrontLost | FrontDropped | LoadReported
+ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker | FrontToWorker
+FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker | FrontFromWorker
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -24,18 +24,21 @@ from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import (
     Abort,
     FromWorker,
+    FrontDropped,
+    FrontLost,
     KVConnected,
     KVDump,
     KVEvents,
     KVNotices,
     KVReceived,
     LeasesExpired,
+    LoadReported,
     Outputs,
     Stats,
 )
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.pool_routers import Routers
-from tokenmill.workers.slot import WorkerSlot
+from tokenmill.workers.slot import OnMessage, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class Migration:
         self._suspects = suspects
         self._held: list[OpenRequest] = []
         self._retry: asyncio.TimerHandle | None = None
+        self.on_front: OnMessage | None = None  # who hears of links between workers and fronts
 
     def submit(self, entries: list[OpenRequest]) -> None:
         """Take requests and send them to workers, of which there must be one."""
@@ -103,7 +107,7 @@ class Migration:
     def encoded(self, entry: OpenRequest) -> None:
         """Send a request on whose images are encoded."""
         self._held.append(entry)
-        self._send_held()
+        self.send_held()
 
     def no_encoder(self, message: str) -> None:
         """No encoder is left: requests that wait for one end in ERROR, as later ones do."""
@@ -123,7 +127,7 @@ class Migration:
         self._routers.welcome(slot, self.open.values())
         self._handovers.connect(slot)
         self._encodings.worker_ready(slot)
-        self._send_held()
+        self.send_held()
 
     def worker_down(self, slot: WorkerSlot) -> None:
         """Send the requests of a worker that died to others, or end them."""
@@ -168,6 +172,16 @@ class Migration:
                 self._routers.on_events(slot, message)
             case KVDump():
                 self._routers.on_dump(slot, message)
+            case LoadReported(report=report, made_ns=made_ns):
+                self._routers.on_report(slot, report, made_ns)
+            case FrontLost() | FrontDropped():
+                if self.on_front is not None:
+                    self.on_front(slot, message)
+            case _:
+                self._on_handover(slot, message)
+
+    def _on_handover(self, slot: WorkerSlot, message: FromWorker) -> None:
+        match message:
             case KVConnected():
                 self._handovers.on_connected(slot, message)
             case KVNotices(notices=notices):
@@ -267,7 +281,7 @@ class Migration:
             return True
         if why in BUSY and entry.num_sent:
             self._hold(entry)
-            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._send_held)
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.send_held)
             return True
         return False
 
@@ -290,7 +304,7 @@ class Migration:
             entry.trace.migrated(reason)
             self._hold(entry, failed=not refused)
         self.num_migrations += len(entries)
-        self._send_held()
+        self.send_held()
 
     def _keep_and_migrate(
         self, entries: list[OpenRequest], reason: str, refused: bool = False
@@ -310,9 +324,10 @@ class Migration:
 
     def _try_next(self) -> None:
         """Send a held suspect on, once the current callback is done."""
-        asyncio.get_running_loop().call_soon(self._send_held)
+        asyncio.get_running_loop().call_soon(self.send_held)
 
-    def _send_held(self) -> None:
+    def send_held(self) -> None:
+        """Send on what waits for a worker, as far as it may go."""
         if self._held and self._routers.num_workers:
             going: list[OpenRequest] = []
             held, self._held = self._held, []

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import TokenmillError
+from tokenmill.workers.fronts.front_link import KEY_VARIABLE
 from tokenmill.workers.link import LOOPBACK, Spawn, WorkerProcess, WorkerStartError
-from tokenmill.workers.worker_process import KEY_VARIABLE
 
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there

@@ -16,44 +16,49 @@ from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy
 from tokenmill.core.types import EngineStats, FinishReason, Request, add_stats
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.role_balance import match_rates
-from tokenmill.routing.suspects import Suspects
+from tokenmill.routing.suspects import Suspects, Trials
 from tokenmill.sched.cache.blocks import U64
 from tokenmill.workers.accounts import Accounts, AccountsView
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.exchange.encoding import Encodings
 from tokenmill.workers.exchange.handover import Handovers
-from tokenmill.workers.lifecycle import PREFIXES, Lifecycle, roles_of
+from tokenmill.workers.fronts.report import FrontCounts, Ticket
+from tokenmill.workers.lifecycle import Lifecycle, PoolError, SpawnOf, WorkerWatcher, roles_of
 from tokenmill.workers.link import Spawn, WorkerDownError
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.migration import Migration
 from tokenmill.workers.open_request import OpenRequest, seeded
 from tokenmill.workers.output_stream import OutputStream, Turn
-from tokenmill.workers.pool_routers import Routers
+from tokenmill.workers.pool_routers import FRONT, Routers
 from tokenmill.workers.pool_view import PoolView, policy_view, worker_view
-from tokenmill.workers.slot import Role, WorkerSlot
+from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
 from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
 
 class WorkerPool:
     """The workers as one engine: submit, abort and stats; it also restarts dead workers.
 
-    With a `host` the workers connect by TCP.
+    With a `host` the workers connect by TCP. `spawn_of` starts single slots in place of `spawn`;
+    `trials` says when a request that seems to kill workers may run, `front` is this one's name.
     """
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: Spawn | None = None,
         config: PoolConfig | None = None,
         router: RouterConfig | None = None,
         host: str | None = None,
         prefill_spawn: Spawn | None = None,
         encoder_spawn: Spawn | None = None,
+        spawn_of: SpawnOf | None = None,
+        trials: Trials | None = None,
+        front: str = FRONT,
     ) -> None:
         config = self.config = config or PoolConfig()
         slots: dict[str, WorkerSlot] = {}  # one view for all; the lifecycle changes it
         self.slots: Mapping[str, WorkerSlot] = MappingProxyType(slots)
         rule = DisaggregationRule(config.remote_prefill_tokens)
-        self.routers = Routers(router or RouterConfig(), self.slots)
+        self.routers = Routers(router or RouterConfig(), self.slots, front)
         self._accounts = Accounts()
         self.handovers = Handovers(rule, self.slots, self.routers, self._accounts)
         self.encodings = Encodings(
@@ -71,20 +76,28 @@ class WorkerPool:
             self._accounts,
             self.encodings,
         )
-        suspects: Suspects[OpenRequest] = Suspects(config.max_migrations)
+        suspects: Suspects[OpenRequest] = Suspects(config.max_migrations, trials)
         self._requests = Migration(
             self.routers, self.handovers, self._assignment, suspects, self._accounts, self.encodings
         )
-        spawns: dict[Role, Spawn] = dict.fromkeys(PREFIXES, spawn)
-        spawns["prefill"] = prefill_spawn or spawn
-        spawns["encoder"] = encoder_spawn or spawn
         self._lifecycle = Lifecycle(
-            slots, spawns, config, self._requests, self.routers, self.handovers, host
+            slots,
+            spawn_of or _by_role(spawn, prefill_spawn, encoder_spawn),
+            config,
+            self._requests,
+            self.routers,
+            self.handovers,
+            host,
         )
         self.open_requests: Mapping[str, OpenRequest] = MappingProxyType(self._requests.open)
         self.gave_up = self._lifecycle.gave_up  # no slot has a worker, and none can be started
         self._draining = False
         self._turn = Turn()
+
+    def watch(self, watcher: WorkerWatcher, on_front: OnMessage) -> None:
+        """Have somebody hear of workers, and of the links between them and fronts."""
+        self._lifecycle.watcher = watcher
+        self._requests.on_front = on_front
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -196,6 +209,21 @@ class WorkerPool:
             self.routers.set_policy(policy)
         self.routers.renew(self.open_requests.values())
 
+    async def renew_routers(self, policy: RouterPolicy | None = None) -> None:
+        """The same at all fronts."""
+        self.renew_router(policy)
+
+    async def refresh(self) -> None:
+        """Have the figures of all fronts be those of now; one front has its own."""
+
+    async def ticket(self, version: str, model: str | None) -> Ticket:
+        """What lets one more front join; PoolError where it may not."""
+        raise PoolError("this server has one front: start it with --fronts 2 to let others join")
+
+    def total_counts(self) -> FrontCounts | None:
+        """The counters of all fronts; None where there is one."""
+        return None
+
     async def stats(self, timeout_s: float = 1.0) -> EngineStats:
         """The sums over all workers; last known figures of those that do not answer in time."""
         await asyncio.gather(*(slot.refresh(timeout_s) for slot in self.slots.values()))
@@ -231,3 +259,17 @@ class WorkerPool:
             transferred_bytes=sum(slot.received_bytes() for slot in slots),
             rates=match_rates(*sides) if all(sides) else None,
         )
+
+
+def _by_role(
+    spawn: Spawn | None, prefill_spawn: Spawn | None, encoder_spawn: Spawn | None
+) -> SpawnOf:
+    """What starts a slot: those that compute for others may have a command of their own."""
+    own: dict[Role, Spawn | None] = {"prefill": prefill_spawn, "encoder": encoder_spawn}
+
+    def spawn_of(name: str, role: Role) -> Spawn:
+        chosen = own.get(role) or spawn
+        assert chosen is not None
+        return chosen
+
+    return spawn_of

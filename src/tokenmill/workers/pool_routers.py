@@ -5,27 +5,34 @@ Workers report their cached blocks: a dump at the start and after a gap, otherwi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
+from tokenmill.routing.load_report import LoadReport
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_rates import PRIOR, StepRates, fit_rates
 from tokenmill.workers.messages import GetKV, KVDump, KVEvents
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot
 
+FRONT = "front"  # the name of the only one
+
 
 class Routers:
     """Owns both routers: their policy, their workers and the load that they account for."""
 
-    def __init__(self, config: RouterConfig, slots: Mapping[str, WorkerSlot]) -> None:
+    def __init__(
+        self, config: RouterConfig, slots: Mapping[str, WorkerSlot], front: str = FRONT
+    ) -> None:
         self._asked = config
+        self._front = front
         self._slots = slots
         self._pulled: set[str] = set()  # slots whose dump is on its way
         self._rates = PRIOR
-        self.main = Router(replace(config, policy="round-robin"))
-        self.prefill = Router(self.main.config)
+        self.main = Router(replace(config, policy="round-robin"), front)
+        self.prefill = Router(self.main.config, front)
 
     @property
     def num_workers(self) -> int:
@@ -66,7 +73,7 @@ class Routers:
         if not sizes:
             return
         config = replace(self._asked, policy=self._policy(), block_size=sizes[0])
-        self.main, self.prefill = Router(config), Router(config)
+        self.main, self.prefill = Router(config, self._front), Router(config, self._front)
         self._set_rates(self._rates)
         for slot in there:
             self._introduce(slot)
@@ -88,6 +95,10 @@ class Routers:
         self._pulled.discard(slot.name)
         if not self.of(slot).load(slot.name, message.dump):
             self._pull(slot)
+
+    def on_report(self, slot: WorkerSlot, report: LoadReport, made_ns: int) -> None:
+        """Take what a worker says that all fronts have there."""
+        self.of(slot).report(slot.name, report, made_ns / 1e9, time.monotonic())
 
     def learn(self) -> None:
         """Fit the cost of a step to what all workers have reported."""

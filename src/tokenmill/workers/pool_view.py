@@ -65,6 +65,18 @@ class DecisionView(msgspec.Struct, frozen=True):
     note: str = ""  # who computes the prompt, where there are prefill and decode workers
 
 
+class FrontView(msgspec.Struct, frozen=True):
+    """One of several API processes."""
+
+    name: str
+    state: str  # starting, ready, restarting or draining
+    url: str
+    pid: int
+    num_open: int  # calls
+    restarts: int
+    host: str = ""
+
+
 class PolicyView(msgspec.Struct, frozen=True):
     """How a router chooses, in a few words."""
 
@@ -88,6 +100,7 @@ class PoolView(msgspec.Struct, frozen=True):
     transferred_bytes: int = 0  # of KV
     rates: RateMatch | None = None  # where there are prefill and decode workers
     policy: PolicyView = PolicyView()
+    fronts: list[FrontView] = []  # where there are several
 
 
 def policy_view(policy: Policy) -> PolicyView:

@@ -102,6 +102,11 @@ class WorkerSlot:
         if link is not None:
             await link.close(grace_s)
 
+    def lost(self, address: str, reason: str) -> None:
+        """Give up the link of this address: others know that the worker is gone."""
+        if self._link is not None and self._link.address == address:
+            self._link.lost(reason)
+
     def send(self, message: ToWorker) -> None:
         """Send a message to the worker, if there is one."""
         if self._link is not None:

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
 import threading
-import time
 import traceback
 from typing import Protocol, runtime_checkable
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv import FEATURES, KVAddress, KVExchange
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import Engine, TokenmillError
-from tokenmill.workers.link import beat
+from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
 from tokenmill.workers.messages import (
     Abort,
+    AddFront,
     ConnectKV,
     DisconnectKV,
+    DropFront,
     Failed,
-    FromWorker,
     GetKV,
     GetStats,
     KVConnected,
@@ -39,19 +35,13 @@ from tokenmill.workers.messages import (
     KVToWorker,
     LeasesExpired,
     ModelFacts,
-    OutputPacker,
-    Ready,
     ReleaseKV,
     Shutdown,
     Stats,
     Submit,
+    ToWorker,
     decode_to_worker,
-    encode,
 )
-
-CONNECT_TIMEOUT_MS = 10_000
-KEY_VARIABLE = "TOKENMILL_LINK_KEY"  # the key to a tcp:// address: not for the process list
-LINGER_MS = 2_000  # last words may take this long to leave
 
 
 def run_worker(
@@ -68,16 +58,15 @@ def run_worker(
     An exception out of the engine is sent to the API process as its last words, then raised.
     """
     _leave_signals_to_the_parent()
-    link = FrontLink(address)
+    links = FrontLinks(FrontLink(address), facts)
     try:
-        link.send(Ready(facts, time.monotonic_ns()))
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        _Loop(engine, link, kv, features).run()
+        _Loop(engine, links, kv, features).run()
     except Exception as error:
-        link.send(Failed(describe(error)))
+        links.owner.send(Failed(describe(error)))
         raise
     finally:
-        link.close()
+        links.close()
 
 
 def send_failure(address: str, error: BaseException) -> None:
@@ -100,54 +89,6 @@ def _leave_signals_to_the_parent() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class FrontLink:
-    """The worker's end of the socket."""
-
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = LINGER_MS
-        self._socket.reconnect_ivl = -1
-        connected = zmq.EVENT_CONNECTED
-        if address.startswith("tcp:"):
-            self._socket.curve_serverkey = bytes.fromhex(os.environ.get(KEY_VARIABLE, ""))
-            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-            self._socket.ipv6 = "[" in address
-            beat(self._socket)
-            connected = zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._monitor = self._socket.get_monitor_socket(connected | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
-        if not self._monitor.poll(CONNECT_TIMEOUT_MS):
-            self.close()
-            raise TokenmillError(f"no API process listens at {address}")
-        recv_monitor_message(self._monitor)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-
-    def send(self, message: FromWorker) -> None:
-        """Queue a message; it is lost when the other side is gone, which receive() tells."""
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(encode(message), zmq.NOBLOCK)
-
-    def receive(self, wait_ms: int | None) -> tuple[list[bytes], bool]:
-        """The messages that arrived, and whether the other side is still there."""
-        ready = dict(self._poller.poll(wait_ms))
-        messages = []
-        if self._socket in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    messages.append(self._socket.recv(zmq.NOBLOCK))
-        return messages, self._monitor not in ready
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._context.term()
 
 
 @runtime_checkable
@@ -178,14 +119,13 @@ class _Loop:
     def __init__(
         self,
         engine: Engine,
-        link: FrontLink,
+        links: FrontLinks,
         kv: KVExchange | None,
         features: FeaturePeer | None = None,
     ) -> None:
         self._engine = engine
-        self._link = link
+        self._links = links
         self._kv, self._features = kv, features
-        self._packer = OutputPacker()
         self._publisher: EventPublisher | None = None
         self._running = True
 
@@ -195,12 +135,13 @@ class _Loop:
             self._receive(self._wait_ms())
             outputs = self._engine.step()
             if outputs:
-                self._link.send(self._packer.pack(outputs))
+                self._links.send_outputs(outputs)
             batch = self._publisher.take() if self._publisher is not None else None
             if batch is not None:
-                self._link.send(KVEvents.of(batch))
+                self._links.send_events(KVEvents.of(batch))
             if self._kv is not None:
                 self._send_events(self._kv)
+            self._links.report_load(self._engine.has_work())
 
     def _wait_ms(self) -> int | None:
         """How long to wait for messages; None: until one comes."""
@@ -209,46 +150,61 @@ class _Loop:
         return None if self._kv is None else self._kv.wait_ms()
 
     def _send_events(self, kv: KVExchange) -> None:
-        events = kv.take_events()
+        events, by_front = kv.take_events(), self._links.by_front
         if events.notices:
-            self._link.send(KVNotices(events.notices))
+            for link, notices in by_front(events.notices, lambda notice: notice.request_id):
+                link.send(KVNotices(notices))
         if events.received:
-            self._link.send(KVReceived(events.received))
+            for link, received in by_front(events.received, str):
+                link.send(KVReceived(received))
         if events.expired:
-            self._link.send(LeasesExpired(events.expired))
+            for link, expired in by_front(events.expired, str):
+                link.send(LeasesExpired(expired))
+            self._links.released(events.expired)
 
     def _receive(self, wait_ms: int | None) -> None:
         """Apply the messages that have arrived."""
-        messages, self._running = self._link.receive(wait_ms)
-        for data in messages:
-            match decode_to_worker(data):
-                case Submit(requests=requests):
-                    for request in requests:
-                        self._engine.submit(request)
-                case Abort(request_ids=request_ids):
-                    for request_id in request_ids:
-                        self._engine.abort(request_id)
-                case GetStats():
-                    self._link.send(Stats(self._engine.stats(), self._costs()))
-                case GetKV():
-                    self._publish()
-                case Shutdown():
-                    self._running = False
-                case message:
-                    self._move(message)
+        messages, self._running = self._links.receive(wait_ms)
+        for front, data in messages:
+            self._apply(front, decode_to_worker(data))
 
-    def _move(self, message: KVToWorker) -> None:
+    def _apply(self, front: str, message: ToWorker) -> None:
+        match message:
+            case Submit(requests=requests):
+                self._links.submitted(front, message)
+                for request in requests:
+                    self._engine.submit(request)
+            case Abort(request_ids=request_ids):
+                self._abort(request_ids)
+            case GetStats():
+                costs = self._links.costs(front, self._costs())
+                self._links.link(front).send(Stats(self._engine.stats(), costs))
+            case GetKV():
+                self._publish(front)
+            case AddFront(front=name, address=address) if not front:
+                self._abort(self._links.drop(name))
+                self._links.add(name, address)
+            case DropFront(front=name) if not front:
+                self._abort(self._links.drop(name))
+            case Shutdown() if not front:
+                self._running = False
+            case ConnectKV() | DisconnectKV() | KVNotices() | ReleaseKV():
+                self._move(front, message)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        self._links.released(request_ids)
+
+    def _move(self, front: str, message: KVToWorker) -> None:
         """Take what is about the memory of other engines: features of images, or KV."""
         if isinstance(message, ConnectKV) and message.peer.geometry.layout == FEATURES:
             error = self._connect_features(message.peer)
-            self._link.send(KVConnected(message.peer.engine_id, error))
+            self._links.link(front).send(KVConnected(message.peer.engine_id, error))
             return
         if isinstance(message, DisconnectKV) and self._features is not None:
             self._features.disconnect(message.engine_id)
-        if self._kv is not None:
-            self._move_kv(message, self._kv)
-        elif isinstance(message, ConnectKV):
-            self._link.send(KVConnected(message.peer.engine_id, "it has no --kv-connector"))
+        self._move_kv(front, message)
 
     def _connect_features(self, peer: KVAddress) -> str | None:
         if self._features is None:
@@ -258,20 +214,25 @@ class _Loop:
     def _costs(self) -> dict[str, Cost]:
         return self._engine.costs() if isinstance(self._engine, Metered) else {}
 
-    def _publish(self) -> None:
+    def _publish(self, front: str) -> None:
         if isinstance(self._engine, KVSource):
             self._publisher = self._engine.kv_events()
-            self._link.send(KVDump(self._engine.kv_dump()))
+            self._links.listen(front)
+            self._links.link(front).send(KVDump(self._engine.kv_dump()))
 
-    def _move_kv(self, message: KVToWorker, kv: KVExchange) -> None:
+    def _move_kv(self, front: str, message: KVToWorker) -> None:
+        kv, link = self._kv, self._links.link(front)
         match message:
-            case ConnectKV(peer=peer):
-                self._link.send(KVConnected(peer.engine_id, kv.connect(peer)))
-            case DisconnectKV(engine_id=engine_id):
+            case ConnectKV(peer=peer) if kv is None:
+                link.send(KVConnected(peer.engine_id, "it has no --kv-connector"))
+            case ConnectKV(peer=peer) if kv is not None:
+                link.send(KVConnected(peer.engine_id, kv.connect(peer)))
+            case DisconnectKV(engine_id=engine_id) if kv is not None:
                 kv.disconnect(engine_id)
-            case KVNotices(notices=notices):
+            case KVNotices(notices=notices) if kv is not None:
                 for notice in notices:
                     kv.notice(notice)
-            case ReleaseKV(request_ids=request_ids):
+            case ReleaseKV(request_ids=request_ids) if kv is not None:
                 for request_id in request_ids:
                     kv.release(request_id)
+                self._links.released(request_ids)

@@ -88,7 +88,8 @@ def _add_text(app: FastAPI, path: str, text: str, kind: str) -> None:
 
 
 def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
-    client, metrics = state.client, state.metrics
+    client = state.client
+    metrics = state.metrics.total(client.total_counts())
     facts = client.facts
     assert facts is not None
     return DashboardView(

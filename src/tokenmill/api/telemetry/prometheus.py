@@ -17,12 +17,14 @@ from tokenmill.core.cost import usd_of
 from tokenmill.core.metrics import RequestTimes, acceptance, summarize
 from tokenmill.core.types import EngineStats
 from tokenmill.workers.accounts import AccountsView
+from tokenmill.workers.fronts.report import FrontCounts
 from tokenmill.workers.pool_view import PoolView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Counts = Mapping[tuple[str, ...], float]  # by the values of labels
 RECENT_S = 60.0
 NUM_RECENT = 2048  # values at most: an upper bound of what a summary sorts
+NUM_SHARED = 256  # of these, what a front sends to the others
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG_SECONDS = (*_SECONDS, 60.0, 120.0, 300.0)
 _TOKENS = (*(float(step * 10**power) for power in range(6) for step in (1, 2, 5)), 1e6)
@@ -47,6 +49,20 @@ _WORKER_COUNTERS = (
     ("output_tokens", "Tokens sent by the worker.", "output_tokens"),
     ("failures", "Times that it died, hung or could not be reached.", "failures"),
 )
+
+
+# What a front shares with the others, by the names of attributes.
+_SINGLE = ("num_prompt_tokens", "num_output_tokens")
+_HISTOGRAMS = (
+    *("ttft_s", "inter_token_s", "tpot_s", "e2e_s", "queue_s"),
+    *("prompt_tokens", "generation_tokens"),
+)
+_RECENT = ("recent_ttft_ms", "recent_tpot_ms")
+_LABELS = "\0"  # between the labels of one count
+
+
+def _labels(key: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
 
 
 class Histogram:
@@ -90,12 +106,16 @@ class Recent:
         """Note a value of now."""
         self._values.append((time.monotonic(), value))
 
-    def summary(self) -> dict[str, float]:
-        """Mean and percentiles; {} when there is no value."""
+    def values(self) -> list[float]:
+        """Those of the window, the oldest first."""
         since_s = time.monotonic() - self.window_s
         while self._values and self._values[0][0] < since_s:
             self._values.popleft()
-        return summarize(value for _, value in self._values)
+        return [value for _, value in self._values]
+
+    def summary(self) -> dict[str, float]:
+        """Mean and percentiles; {} when there is no value."""
+        return summarize(self.values())
 
 
 class ServerMetrics:
@@ -103,6 +123,7 @@ class ServerMetrics:
 
     SUCCESSES: tuple[str, ...] = ("stop", "length")  # finish reasons of whole answers
     FAILURES: tuple[str, ...] = ("abort", "error", "reject")
+    LABELLED: tuple[str, ...] = ("finished", "calls", "rejected")  # counters by label
 
     def __init__(self, model: str, price_per_gpu_hour: float | None = None) -> None:
         self._model = model
@@ -156,6 +177,50 @@ class ServerMetrics:
         self.calls[endpoint, str(status)] += 1
         if error is not None and (400 <= status < 500 or status == 503):
             self.rejected[error] += 1
+
+    def counts(self) -> FrontCounts:
+        """All that was counted here, to be added to what other fronts have counted."""
+        num_stored, num_stored_bytes = self.stored()
+        stored = {"stored": num_stored, "stored_bytes": num_stored_bytes}
+        return FrontCounts(
+            single={name: getattr(self, name) for name in _SINGLE} | stored,
+            labelled={
+                name: {_LABELS.join(_labels(key)): n for key, n in getattr(self, name).items()}
+                for name in self.LABELLED
+            },
+            buckets={
+                name: [*map(float, histogram.counts), histogram.total]
+                for name in _HISTOGRAMS
+                for histogram in [getattr(self, name)]
+            },
+            recent={name: getattr(self, name).values()[-NUM_SHARED:] for name in _RECENT},
+        )
+
+    def total(self, counts: FrontCounts | None) -> ServerMetrics:
+        """Metrics of all fronts; without counts there is one front, and its own are meant."""
+        if counts is None:
+            return self
+        total = self.empty()
+        for name in _SINGLE:
+            setattr(total, name, int(counts.single.get(name, 0)))
+        for name in self.LABELLED:
+            counter = getattr(total, name)
+            for labels, count in counts.labelled.get(name, {}).items():
+                key = tuple(labels.split(_LABELS))
+                counter[key if _LABELS in labels else labels] = int(count)
+        for name, values in counts.buckets.items():
+            histogram = getattr(total, name)
+            histogram.counts, histogram.total = [int(n) for n in values[:-1]], values[-1]
+        for name, values in counts.recent.items():
+            for value in values:
+                getattr(total, name).add(value)
+        sizes = (int(counts.single.get("stored", 0)), int(counts.single.get("stored_bytes", 0)))
+        total.stored = lambda: sizes
+        return total
+
+    def empty(self) -> ServerMetrics:
+        """Metrics of the same model without any counts."""
+        return ServerMetrics(self._model, self._price)
 
     def render(self, stats: EngineStats, num_worker_restarts: int, pool: PoolView) -> bytes:
         """The exposition text with the engines' counters of now."""

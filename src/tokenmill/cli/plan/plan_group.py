@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 RECORD = replace(
     SETTINGS["record"], owner=None, help="File of `serve --record`; other flags say what if."
 )
+NUM_FRONTS = replace(
+    SETTINGS["fronts"],
+    owner=None,
+    help="API processes, each with a router of its own; a request comes to any of them.",
+)
 WHAT_IF = {"block-size": 64, "max-num-batched-tokens": 8192, "max-num-seqs": 256}
 PANELS = {
     "Trace": (*(SETTINGS[key] for key in ("trace", "trace-speed")), *LOADS),
@@ -35,7 +40,7 @@ PANELS = {
             for key, value in WHAT_IF.items()
         ),
     ),
-    "Router": (*ROUTER, *FRONTS),
+    "Router": (*ROUTER, NUM_FRONTS, *FRONTS),
     "Output": (SETTINGS["json-only"],),
 }
 GROUP_HELP = "Predict and simulate systems that you do not have."

@@ -164,7 +164,7 @@ class Handovers:
         if not handover.told:
             handover.told = True
             request = replace(handover.request, kv_from=_engine_id(handover.source))
-            target.send(Submit([request]))
+            target.send(Submit([request], [0]))  # its KV comes from another
             self._accounts.sent(target, entry)
         target.send(KVNotices([notice]))
 

@@ -1,0 +1,277 @@
+"""Several API processes on one port: the owner's process, and the process of one front.
+
+Where the kernel divides connections among sockets (SO_REUSEPORT on Linux), each front listens for
+itself, and one that dies takes only its own connections with it. Elsewhere the owner listens, and
+all fronts accept from its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tokenmill import __version__
+from tokenmill.api.openai_routes import create_app
+from tokenmill.api.server import (
+    BACKLOG,
+    GAVE_UP,
+    TRACED_AS,
+    OnListening,
+    ServerError,
+    Signals,
+    answer_calls,
+    bind,
+    logging_stats,
+    run_in_loop,
+    url_of,
+)
+from tokenmill.api.stream import ApiState
+from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.api.telemetry.tracing import open_tracing
+from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.types import TokenmillError
+from tokenmill.core.vision_config import VisionConfig
+from tokenmill.http_connection import raise_file_limit
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.loader import ImageLoader
+from tokenmill.workers.fronts.control import FrontSetup, OpenCalls, Totals
+from tokenmill.workers.fronts.member import MemberPool, OwnerLink
+from tokenmill.workers.fronts.owner import (
+    TICKET_VARIABLE,
+    FrontError,
+    FrontOwner,
+    SpawnFront,
+    front_spawner,
+)
+from tokenmill.workers.fronts.report import Ticket
+from tokenmill.workers.placement import open_placement
+from tokenmill.workers.pool import WorkerPool
+
+DIVIDES = sys.platform == "linux"  # elsewhere SO_REUSEPORT is missing, or one socket gets all
+LISTENER_VARIABLE = "TOKENMILL_FRONT_LISTENER"  # the owner's socket, where all accept from it
+PROBE = 'Fronts must agree on tokens: naïve café 数字 {"x": [1, 2.5]}\n\tdef f(x): return x'
+# What the owner of the workers logs is not repeated by every front.
+OWNERS_LOGS = ("tokenmill.workers.lifecycle", "tokenmill.workers.slot")
+
+Load = Callable[[FrontSetup], tuple[Tokenizer, ImageLoader | None]]
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Equal where tokenizers agree, as far as a sentence shows."""
+    facts = [tokenizer.vocab_size, list(tokenizer.eos_token_ids), tokenizer.encode(PROBE)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+# The owner.
+
+
+def serve_fronts(
+    worker_argv: Sequence[str],
+    front_argv: Sequence[str],
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model: str,
+    on_listening: OnListening | None = None,
+    pool: PoolConfig | None = None,
+    router: RouterConfig | None = None,
+    prefill_argv: Sequence[str] | None = None,
+    vision: VisionConfig | None = None,
+    path: str = "",
+    source: str = "",
+) -> None:
+    """Serve with config.fronts processes until SIGTERM or SIGINT, then drain and return.
+
+    `front_argv` followed by "--join ADDRESS" starts a front, which calls run_front(). The other
+    arguments are those of server.serve(); `path` and `source` say where a front finds the model.
+    """
+    raise_file_limit()
+    pool = pool or PoolConfig()
+    with (
+        reserve(config.host, config.port) as (listener, passed),
+        open_placement(pool) as placement,
+    ):
+        worker, prefill = placement.spawner(worker_argv, pool.ranks), None
+        if prefill_argv is not None:
+            prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
+        setup = FrontSetup(
+            version=__version__,
+            model=model,
+            path=path,
+            source=source,
+            fingerprint=fingerprint(tokenizer),
+            server=replace(config, port=listener.getsockname()[1], log_stats=False),
+            pool=pool,
+            router=router or RouterConfig(),
+            vision=vision or VisionConfig(),
+            link_host=placement.host,
+        )
+        client = WorkerPool(worker, pool, RouterConfig(events=False), placement.host, prefill)
+        spawn = front_spawner(front_argv, passed)
+        run_in_loop(_own(client, setup, config, spawn, url_of(listener), on_listening))
+
+
+@contextlib.contextmanager
+def reserve(host: str, port: int) -> Iterator[tuple[socket.socket, int | None]]:
+    """Hold an address for the fronts; ServerError where somebody has it.
+
+    The number is that of the socket that all fronts accept from, where each cannot have its own.
+    """
+    with contextlib.closing(bind(host, port)) as probe:  # a shared one would join others unasked
+        if DIVIDES:
+            port = probe.getsockname()[1]
+            probe.close()
+            with contextlib.closing(bind(host, port, shared=True)) as shared:
+                yield shared, None
+        else:
+            probe.listen(BACKLOG)
+            probe.set_inheritable(True)
+            os.environ[LISTENER_VARIABLE] = str(probe.fileno())
+            yield probe, probe.fileno()
+
+
+async def _own(
+    client: WorkerPool,
+    setup: FrontSetup,
+    config: ServerConfig,
+    spawn: SpawnFront,
+    url: str,
+    on_listening: OnListening | None,
+) -> None:
+    signals = Signals()
+    metrics = _Sums(setup.model)
+    owner = FrontOwner(client, setup, spawn, config.fronts, metrics.take)
+    try:
+        facts = await signals.interrupt(client.start())
+        if facts is None or await signals.interrupt(_started(owner)) is None:
+            return
+        async with logging_stats(config, metrics.metrics, client.known_stats):
+            if on_listening is not None:
+                on_listening(url, facts)
+            gave_up = await signals.interrupt(client.gave_up.wait())
+            await _drain(owner, signals)
+        if gave_up:
+            raise ServerError(GAVE_UP)
+    finally:
+        await owner.close()
+        await client.close()
+
+
+async def _started(owner: FrontOwner) -> bool:
+    await owner.start()
+    return True
+
+
+async def _drain(owner: FrontOwner, signals: Signals) -> None:
+    """Let the fronts finish; a second signal makes them stop now."""
+    drained = asyncio.create_task(owner.drain())
+    hurried = False
+    while not drained.done():
+        await asyncio.wait((drained,), timeout=0.05)
+        if signals.count > 1 and not hurried:
+            hurried = True
+            owner.hurry()
+    drained.result()
+
+
+class _Sums:
+    """The counters of all fronts, as the owner's log lines want them."""
+
+    def __init__(self, model: str) -> None:
+        self.metrics = ServerMetrics(model)
+
+    def take(self, totals: Totals) -> None:
+        new = self.metrics.total(totals.report.counts)
+        for name in ("num_prompt_tokens", "num_output_tokens", "finished"):
+            setattr(self.metrics, name, getattr(new, name))
+
+
+# A front.
+
+
+def run_front(
+    join: str,
+    load: Load,
+    ticket: Ticket | None = None,
+    model: str | None = None,
+    server: ServerConfig | None = None,
+    host: str | None = None,
+) -> None:
+    """Be a front of the owner at the address `join`, until it says so or a signal comes.
+
+    `load` gives tokenizer and images of the model. A front of another host has a `ticket`, an
+    address to listen at in `server`, and a `host` where workers reach it.
+    """
+    raise_file_limit()
+    for name in OWNERS_LOGS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    run_in_loop(_join(join, load, ticket, model, server, host))
+
+
+async def _join(
+    join: str,
+    load: Load,
+    ticket: Ticket | None,
+    model: str | None,
+    server: ServerConfig | None,
+    host: str | None,
+) -> None:
+    signals = Signals()
+    owner = OwnerLink(join, "" if ticket is None else ticket.key)
+    own_ticket = os.environ.get(TICKET_VARIABLE, "") if ticket is None else ticket.ticket
+    try:
+        welcome = await owner.join(own_ticket, __version__, model)
+        setup = welcome.setup
+        config = setup.server
+        if server is not None:
+            config = replace(config, host=server.host, port=server.port)
+        client = MemberPool(welcome, owner, setup.link_host if ticket is None else host)
+        client.asked_to_drain = signals.came
+        tokenizer, images = load(setup)
+        if fingerprint(tokenizer) != setup.fingerprint:
+            raise FrontError(f"the tokenizer here is not that of the server's {setup.model!r}")
+        with (
+            contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
+            contextlib.closing(_listener(config, ticket is None)) as listener,
+        ):
+            try:
+                if await signals.interrupt(client.start()) is None:
+                    return
+                app = create_app(client, tokenizer, config, setup.model, tracing, images)
+                _share(client, app.state.api)
+                ended = await answer_calls(
+                    client, app, listener, config, signals, owner.gone, client.listening
+                )
+                if ended:
+                    raise FrontError("the server that this front belongs to has stopped")
+            finally:
+                await client.close()
+    except TokenmillError as error:
+        owner.fail(str(error))
+        raise
+    finally:
+        owner.close()
+
+
+def _listener(config: ServerConfig, is_child: bool) -> socket.socket:
+    if is_child and (number := os.environ.get(LISTENER_VARIABLE)):
+        return socket.socket(fileno=os.dup(int(number)))
+    return bind(config.host, config.port, shared=is_child)
+
+
+def _share(client: MemberPool, state: ApiState) -> None:
+    """Tell the other fronts what is open and counted here, and hear the same of them."""
+    client.counts = state.metrics.counts
+    client.calls = state.calls.open_calls
+
+    def on_others(others: OpenCalls) -> None:
+        state.calls.others = others
+
+    client.on_others = on_others

@@ -1,0 +1,230 @@
+"""All messages between the owner of a pool and its fronts: msgpack of tagged structs.
+
+1. A front connects and says Hello with the ticket that it was given; the owner answers Welcome or
+   Refused. A ticket is good for one front.
+2. For each worker that it hears of, the front binds a socket and says Connect with its address. The
+   owner has the worker connect there (messages.AddFront), at once or when the worker is back.
+3. The front says Listening, and from then on Report and OpenCalls, which is also its heartbeat.
+   The owner sends everyone the Totals, and what the others have open.
+4. WorkerGone: the worker died, or only this link to it broke; the front says Connect again.
+   WorkerLeaving: the front says Left once it has nothing there any more.
+5. Ask is answered by one Answer. AskTrial is answered by Trial when no suspect of another front
+   runs; EndTrial gives it back.
+6. Drain: finish what is open and exit; the second one: exit now.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, ServerConfig
+from tokenmill.core.types import EngineStats
+from tokenmill.core.vision_config import VisionConfig
+from tokenmill.workers.accounts import AccountsView
+from tokenmill.workers.fronts.report import FrontReport, Ticket
+from tokenmill.workers.pool_view import FrontView, PoolView
+from tokenmill.workers.slot import Role
+
+
+class FrontSetup(msgspec.Struct, frozen=True):
+    """All that a front has to know to serve as the others do."""
+
+    version: str
+    model: str  # the name that clients use
+    path: str  # of the model's files, on the owner's host
+    source: str  # the model as the user named it
+    fingerprint: str  # of its tokenizer
+    server: ServerConfig
+    pool: PoolConfig = PoolConfig()
+    router: RouterConfig = RouterConfig()
+    vision: VisionConfig = VisionConfig()
+    link_host: str | None = None  # where workers reach fronts on the owner's host; None: by ipc
+
+
+class Hello(msgspec.Struct, tag=True):
+    ticket: str
+    version: str
+    model: str | None = None  # that it was told to serve; None: what the owner serves
+    pid: int = 0
+    host: str = ""
+
+
+class Connect(msgspec.Struct, tag=True):
+    """A socket waits for this worker."""
+
+    worker: str
+    address: str
+
+
+class Listening(msgspec.Struct, tag=True):
+    """Clients can call."""
+
+    url: str
+
+
+class FrontFailed(msgspec.Struct, tag=True):
+    """The front cannot start; the message is one sentence for the user."""
+
+    message: str
+
+
+class Left(msgspec.Struct, tag=True):
+    """The front has nothing at a leaving worker any more."""
+
+    worker: str
+
+
+class Reported(msgspec.Struct, tag=True):
+    report: FrontReport
+    asked: bool = False  # by GiveReport
+
+
+class OpenCalls(msgspec.Struct, tag=True):
+    """What is open: choices in all and by the number of their key, and without a first token."""
+
+    num_open: int = 0
+    by_key: dict[int, int] = {}
+    num_pending: int = 0
+
+
+class AskTrial(msgspec.Struct, tag=True):
+    """A suspect wants to run (routing/suspects.py); one at a time does, over all fronts."""
+
+
+class EndTrial(msgspec.Struct, tag=True):
+    """The suspect has ended, or was not the cause."""
+
+
+class Scale(msgspec.Struct, tag=True):
+    num_workers: int
+    role: Role
+
+
+class DrainWorker(msgspec.Struct, tag=True):
+    worker: str
+    timeout_s: float
+
+
+class RenewRouter(msgspec.Struct, tag=True):
+    """Begin with new routers, at all fronts."""
+
+    policy: RouterPolicy | None
+
+
+class GetTotals(msgspec.Struct, tag=True):
+    """The totals of now: every front is asked for its report."""
+
+
+class GetTicket(msgspec.Struct, tag=True):
+    """A ticket for a front on another host, or the reason why it may not join."""
+
+    version: str
+    model: str | None
+
+
+Question = Scale | DrainWorker | RenewRouter | GetTotals | GetTicket
+
+
+class Ask(msgspec.Struct, tag=True):
+    number: int
+    question: Question
+
+
+class Welcome(msgspec.Struct, tag=True):
+    front: str  # its name, as status shows it
+    link: str  # its name at the workers, and in their load reports
+    setup: FrontSetup
+    workers: dict[str, Role]
+
+
+class Refused(msgspec.Struct, tag=True):
+    message: str
+
+
+class WorkerAdded(msgspec.Struct, tag=True):
+    worker: str
+    role: Role
+
+
+class WorkerGone(msgspec.Struct, tag=True):
+    worker: str
+    address: str  # of the link
+    reason: str
+
+
+class WorkerLeaving(msgspec.Struct, tag=True):
+    worker: str
+    timeout_s: float
+
+
+class GiveReport(msgspec.Struct, tag=True):
+    """Answered by one Reported."""
+
+
+class Totals(msgspec.Struct, tag=True):
+    """The sums over all fronts, those that are gone included, and what the owner knows."""
+
+    report: FrontReport
+    fronts: list[FrontView]
+    stats: EngineStats
+    pool: PoolView
+    accounts: AccountsView  # all GPU time; what workers that died had computed counts as idle
+    num_restarts: int
+
+
+class OthersOpen(msgspec.Struct, tag=True):
+    """The sums over the other fronts."""
+
+    calls: OpenCalls
+
+
+class Trial(msgspec.Struct, tag=True):
+    """Run one suspect."""
+
+
+class NewRouter(msgspec.Struct, tag=True):
+    policy: RouterPolicy | None
+
+
+class Answer(msgspec.Struct, tag=True):
+    number: int
+    error: str = ""
+    error_kind: str = ""  # pool, start or version
+    totals: Totals | None = None
+    ticket: Ticket | None = None
+
+
+class Drain(msgspec.Struct, tag=True):
+    """Finish what is open and exit; the second one: exit now."""
+
+
+FromFront = (
+    Hello
+    | Connect
+    | Listening
+    | FrontFailed
+    | Left
+    | Reported
+    | OpenCalls
+    | AskTrial
+    | EndTrial
+    | Ask
+)
+ToFront = (
+    Welcome
+    | Refused
+    | WorkerAdded
+    | WorkerGone
+    | WorkerLeaving
+    | GiveReport
+    | Totals
+    | OthersOpen
+    | Trial
+    | NewRouter
+    | Answer
+    | Drain
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_front = msgspec.msgpack.Decoder(FromFront).decode
+decode_to_front = msgspec.msgpack.Decoder(ToFront).decode

@@ -1,0 +1,552 @@
+"""The owner of a pool's fronts: it starts and restarts them, and connects them with the workers.
+
+The process that owns the workers takes no calls where there are several fronts. When a front dies,
+its requests are ended at the workers that decode first and at those that hold KV for them after
+that, because a worker that still reads must not read blocks that are others' by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tokenmill.core.types import TokenmillError
+from tokenmill.workers.fronts.control import (
+    Answer,
+    Ask,
+    AskTrial,
+    Connect,
+    Drain,
+    DrainWorker,
+    EndTrial,
+    FromFront,
+    FrontFailed,
+    FrontSetup,
+    GetTicket,
+    GetTotals,
+    GiveReport,
+    Hello,
+    Left,
+    Listening,
+    NewRouter,
+    OpenCalls,
+    OthersOpen,
+    Question,
+    Refused,
+    RenewRouter,
+    Reported,
+    Scale,
+    ToFront,
+    Totals,
+    Trial,
+    Welcome,
+    WorkerAdded,
+    WorkerGone,
+    WorkerLeaving,
+    decode_from_front,
+    encode,
+)
+from tokenmill.workers.fronts.control_socket import OwnerSocket
+from tokenmill.workers.fronts.report import FrontReport, Ticket
+from tokenmill.workers.lifecycle import PoolError
+from tokenmill.workers.link import WorkerStartError
+from tokenmill.workers.messages import AddFront, DropFront, FromWorker, FrontDropped, FrontLost
+from tokenmill.workers.pool import WorkerPool
+from tokenmill.workers.pool_view import FrontView
+from tokenmill.workers.slot import WorkerSlot
+
+_log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+EVERY_S = 1.0  # between two totals
+SILENT_S = 1.2  # a front that lost a link and says nothing for so long is gone
+HOST_SILENT_S = 15.0  # so is any front
+GATHER_S = 1.0  # that fronts have for their reports
+BACKOFF_S, MAX_BACKOFF_S, STABLE_S = 0.1, 10.0, 10.0
+TICKET_VARIABLE = "TOKENMILL_FRONT_TICKET"  # not for the process list
+
+
+class FrontError(TokenmillError):
+    """A front cannot start or join; the message says why."""
+
+
+class FrontProcess(Protocol):
+    """The part of asyncio.subprocess.Process that the owner uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+SpawnFront = Callable[[str, str], Awaitable[FrontProcess]]  # of the owner's address and a ticket
+
+
+def front_spawner(argv: Sequence[str], listener: int | None = None) -> SpawnFront:
+    """What starts a front: `argv` followed by "--join ADDRESS", with its ticket in a variable."""
+
+    async def spawn(address: str, ticket: str) -> FrontProcess:
+        fds = () if listener is None else (listener,)
+        return await asyncio.create_subprocess_exec(
+            *(*argv, "--join", address),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, TICKET_VARIABLE: ticket},
+            start_new_session=True,
+            pass_fds=fds,
+        )
+
+    return spawn
+
+
+@dataclass(slots=True, eq=False)
+class _Front:
+    """One front after another of the same name."""
+
+    name: str
+    is_child: bool
+    state: str = "starting"
+    link: str = ""  # its name at the workers: another one after each restart
+    peer: tuple[OwnerSocket, bytes] | None = None
+    process: FrontProcess | None = None
+    pid: int = 0
+    host: str = ""
+    url: str = ""
+    problem: str = ""
+    heard_s: float = 0.0
+    num_restarts: int = 0
+    wanted: dict[str, str] = field(default_factory=dict)  # addresses of links, by worker
+    left: set[str] = field(default_factory=set)  # leaving workers that it has left
+    report: FrontReport = field(default_factory=FrontReport)
+    calls: OpenCalls = field(default_factory=OpenCalls)
+    reported: asyncio.Future[None] | None = None
+
+    def end_gather(self) -> None:
+        """Nobody waits for the report any more: it has come, or is late."""
+        if self.reported is not None:
+            self.reported.set_result(None)
+            self.reported = None
+
+    def send(self, message: ToFront) -> None:
+        if self.peer is not None:
+            socket, identity = self.peer
+            socket.send(identity, encode(message))
+
+
+class FrontOwner:
+    """Starts fronts, links them to workers, and adds up what they report."""
+
+    def __init__(
+        self,
+        pool: WorkerPool | None,
+        setup: FrontSetup,
+        spawn: SpawnFront,
+        num_fronts: int,
+        on_totals: Callable[[Totals], None] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._setup = setup
+        self._spawn = spawn
+        self._on_totals = on_totals
+        self._fronts = {f"f{i}": _Front(f"f{i}", True) for i in range(num_fronts)}
+        self._by_peer: dict[bytes, _Front] = {}
+        self._tickets: dict[str, str] = {}  # names of fronts that are expected; "": any
+        self._past = FrontReport()  # of fronts that are gone
+        self._dropping: dict[tuple[str, str], asyncio.Future[None]] = {}  # by worker and link
+        self._on_trial: _Front | None = None
+        self._trials: list[_Front] = []  # who waits
+        self._changed = False  # open calls
+        self._num_joined = self._num_started = 0
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket = OwnerSocket(self._receive)
+        self._open_socket: OwnerSocket | None = None  # for fronts of other hosts
+        if pool is not None:
+            pool.watch(self, self._on_worker)
+
+    # The fronts' processes.
+
+    async def start(self) -> None:
+        """Start all fronts; FrontError when one does not come up."""
+        keepers = [self._begin(self._keep(front)) for front in self._fronts.values()]
+        self._begin(self._beat())
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        fronts = list(self._fronts.values())
+        while any(front.state != "ready" for front in fronts):
+            await asyncio.sleep(0.01)
+            for front in fronts:
+                if front.problem:
+                    raise FrontError(front.problem)
+            if time.monotonic() > deadline_s:
+                raise FrontError(f"the fronts were not ready within {START_TIMEOUT_S:g} s")
+            for keeper in keepers:
+                if keeper.done():
+                    keeper.result()
+
+    async def drain(self) -> None:
+        """Let all fronts finish what they have, and wait for their ends."""
+        self._stopping = True
+        for front in self._fronts.values():
+            front.state = "draining"
+            front.send(Drain())
+        while any(front.peer is not None for front in self._fronts.values()):
+            await asyncio.sleep(0.02)
+
+    def hurry(self) -> None:
+        """Have the fronts stop now."""
+        for front in self._fronts.values():
+            front.send(Drain())
+
+    async def close(self) -> None:
+        """End the processes that are left."""
+        self._stopping = True
+        for front in self._fronts.values():
+            if front.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    front.process.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for socket in (self._socket, self._open_socket):
+            if socket is not None:
+                socket.close()
+
+    async def _keep(self, front: _Front) -> None:
+        """Start a front again whenever it ends."""
+        backoff_s = BACKOFF_S
+        while not self._stopping:
+            began_s, ticket = time.monotonic(), self._issue(front.name)
+            front.process = await self._spawn(self._socket.address, ticket)
+            code = await front.process.wait()
+            front.process = None
+            self._tickets.pop(ticket, None)
+            await self._gone(front)
+            if self._stopping:
+                return
+            if front.state == "starting":
+                front.problem = front.problem or f"front {front.name} ended with code {code}"
+                return
+            front.state = "restarting"
+            _log.error("front %s stopped with code %s; a new one starts", front.name, code)
+            lived_s = time.monotonic() - began_s
+            backoff_s = BACKOFF_S if lived_s > STABLE_S else min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+            front.num_restarts += 1
+
+    def _issue(self, name: str = "") -> str:
+        ticket = secrets.token_hex(32)
+        self._tickets[ticket] = name
+        return ticket
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _beat(self) -> None:
+        """Spread totals, and give up fronts of other hosts that say nothing."""
+        last_s = 0.0
+        while True:
+            await asyncio.sleep(0.05)
+            self._spread_calls()
+            now_s = time.monotonic()
+            if now_s - last_s >= EVERY_S:
+                last_s = now_s
+                self._spread_totals()
+                for front in list(self._fronts.values()):
+                    late = not front.is_child and now_s - front.heard_s > HOST_SILENT_S
+                    if late and front.peer is not None:
+                        await self._gone(front)
+
+    # Messages of fronts.
+
+    def _receive(self, socket: OwnerSocket, identity: bytes, data: bytes) -> None:
+        message = decode_from_front(data)
+        front = self._by_peer.get(identity)
+        if isinstance(message, Hello):
+            self._welcome(socket, identity, message)
+        elif front is not None:
+            front.heard_s = time.monotonic()
+            self._apply(front, message)
+
+    def _welcome(self, socket: OwnerSocket, identity: bytes, hello: Hello) -> None:
+        name = self._tickets.pop(hello.ticket, None)
+        problem = self.mismatch(hello.version, hello.model)
+        if name is None:
+            problem = "the ticket is unknown or was used before; start the front again"
+        if problem:
+            socket.send(identity, encode(Refused(problem)))
+            return
+        front = self._fronts.get(name or "")
+        if front is None:
+            front = _Front(f"j{self._num_joined}", False)
+            self._num_joined += 1
+            self._fronts[front.name] = front
+        self._num_started += 1
+        front.link = f"{front.name}.{self._num_started}"
+        front.peer, front.pid, front.host = (socket, identity), hello.pid, hello.host
+        front.heard_s = time.monotonic()
+        self._by_peer[identity] = front
+        workers = {slot.name: slot.role for slot in self._slots() if slot.ready}
+        front.send(Welcome(front.name, front.link, self._setup, workers))
+
+    def mismatch(self, version: str, model: str | None) -> str:
+        """Why a front of this version and model may not join, or ""."""
+        setup = self._setup
+        if version != setup.version:
+            return (
+                f"the server runs tokenmill {setup.version} and this front {version}: "
+                f"type pip install tokenmill=={setup.version}"
+            )
+        if model is not None and model != setup.model:
+            return f"the server has the model {setup.model!r}, and this front {model!r}"
+        return ""
+
+    def _apply(self, front: _Front, message: FromFront) -> None:
+        match message:
+            case Connect(worker=worker, address=address):
+                front.wanted[worker] = address
+                self._link(front, worker)
+            case Listening(url=url):
+                front.state, front.url = "ready", url
+                if not front.is_child:
+                    _log.info("front %s joined: %s", front.name, url)
+            case FrontFailed(message=problem):
+                front.problem = problem
+            case Left(worker=worker):
+                front.left.add(worker)
+            case Reported(report=report, asked=asked):
+                front.report = report
+                if asked:
+                    front.end_gather()
+            case OpenCalls():
+                front.calls, self._changed = message, True
+            case AskTrial():
+                self._trials.append(front)
+                self._next_trial()
+            case EndTrial():
+                self._end_trial(front)
+            case Ask(number=number, question=question):
+                self._begin(self._answer(front, number, question))
+
+    async def _answer(self, front: _Front, number: int, question: Question) -> None:
+        answer = Answer(number)
+        try:
+            match question:
+                case GetTotals():
+                    await self._gather()
+                    answer.totals = self._totals(decisions=True)
+                case GetTicket(version=version, model=model):
+                    answer.error = self.mismatch(version, model)
+                    answer.ticket = None if answer.error else self._open()
+                case RenewRouter(policy=policy):
+                    for each in self._fronts.values():
+                        each.send(NewRouter(policy))
+                case Scale(num_workers=num_workers, role=role) if self._pool is not None:
+                    await self._pool.scale(num_workers, role)
+                case DrainWorker(worker=worker, timeout_s=timeout_s) if self._pool is not None:
+                    await self._pool.drain_worker(worker, timeout_s)
+        except PoolError as error:
+            answer.error, answer.error_kind = str(error), "pool"
+        except WorkerStartError as error:
+            answer.error, answer.error_kind = str(error), "start"
+        front.send(answer)
+
+    def _open(self) -> Ticket:
+        """A ticket, and a socket for fronts of other hosts."""
+        if self._open_socket is None:
+            self._open_socket = OwnerSocket(self._receive, self._setup.server.host)
+        socket = self._open_socket
+        return Ticket(socket.address, socket.key, self._issue())
+
+    # Fronts and workers.
+
+    def _slots(self) -> list[WorkerSlot]:
+        return [] if self._pool is None else list(self._pool.slots.values())
+
+    def _link(self, front: _Front, worker: str) -> None:
+        slot = None if self._pool is None else self._pool.slots.get(worker)
+        if slot is not None and slot.ready:
+            slot.send(AddFront(front.link, front.wanted[worker]))
+
+    def worker_ready(self, slot: WorkerSlot) -> None:
+        """Tell all fronts of a worker; those that wait for it are linked."""
+        for front in self._fronts.values():
+            front.left.discard(slot.name)
+            front.send(WorkerAdded(slot.name, slot.role))
+            if slot.name in front.wanted:
+                self._link(front, slot.name)
+
+    def worker_down(self, slot: WorkerSlot) -> None:
+        """Tell all fronts that a worker died."""
+        for front in self._fronts.values():
+            self._unlink(front, slot.name, slot.last_failure)
+        for (worker, _), dropped in self._dropping.items():
+            if worker == slot.name and not dropped.done():
+                dropped.set_result(None)
+
+    def _unlink(self, front: _Front, worker: str, reason: str) -> None:
+        if (address := front.wanted.pop(worker, None)) is not None:
+            front.send(WorkerGone(worker, address, reason))
+
+    async def worker_leaving(self, slot: WorkerSlot, timeout_s: float) -> None:
+        """Wait until no front has requests at a worker."""
+        timeout_s = max(timeout_s, 0.0)
+        for front in self._fronts.values():
+            front.send(WorkerLeaving(slot.name, timeout_s))
+        deadline_s = time.monotonic() + timeout_s + GATHER_S
+        while time.monotonic() < deadline_s and any(
+            front.peer is not None and slot.name in front.wanted and slot.name not in front.left
+            for front in self._fronts.values()
+        ):
+            await asyncio.sleep(0.01)
+        for front in self._fronts.values():
+            front.wanted.pop(slot.name, None)
+
+    def _on_worker(self, slot: WorkerSlot, message: FromWorker) -> None:
+        """A worker says something about a link."""
+        match message:
+            case FrontDropped(front=link):
+                if (dropped := self._dropping.get((slot.name, link))) and not dropped.done():
+                    dropped.set_result(None)
+            case FrontLost(front=link):
+                self._begin(self._lost(slot, link))
+
+    async def _lost(self, slot: WorkerSlot, link: str) -> None:
+        """A link broke: the front is gone, or it makes another one."""
+        front = next((f for f in self._fronts.values() if f.link == link), None)
+        if front is None or front.peer is None:
+            return
+        began_s = time.monotonic()
+        await asyncio.sleep(SILENT_S)
+        if front.link != link or front.peer is None:
+            return
+        if not front.is_child and front.heard_s < began_s:
+            await self._gone(front)
+        elif slot.name in front.wanted and slot.ready:
+            slot.send(DropFront(link))
+            self._unlink(front, slot.name, "the link to the worker broke")
+
+    async def _gone(self, front: _Front) -> None:
+        """A front is gone: end its requests, and keep what it has counted."""
+        if front.peer is None:
+            return
+        self._by_peer.pop(front.peer[1], None)
+        front.peer, link = None, front.link
+        front.end_gather()
+        self._past.add(front.report.past())
+        front.report, front.calls, self._changed = FrontReport(), OpenCalls(), True
+        linked = set(front.wanted)
+        front.wanted = {}
+        self._end_trial(front)
+        slots = [slot for slot in self._slots() if slot.name in linked and slot.ready]
+        await self._drop(link, [slot for slot in slots if slot.role != "prefill"])
+        await self._drop(link, [slot for slot in slots if slot.role == "prefill"])
+        if not front.is_child:
+            _log.warning("front %s has left", front.name)
+            self._fronts.pop(front.name, None)
+
+    async def _drop(self, link: str, slots: list[WorkerSlot]) -> None:
+        """End a front's requests at workers, and wait until they have done so."""
+        loop = asyncio.get_running_loop()
+        waiting = {(slot.name, link): loop.create_future() for slot in slots}
+        self._dropping.update(waiting)
+        for slot in slots:
+            slot.send(DropFront(link))
+        if waiting:
+            await asyncio.wait(waiting.values())
+        for key in waiting:
+            del self._dropping[key]
+
+    # Suspects: one at a time, over all fronts.
+
+    def _next_trial(self) -> None:
+        while self._on_trial is None and self._trials:
+            front = self._trials.pop(0)
+            if front.peer is not None:
+                self._on_trial = front
+                front.send(Trial())
+
+    def _end_trial(self, front: _Front) -> None:
+        if self._on_trial is front:
+            self._on_trial = None
+            self._next_trial()
+
+    # Sums.
+
+    def _spread_calls(self) -> None:
+        """Tell each front what the others have open."""
+        if not self._changed:
+            return
+        self._changed = False
+        for front in self._fronts.values():
+            others = OpenCalls()
+            for other in self._fronts.values():
+                if other is not front:
+                    others.num_open += other.calls.num_open
+                    others.num_pending += other.calls.num_pending
+                    for key, count in other.calls.by_key.items():
+                        others.by_key[key] = others.by_key.get(key, 0) + count
+            front.send(OthersOpen(others))
+
+    def _spread_totals(self) -> None:
+        totals = self._totals(decisions=False)
+        if self._on_totals is not None:
+            self._on_totals(totals)
+        for front in self._fronts.values():
+            front.send(totals)
+
+    async def _gather(self) -> None:
+        """Have every front report now; the last report stands where that takes too long."""
+        there = [f for f in self._fronts.values() if f.peer and f.state in ("ready", "draining")]
+        for front in there:
+            if front.reported is None:
+                front.reported = asyncio.get_running_loop().create_future()
+                front.send(GiveReport())
+        waiting = [front.reported for front in there if front.reported is not None]
+        refresh = None if self._pool is None else asyncio.ensure_future(self._pool.stats(GATHER_S))
+        if waiting:
+            await asyncio.wait(waiting, timeout=GATHER_S)
+        for front in there:
+            front.end_gather()
+        if refresh is not None:
+            await refresh
+
+    def _totals(self, decisions: bool) -> Totals:
+        total = FrontReport()
+        total.add(self._past)
+        for front in self._fronts.values():
+            total.add(front.report)
+        if not decisions:
+            total.decisions = []
+        pool = self._pool
+        assert pool is not None
+        return Totals(
+            report=total,
+            fronts=[_view(front) for front in self._fronts.values()],
+            stats=pool.known_stats(),
+            pool=pool.view(False),
+            accounts=pool.accounts(),
+            num_restarts=pool.num_restarts,
+        )
+
+
+def _view(front: _Front) -> FrontView:
+    return FrontView(
+        name=front.name,
+        state=front.state,
+        url=front.url,
+        pid=front.pid,
+        num_open=front.calls.num_open,
+        restarts=front.num_restarts,
+        host=front.host,
+    )

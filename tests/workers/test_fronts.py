@@ -1,0 +1,138 @@
+"""Several API processes over the same workers: sums, limits, and the death of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from api.sim import DEFAULT_TEXT, MODEL, make_tokenizer
+from api.sim_server import SimServer, sim_server, wait_until
+from tokenmill.core.config import PoolConfig, ServerConfig
+
+STEP_MS = 10.0
+KEYS = ("alpha", "beta")
+LONG = "the lazy dog jumps over the quick brown fox " * 8
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    pool = PoolConfig(workers=2, placement="process", heartbeat_s=0.2)
+    config = ServerConfig(port=0, fronts=2, api_keys=KEYS, max_concurrency_per_key=6)
+    with sim_server(config, step_ms=STEP_MS, pool=pool) as running:
+        yield running
+
+
+def view(server: SimServer) -> dict[str, Any]:
+    found: dict[str, Any] = server.call("GET", "/workers").json
+    return found
+
+
+def open_calls(server: SimServer) -> dict[str, int]:
+    return {front["name"]: front["num_open"] for front in view(server)["fronts"]}
+
+
+def stream(server: SimServer, content: str, key: str = KEYS[0], **fields: Any) -> socket.socket:
+    call = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
+    headers = f"Authorization: Bearer {key}\r\n"
+    return server.open_call("/v1/chat/completions", call | fields, headers)
+
+
+def text_of(connection: socket.socket) -> tuple[str, bool]:
+    """The text of a stream, and whether it came to its end."""
+    data = b""
+    with connection:
+        try:
+            while b"[DONE]" not in data and (part := connection.recv(65536)):
+                data += part
+        except OSError:
+            return "", False
+    lines = [line.removeprefix("data: ") for line in data.decode().splitlines()]
+    events = [json.loads(line) for line in lines if line.startswith('{"id"')]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas), b"[DONE]" in data
+
+
+def answer(num_tokens: int) -> str:
+    """What the simulated engine answers to `count: NUM_TOKENS`."""
+    tokenizer = make_tokenizer()
+    return tokenizer.decode((tokenizer.encode(DEFAULT_TEXT) * num_tokens)[:num_tokens])
+
+
+def test_fronts_answer_alike_and_add_up(server: SimServer) -> None:
+    before = server.metric("request_success_total", 'reason="stop"')
+    texts = set()
+    for _ in range(8):  # the kernel chooses a front for each connection
+        with OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+            chunks = client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "count: 20"}], stream=True
+            )
+            parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+            texts.add("".join(parts))
+    assert texts == {answer(20)}
+    pool = view(server)
+    assert [front["state"] for front in pool["fronts"]] == ["ready", "ready"]
+    assert server.metric("request_success_total", 'reason="stop"') - before == 8
+    assert sum(worker["routed"] for worker in pool["workers"]) >= 8
+    receipts = server.call("GET", "/workers/receipts").json
+    assert receipts["keys"][0]["num_requests"] >= 8
+    parts = [key["receipt"]["gpu_seconds"] for key in receipts["keys"]]
+    parts += [receipts["idle_gpu_seconds"], receipts["untold_gpu_seconds"]]
+    assert sum(parts) == pytest.approx(receipts["gpu_seconds"], rel=1e-6)
+
+
+def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) -> None:
+    while True:
+        streams = [stream(server, LONG + f"count: {150 + i}") for i in range(6)]
+        wait_until(lambda: sum(open_calls(server).values()) == 6, "all streams run")
+        counts = open_calls(server)
+        if all(counts.values()):
+            break
+        for connection in streams:  # all of them at one front: try again
+            connection.close()
+        wait_until(lambda: not any(open_calls(server).values()), "the front has noticed")
+    dead = next(front for front in view(server)["fronts"] if front["name"] == "f0")
+    os.kill(dead["pid"], signal.SIGKILL)
+
+    def freed() -> bool:
+        try:
+            return view(server)["num_open"] == sum(
+                w["num_running"] for w in view(server)["workers"]
+            )
+        except OSError:
+            return False
+
+    wait_until(lambda: freed() and open_calls(server)["f0"] == 0, "its requests are aborted")
+    ends = [text_of(connection) for connection in streams]
+    whole = [text for text, ended in ends if ended]
+    assert len(whole) == counts["f1"]
+    assert set(whole) <= {answer(150 + i) for i in range(6)} and len(set(whole)) == len(whole)
+    wait_until(lambda: server.metric("kv_cache_usage") == 0, "its blocks are free")
+
+    def back() -> bool:
+        fronts = {front["name"]: front for front in view(server)["fronts"]}
+        return fronts["f0"]["state"] == "ready" and fronts["f0"]["pid"] != dead["pid"]
+
+    wait_until(back, "it is back")
+
+
+def test_limits_per_key_hold_over_all_fronts(server: SimServer) -> None:
+    streams = [stream(server, "count: 450", KEYS[1]) for _ in range(6)]
+    wait_until(lambda: sum(open_calls(server).values()) == 6, "all of them run")
+    headers = {"authorization": f"Bearer {KEYS[1]}"}
+    call = {"model": MODEL, "messages": [{"role": "user", "content": "count: 1"}]}
+
+    def is_refused() -> bool:
+        answer = server.call("POST", "/v1/chat/completions", call, headers)
+        assert answer.status == 200 or "6 requests of this key" in answer.error["message"]
+        return answer.status == 429
+
+    wait_until(lambda: all(is_refused() for _ in range(4)), "whichever front is called refuses")
+    for connection in streams:
+        connection.close()
