@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -12,8 +13,10 @@ from tokenmill.core.specs.wan import TINY
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
+from tokenmill.models.wan.wan_transformer import TextAttention
 from tokenmill.video.pipeline import Pipeline, build_pipeline
 from tokenmill.video.video_engine import VideoEngine
+from tokenmill.workers.messages import Outputs, Submit
 
 PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=4, negative_token_ids=(9, 8))
 CPU = torch.device("cpu")
@@ -96,6 +99,38 @@ def test_an_abort_ends_a_job_between_steps(pipeline: Pipeline) -> None:
     made = found["b"][-1].video
     assert made is not None and made.data == video(pipeline).data
     assert engine.stats().num_finished == {"abort": 2, "stop": 1}
+
+
+def test_a_deadline_ends_a_job_between_steps(pipeline: Pipeline) -> None:
+    engine = VideoEngine(pipeline)
+    engine.submit(job("late", deadline_ns=1))
+    (output,) = engine.step()
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, "deadline")
+    assert not engine.has_work()
+
+
+def test_keys_and_values_of_the_text_are_computed_once_for_each_expert(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    compute = TextAttention.text_kv
+
+    def counted(self: TextAttention, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(text))
+        return compute(self, text)
+
+    monkeypatch.setattr(TextAttention, "text_kv", counted)
+    video(pipeline, replace(PARAMS, num_steps=8))
+    assert calls == [2] * 2 * TINY.transformer.num_layers  # both prompts at once, two experts
+
+
+def test_jobs_and_videos_travel_to_and_from_workers(pipeline: Pipeline) -> None:
+    request = job()
+    sent = msgspec.msgpack.encode(Submit([request]))
+    assert msgspec.msgpack.decode(sent, type=Submit).requests == [request]
+    output = RequestOutput("a", [], finish_reason=FinishReason.STOP, video=video(pipeline))
+    answered = msgspec.msgpack.encode(Outputs([output]))
+    assert msgspec.msgpack.decode(answered, type=Outputs).outputs == [output]
 
 
 @pytest.mark.parametrize(
