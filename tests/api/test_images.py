@@ -6,10 +6,12 @@ import base64
 import json
 import os
 import random
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tokenmill.__main__ import run
 from tokenmill.api.protocol.images import pixel_limits
 from tokenmill.bench.client.synthetic_images import synthetic_image
 from tokenmill.cli.chat_images import ImagePrompts
+from tokenmill.cli.worker_commands import _images
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
@@ -383,3 +386,27 @@ def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
     assert set(statuses) == {200, 400}
     assert server.chat("say: still here").json["choices"][0]["message"]["content"] == "still here"
     wait_until(lambda: server.metric("requests_running") == 0, "no request is left")
+
+
+def test_images_are_counted(server: SimServer, openai: OpenAI) -> None:
+    before = counted(server)
+    for part in (image(), image(data_url(PNG[:200])), image("https://example.com/a.png")):
+        with suppress(BadRequestError):
+            ask(openai, part, text("say: a"))
+    after = counted(server)
+    more = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert more["images_total"] == 3 and more["image_tokens_total"] == NUM_TOKENS
+    assert more['images_refused_total{stage="decode"}'] == 1
+    assert more['images_refused_total{stage="fetch"}'] == 1
+    view = server.call("GET", "/workers").json["images"]
+    assert view["images"] == after["images_total"] and view["decoded"] >= 1
+    assert f"{view['images']} images ({view['tokens']} tokens)" in _images(view)
+
+
+def counted(server: SimServer) -> dict[str, float]:
+    """The metrics of images, without the label that all have."""
+    lines = server.call("GET", "/metrics").body.decode().splitlines()
+    found = [line.removeprefix("tokenmill_") for line in lines if line.startswith("tokenmill_im")]
+    pairs = [line.rsplit(" ", 1) for line in found]
+    clean = [(re.sub(r'model_name="[^"]*",?', "", name), value) for name, value in pairs]
+    return {name.replace("{}", ""): float(value) for name, value in clean}

@@ -14,12 +14,14 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from api.sim import MODEL as SIM
-from api.sim import make_tokenizer
+from api.sim import make_loader, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
 from proxy.route_server import MODEL, Handler, Scripted, router_process
 from tokenmill.core.config import PoolConfig, RouteConfig, RouterConfig, ServerConfig
+from tokenmill.core.vision_config import VisionConfig
 from tokenmill.proxy.call_prompt import read_prompt
 from tokenmill.proxy.response_owners import ResponseOwners, response_in
+from vision.pictures import data_url, file_of, photo
 
 KEY = "ours"
 BACKEND_KEY = "theirs"
@@ -234,3 +236,33 @@ def test_owners_are_learned_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     paths = ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items", "/v1/responses")
     assert [response_in(path) for path in paths] == ["resp_1", "resp_1", ""]
     assert response_in("/v1/responses/input_tokens") == response_in("/v1/models/x") == ""
+
+
+def test_images_count_as_their_tokens_and_by_their_content() -> None:
+    tokenizer = make_tokenizer(sees=True)
+    processor = make_loader(VisionConfig(), tokenizer).processor
+    one, other = (data_url(file_of(photo(128, 96, seed), "PNG")) for seed in (1, 2))
+
+    def ids(path: str, content: Any, **fields: Any) -> list[int]:
+        body = {"model": SIM, "messages": [{"role": "user", "content": content}], **fields}
+        return list(read_prompt(json.dumps(body).encode(), tokenizer, path, processor).token_ids)
+
+    def chat(url: str, **fields: Any) -> list[int]:
+        image = {"type": "image_url", "image_url": {"url": url, **fields}}
+        return ids("/v1/chat/completions", [{"type": "text", "text": "see"}, image])
+
+    plain = ids("/v1/chat/completions", "see")
+    first, again, second = chat(one), chat(one), chat(other)
+    assert first == again != second and len(first) == len(second) >= len(plain) + 12
+    known = 0
+    while first[known] == second[known]:
+        known += 1
+    assert known > 0 and first[known + 12 :] == second[known + 12 :]
+    assert len(chat(one, max_pixels=4096)) < len(first)
+    far = chat("https://example.com/cat.png")
+    assert far == chat("https://example.com/cat.png") and len(far) > len(plain) + 256
+    source = {"type": "base64", "media_type": "image/png", "data": one.partition(",")[2]}
+    block = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
+    assert ids("/v1/messages", block, max_tokens=1)[: len(first) - 12] == first[: len(first) - 12]
+    broken = chat("data:image/png;base64,AAAA")
+    assert broken == chat("data:image/png;base64,AAAA") != plain

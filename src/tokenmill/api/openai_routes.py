@@ -62,6 +62,7 @@ def create_app(
         raise ValueError("create_app needs a client that has been started")
     metrics = ServerMetrics(model, config.price_per_gpu_hour)
     takes_images = images is not None
+    client.image_loads = None if images is None else images.stats
     calls = Calls(config)
     state = ApiState(client, tokenizer, config, model, metrics, calls, tracing, takes_images)
     app = FastAPI(

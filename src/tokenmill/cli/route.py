@@ -84,9 +84,12 @@ def route(settings: Settings) -> None:
         raise SettingsError(str(error)) from None
     from tokenmill.proxy.proxy_server import route as run_router
     from tokenmill.text.tokenizer import load_tokenizer
+    from tokenmill.vision.processor import load_processor
 
     name = settings.get("tokenizer")
-    tokenizer = None if name is None else load_tokenizer(fetch(name), config.chat_template)
+    folder = None if name is None else fetch(name)
+    tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template)
+    processor = None if folder is None else load_processor(folder)
     if tokenizer is None and config.chat_template is not None:
         raise SettingsError("--chat-template needs --tokenizer")
 
@@ -96,4 +99,5 @@ def route(settings: Settings) -> None:
         log.info(f"{num_up} of {len(pool.workers)} backends are up; {url}/v1 routes to them")
         log.info(f"dashboard: {url}/dashboard")
 
-    run_router(config, backends, settings.build(RouterConfig), tokenizer, on_listening)
+    router = settings.build(RouterConfig)
+    run_router(config, backends, router, tokenizer, on_listening, processor)

@@ -110,6 +110,18 @@ def _handovers(view: dict[str, Any]) -> str:
     )
 
 
+def _images(counts: dict[str, Any]) -> str:
+    """What became of the images of calls."""
+    refused = ", ".join(f"{count} by {stage}" for stage, count in counts["refused"].items())
+    return (
+        f"{counts['images']} images ({counts['tokens']} tokens): {counts['decoded']} decoded, "
+        f"{counts['fetched']} fetched, {sum(counts['refused'].values())} refused"
+        + (f" ({refused})" if refused else "")
+        + f"; {counts['encoded']} encoded ({counts['patches']} patches), "
+        f"{counts['encoder_hits']} found encoded"
+    )
+
+
 def _balance(rates: dict[str, Any]) -> str:
     """Do the two sides keep up with each other."""
     fitting = f"{rates['fitting_prefill']}:{rates['fitting_decode']}"
@@ -160,3 +172,5 @@ def notes_of(view: dict[str, Any]) -> Iterator[str]:
         yield _handovers(view)
     if view["rates"]:
         yield _balance(view["rates"])
+    if view.get("images") and view["images"]["images"]:
+        yield _images(view["images"])

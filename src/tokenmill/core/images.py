@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import unpack
 
@@ -61,6 +62,23 @@ class ImageSpan:
     @property
     def end(self) -> int:
         return self.offset + self.num_tokens
+
+
+@dataclass(slots=True)
+class LoaderStats:
+    """What became of the images of calls before a request had them; counters since the start."""
+
+    num_images: int = 0
+    num_hits: int = 0  # in the cache, or on the way there
+    num_fetched: int = 0  # over the network
+    num_decoded: int = 0
+    num_tokens: int = 0  # of prompts
+    refused: Counter[str] = field(default_factory=Counter)  # by what failed: fetch, read or decode
+    cached_bytes: int = 0
+
+    @property
+    def num_refused(self) -> int:
+        return self.refused.total()
 
 
 def content_ids(token_ids: list[int], images: Sequence[ImageSpan], first: int = 0) -> list[int]:

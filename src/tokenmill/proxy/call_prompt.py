@@ -23,8 +23,10 @@ from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.responses.response_chat import chat_of
 from tokenmill.api.responses.response_items import ItemReference, MessageItem
 from tokenmill.api.responses.response_request import ResponsesRequest
+from tokenmill.proxy.call_images import CallImages
 from tokenmill.sched.cache.blocks import byte_tokens
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.processor import ImageProcessor
 
 MAX_BYTES = 1 << 18  # of a prompt that are looked at
 NOTHING: Any = msgspec.Raw()
@@ -58,8 +60,16 @@ class RoutedPrompt:
 _decoder = msgspec.json.Decoder(Call)
 
 
-def read_prompt(body: bytes, tokenizer: Tokenizer | None, path: str = "") -> RoutedPrompt:
-    """The prompt of a body that was sent to `path`, whatever it is."""
+def read_prompt(
+    body: bytes,
+    tokenizer: Tokenizer | None,
+    path: str = "",
+    processor: ImageProcessor | None = None,
+) -> RoutedPrompt:
+    """The prompt of a body that was sent to `path`, whatever it is.
+
+    With a `processor` the model takes images, which count as the tokens that they have.
+    """
     try:
         call = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -68,10 +78,12 @@ def read_prompt(body: bytes, tokenizer: Tokenizer | None, path: str = "") -> Rou
     token_ids = None
     if tokenizer is not None:
         read_chat = _CHATS.get(path)
+        if read_chat is None and processor is not None and call.messages and b"image" in body:
+            read_chat = _completions_chat
         if read_chat is None:
             token_ids = _token_ids(call, tokenizer)
         else:
-            token_ids = _chat_token_ids(read_chat, body, tokenizer)
+            token_ids = _chat_token_ids(read_chat, body, tokenizer, processor)
     if token_ids is None:
         token_ids = _pieces(call)
     salt = f"{model}\0{_text(call.cache_salt)}"
@@ -83,6 +95,10 @@ def _responses_chat(body: bytes) -> ChatCompletionRequest:
     if isinstance(call.input, str):
         return chat_of(call, [MessageItem(role="user", content=call.input)])
     return chat_of(call, [i for i in call.input if not isinstance(i, ItemReference)])
+
+
+def _completions_chat(body: bytes) -> ChatCompletionRequest:
+    return decode_call(body, ChatCompletionRequest)
 
 
 def _messages_chat(body: bytes) -> ChatCompletionRequest:
@@ -97,13 +113,21 @@ _CHATS: dict[str, Callable[[bytes], ChatCompletionRequest]] = {
 
 
 def _chat_token_ids(
-    read_chat: Callable[[bytes], ChatCompletionRequest], body: bytes, tokenizer: Tokenizer
+    read_chat: Callable[[bytes], ChatCompletionRequest],
+    body: bytes,
+    tokenizer: Tokenizer,
+    processor: ImageProcessor | None,
 ) -> Sequence[int] | None:
     try:
         chat = read_chat(body)
         messages = msgspec.to_builtins(chat.messages)
         tools = tool_definitions(chat.tools or []) or None
-        return tokenizer.encode_chat(messages, tools=tools, **chat.chat_template_kwargs or {})
+        kwargs = chat.chat_template_kwargs or {}
+        if processor is None:
+            return tokenizer.encode_chat(messages, tools=tools, **kwargs)
+        images = CallImages(chat.messages, chat.mm_processor_kwargs, processor)
+        images.mark(messages)
+        return images.place(tokenizer.encode_chat(messages, tools=tools, **kwargs))
     except Exception:  # templates raise what they like; the backend says what is wrong
         return None
 

@@ -41,6 +41,7 @@ from tokenmill.proxy.relay import KEY_HEADERS, Relay
 from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import header
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.processor import ImageProcessor
 
 PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
 # Calls with a label of their own in the metrics; what else clients ask for shares one.
@@ -64,6 +65,7 @@ class RouteState:
     config: ServerConfig
     calls: Calls
     tracing: Tracing = NO_TRACING
+    processor: ImageProcessor | None = None  # of a model that takes images
     metrics: RouteMetrics = field(default_factory=RouteMetrics)
 
 
@@ -107,7 +109,9 @@ class RouteApp:
         span = state.tracing.begin(scope["path"], scope["headers"])
         span.set({"gen_ai.request.id": record.request_id})
         path = scope["path"]
-        relay = Relay(state.backends, state.metrics, state.tokenizer, span, record, path)
+        relay = Relay(
+            state.backends, state.metrics, state.tokenizer, state.processor, span, record, path
+        )
         try:
             declared = header(scope["headers"], b"content-length").decode("latin-1")
             body = await read_bytes(receive, declared, state.config.max_body_bytes)

@@ -18,12 +18,13 @@ from tokenmill.api.server import (
     run_in_loop,
     url_of,
 )
-from tokenmill.api.telemetry.tracing import Tracing, open_tracing
+from tokenmill.api.telemetry.tracing import open_tracing
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
 from tokenmill.http_connection import raise_file_limit
 from tokenmill.proxy.backends import Backends
 from tokenmill.proxy.proxy_routes import RouteApp, RouteState, routed_stats
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.processor import ImageProcessor
 from tokenmill.workers.pool_view import PoolView
 
 OnListening = Callable[[str, PoolView], None]
@@ -35,9 +36,11 @@ def route(
     router: RouterConfig,
     tokenizer: Tokenizer | None = None,
     on_listening: OnListening | None = None,
+    processor: ImageProcessor | None = None,
 ) -> None:
     """Route until SIGTERM or SIGINT, then let open calls finish and return.
 
+    With the `processor` of a model images count as the tokens that they have.
     `on_listening` gets the URL and the backends as they were found.
     Raises TokenmillError when a setting is wrong or the address is taken.
     """
@@ -46,21 +49,21 @@ def route(
         contextlib.closing(open_tracing(config.otlp_endpoint, "tokenmill-route")) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
     ):
-        run_in_loop(_run(listener, config, backends, router, tokenizer, tracing, on_listening))
+
+        def make_state() -> RouteState:
+            reached = Backends(backends, router)
+            return RouteState(reached, tokenizer, config, Calls(config), tracing, processor)
+
+        run_in_loop(_run(listener, make_state, on_listening))
 
 
 async def _run(
     listener: socket.socket,
-    config: ServerConfig,
-    route_config: RouteConfig,
-    router: RouterConfig,
-    tokenizer: Tokenizer | None,
-    tracing: Tracing,
+    make_state: Callable[[], RouteState],
     on_listening: OnListening | None,
 ) -> None:
-    signals = Signals()
-    backends = Backends(route_config, router)
-    state = RouteState(backends, tokenizer, config, Calls(config), tracing)
+    signals, state = Signals(), make_state()
+    backends, config = state.backends, state.config
     try:
         await signals.interrupt(backends.start())
         app = RouteApp(state)

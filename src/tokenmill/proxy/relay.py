@@ -26,6 +26,7 @@ from tokenmill.proxy.proxy_metrics import RouteMetrics
 from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, UpstreamError, header
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.vision.processor import ImageProcessor
 
 LONG_BODY = 20_000  # bytes; longer ones are tokenised on another thread
 KEY_HEADERS = (b"authorization", b"x-api-key")  # where clients send their keys
@@ -60,6 +61,7 @@ class Relay:
         backends: Backends,
         metrics: RouteMetrics,
         tokenizer: Tokenizer | None,
+        processor: ImageProcessor | None,
         span: Span,
         record: CallRecord,
         path: str,
@@ -69,7 +71,7 @@ class Relay:
         self._response_id = response_in(path)  # the stored response that the call is about
         self._backends = backends
         self._metrics = metrics
-        self._tokenizer = tokenizer
+        self._tokenizer, self._processor = tokenizer, processor
         self._span = span
         self._call_id = backends.new_call()
         self._times = RequestTimes(time.monotonic_ns())
@@ -104,14 +106,17 @@ class Relay:
     async def _read(self, body: bytes) -> RoutedPrompt:
         began_ns = time.monotonic_ns()
         if self._tokenizer is not None and len(body) > LONG_BODY:
-            prompt = await asyncio.to_thread(read_prompt, body, self._tokenizer, self._path)
+            prompt = await asyncio.to_thread(self._prompt, body)
         else:
-            prompt = read_prompt(body, self._tokenizer, self._path)
+            prompt = self._prompt(body)
         facts = {"tokenmill.prompt.num_tokens": len(prompt.token_ids)}
         self._span.child("tokenize", facts, began_ns, time.monotonic_ns())
         self._span.set({"gen_ai.request.model": prompt.model})
         self._num_prompt_tokens = len(prompt.token_ids)
         return prompt
+
+    def _prompt(self, body: bytes) -> RoutedPrompt:
+        return read_prompt(body, self._tokenizer, self._path, self._processor)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -9,26 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
-from tokenmill.core.images import ImageInput
+from tokenmill.core.images import ImageInput, LoaderStats
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from tokenmill.vision.sources import ImageSources
 
 Key = tuple[bytes, PixelLimits]
-
-
-@dataclass(slots=True)
-class LoaderStats:
-    """Counters since the start."""
-
-    num_images: int = 0
-    num_hits: int = 0  # in the cache, or on the way there
-    num_refused: int = 0
-    cached_bytes: int = 0
 
 
 class ImageLoader:
@@ -45,13 +34,17 @@ class ImageLoader:
 
     async def load(self, url: str, limits: PixelLimits, max_tokens: int) -> ImageInput:
         """The image behind a URL; ImageError says why there is none."""
-        self.stats.num_images += 1
+        stats, stage = self.stats, "fetch" if self._sources.is_remote(url) else "read"
+        stats.num_images += 1
         try:
             data, digest = await self._read(url)
-            return await self._process((digest, limits), data, max_tokens)
+            stage = "decode"
+            image = await self._process((digest, limits), data, max_tokens)
         except Exception:
-            self.stats.num_refused += 1
+            stats.refused[stage] += 1
             raise
+        stats.num_tokens += image.num_tokens(self.processor.merge)
+        return image
 
     def close(self) -> None:
         """Wait for the work under way, and end the threads."""
@@ -61,6 +54,7 @@ class ImageLoader:
         loop = asyncio.get_running_loop()
         if self._sources.is_remote(url):
             data = await self._sources.fetch(url)
+            self.stats.num_fetched += 1
             return data, await loop.run_in_executor(self._threads, _digest, data)
         return await loop.run_in_executor(self._threads, self._read_here, url)
 
@@ -86,7 +80,9 @@ class ImageLoader:
     async def _make(self, key: Key, data: bytes, max_tokens: int) -> ImageInput:
         loop = asyncio.get_running_loop()
         work = partial(self.processor.process, data, key[1], self.config.max_area, max_tokens)
-        return await loop.run_in_executor(self._threads, work)
+        image = await loop.run_in_executor(self._threads, work)
+        self.stats.num_decoded += 1
+        return image
 
     def _finish(self, key: Key, task: asyncio.Task[ImageInput]) -> None:
         del self._under_way[key]

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy
+from tokenmill.core.images import LoaderStats
 from tokenmill.core.types import EngineStats, FinishReason, Request, add_stats
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.role_balance import match_rates
@@ -30,7 +31,7 @@ from tokenmill.workers.migration import Migration
 from tokenmill.workers.open_request import OpenRequest, seeded
 from tokenmill.workers.output_stream import OutputStream, Turn
 from tokenmill.workers.pool_routers import FRONT, Routers
-from tokenmill.workers.pool_view import PoolView, policy_view, worker_view
+from tokenmill.workers.pool_view import ImagesView, PoolView, policy_view, worker_view
 from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
 from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
@@ -92,6 +93,7 @@ class WorkerPool:
         self.open_requests: Mapping[str, OpenRequest] = MappingProxyType(self._requests.open)
         self.gave_up = self._lifecycle.gave_up  # no slot has a worker, and none can be started
         self._draining = False
+        self.image_loads: LoaderStats | None = None  # of a front that takes images
         self._turn = Turn()
 
     def watch(self, watcher: WorkerWatcher, on_front: OnMessage) -> None:
@@ -258,6 +260,24 @@ class WorkerPool:
             failed_transfers=self.handovers.num_failed,
             transferred_bytes=sum(slot.received_bytes() for slot in slots),
             rates=match_rates(*sides) if all(sides) else None,
+            images=self._images_view(),
+        )
+
+    def _images_view(self) -> ImagesView | None:
+        loads, stats = self.image_loads, self.known_stats()
+        if loads is None:
+            return None
+        return ImagesView(
+            images=loads.num_images,
+            cached=loads.num_hits,
+            fetched=loads.num_fetched,
+            decoded=loads.num_decoded,
+            refused=dict(loads.refused),
+            tokens=loads.num_tokens,
+            encoded=stats.num_images_encoded,
+            patches=stats.num_patches_encoded,
+            received=stats.num_images_received,
+            encoder_hits=stats.num_image_hits,
         )
 
 

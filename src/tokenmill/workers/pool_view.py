@@ -86,6 +86,21 @@ class PolicyView(msgspec.Struct, frozen=True):
     knows_blocks: bool = False
 
 
+class ImagesView(msgspec.Struct, frozen=True):
+    """Images of all calls, and what the workers did for them."""
+
+    images: int
+    cached: int  # ready, or on the way, when they were asked for
+    fetched: int
+    decoded: int
+    refused: dict[str, int]  # by what failed: fetch, read or decode
+    tokens: int  # of prompts
+    encoded: int
+    patches: int  # that were encoded
+    received: int  # features that came from an encoder's worker
+    encoder_hits: int  # features that were there when a request needed them
+
+
 class PoolView(msgspec.Struct, frozen=True):
     """All workers and what the router did of late."""
 
@@ -101,6 +116,7 @@ class PoolView(msgspec.Struct, frozen=True):
     rates: RateMatch | None = None  # where there are prefill and decode workers
     policy: PolicyView = PolicyView()
     fronts: list[FrontView] = []  # where there are several
+    images: ImagesView | None = None  # of a model that takes some
 
 
 def policy_view(policy: Policy) -> PolicyView:

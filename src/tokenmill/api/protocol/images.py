@@ -48,6 +48,13 @@ def wanted_images(
     return [_wanted(part, path, bounds, loader.processor) for part, path in found]
 
 
+def wanted_parts(
+    messages: Sequence[Message], bounds: PixelBounds | None, processor: ImageProcessor
+) -> list[WantedImage]:
+    """The images of a call, however many, for a front that loads none."""
+    return [_wanted(part, path, bounds, processor) for part, path in _image_parts(messages)]
+
+
 def _image_parts(messages: Sequence[Message]) -> Iterator[tuple[ImagePart, str]]:
     for turn, message in enumerate(messages):
         if not isinstance(message, UserMessage | ToolMessage) or isinstance(message.content, str):

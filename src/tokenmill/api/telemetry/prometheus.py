@@ -18,7 +18,7 @@ from tokenmill.core.metrics import RequestTimes, acceptance, summarize
 from tokenmill.core.types import EngineStats
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.report import FrontCounts
-from tokenmill.workers.pool_view import PoolView
+from tokenmill.workers.pool_view import ImagesView, PoolView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Counts = Mapping[tuple[str, ...], float]  # by the values of labels
@@ -63,6 +63,9 @@ _LABELS = "\0"  # between the labels of one count
 
 def _labels(key: str | tuple[str, ...]) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
+
+
+NO_IMAGES = ImagesView(0, 0, 0, 0, {}, 0, 0, 0, 0, 0)
 
 
 class Histogram:
@@ -299,7 +302,27 @@ class ServerMetrics:
             for position, count in enumerate(counts, 1):
                 drafts.add_metric([self._model, str(position)], float(count))
             yield drafts
+        yield from self._images()
         yield from self.own_counters()
+
+    def _images(self) -> Iterator[Metric]:
+        """Images on their way from a call to a step."""
+        view = self._pool.images if self._pool is not None else None
+        view = view or NO_IMAGES
+        for name, text, value in (
+            ("images", "Images of calls.", view.images),
+            ("image_cache_hits", "Images that were ready or being made.", view.cached),
+            ("images_fetched", "Images fetched over the network.", view.fetched),
+            ("images_decoded", "Images decoded and resized.", view.decoded),
+            ("image_tokens", "Tokens of prompts that are images.", view.tokens),
+            ("images_encoded", "Images that a vision encoder ran on.", view.encoded),
+            ("image_patches", "Patches of these.", view.patches),
+            ("image_features_received", "Images encoded by another worker.", view.received),
+            ("encoder_cache_hits", "Images whose features were there.", view.encoder_hits),
+        ):
+            yield self._counter(name, text, value)
+        refused: Counts = {(stage,): count for stage, count in view.refused.items()}
+        yield self._labelled("images_refused", "Images that were not taken.", ["stage"], refused)
 
     def _gpu_time(self) -> Iterator[Metric]:
         """What requests took by API key, and all GPU time."""

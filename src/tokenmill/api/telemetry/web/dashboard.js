@@ -207,6 +207,25 @@ function drawTransfers({ engine, pool }) {
   ]);
 }
 
+function drawImages({ engine, pool }) {
+  const images = pool.images;
+  byId("images").hidden = !images;
+  if (!images) return;
+  const refused = Object.entries(images.refused).sort().map(([stage, count]) => [`refused by ${stage}`, num(count), "bad"]);
+  pairs(byId("image-pairs"), [
+    ["images", num(images.images)],
+    ["tokens of prompts", num(images.tokens)],
+    ["decoded", num(images.decoded)],
+    ["fetched", num(images.fetched)],
+    ["were ready", num(images.cached)],
+    ["encoded", num(images.encoded)],
+    ["patches a step", engine.num_steps ? num(Math.round(images.patches / engine.num_steps)) : "–"],
+    ["found encoded", num(images.encoder_hits)],
+    ["features received", num(images.received)],
+    ...refused,
+  ]);
+}
+
 function drawCounts({ finished, rejected, pool, restarts, engine }) {
   const sum = (field) => pool.workers.reduce((total, worker) => total + worker[field], 0);
   const bad = (count) => count ? "bad" : "";
@@ -244,6 +263,7 @@ function draw(data) {
   drawTiles(data);
   drawWorkers(data);
   drawTransfers(data);
+  drawImages(data);
   drawDecisions(byId("decisions"), byId("decisions-hint"), data.pool, { keyed, set });
   drawCounts(data);
   drawEvents(data);
