@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ranked(
     folder: Path, file: Path, capsys: pytest.CaptureFixture[str], *flags: str
-) -> tuple[int, list[dict[str, object]]]:
+) -> tuple[int, list[dict[str, Any]]]:
     status = run(["rank", str(file), "--model", str(folder / "model"), *flags])
     return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -51,7 +52,6 @@ def test_each_line_has_its_answer_in_order(
         np.testing.assert_allclose(one["scores"], other["scores"], atol=2e-6)
     _, best = ranked(folder, folder / "requests.jsonl", capsys, "--top-k", "2")
     scores = answers[0]["scores"]
-    assert isinstance(scores, list)
     assert best[0]["scores"] == sorted(scores, reverse=True)[:2]
 
 

@@ -51,10 +51,28 @@ def test_answers_are_the_models_and_say_what_they_depend_on() -> None:
     assert engine.stats().finished == {"done": 2} and engine.stats().num_candidates == 24
 
 
-def test_every_request_gets_exactly_one_answer() -> None:
+def test_a_batch_is_made_while_the_one_before_it_runs() -> None:
+    """Answers come a step later, the same ones; what runs cannot be aborted."""
+    model, limits = tiny_model(replace(TINY, scaling_seqlen=96)), BatchLimits(max_batch_requests=1)
+    engine = RankingEngine(model, limits, overlapped=True)
+    requests = [named(name, 10 + index) for index, name in enumerate("abc")]
+    for request in requests:
+        engine.submit(request)
+    assert engine.step() == []
+    engine.abort("a")
+    answers = [output for _ in range(3) for output in engine.step()]
+    assert [output.request_id for output in answers] == ["a", "b", "c"]
+    assert not engine.has_work() and engine.stats().num_steps == 3
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_allclose(answer.scores, model.score([request])[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_every_request_gets_exactly_one_answer(overlapped: bool) -> None:
     """Wrong, refused by a full queue, aborted, late, twice submitted, and those that run."""
     now = [0]
-    engine = RankingEngine(tiny_model(), BatchLimits(max_queue_requests=3), lambda: now[0])
+    limits = BatchLimits(max_queue_requests=3)
+    engine = RankingEngine(tiny_model(), limits, lambda: now[0], overlapped)
     engine.submit(named("wrong", user_id=99))
     engine.submit(named("late", deadline_ns=5))
     engine.submit(named("gone"))
@@ -89,12 +107,12 @@ def test_a_failed_step_and_damaged_weights_are_errors_not_scores() -> None:
 
 
 def test_batches_are_bounded_by_tokens_and_by_the_steps_time() -> None:
-    queue = RankQueue(TINY, BatchLimits(max_batch_tokens=45, latency_ms=10))
+    queue = RankQueue(TINY, BatchLimits(max_batch_tokens=45, latency_ms=15))
     for index in range(6):
         assert queue.add(named(str(index)), 0) is None  # 15 tokens each
     assert [w.request.request_id for w in queue.take(0)[0]] == ["0", "1", "2"]
     flops = TINY.flops(10, 4)
-    queue.meter.observe(flops, 2.4e6)  # two of them fit half of 10 ms
+    queue.meter.observe(flops, 2.4e6)  # two of them fit a third of 15 ms
     assert [w.request.request_id for w in queue.take(0)[0]] == ["3", "4"]
     refused = queue.add(named("wide", 45, 1), 0)
     assert refused is not None and "max_batch_tokens" in refused.message

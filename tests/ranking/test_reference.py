@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.models.hstu import dense_tensors, reference_name
+from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.requests import RankRequest
 
@@ -125,3 +126,29 @@ def test_scores_are_the_references(spec: HstuSpec) -> None:
     ours = np.concatenate(model.score(requests))[:, 0]
     assert np.ptp(ours) > 0.05  # scores differ between candidates
     np.testing.assert_allclose(ours, found[0].numpy(), atol=1e-5, rtol=0)
+
+
+def test_metrics_are_torchrecs() -> None:
+    """The three that MLPerf's accuracy script computes, over requests of different lengths."""
+    from torchrec.metrics.accuracy import AccuracyMetricComputation
+    from torchrec.metrics.gauc import GAUCMetricComputation
+    from torchrec.metrics.ne import NEMetricComputation
+
+    rng = np.random.default_rng(0)
+    scores = [rng.random(n).astype(np.float32) for n in (5, 64, 17, 3)]
+    labels = [(rng.random(len(s)) < s).astype(np.float32) for s in scores]
+    labels[3][:] = 1  # no pair: this request has no AUC
+    found = []
+    for kind in (NEMetricComputation, AccuracyMetricComputation, GAUCMetricComputation):
+        metric = kind(my_rank=0, batch_size=1, n_tasks=1, window_size=1000)
+        for s, t in zip(scores, labels, strict=True):
+            more = {"num_candidates": torch.tensor([len(s)])} if "GAUC" in kind.__name__ else {}
+            predictions, truth = torch.from_numpy(s)[None], torch.from_numpy(t)[None]
+            metric.update(
+                predictions=predictions, labels=truth, weights=torch.ones_like(truth), **more
+            )
+        [value, *_] = [
+            float(m.value) for m in metric.compute() if "lifetime" in str(m.metric_prefix)
+        ] or [float(m.value) for m in metric.compute()]
+        found.append(100 * value)
+    assert rank_metrics(scores, labels) == pytest.approx(found, abs=1e-3)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from tokenmill.core.types import InvalidRequestError
+from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import make_batch
-from tokenmill.ranking.model import RankingModel
+from tokenmill.ranking.model import RankingModel, collect
 from tokenmill.ranking.policy import BatchLimits, RankQueue, Waiting
 from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, check_request
 
@@ -27,17 +29,36 @@ class RankStats:
     finished: dict[str, int] = field(default_factory=dict)  # by how requests ended
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A batch on its way."""
+
+    waiting: list[Waiting]
+    batch: RankBatch
+    scores: torch.Tensor
+    start_ns: int
+
+
 class RankingEngine:
-    """Batches of waiting requests through one model; one caller at a time."""
+    """Batches of waiting requests through one model; one caller at a time.
+
+    `overlapped` makes a batch on the host while the GPU runs the one before it; a step then returns
+    the answers of that one.
+    """
 
     def __init__(
         self,
         model: RankingModel,
         limits: BatchLimits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        overlapped: bool | None = None,
     ) -> None:
         self.model, self.clock = model, clock
         self.queue = RankQueue(model.spec, limits or BatchLimits())
+        on_gpu = model.dense.device.type == "cuda"
+        self._overlapped = on_gpu if overlapped is None else overlapped
+        self._in_flight: _Launched | None = None
+        self._collected_ns = 0
         self._answers: list[RankOutput] = []  # of requests that ended outside a step
         self._stats = RankStats()
 
@@ -56,20 +77,29 @@ class RankingEngine:
             self.model.prefetch(request)
 
     def abort(self, request_id: str) -> None:
-        """End a waiting request; one that has its answer already is left as it is."""
+        """End a waiting request; one that runs or has its answer already is left as it is."""
         answer = self.queue.abort(request_id)
         if answer is not None:
             self._answers.append(answer)
 
     def has_work(self) -> bool:
-        return bool(self._answers) or len(self.queue) > 0
+        return bool(self._answers) or len(self.queue) > 0 or self._in_flight is not None
 
     def step(self) -> list[RankOutput]:
         """Run one batch; the answers of its requests, and of those that ended without running."""
         batch, late = self.queue.take(self.clock())
         answers, self._answers = self._answers + late, []
+        ending, self._in_flight = self._in_flight, None
         if batch:
-            answers += self._run(batch)
+            launched = self._launch(batch)
+            if isinstance(launched, list):
+                answers += launched
+            elif self._overlapped:
+                self._in_flight = launched
+            else:
+                ending = launched
+        if ending is not None:
+            answers += self._collect(ending)
         for answer in answers:
             ended = self._stats.finished
             ended[answer.finish] = ended.get(answer.finish, 0) + 1
@@ -79,29 +109,46 @@ class RankingEngine:
         self._stats.num_waiting = len(self.queue)
         return self._stats
 
-    def _run(self, waiting: list[Waiting]) -> list[RankOutput]:
+    def _launch(self, waiting: list[Waiting]) -> _Launched | list[RankOutput]:
         start, requests = self.clock(), [entry.request for entry in waiting]
         try:
             batch = make_batch(requests, self.model.spec, self.model.dense.device)
-            scores = self.model.score_batch(batch)
+            return _Launched(waiting, batch, self.model.launch(batch), start)
         except Exception as fault:
-            message = f"the step failed: {type(fault).__name__}: {fault}"
-            return [RankOutput(r.request_id, RankFinish.ERROR, message=message) for r in requests]
-        run_ns = self.clock() - start
+            return _failed(waiting, fault)
+
+    def _collect(self, launched: _Launched) -> list[RankOutput]:
+        waiting = launched.waiting
+        try:
+            scores = collect(launched.scores)
+        except Exception as fault:
+            return _failed(waiting, fault)
+        now = self.clock()
+        # A batch that was launched behind another one has begun when that one was done.
+        run_ns = now - max(launched.start_ns, self._collected_ns)
+        self._collected_ns = now
         self.queue.meter.observe(sum(entry.flops for entry in waiting), run_ns)
-        self._count(requests, run_ns)
-        parts = np.split(scores, batch.rows.candidates[1:-1])
+        self._count(waiting, run_ns)
+        rows, normaliser = launched.batch.rows, launched.batch.normaliser
+        parts = np.split(scores, rows.candidates[1:-1])
         of_batch = self.model.spec.scaling_seqlen == "batch"
         return [
-            _answer(entry, part, batch.normaliser, of_batch, len(waiting), start, run_ns)
+            _answer(entry, part, normaliser, of_batch, len(waiting), launched.start_ns, run_ns)
             for entry, part in zip(waiting, parts, strict=True)
         ]
 
-    def _count(self, requests: list[RankRequest], run_ns: int) -> None:
+    def _count(self, waiting: list[Waiting], run_ns: int) -> None:
+        requests = [entry.request for entry in waiting]
         self._stats.num_steps += 1
         self._stats.run_ns += run_ns
         self._stats.num_candidates += sum(request.num_candidates for request in requests)
         self._stats.num_tokens += sum(request.num_tokens for request in requests)
+
+
+def _failed(waiting: list[Waiting], fault: Exception) -> list[RankOutput]:
+    message = f"the step failed: {type(fault).__name__}: {fault}"
+    names = [entry.request.request_id for entry in waiting]
+    return [RankOutput(name, RankFinish.ERROR, message=message) for name in names]
 
 
 def _answer(

@@ -57,10 +57,13 @@ class RankingModel:
             store.close()
 
     @torch.inference_mode()
+    def launch(self, batch: RankBatch) -> torch.Tensor:
+        """Probabilities float32[candidates of all requests, tasks]; a GPU may be at it still."""
+        return self.dense.scores(batch, self.embed(batch))
+
     def score_batch(self, batch: RankBatch) -> np.ndarray:
-        """Probabilities float32[candidates of all requests, tasks]."""
-        found: np.ndarray = self.dense.scores(batch, self.embed(batch)).cpu().numpy()
-        return found
+        """The same on the host."""
+        return collect(self.launch(batch))
 
     def score(self, requests: Sequence[RankRequest]) -> list[np.ndarray]:
         """Scores [candidates, tasks] of each request, as one batch."""
@@ -68,6 +71,12 @@ class RankingModel:
             check_request(request, self.spec)
         batch = make_batch(requests, self.spec, self.dense.device)
         return np.split(self.score_batch(batch), batch.rows.candidates[1:-1])
+
+
+def collect(scores: torch.Tensor) -> np.ndarray:
+    """Wait for the scores of a launched batch."""
+    found: np.ndarray = scores.cpu().numpy()
+    return found
 
 
 def limit_threads(spec: HstuSpec) -> None:

@@ -24,12 +24,14 @@ class BatchLimits:
     max_batch_tokens: int = 160_000
     max_batch_requests: int = 128
     max_queue_requests: int = 4096
-    latency_ms: float = 80.0  # of a request, queue and step; a step may take half of it
+    latency_ms: float = 80.0  # of a request, queue and step; a step may take a third of it
 
     @property
     def max_step_ns(self) -> float:
-        """A request that comes just after a step began waits for it and runs in the next."""
-        return self.latency_ms * 1e6 / 2
+        """A request may come just after a batch was made: it waits for the step that runs then,
+        and where batches are made ahead for that batch's step too, and runs in the next.
+        """
+        return self.latency_ms * 1e6 / 3
 
 
 @dataclass(slots=True)
