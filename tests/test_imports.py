@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"core", "text", "routing", "http_connection"},
     "bench/ceiling": {"core", "kernels"},
     "bench/embedding_rates": {"core", "kernels", "ranking"},
+    "bench/mlperf/image_samples": {"core", "text", "vision"},
     "bench/mlperf/ranking_test": {"core", "ranking", "settings"},
     "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
     "bench/report/throughput_report": {"core", "engine", "console"},
@@ -75,6 +76,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "numpy": (
         *NUMPY,
         "bench/embedding_rates",
+        "bench/mlperf/image_samples",
         "vision/processor",
         "vision/image_files",
         "bench/peer_runners",

@@ -66,6 +66,22 @@ def client(folder: Path) -> Iterator[OpenAI]:
         yield client
 
 
+def test_mlperf_issues_images_and_scores_the_answers(folder: Path, tmp_path: Path) -> None:
+    target = {"ground_truth_category": "Home > Kitchen", "prompt": "Which category?"}
+    rows = [target | {"image": f"{i}.png"} for i in range(2)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    command = [sys.executable, "-m", "tokenmill", "bench", "mlperf", "--model", str(folder)]
+    command += ["--benchmark", "qwen3-vl-235b", "--quick", "--test-mode", "accuracy"]
+    command += ["--dataset", str(tmp_path / "rows.jsonl"), "--max-model-len", "200"]
+    done = subprocess.run([*command, "--json-only"], stdout=subprocess.PIPE, check=True)
+    report = json.loads(done.stdout)
+    assert report["num_samples"] == 2 and report["num_input_tokens"] > 2 * NUM_TOKENS
+    gate = report["accuracy_gates"]["category_f1"]
+    assert gate == {"value": 0.0, "min": 78.2397, "passed": False}  # random weights write no JSON
+
+
 def picture(shade: int) -> bytes:
     file = io.BytesIO()
     Image.linear_gradient("L").point(lambda v: (v + shade) % 256).resize((32, 24)).save(file, "PNG")

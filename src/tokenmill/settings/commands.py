@@ -114,8 +114,8 @@ MLPERF = (
         "MLPerf benchmark: limits, lengths and sampling.",
         one_of(
             *("deepseek-r1", "gpt-oss-120b", "llama3.1-8b", "llama3.1-405b", "llama2-70b"),
-            "dlrm-v3",
-            but="qwen3-vl and wan-2.2 are not here yet",
+            *("qwen3-vl-235b", "dlrm-v3"),
+            but="wan-2.2 is not here yet",
         ),
         default="llama3.1-8b",
     ),

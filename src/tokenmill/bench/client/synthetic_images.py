@@ -50,11 +50,18 @@ def given_images(found: Any, folder: Path, where: str) -> tuple[str, ...]:
 def _given(item: str, folder: Path, where: str) -> str:
     if item.startswith(("data:", "http://", "https://", "file:")):
         return item
+    data = read_image(item, folder, where)
+    return _data_url(mimetypes.guess_type(item)[0] or "image/png", data)
+
+
+def read_image(item: str, folder: Path, where: str) -> bytes:
+    """The file behind a data: URL or a name relative to `folder`."""
+    if item.startswith("data:"):
+        return base64.b64decode(item.partition(",")[2])
     try:
-        data = (folder / Path(item).expanduser()).read_bytes()
+        return (folder / Path(item).expanduser()).read_bytes()
     except OSError as error:
         raise BenchError(f"{where}: image {item}: {error.strerror}") from None
-    return _data_url(mimetypes.guess_type(item)[0] or "image/png", data)
 
 
 def _data_url(kind: str, data: bytes) -> str:

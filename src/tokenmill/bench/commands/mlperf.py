@@ -17,7 +17,7 @@ from tokenmill.bench.mlperf import accuracy as scoring
 from tokenmill.bench.mlperf import compliance, loadgen, ranking_test, submission
 from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.mlperf import test_process as mlperf_child
-from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, ROUNDS, Preset
+from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, Preset
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
 from tokenmill.bench.results.mlperf_reports import MlperfReport
@@ -156,6 +156,7 @@ def run_of(settings: Settings) -> bench.Run:
     _check_speculative(settings)
     _check_compliance(settings)
     _check_server(settings)
+    _check_images(settings)
     if settings.get("find-peak"):
         if scenario not in bench.LATENCY_BOUND:
             raise SettingsError(
@@ -177,7 +178,7 @@ def run_of(settings: Settings) -> bench.Run:
 def _preset(settings: Settings) -> Preset:
     """The benchmark by the rules of --round."""
     try:
-        known = {**PRESETS, DLRM_V3.name: DLRM_V3}
+        known = {**PRESETS, DLRM_V3.name: DLRM_V3, QWEN3_VL.name: QWEN3_VL}
         return known[settings.get("benchmark")].of_round(settings.get("round"))
     except ValueError as error:
         raise SettingsError(f"--benchmark with --round: {error}") from None
@@ -219,6 +220,17 @@ def _check_compliance(settings: Settings) -> None:
         raise SettingsError(f"TEST07 of {preset.name} needs --compliance-dataset")
     if given and "TEST07" not in asked:
         raise SettingsError("--compliance-dataset goes with --compliance or --test-mode TEST07")
+
+
+def _check_images(settings: Settings) -> None:
+    """Where samples have images, an engine of this process answers them, in some scenarios."""
+    preset, scenario = _preset(settings), settings.get("scenario")
+    if preset.images and scenario == "Interactive":
+        problem = "has no Interactive scenario here; use Offline or Server"
+        raise SettingsError(f"--scenario Interactive: {preset.name} {problem}")
+    if preset.images and settings.get("url"):
+        problem = "runs on an engine of this process; bench endpoint --images measures a server"
+        raise SettingsError(f"--url: {preset.name} {problem}")
 
 
 def _check_server(settings: Settings) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from tokenmill.bench.workload import BenchError
 
 TOKENS = ("tok_input", "input_ids", "prompt_token_ids", "input_tokens")
 TEXTS = ("input", "text_input", "prompt")
-TARGETS = ("output", "ground_truth", "gt_output", "target", "answer")
+TARGETS = ("output", "ground_truth", "gt_output", "target", "answer", "ground_truth_category")
+IMAGES = ("image", "image_url", "product_image")
+CATEGORY_SEPARATOR = " > "
 KINDS = ("metric", "dataset")
+CATEGORY_F1 = "category_f1"
 HEAD = 40  # characters by which a prompt is recognised in its tokens
 CODE = "livecodebench"
 READERS = {".pkl": "read_pickle", ".pickle": "read_pickle", ".parquet": "read_parquet"}
@@ -49,6 +53,7 @@ class Row:
     token_ids: list[int] | None
     target: str | None
     kind: str = ""  # how the answer is scored, as the file names it
+    image: str = ""  # a file, or a data: URL
 
 
 def read_dataset(path: Path) -> list[Row]:
@@ -104,7 +109,8 @@ def _row(record: Any, where: str) -> Row:
     if text is not None and (instruction := record.get("instruction")):
         text = _instructed(str(instruction), str(text))
     kind = str(_first(record, KINDS) or "").lower()
-    return Row(text, tokens, None if target is None else str(target), kind)
+    image = str(_first(record, IMAGES) or "")
+    return Row(text, tokens, None if target is None else str(target), kind, image)
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -204,6 +210,9 @@ def score(
             found["exact_match"].append((percent, 1 / _repeats(preset, row.kind)))
     count = len(answers)
     means = {name: _weighted_mean(values) for name, values in found.items()}
+    if CATEGORY_F1 in means:
+        targets = [row.target or "" for row in rows]
+        means[CATEGORY_F1] = category_f1(answers, targets)
     return means | {
         "gen_len": gen_len,
         "gen_num": count,
@@ -211,6 +220,40 @@ def score(
         "tokens_per_sample": round(sum(num_tokens) / count, 4),
         "num_unscored": num_unscored,
     }
+
+
+def category_f1(answers: Sequence[str], targets: Sequence[str]) -> float:
+    """Hierarchical F1 in percent of the categories that JSON answers name, over all samples.
+
+    The levels of a category count as far as they are right from the first on. An answer that is not
+    such JSON counts as a category of wrong levels, as many as the target has.
+    """
+    right = said = wanted = 0
+    for answer, target in zip(answers, targets, strict=True):
+        levels = _levels(target)
+        named = _category(answer)
+        found = [""] * len(levels) if named is None else _levels(named)
+        same = (ours == theirs for ours, theirs in zip(found, levels, strict=False))
+        right += sum(1 for _ in takewhile(bool, same))
+        said += len(found)
+        wanted += len(levels)
+    return round(200 * right / (said + wanted), 4) if said + wanted else 0.0
+
+
+def _levels(category: str) -> list[str]:
+    return [level.strip() for level in category.split(CATEGORY_SEPARATOR)]
+
+
+def _category(answer: str) -> str | None:
+    """The category of an answer of the three fields that the benchmark asks for."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return None
+    kinds = {"category": str, "brand": str, "is_secondhand": bool}
+    if not isinstance(found, dict) or any(type(found.get(k)) is not t for k, t in kinds.items()):
+        return None
+    return str(found["category"])
 
 
 def _repeats(preset: Preset, kind: str) -> int:

@@ -13,19 +13,22 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, SamplingParams
 
 SUMMARY, DETAIL = "mlperf_log_summary.txt", "mlperf_log_detail.txt"
 ACCURACY = "mlperf_log_accuracy.json"
 MARK = ":::MLLOG "
+Text = Callable[[list[int]], str]
 SWITCH_INTERVAL_S = 0.0005  # LoadGen's threads need the interpreter to issue a query
 ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -37,6 +40,8 @@ class Sample:
     prompt_token_ids: array[int]  # a library of lists would take ten times the memory
     sampling: SamplingParams
     text: str = ""  # of the prompt, for a server that takes no token ids
+    # Makes the images of the prompt when it is issued: all at once would not fit in memory.
+    images: Callable[[], tuple[ImageSpan, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +102,10 @@ def respond(library: Any, complete: Any, answers: Iterable[tuple[int, array[int]
 class EngineUnderTest:
     """An engine that the caller's thread steps."""
 
-    def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
+    def __init__(self, engine: Engine, samples: Sequence[Sample], text: Text | None = None) -> None:
+        """With `text` LoadGen logs whole answers as what it makes of their tokens."""
         self.engine = engine
-        self._samples = samples
+        self._samples, self._text = samples, text
         self._library = load_library()
         self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
         self._jobs: dict[str, _Job] = {}
@@ -135,7 +141,9 @@ class EngineUnderTest:
         now_ns = time.monotonic_ns()
         self._jobs[request_id] = _Job(query_id, RequestTimes(now_ns))
         prompt = sample.prompt_token_ids.tolist()
-        self.engine.submit(Request(request_id, prompt, sample.sampling, arrival_ns=now_ns))
+        images = _unknown(sample.images(), request_id) if sample.images is not None else ()
+        request = Request(request_id, prompt, sample.sampling, arrival_ns=now_ns, images=images)
+        self.engine.submit(request)
 
     def _report(self, outputs: Sequence[RequestOutput]) -> None:
         """Tell LoadGen of first tokens, and of whole answers with their number of tokens."""
@@ -159,8 +167,22 @@ class EngineUnderTest:
             self._respond(self._library.QuerySamplesComplete, ended)
 
     def _respond(self, complete: Any, jobs: Sequence[_Job]) -> None:
-        answers = ((j.query_id, array("i", j.token_ids), len(j.token_ids)) for j in jobs)
+        answers = ((j.query_id, self._data(j.token_ids), len(j.token_ids)) for j in jobs)
         respond(self._library, complete, answers)
+
+    def _data(self, token_ids: list[int]) -> array[int]:
+        if self._text is None:
+            return array("i", token_ids)
+        return array("B", self._text(token_ids).encode())
+
+
+def _unknown(images: tuple[ImageSpan, ...], query: str) -> tuple[ImageSpan, ...]:
+    """The same images under names of their own: the rules want every query computed in full."""
+    names = (blake2b(f"{query}/{i}".encode(), digest_size=32).digest() for i in range(len(images)))
+    return tuple(
+        replace(span, image=replace(span.image, content_hash=name))
+        for span, name in zip(images, names, strict=True)
+    )
 
 
 def _check(output: RequestOutput) -> None:
@@ -245,7 +267,7 @@ def read_detail(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_answers(folder: Path) -> dict[int, tuple[bytes, int]]:
-    """Data and number of tokens by sample index of an accuracy run; scores have no tokens."""
+    """Data by sample index of an accuracy run, and the number of tokens where it is logged."""
     entries = json.loads((folder / ACCURACY).read_text(encoding="utf-8"))
     return {e["qsl_idx"]: (bytes.fromhex(e["data"]), e.get("token_count", 0)) for e in entries}
 

@@ -62,6 +62,9 @@ class Preset:
     interactive: Limits
     latency_ms: int | None = None  # of a query, where answers are not tokens
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    images: bool = False  # a sample has one
     output_len: int | None = None  # of synthetic samples; None: the column of the lengths
     output_scale: float = 1.0  # of that column
     # The reference's figures, and the share of each that must be reached.
@@ -186,6 +189,26 @@ PRESETS: dict[str, Preset] = {
         ),
     )
 }
+
+# Samples have an image, and one limit of whole queries; v6.1 has Interactive, too, with 8,000
+# samples of its own.
+QWEN3_VL = Preset(
+    name="qwen3-vl-235b",
+    key="qwen3-vl-235b-a22b",
+    model="Qwen/Qwen3-VL-235B-A22B-Instruct",
+    num_samples=48_289,
+    max_output=150,
+    server=Limits(0, 0),
+    interactive=Limits(0, 0),
+    latency_ms=12_000,
+    temperature=0.7,
+    top_p=0.8,
+    top_k=20,
+    images=True,
+    accuracy={"category_f1": 79.03},
+    folder="qwen3-vl-235b-a22b",
+    compliance=(),
+)
 
 # Answers are scores: no tokens, no lengths, and one limit of whole queries.
 DLRM_V3 = Preset(

@@ -99,11 +99,17 @@ SYNTHETIC_NOTICE = (
 )
 
 
+SYNTHETIC_IMAGES = (
+    "Prompts and images are synthetic: random tokens and noise in sizes like the benchmark's, not "
+    "its dataset."
+)
+
+
 def notices(run: Run, synthetic: bool, scale: float) -> list[str]:
     """Sentences that every output of a run carries."""
     found = [QUICK_NOTICE] if run.quick else []
     if synthetic:
-        found.append(SYNTHETIC_NOTICE)
+        found.append(SYNTHETIC_IMAGES if run.preset.images else SYNTHETIC_NOTICE)
     if scale != 1:
         found.append(f"Lengths are scaled by {scale:.4g}.")
     found.append(f"Only {run.preset.model} may be submitted in the closed division.")
@@ -189,6 +195,8 @@ def dataset_samples(
             array("i", prompt),
             SamplingParams(
                 temperature=preset.temperature,
+                top_p=preset.top_p,
+                top_k=preset.top_k,
                 max_tokens=min(cap, max_model_len - len(prompt)),
                 min_tokens=1 if accuracy else MIN_OUTPUT,
             ),

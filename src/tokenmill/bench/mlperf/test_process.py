@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
 from tokenmill import console
@@ -86,14 +86,14 @@ class EngineTest:
         self._scale = 1.0
         if "dataset" in settings:
             self._tokenizer = _tokenizer(path)
-            self.rows, self._samples = self._dataset(context)
+            self.rows, self._samples = self._dataset(context, path)
         else:
-            lengths, self._scale = bench.synthetic_lengths(run, context)
-            self._samples = bench.synthetic_samples(run, lengths, spec.vocab_size)
+            self._samples, self._scale = _synthetic(run, spec, context)
 
     def execute(self, folder: Path, accuracy: bool) -> MlperfReport:
         built = self._build()
-        sut = loadgen.EngineUnderTest(built.engine, self._samples)
+        text = self._decode if accuracy and self._run.preset.images else None
+        sut = loadgen.EngineUnderTest(built.engine, self._samples, text)
         num_samples = len(self._samples)
         bench.execute(sut, num_samples, self._run, folder, accuracy, self.compliance)
         write_times(folder / EVENTS, sut.times)
@@ -104,18 +104,41 @@ class EngineTest:
         return facts | bench.performance_report(self._run, values, errors, sut.times)
 
     def answer(self, data: bytes) -> str:
-        """The text of LoadGen's data; special tokens tell harmony's channels apart."""
-        skip = not self._run.preset.harmony
-        return self._tokenizer.decode(loadgen.token_ids(data), skip_special_tokens=skip)
+        """The text of LoadGen's data."""
+        if self._run.preset.images:  # its evaluation reads texts
+            return data.decode()
+        return self._decode(loadgen.token_ids(data))
 
-    def _dataset(self, context: int) -> tuple[list[scoring.Row], list[loadgen.Sample]]:
+    def _decode(self, token_ids: list[int]) -> str:
+        """The text of an answer; special tokens tell harmony's channels apart."""
+        skip = not self._run.preset.harmony
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+    def num_tokens(self, answer: str) -> int:
+        """Of a text whose number LoadGen has not logged."""
+        return len(self._tokenizer.encode(answer, add_special_tokens=False))
+
+    def _dataset(self, context: int, path: Path) -> tuple[list[scoring.Row], list[loadgen.Sample]]:
         """The rows that are run, and their samples."""
         rows, accuracy = read_rows(self._settings)
-        prompts = scoring.prompts(rows, self._tokenizer.encode, self._tokenizer.decode)
+        makers: list[Any] = [None] * len(rows)
+        if self._run.preset.images:
+            from tokenmill.bench.mlperf import image_samples
+
+            rows = rows[: self._run.quick_samples]
+            folder = Path(self._settings.get("dataset")).expanduser().parent
+            images = image_samples.DatasetImages(path, self._tokenizer, folder, context)
+            made = [images.prompt(row, number) for number, row in enumerate(rows)]
+            prompts, makers = [ids for ids, _ in made], [make for _, make in made]
+        else:
+            prompts = scoring.prompts(rows, self._tokenizer.encode, self._tokenizer.decode)
         mode = self._settings.get("test-mode")
         chosen = bench.choose_samples(self._run, [len(p) for p in prompts], context, mode)
         chosen_prompts = [prompts[i] for i in chosen]
         samples = bench.dataset_samples(self._run, chosen_prompts, context, accuracy)
+        samples = [
+            replace(sample, images=makers[i]) for sample, i in zip(samples, chosen, strict=True)
+        ]
         return [rows[i] for i in chosen], samples
 
     def _build(self) -> BuiltEngine:
@@ -307,6 +330,17 @@ class UrlTest:
         return found
 
 
+def _synthetic(run: bench.Run, spec: ModelSpec, context: int) -> tuple[list[loadgen.Sample], float]:
+    """Samples in the benchmark's lengths, and their scale."""
+    if run.preset.images:
+        from tokenmill.bench.mlperf import image_samples
+
+        shapes, scale = image_samples.draw_shapes(run, context)
+        return image_samples.synthetic_samples(run, shapes, spec), scale
+    lengths, scale = bench.synthetic_lengths(run, context)
+    return bench.synthetic_samples(run, lengths, spec.vocab_size), scale
+
+
 def read_rows(settings: Settings) -> tuple[list[scoring.Row], bool]:
     """Rows of --dataset, and whether they are to be scored."""
     accuracy = settings.get("test-mode") == "accuracy"
@@ -334,7 +368,10 @@ def _accuracy_report(
     by_index = loadgen.read_answers(folder)
     found = [by_index[index] for index in range(len(test.rows))]
     answers = [test.answer(data) for data, _ in found]
-    scores = scoring.score(run.preset, test.rows, answers, [count for _, count in found], rouge)
+    counts = [count for _, count in found]
+    if run.preset.images and isinstance(test, EngineTest):
+        counts = [test.num_tokens(answer) for answer in answers]
+    scores = scoring.score(run.preset, test.rows, answers, counts, rouge)
     report: MlperfReport = {
         "accuracy": scores,
         "accuracy_gates": scoring.gates(run.preset, scores),
