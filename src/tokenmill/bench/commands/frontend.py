@@ -48,6 +48,7 @@ STREAMS = (
     SETTINGS["step-ms"],
     SETTINGS["stream-interval"],
     SETTINGS["workers"],
+    SETTINGS["fronts"],
 )
 PANELS = {"Benchmark": (*STREAMS, SETTINGS["client-processes"], SETTINGS["json-only"])}
 PROMPT_TOKENS = 256  # room for the prompt of a stream
@@ -147,24 +148,29 @@ def simulated_server(settings: Settings) -> Iterator[tuple[str, int]]:
 def run_server(settings: Settings) -> None:
     """Serve the simulated engine on a free port and print the URL."""
     path = fetch(settings.build(ModelConfig).model)
+    from tokenmill.api.front_server import serve_fronts
     from tokenmill.api.server import serve
 
     num_streams = max(settings.get("num-streams"))
     config = ServerConfig(
         port=0,
+        fronts=settings.get("fronts"),
         max_concurrency=2 * num_streams,
         stream_interval=settings.get("stream-interval"),
     )
     pool = PoolConfig(workers=settings.get("workers"), placement="process")
     worker = _child(WORKER_ROLE, Settings(settings.values | {"model": str(path)}))
-    serve(
-        worker,
-        _load_tokenizer(path),
-        config,
-        NAME,
-        lambda url, facts: print(url, flush=True),
-        pool,
-    )
+    tokenizer = _load_tokenizer(path)
+
+    def on_listening(url: str, facts: object) -> None:
+        print(url, flush=True)
+
+    if config.fronts == 1:
+        serve(worker, tokenizer, config, NAME, on_listening, pool)
+        return
+    front = [sys.executable, "-P", "-m", "tokenmill", "front"]
+    where = {"path": str(path), "source": settings.build(ModelConfig).model}
+    serve_fronts(worker, front, tokenizer, config, NAME, on_listening, pool, **where)
 
 
 def run_worker(settings: Settings, address: Annotated[str, typer.Option("--address")]) -> None:
