@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import OpenAI, UnprocessableEntityError
 
-from api.sim import DEFAULT_TEXT, MODEL, make_tokenizer
+from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
+from tokenmill import __version__
 from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.workers.fronts.member import OwnerLink
+from tokenmill.workers.fronts.owner import FrontError
 
 STEP_MS = 10.0
 KEYS = ("alpha", "beta")
@@ -40,7 +48,8 @@ def open_calls(server: SimServer) -> dict[str, int]:
 
 def stream(server: SimServer, content: str, key: str = KEYS[0], **fields: Any) -> socket.socket:
     call = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
-    headers = f"Authorization: Bearer {key}\r\n"
+    call["stream_options"] = {"include_usage": True}
+    headers = f"Authorization: Bearer {key}\r\nIdempotency-Key: {content[-10:]}\r\n"
     return server.open_call("/v1/chat/completions", call | fields, headers)
 
 
@@ -120,6 +129,15 @@ def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) ->
         return fronts["f0"]["state"] == "ready" and fronts["f0"]["pid"] != dead["pid"]
 
     wait_until(back, "it is back")
+    number = next(i for i, (_, ended) in enumerate(ends) if not ended)
+    with stream(server, LONG + f"count: {150 + number}") as again:  # the same call once more
+        data = b""
+        while b"[DONE]" not in data:
+            data += again.recv(65536)
+    last = next(line for line in data.decode().splitlines() if '"prompt_tokens"' in line)
+    usage = json.loads(last.removeprefix("data: "))["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached > usage["prompt_tokens"] - 2 * BLOCK_SIZE, "the prompt is not computed again"
 
 
 def test_limits_per_key_hold_over_all_fronts(server: SimServer) -> None:
@@ -130,9 +148,80 @@ def test_limits_per_key_hold_over_all_fronts(server: SimServer) -> None:
 
     def is_refused() -> bool:
         answer = server.call("POST", "/v1/chat/completions", call, headers)
-        assert answer.status == 200 or "6 requests of this key" in answer.error["message"]
+        assert answer.status == 200 or answer.error["code"] == "max_concurrency_per_key"
         return answer.status == 429
 
     wait_until(lambda: all(is_refused() for _ in range(4)), "whichever front is called refuses")
     for connection in streams:
         connection.close()
+
+
+def test_a_repeated_call_gets_the_answer_that_was_given(server: SimServer) -> None:
+    def ask(content: str) -> tuple[str, str | None]:
+        with OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+            answer = client.chat.completions.with_raw_response.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": content}],
+                extra_headers={"Idempotency-Key": "one"},
+            )
+            return answer.text, answer.headers.get("idempotent-replayed")
+
+    first, replayed = ask("say: hello")
+    assert replayed is None
+    routed = [worker["routed"] for worker in view(server)["workers"]]
+    assert {ask("say: hello") for _ in range(4)} == {(first, "true")}
+    assert [worker["routed"] for worker in view(server)["workers"]] == routed
+    with pytest.raises(UnprocessableEntityError, match="used for another call"):
+        ask("say: something else")
+
+
+JOIN = """
+import sys
+from api.sim import make_tokenizer
+from tokenmill.__main__ import run
+from tokenmill.cli import front
+front.load = lambda setup: (make_tokenizer(), None)
+sys.exit(run(["front", "--join", sys.argv[1], "--port", "0"]))
+"""
+
+
+def test_a_front_joins_and_leaves(server: SimServer) -> None:
+    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", JOIN, server.url.removeprefix("http://")]
+    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: "j0" in open_calls(server), "the owner knows of it")
+
+            def joined() -> dict[str, Any]:
+                return next(f for f in view(server)["fronts"] if f["name"] == "j0")
+
+            wait_until(lambda: joined()["state"] == "ready", "it listens")
+            with OpenAI(base_url=f"{joined()['url']}/v1", api_key=KEYS[0]) as client:
+                completion = client.completions.create(model=MODEL, prompt="count: 9")
+            assert completion.choices[0].text == answer(9)
+        finally:
+            process.kill()
+    wait_until(lambda: "j0" not in open_calls(server), "the owner has noticed its death")
+
+
+def test_a_front_that_does_not_fit_is_refused(server: SimServer) -> None:
+    def refusal(version: str, model: str | None) -> str:
+        call = {"version": version, "model": model}
+        headers = {"content-type": "application/json"}
+        answer = server.call("POST", "/workers/fronts", call, headers)
+        assert answer.status == 409
+        return str(answer.error["message"])
+
+    assert "pip install tokenmill==" in refusal("0.0.1", None)
+    assert f"the server has the model '{MODEL}'" in refusal(__version__, "other")
+
+    async def use_twice() -> None:
+        call, headers = {"version": __version__}, {"content-type": "application/json"}
+        ticket = server.call("POST", "/workers/fronts", call, headers).json
+        for expected in (contextlib.nullcontext(), pytest.raises(FrontError, match="used before")):
+            owner = OwnerLink(ticket["address"], ticket["key"])
+            with expected, contextlib.closing(owner):
+                await owner.join(ticket["ticket"], __version__, None)
+
+    asyncio.run(use_twice())

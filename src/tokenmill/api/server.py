@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from tokenmill.api.access import Calls
 from tokenmill.api.connection import Connection, ConnectionLimits, check_all
+from tokenmill.api.idempotency import Idempotent
 from tokenmill.api.middleware import Front
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.stream import ApiState
@@ -121,8 +122,9 @@ async def answer_calls(
     """Answer calls until a signal comes or `ends` is set, then drain; True: it is set."""
     gc.freeze()  # vocabulary and app live as long as the process: do not scan them
     state: ApiState = app.state.api
+    kept = Idempotent(app, client, config)
     async with (
-        listening(Front(app, config, state.metrics), listener, config),
+        listening(Front(kept, config, state.metrics), listener, config),
         logging_stats(config, state.metrics, client.known_stats),
     ):
         on_listening(url_of(listener))

@@ -16,6 +16,7 @@ from tokenmill.api.call import CHUNK_WRITER, GONE, record_of
 from tokenmill.api.direct_text import DirectText, PlainFormat
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
+from tokenmill.api.idempotency import seeded_by
 from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.prepare import Job
 from tokenmill.api.protocol.receipts import receipt_of
@@ -137,7 +138,7 @@ class GenerationResponse(Response):
         generation = Generation(self._job, state.tokenizer, state.metrics, self._streams)
         try:
             self._state.admit(self._key, len(self._job.requests))
-            requests, traces = self._job.requests, trace.requests(self._job)
+            requests, traces = seeded_by(scope, self._job.requests), trace.requests(self._job)
             account = account_name(self._state.config, self._key)
             stream = state.client.submit(requests, traces, self._job.hash_inputs, account)
         except (ApiError, WorkerDownError) as refused:

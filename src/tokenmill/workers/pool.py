@@ -23,6 +23,7 @@ from tokenmill.workers.accounts import Accounts, AccountsView
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.exchange.encoding import Encodings
 from tokenmill.workers.exchange.handover import Handovers
+from tokenmill.workers.fronts.kept_answers import KeptAnswer, KeptAnswers
 from tokenmill.workers.fronts.report import FrontCounts, Ticket
 from tokenmill.workers.lifecycle import Lifecycle, PoolError, SpawnOf, WorkerWatcher, roles_of
 from tokenmill.workers.link import Spawn, WorkerDownError
@@ -94,6 +95,7 @@ class WorkerPool:
         self.gave_up = self._lifecycle.gave_up  # no slot has a worker, and none can be started
         self._draining = False
         self.image_loads: LoaderStats | None = None  # of a front that takes images
+        self._answers = KeptAnswers()
         self._turn = Turn()
 
     def watch(self, watcher: WorkerWatcher, on_front: OnMessage) -> None:
@@ -221,6 +223,14 @@ class WorkerPool:
     async def ticket(self, version: str, model: str | None) -> Ticket:
         """What lets one more front join; PoolError where it may not."""
         raise PoolError("this server has one front: start it with --fronts 2 to let others join")
+
+    async def kept(self, name: bytes) -> KeptAnswer | None:
+        """The answer to a call that was answered within the last minute, at any front."""
+        return self._answers.get(name)
+
+    def keep(self, name: bytes, answer: KeptAnswer) -> None:
+        """Keep the answer to a call that may be repeated."""
+        self._answers.put(name, answer)
 
     def total_counts(self) -> FrontCounts | None:
         """The counters of all fronts; None where there is one."""

@@ -21,6 +21,7 @@ from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, Server
 from tokenmill.core.types import EngineStats
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.workers.accounts import AccountsView
+from tokenmill.workers.fronts.kept_answers import KeptAnswer
 from tokenmill.workers.fronts.report import FrontReport, Ticket
 from tokenmill.workers.pool_view import FrontView, PoolView
 from tokenmill.workers.slot import Role
@@ -87,6 +88,13 @@ class OpenCalls(msgspec.Struct, tag=True):
     num_pending: int = 0
 
 
+class Keep(msgspec.Struct, tag=True):
+    """Keep an answer for calls that are repeated, at whichever front."""
+
+    name: bytes
+    answer: KeptAnswer
+
+
 class AskTrial(msgspec.Struct, tag=True):
     """A suspect wants to run (routing/suspects.py); one at a time does, over all fronts."""
 
@@ -122,7 +130,13 @@ class GetTicket(msgspec.Struct, tag=True):
     model: str | None
 
 
-Question = Scale | DrainWorker | RenewRouter | GetTotals | GetTicket
+class GetKept(msgspec.Struct, tag=True):
+    """An answer that was kept, if there is one."""
+
+    name: bytes
+
+
+Question = GetKept | Scale | DrainWorker | RenewRouter | GetTotals | GetTicket
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -192,6 +206,7 @@ class Answer(msgspec.Struct, tag=True):
     error_kind: str = ""  # pool, start or version
     totals: Totals | None = None
     ticket: Ticket | None = None
+    kept: KeptAnswer | None = None
 
 
 class Drain(msgspec.Struct, tag=True):
@@ -206,6 +221,7 @@ FromFront = (
     | Left
     | Reported
     | OpenCalls
+    | Keep
     | AskTrial
     | EndTrial
     | Ask

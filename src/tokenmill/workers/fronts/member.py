@@ -30,10 +30,12 @@ from tokenmill.workers.fronts.control import (
     EndTrial,
     FromFront,
     FrontFailed,
+    GetKept,
     GetTicket,
     GetTotals,
     GiveReport,
     Hello,
+    Keep,
     Left,
     Listening,
     NewRouter,
@@ -55,6 +57,7 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.control_socket import FrontSocket
+from tokenmill.workers.fronts.kept_answers import KeptAnswer
 from tokenmill.workers.fronts.owner import FrontError
 from tokenmill.workers.fronts.report import AtWorker, FrontCounts, FrontReport, Ticket
 from tokenmill.workers.lifecycle import PoolError
@@ -334,6 +337,12 @@ class MemberPool(WorkerPool):
 
     async def renew_routers(self, policy: RouterPolicy | None = None) -> None:
         await self._owner.ask(RenewRouter(policy))
+
+    async def kept(self, name: bytes) -> KeptAnswer | None:
+        return (await self._owner.ask(GetKept(name))).kept
+
+    def keep(self, name: bytes, answer: KeptAnswer) -> None:
+        self._owner.send(Keep(name, answer))
 
     async def ticket(self, version: str, model: str | None) -> Ticket:
         answer = await self._owner.ask(GetTicket(version, model))

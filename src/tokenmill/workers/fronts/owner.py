@@ -29,10 +29,12 @@ from tokenmill.workers.fronts.control import (
     FromFront,
     FrontFailed,
     FrontSetup,
+    GetKept,
     GetTicket,
     GetTotals,
     GiveReport,
     Hello,
+    Keep,
     Left,
     Listening,
     NewRouter,
@@ -54,6 +56,7 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.control_socket import OwnerSocket
+from tokenmill.workers.fronts.kept_answers import KeptAnswers
 from tokenmill.workers.fronts.report import FrontReport, Ticket
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
@@ -129,6 +132,11 @@ class _Front:
     calls: OpenCalls = field(default_factory=OpenCalls)
     reported: asyncio.Future[None] | None = None
 
+    def is_alive(self) -> bool:
+        """False for one that is gone, or of another host and silent."""
+        is_heard = self.is_child or time.monotonic() - self.heard_s < SILENT_S
+        return self.peer is not None and is_heard
+
     def end_gather(self) -> None:
         """Nobody waits for the report any more: it has come, or is late."""
         if self.reported is not None:
@@ -166,6 +174,7 @@ class FrontOwner:
         self._changed = False  # open calls
         self._num_joined = self._num_started = 0
         self._stopping = False
+        self._answers = KeptAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = OwnerSocket(self._receive)
         self._open_socket: OwnerSocket | None = None  # for fronts of other hosts
@@ -197,7 +206,7 @@ class FrontOwner:
         for front in self._fronts.values():
             front.state = "draining"
             front.send(Drain())
-        while any(front.peer is not None for front in self._fronts.values()):
+        while any(front.is_alive() for front in self._fronts.values()):
             await asyncio.sleep(0.02)
 
     def hurry(self) -> None:
@@ -330,13 +339,20 @@ class FrontOwner:
                     front.end_gather()
             case OpenCalls():
                 front.calls, self._changed = message, True
+            case Ask(number=number, question=question):
+                self._begin(self._answer(front, number, question))
+            case _:
+                self._apply_rare(front, message)
+
+    def _apply_rare(self, front: _Front, message: FromFront) -> None:
+        match message:
+            case Keep(name=name, answer=answer):
+                self._answers.put(name, answer)
             case AskTrial():
                 self._trials.append(front)
                 self._next_trial()
             case EndTrial():
                 self._end_trial(front)
-            case Ask(number=number, question=question):
-                self._begin(self._answer(front, number, question))
 
     async def _answer(self, front: _Front, number: int, question: Question) -> None:
         answer = Answer(number)
@@ -345,6 +361,8 @@ class FrontOwner:
                 case GetTotals():
                     await self._gather()
                     answer.totals = self._totals(decisions=True)
+                case GetKept(name=name):
+                    answer.kept = self._answers.get(name)
                 case GetTicket(version=version, model=model):
                     answer.error = self.mismatch(version, model)
                     answer.ticket = None if answer.error else self._open()
