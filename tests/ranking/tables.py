@@ -1,14 +1,19 @@
 """Tables, keys and stores for the tests of embedding stores."""
 
+import itertools
+import os
+import signal
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import torch
 
 from tokenmill.parallel import connect, disconnect, file_store
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable, SharedTable
+from tokenmill.ranking.stores.opening import open_table
 from tokenmill.ranking.stores.sharded import ShardedTable
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
 
@@ -72,3 +77,32 @@ def run_shard(path: str, rank: int, size: int, connection: Connection) -> None:
             connection.send(str(error))
     connection.send(store.stats().num_lookups)
     disconnect()
+
+
+def acknowledged_before_the_kill(path: Path, wanted: int) -> int:
+    """Run a writer, kill it after `wanted` updates, and return the last one it acknowledged."""
+    context = light_processes()
+    ours, theirs = context.Pipe()
+    writer = context.Process(target=write_for_ever, args=(str(path), theirs))
+    writer.start()
+    theirs.close()
+    told = 0
+    while told < wanted:
+        told = ours.recv()
+    os.kill(writer.pid, signal.SIGKILL)
+    try:
+        while True:
+            told = ours.recv()
+    except EOFError:
+        writer.join()
+        return told
+
+
+def write_for_ever(path: str, connection: Connection) -> None:
+    """Rows 0 to 7 hold the number of their update."""
+    store = open_table(path, "cpu")
+    for number in itertools.count(int(store.lookup(torch.tensor([0]))[0, 0]) + 1):
+        store.update(torch.arange(8), torch.full((8, store.dim), float(number)))
+        connection.send(number)
+        if isinstance(store, HostTable) and number % 10 == 0:
+            store.checkpoint()

@@ -1,9 +1,5 @@
 """A table in LMDB: prefetching, back-pressure, and what a crash leaves."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranking.tables import random_table
+from ranking.tables import acknowledged_before_the_kill, random_table
 from tokenmill.ranking.stores.database import FILE, DatabaseTable, disk_bytes
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.store import DISK, HOST, EmbeddingError, TableSpec
@@ -33,7 +29,7 @@ def database(path: Path, table: torch.Tensor, staged_rows: int = 20) -> Database
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(steps=STEPS)
 def test_lookups_equal_the_table(
     cached: bool, steps: list[tuple[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
@@ -152,27 +148,12 @@ def test_a_disk_that_is_too_small_is_found_before_loading(tmp_path: Path) -> Non
     assert not (tmp_path / "t" / FILE).exists()
 
 
-WRITER = """
-import sys, torch
-from tokenmill.ranking.stores.database import DatabaseTable
-store = DatabaseTable(sys.argv[1])
-for number in range(1, 2000):
-    store.update(torch.arange(8), torch.full((8, store.dim), float(number)))
-    print(number, flush=True)
-"""
-
-
 def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "t"
     DatabaseTable.create(path, TableSpec(8, 3000, torch.float32))
-    command = [sys.executable, "-c", WRITER, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        while int(writer.stdout.readline()) < 20:
-            pass
-        os.kill(writer.pid, signal.SIGKILL)
-        told = max([20, *map(int, writer.stdout.read().split())])
-    store = DatabaseTable(path)
-    [value] = store.lookup(torch.arange(8)).unique().tolist()
-    assert told <= value <= told + 1
-    store.close()
+    for wanted in (3, 20):
+        told = acknowledged_before_the_kill(path, wanted)
+        store = DatabaseTable(path)
+        [value] = store.lookup(torch.arange(8)).unique().tolist()
+        assert told <= value <= told + 1
+        store.close()
