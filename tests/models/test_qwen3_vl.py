@@ -58,6 +58,59 @@ def test_fp8_experts_in_one_tensor(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+def test_fp8_experts_taken_apart(tmp_path: Path) -> None:
+    """As compressed-tensors stores them: each expert's three weights, a scale for each channel.
+
+    The encoder, the router and the head are plain.
+    """
+    reference = tame(make_model("qwen3-vl-moe"))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in stored_tensors(reference).items():
+        if ".experts." in name:
+            meant = [_apart(tensors, name, index, part) for index, part in enumerate(tensor)]
+            reference.get_parameter(name).data.copy_(torch.stack(meant))
+        elif "language_model" in name and name.endswith("_proj.weight"):
+            meant_weight = _rounded(tensors, name.removesuffix(".weight"), tensor)
+            reference.get_parameter(name).data.copy_(meant_weight)
+        else:
+            tensors[name] = tensor
+    reference.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights | {"symmetric": True}}
+    ignored = ["re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$"]
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    quantization |= {"config_groups": {"group_0": group}, "ignore": ignored}
+    config = json.loads(file.read_text()) | {"quantization_config": quantization}
+    file.write_text(json.dumps(config))
+    asked, harness = PROMPTS["one"], Harness(tmp_path, "fp32")
+    found = harness.logits(asked.token_ids, [len(asked.token_ids)], asked.images)
+    torch.testing.assert_close(found, reference_logits(reference, asked), atol=1e-4, rtol=0)
+
+
+def _apart(
+    tensors: dict[str, torch.Tensor], name: str, index: int, stored: torch.Tensor
+) -> torch.Tensor:
+    """Write one expert's part of a tensor, which is transposed; what its codes stand for."""
+    module = f"{name.rpartition('.')[0]}.{index}"
+    if name.endswith("down_proj"):
+        return _rounded(tensors, f"{module}.down_proj", stored.mT.contiguous())
+    gate, up = (part.contiguous() for part in stored.mT.chunk(2))
+    meant = (
+        _rounded(tensors, f"{module}.gate_proj", gate),
+        _rounded(tensors, f"{module}.up_proj", up),
+    )
+    return torch.cat(meant)
+
+
+def _rounded(tensors: dict[str, torch.Tensor], module: str, weight: torch.Tensor) -> torch.Tensor:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    tensors |= {f"{module}.weight": codes, f"{module}.weight_scale": scales}
+    return codes.float() * scales
+
+
 def test_images_change_what_is_said(tmp_path: Path) -> None:
     """Else the test above could not fail."""
     harness = Harness(save(tame(make_model("qwen3-vl")), tmp_path), "fp32")
