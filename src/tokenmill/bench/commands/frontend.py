@@ -169,8 +169,11 @@ def run_server(settings: Settings) -> None:
         serve(worker, tokenizer, config, NAME, on_listening, pool)
         return
     front = [sys.executable, "-P", "-m", "tokenmill", "front"]
-    where = {"path": str(path), "source": settings.build(ModelConfig).model}
-    serve_fronts(worker, front, tokenizer, config, NAME, on_listening, pool, **where)
+    serve_fronts(
+        *(worker, front, tokenizer, config, NAME, on_listening, pool),
+        path=str(path),
+        source=settings.build(ModelConfig).model,
+    )
 
 
 def run_worker(settings: Settings, address: Annotated[str, typer.Option("--address")]) -> None:
