@@ -70,3 +70,23 @@ def test_the_command_compares_all_policies(
         ratio = row["figures"]["kv"]["ttft_ms"] / min(others)
         assert row["kv_over_best_other"]["ttft_ms"] == pytest.approx(ratio, rel=0.01)
     assert "worst: kv is" in output and "system-huge" in output
+
+
+def test_the_command_compares_fronts_with_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_table, "MACHINES", {"gpu": MACHINES["gpu"]})
+    flags = ["--loads", "--workers", "2", "--load-requests", "24", "--load-seeds", "1"]
+    assert run(["plan", "replay", *flags, "--fronts", "3", "--report-delay", "20ms"]) == 0
+    output = capsys.readouterr().out
+    row = json.loads(output.splitlines()[-1])["loads"][0]
+    assert row["figures"].keys() == {"3 fronts", "1 front"}
+    assert row["3_fronts_over_1_front"].keys() == set(FIGURES)
+    assert "worst: 3 fronts is" in output
+
+
+def test_fronts_do_as_well_as_one_router() -> None:
+    """Announcements take a millisecond; bursts at one instant are the kind where that is long."""
+    cells = [Cell("gpu", kind, 4, HIGH) for kind in ("unique", "documents")]
+    for row in compare(cells, num_requests=128, num_seeds=1, num_fronts=8):
+        assert row.ratios["ttft_ms"] <= 1.1, (row.cell, row.ratios)
