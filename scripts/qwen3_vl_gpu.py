@@ -166,7 +166,11 @@ def encoder(args: argparse.Namespace) -> dict[str, Any]:
         from tokenmill.kernels import MODE
 
         MODE.without = frozenset({"segment_attention"})
-        report["with_torch_attention"] = {"4": timed(4)}
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
+                report[f"with_{backend.name.lower()}"] = {"4": timed(4)}
     return report
 
 
