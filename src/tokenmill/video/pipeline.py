@@ -123,6 +123,9 @@ def choose_dtype(config: ModelConfig) -> ComputeType:
     """The compute type of the experts; "auto" is bf16 on a GPU, else fp32."""
     if config.dtype == "int8":
         raise ModelLoadError("--dtype int8: video models compute in fp32, bf16 or fp8")
+    on_gpu = choose_device(config).type == "cuda"
     if config.dtype == "auto":
-        return "bf16" if choose_device(config).type == "cuda" else "fp32"
+        return "bf16" if on_gpu else "fp32"
+    if on_gpu and config.dtype == "fp32":
+        raise ModelLoadError("--dtype fp32: on a GPU use bf16 or fp8, or --device cpu")
     return cast(ComputeType, config.dtype)

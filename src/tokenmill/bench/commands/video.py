@@ -111,7 +111,7 @@ def figures(
         "parts_share": {name: round(seconds / total, 4) for name, seconds in parts.items()},
         "least_s": {name: round(seconds, 4) for name, seconds in least.items()},
         "share_of_ceiling": round(sum(least.values()) / total, 4),
-        "tflop_s": round(_flops(spec, params) / parts["denoise"] / 1e12, 3),
+        "tflop_s": round(_flops(spec, params) / parts["denoise"] / 1e12, 6),
         "gemm_tflop_s": {name: round(r / 1e12, 3) for name, r in machine.gemm_flops.items()},
     }
 
