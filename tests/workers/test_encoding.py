@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from tiny_images import Prompt, image, prompt
+from tokenmill.core.cost import Cost
 from tokenmill.core.images import FeatureBlocks
 from tokenmill.core.kv import KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput
@@ -64,7 +65,7 @@ class Front:
         return entry
 
     def encode(self, slot: Slot, number: int = -1) -> None:
-        notice = KVNotice(slot.submitted()[number], 0, [5])
+        notice = KVNotice(slot.submitted()[number], 0, [5], spent_s=0.5)
         self.encodings.on_message(cast(Any, slot), KVNotices([notice]))
 
     def down(self, slot: Slot) -> None:
@@ -77,7 +78,10 @@ def test_an_image_is_encoded_once_and_held_until_its_last_request_is_released() 
     front = Front(slot)
     one, two = front.add(prompt(1, 3, A, 2)), front.add(prompt(2, A, 4, A))
     assert len(slot.submitted()) == 1 and front.ready == []
+    spent: list[Any] = []
+    front.encodings.on_spent = lambda *what: spent.append(what)
     front.encode(slot)
+    assert spent == [(slot, one, Cost(prefill_s=0.5))]  # who asked first pays
     assert set(front.ready) == {one, two} and front.encodings.num_shared == 1
     sent = one.resumed().images[0]
     assert (sent.offset, sent.image.data) == (4, b"")

@@ -77,6 +77,7 @@ class KVNotice:
     engine_id: str = ""  # of the rank that holds them, where ranks have blocks of their own
     # With the token: blocks of sliding layers that it sees, one of each group in turn.
     window_ids: list[int] = field(default_factory=list)
+    spent_s: float = 0.0  # of an encoder: what an image took
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -172,7 +172,7 @@ class EncoderEngine:
 
     def _serve(self, request: Request) -> bool:
         """Give notice of an image's features, which are encoded if they are not here."""
-        image = request.images[0].image
+        image, busy_s = request.images[0].image, self._busy_s
         held = self._held.get(image.content_hash)
         if held is None:
             block_ids = self._take(request)
@@ -189,7 +189,8 @@ class EncoderEngine:
         self._held.move_to_end(image.content_hash)
         held.users.add(request.request_id)
         self._content[request.request_id] = image.content_hash
-        self._notices.append(KVNotice(request.request_id, 0, list(held.block_ids)))
+        notice = KVNotice(request.request_id, 0, list(held.block_ids))
+        self._notices.append(replace(notice, spent_s=self._busy_s - busy_s))
         return True
 
     def _take(self, request: Request) -> list[int] | None:

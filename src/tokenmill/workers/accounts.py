@@ -94,6 +94,12 @@ class Accounts:
         if at is not None and entry is not None:
             self._charge(at, entry, output.cost)
 
+    def spent(self, slot: WorkerSlot, entry: OpenRequest, cost: Cost) -> None:
+        """A worker has spent time on a request that it does not have."""
+        entry.cost.add(cost)
+        self._at.setdefault(slot, _AtWorker()).charged_s += cost.spent_s
+        self._accounts.setdefault(entry.account, _Account()).cost.add(cost)
+
     def told(self, slot: WorkerSlot, costs: Mapping[str, Cost]) -> None:
         """A worker says what its requests have taken so far."""
         self._at.setdefault(slot, _AtWorker()).costs = costs

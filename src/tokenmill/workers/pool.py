@@ -70,6 +70,7 @@ class WorkerPool:
             lambda *how: self._requests.fail(*how),
         )
         self._accounts.on_settled = self.encodings.release
+        self.encodings.on_spent = self._accounts.spent
         self._assignment = Assignment(
             self.slots,
             self.routers,

@@ -60,7 +60,7 @@ _INSTEAD = {
     ("type", "input_image"): "images stand in messages of role 'user', as 'image_url' in chats",
     ("type", "image"): "images stand in messages of role 'user', as 'image_url' in chats",
     ("type", "input_file"): "files are not read here; send their text as 'input_text'",
-    ("type", "file"): "files are not read here; send their text as 'text'",
+    ("type", "file"): "files are not read here; send text as 'text', and an image as base64",
     ("type", "input_audio"): "audio is not heard here; send its text",
     ("type", "audio_url"): "audio is not heard here; send its text",
     ("type", "document"): "documents are not read here; send their text as blocks of type 'text'",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from tokenmill.core.cost import Cost
 from tokenmill.core.images import FeatureBlocks, ImageInput, ImageSpan
 from tokenmill.core.kv import KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput
@@ -35,6 +36,7 @@ class _Job:
     sent_as: str
     slot: WorkerSlot
     num_blocks: int
+    payer: OpenRequest  # who asked first
     users: set[OpenRequest] = field(default_factory=set)
     features: FeatureBlocks | None = None  # once they are there
 
@@ -55,6 +57,7 @@ class Encodings:
         self._by_id: dict[str, bytes] = {}
         self._used: Counter[WorkerSlot] = Counter()  # blocks of jobs
         self._num_sent = 0
+        self.on_spent: Callable[[WorkerSlot, OpenRequest, Cost], None] | None = None
         self._gave_up = ""  # why there is no encoder any more
 
     # Requests.
@@ -134,6 +137,8 @@ class Encodings:
             assert address is not None
             job.features = FeatureBlocks(address.engine_id, tuple(notice.block_ids))
             self.num_encoded += 1
+            if self.on_spent is not None:
+                self.on_spent(slot, job.payer, Cost(prefill_s=notice.spent_s))
             for entry in [user for user in job.users if user in self._encoding]:
                 self._check(entry)
 
@@ -208,7 +213,7 @@ class Encodings:
                 slot = choose_encoder(self._encoders(), span.image)
                 self._num_sent += 1
                 num_blocks = -(-span.num_tokens // _block_size(slot))
-                new[content] = _Job(f"image-{self._num_sent}", slot, num_blocks)
+                new[content] = _Job(f"image-{self._num_sent}", slot, num_blocks, entry)
         return new
 
     def _jobs_of(self, entry: OpenRequest) -> list[_Job]:
