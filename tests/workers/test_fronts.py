@@ -33,7 +33,7 @@ LONG = "the lazy dog jumps over the quick brown fox " * 8
 def server() -> Iterator[SimServer]:
     pool = PoolConfig(workers=2, placement="process", heartbeat_s=0.2)
     config = ServerConfig(port=0, fronts=2, api_keys=KEYS, max_concurrency_per_key=6)
-    with sim_server(config, step_ms=STEP_MS, pool=pool) as running:
+    with sim_server(config, step_ms=STEP_MS, pool=pool, ends_well=False) as running:
         yield running
 
 
@@ -225,3 +225,10 @@ def test_a_front_that_does_not_fit_is_refused(server: SimServer) -> None:
                 await owner.join(ticket["ticket"], __version__, None)
 
     asyncio.run(use_twice())
+
+
+def test_fronts_end_with_their_owner(server: SimServer) -> None:
+    """The last test: it leaves no server."""
+    pids = [front["pid"] for front in view(server)["fronts"] if front["name"].startswith("f")]
+    server.process.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they have ended")

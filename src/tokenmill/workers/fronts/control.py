@@ -149,6 +149,7 @@ class Welcome(msgspec.Struct, tag=True):
     link: str  # its name at the workers, and in their load reports
     setup: FrontSetup
     workers: dict[str, Role]
+    is_child: bool = True  # of the owner's process
 
 
 class Refused(msgspec.Struct, tag=True):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,7 @@ JOIN_TIMEOUT_S = 30.0
 REPORT_S = 1.0
 CALLS_S = 0.05  # between two looks at what is open
 BEAT_TICKS = 10  # of these, after which the owner hears of us though nothing has changed
+OWNER_SILENT_S = 30.0
 NEVER_S = 1e9  # the owner watches and restarts workers
 
 
@@ -86,6 +88,7 @@ class OwnerLink:
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = 0
+        self.heard_s = time.monotonic()
 
     async def join(self, ticket: str, version: str, model: str | None) -> Welcome:
         """Say Hello; FrontError where the owner does not take this front."""
@@ -124,6 +127,7 @@ class OwnerLink:
         return answer
 
     def _receive(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
         message = decode_to_front(data)
         match message:
             case Welcome() if not self._welcome.done():
@@ -215,6 +219,7 @@ class MemberPool(WorkerPool):
         self._others = OpenCalls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._followed: set[str] = set()
+        self._parent = os.getppid() if welcome.is_child else None
         self.asked_to_drain: Callable[[], None] = lambda: None
         self.counts: Callable[[], FrontCounts] = FrontCounts
         self.calls: Callable[[], OpenCalls] = OpenCalls
@@ -294,6 +299,8 @@ class MemberPool(WorkerPool):
         told, tick = OpenCalls(), 0
         while True:
             await asyncio.sleep(CALLS_S)
+            if self._is_alone():
+                self._owner.gone.set()
             tick += 1
             calls = self.calls()
             calls.num_pending = super().num_pending
@@ -303,6 +310,11 @@ class MemberPool(WorkerPool):
             if tick * CALLS_S >= REPORT_S:
                 tick = 0
                 self._owner.send(Reported(self.report(False)))
+
+    def _is_alone(self) -> bool:
+        """The owner is gone, or says nothing, though it sends totals every second."""
+        orphaned = self._parent is not None and os.getppid() != self._parent
+        return orphaned or time.monotonic() - self._owner.heard_s > OWNER_SILENT_S
 
     # What concerns all fronts.
 

@@ -306,7 +306,7 @@ class FrontOwner:
         front.heard_s = time.monotonic()
         self._by_peer[identity] = front
         workers = {slot.name: slot.role for slot in self._slots() if slot.ready}
-        front.send(Welcome(front.name, front.link, self._setup, workers))
+        front.send(Welcome(front.name, front.link, self._setup, workers, front.is_child))
 
     def mismatch(self, version: str, model: str | None) -> str:
         """Why a front of this version and model may not join, or ""."""
