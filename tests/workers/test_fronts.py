@@ -24,7 +24,7 @@ from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.workers.fronts.member import OwnerLink
 from tokenmill.workers.fronts.owner import FrontError
 
-STEP_MS = 10.0
+STEP_MS = 15.0
 KEYS = ("alpha", "beta")
 LONG = "the lazy dog jumps over the quick brown fox " * 8
 
@@ -49,7 +49,7 @@ def open_calls(server: SimServer) -> dict[str, int]:
 def stream(server: SimServer, content: str, key: str = KEYS[0], **fields: Any) -> socket.socket:
     call = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
     call["stream_options"] = {"include_usage": True}
-    headers = f"Authorization: Bearer {key}\r\nIdempotency-Key: {content[-10:]}\r\n"
+    headers = f"Authorization: Bearer {key}\r\nIdempotency-Key: {content[-12:]}\r\n"
     return server.open_call("/v1/chat/completions", call | fields, headers)
 
 
@@ -97,8 +97,9 @@ def test_fronts_answer_alike_and_add_up(server: SimServer) -> None:
 
 
 def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) -> None:
-    while True:
-        streams = [stream(server, LONG + f"count: {150 + i}") for i in range(6)]
+    for attempt in range(10):
+        prompt = f"{LONG}{attempt} count: "  # a call that came to its end would be answered at once
+        streams = [stream(server, f"{prompt}{220 + i}") for i in range(6)]
         wait_until(lambda: sum(open_calls(server).values()) == 6, "all streams run")
         counts = open_calls(server)
         if all(counts.values()):
@@ -121,7 +122,7 @@ def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) ->
     ends = [text_of(connection) for connection in streams]
     whole = [text for text, ended in ends if ended]
     assert len(whole) == counts["f1"]
-    assert set(whole) <= {answer(150 + i) for i in range(6)} and len(set(whole)) == len(whole)
+    assert set(whole) <= {answer(220 + i) for i in range(6)} and len(set(whole)) == len(whole)
     wait_until(lambda: server.metric("kv_cache_usage") == 0, "its blocks are free")
 
     def back() -> bool:
@@ -130,7 +131,7 @@ def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) ->
 
     wait_until(back, "it is back")
     number = next(i for i, (_, ended) in enumerate(ends) if not ended)
-    with stream(server, LONG + f"count: {150 + number}") as again:  # the same call once more
+    with stream(server, f"{prompt}{220 + number}") as again:  # the same call once more
         data = b""
         while b"[DONE]" not in data:
             data += again.recv(65536)
