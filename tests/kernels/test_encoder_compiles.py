@@ -1,13 +1,8 @@
 """The attention of a vision encoder, compiled for Hopper without one."""
 
-import sys
-from pathlib import Path
-
 from triton.compiler import ASTSource
 
-sys.path.append(str(Path(__file__).parent))
 from hopper_compiler import compiled_for_hopper
-
 from tokenmill.kernels.gpu import segments
 
 

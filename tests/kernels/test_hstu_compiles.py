@@ -3,35 +3,10 @@
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hopper_compiler import compiled_for_hopper
 from tokenmill.kernels.gpu import hstu
-
-SHARED_BYTES = 232_448  # that a program may have on an H100 or H200
-
-
-def compiled_for_hopper(
-    kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    aligned: tuple[str, ...],
-    num_warps: int,
-) -> Any:
-    """Parameters without a type are pointers to int32; pointers and `aligned` divide by 16."""
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in aligned
-    }
-    code = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(code, GPUTarget("cuda", 90, 32), {"num_warps": num_warps})
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    return compiled
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -47,7 +22,9 @@ def test_silu_attention_compiles_and_fits(ahead: bool) -> None:
         "DIM": 128, "VDIM": 128, "ROWS": hstu.TILE_ROWS, "KEYS": shape.keys,
         "STAGES": shape.stages, "AHEAD": ahead, "FAST": True, "TMA": True,
     }  # fmt: skip
-    compiled = compiled_for_hopper(hstu.attention_kernel, types, constants, strides, shape.warps)
+    compiled = compiled_for_hopper(
+        hstu.attention_kernel, types, constants, strides, ASTSource, shape.warps
+    )
     assert "tanh.approx.f32" in compiled.asm["ptx"]
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
@@ -68,5 +45,7 @@ def test_products_around_it_compile_and_fit(kernel: Any) -> None:
         "FAST": True, "TMA": True,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    compiled = compiled_for_hopper(kernel, types, constants, (*strides, *sizes), shape.warps)
+    compiled = compiled_for_hopper(
+        kernel, types, constants, (*strides, *sizes), ASTSource, shape.warps
+    )
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]

@@ -1,5 +1,6 @@
 """Compiles a kernel for Hopper, without one, and checks that a program of it fits there."""
 
+import re
 from typing import Any
 
 import triton
@@ -29,4 +30,14 @@ def compiled_for_hopper(
     compiled = triton.compile(code, GPUTarget("cuda", 90, 32), {"num_warps": num_warps})
     assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
     assert "wgmma.mma_async" in compiled.asm["ptx"]
+    for loop in product_loops(compiled):
+        products = re.findall(r"ttng.warp_group_dot [^\n]*", loop)
+        # Triton 3.6 lets the registers of a loop's only product be overwritten while it runs.
+        assert len(products) > 1 or "dot_op<{opIdx = 0" not in products[0]
     return compiled
+
+
+def product_loops(compiled: Any) -> list[str]:
+    """The bodies of its loops that multiply."""
+    loops = [part.split("scf.yield")[0] for part in compiled.asm["ttgir"].split("scf.for")[1:]]
+    return [loop for loop in loops if "ttng.warp_group_dot " in loop]
