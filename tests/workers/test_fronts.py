@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ from openai import OpenAI, UnprocessableEntityError
 from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
 from tokenmill import __version__
-from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
+from tokenmill.routing.router import Router
+from tokenmill.workers.fronts.control import Announced, decode_to_front, encode
 from tokenmill.workers.fronts.member import OwnerLink
 from tokenmill.workers.fronts.owner import FrontError
+from tokenmill.workers.pool_routers import Routers
 
 STEP_MS = 15.0
 KEYS = ("alpha", "beta")
@@ -72,6 +77,34 @@ def answer(num_tokens: int) -> str:
     """What the simulated engine answers to `count: NUM_TOKENS`."""
     tokenizer = make_tokenizer()
     return tokenizer.decode((tokenizer.encode(DEFAULT_TEXT) * num_tokens)[:num_tokens])
+
+
+def test_a_front_hears_where_another_one_sends() -> None:
+    first, second = fronts = [Routers(RouterConfig(), {}, name) for name in ("f0.1", "f1.2")]
+    for name, routers in zip(("f0.1", "f1.2"), fronts, strict=True):
+        routers.main = Router(RouterConfig(policy="kv", block_size=BLOCK_SIZE), name)
+        for worker in ("w0", "w1"):
+            routers.main.add_worker(worker)
+            idle = LoadReport({"f0.1": FrontLoad(), "f1.2": FrontLoad()})
+            routers.main.report(worker, idle, time.monotonic(), time.monotonic())
+
+    def pass_on(told: Announcement) -> None:
+        message = decode_to_front(encode(Announced(told, time.monotonic())))
+        assert isinstance(message, Announced)
+        for routers in fronts:  # a front ignores its own
+            routers.heard(message.told, message.sent_s)
+
+    first.announce = pass_on
+    taken = {"w0": 0, "w1": 0}
+    for i in range(4):
+        decision = first.main.route(
+            f"a{i}", list(range(1000 * i, 1000 * i + 400)), time.monotonic()
+        )
+        first.tell(decision)
+        taken[decision.worker] += 1
+    by_second = {load.num_requests for load in second.main.loads()}
+    assert sum(taken.values()) == 4 and by_second == set(taken.values())
+    assert {load.num_requests for load in first.main.loads()} == set(taken.values())
 
 
 def test_fronts_answer_alike_and_add_up(server: SimServer) -> None:

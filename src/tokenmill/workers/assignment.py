@@ -68,9 +68,12 @@ class Assignment:
         if entry.may_hand_over and slot.role == "decode":
             begun = self._handovers.begin(entry, request, slot, decision)
         if isinstance(begun, str):
+            self._routers.tell(decision)
             self._count(entry, decision, began_ns, True, begun)
             return slot, request
         source = self._slots[begun.worker]
+        self._routers.tell(decision, computes=False)
+        self._routers.tell(begun)
         self._count(entry, decision, began_ns, False, f"{source.name} computes the prompt")
         router.prefill_done(entry.sent_as)
         self._count(entry, begun, began_ns, True, f"hands over to {slot.name}")

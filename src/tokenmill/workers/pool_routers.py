@@ -6,12 +6,12 @@ Workers report their cached blocks: a dump at the start and after a gap, otherwi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
-from tokenmill.routing.load_report import LoadReport
-from tokenmill.routing.router import Router
+from tokenmill.routing.load_report import Announcement, LoadReport
+from tokenmill.routing.router import Decision, Router
 from tokenmill.routing.step_rates import PRIOR, StepRates, fit_rates
 from tokenmill.workers.messages import GetKV, KVDump, KVEvents
 from tokenmill.workers.open_request import OpenRequest
@@ -31,6 +31,7 @@ class Routers:
         self._slots = slots
         self._pulled: set[str] = set()  # slots whose dump is on its way
         self._rates = PRIOR
+        self.announce: Callable[[Announcement], None] = lambda told: None  # to the other fronts
         self.main = Router(replace(config, policy="round-robin"), front)
         self.prefill = Router(self.main.config, front)
 
@@ -99,6 +100,17 @@ class Routers:
     def on_report(self, slot: WorkerSlot, report: LoadReport, made_ns: int) -> None:
         """Take what a worker says that all fronts have there."""
         self.of(slot).report(slot.name, report, made_ns / 1e9, time.monotonic())
+
+    def tell(self, decision: Decision, computes: bool = True) -> None:
+        """Tell the other fronts, if there are any, what goes to a worker."""
+        if (told := decision.announcement) is not None:
+            self.announce(told if computes else replace(told, queued_tokens=0))
+
+    def heard(self, told: Announcement, sent_s: float) -> None:
+        """Take what another front has told; the router that has no such worker ignores it."""
+        now_s = time.monotonic()
+        for router in (self.main, self.prefill):
+            router.heard(told, sent_s or now_s, now_s)
 
     def learn(self) -> None:
         """Fit the cost of a step to what all workers have reported."""

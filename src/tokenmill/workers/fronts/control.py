@@ -10,7 +10,8 @@
    WorkerLeaving: the front says Left once it has nothing there any more.
 5. Ask is answered by one Answer. AskTrial is answered by Trial when no suspect of another front
    runs; EndTrial gives it back.
-6. Drain: finish what is open and exit; the second one: exit now.
+6. Announced: a front has sent a request to a worker; the owner passes it on to the others.
+7. Drain: finish what is open and exit; the second one: exit now.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.routing.load_report import Announcement
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.kept_answers import KeptAnswer
 from tokenmill.workers.fronts.report import FrontReport, Ticket
@@ -101,6 +103,13 @@ class AskTrial(msgspec.Struct, tag=True):
 
 class EndTrial(msgspec.Struct, tag=True):
     """The suspect has ended, or was not the cause."""
+
+
+class Announced(msgspec.Struct, tag=True):
+    """What a front has sent to a worker, for the routers of the others."""
+
+    told: Announcement
+    sent_s: float  # by the clock of the owner's host; 0: by another one
 
 
 class Scale(msgspec.Struct, tag=True):
@@ -225,6 +234,7 @@ FromFront = (
     | Keep
     | AskTrial
     | EndTrial
+    | Announced
     | Ask
 )
 ToFront = (
@@ -237,6 +247,7 @@ ToFront = (
     | Totals
     | OthersOpen
     | Trial
+    | Announced
     | NewRouter
     | Answer
     | Drain

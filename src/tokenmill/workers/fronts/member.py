@@ -22,6 +22,7 @@ from tokenmill.core.types import EngineStats
 from tokenmill.routing.suspects import Trials
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.control import (
+    Announced,
     Answer,
     Ask,
     AskTrial,
@@ -225,6 +226,7 @@ class MemberPool(WorkerPool):
         self.calls: Callable[[], OpenCalls] = OpenCalls
         self.on_others: Callable[[OpenCalls], None] = lambda calls: None
         owner.on_message = self._receive
+        self.routers.announce = lambda told: owner.send(Announced(told, time.monotonic()))
 
     async def start(self) -> ModelFacts:
         """Get a link to each worker that is there."""
@@ -282,6 +284,8 @@ class MemberPool(WorkerPool):
             case OthersOpen(calls=calls):
                 self._others = calls
                 self.on_others(calls)
+            case Announced(told=told, sent_s=sent_s):
+                self.routers.heard(told, sent_s)
             case Trial():
                 self._trials.grant(self._requests.send_held)
             case NewRouter(policy=policy):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from tokenmill.core.types import TokenmillError
 from tokenmill.workers.fronts.control import (
+    Announced,
     Answer,
     Ask,
     AskTrial,
@@ -339,6 +340,8 @@ class FrontOwner:
                     front.end_gather()
             case OpenCalls():
                 front.calls, self._changed = message, True
+            case Announced():
+                self._pass_on(front, message)
             case Ask(number=number, question=question):
                 self._begin(self._answer(front, number, question))
             case _:
@@ -353,6 +356,14 @@ class FrontOwner:
                 self._next_trial()
             case EndTrial():
                 self._end_trial(front)
+
+    def _pass_on(self, front: _Front, message: Announced) -> None:
+        """Tell the other fronts; those on other hosts have other clocks."""
+        elsewhere = Announced(message.told, 0.0)
+        for other in self._fronts.values():
+            if other is not front:
+                same_clock = front.is_child and other.is_child
+                other.send(message if same_clock else elsewhere)
 
     async def _answer(self, front: _Front, number: int, question: Question) -> None:
         answer = Answer(number)
