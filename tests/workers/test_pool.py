@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -383,9 +384,13 @@ def test_a_worker_on_another_host_has_another_clock(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_a_link_by_tcp_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_link_by_tcp_needs_its_key(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback address")
+
     async def main() -> None:
-        link = WorkerLink(lambda message: None, "127.0.0.1")
+        link = WorkerLink(lambda message: None, host)
         address, _, key = link.address.partition("#")
         try:
             monkeypatch.setattr(front_link, "CONNECT_TIMEOUT_MS", 300)
@@ -398,6 +403,15 @@ def test_a_link_by_tcp_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
             await link.close(0.0)
 
     asyncio.run(main())
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def test_a_worker_is_there_once_its_facts_are() -> None:

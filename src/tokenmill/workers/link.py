@@ -113,10 +113,8 @@ class WorkerLink:
         self._socket.curve_server = True
         self._socket.curve_secretkey = secret
         self._socket.ipv6 = ":" in host
-        port = self._socket.bind_to_random_port(
-            f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-        )
-        return f"tcp://{host}:{port}#{public.hex()}"
+        plain = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        return f"{plain}:{self._socket.bind_to_random_port(plain)}#{public.hex()}"
 
     async def start(self, spawn: Spawn) -> ModelFacts:
         """Spawn the worker and wait until it is ready; raises WorkerStartError."""
