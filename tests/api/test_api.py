@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from api.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL, make_tokenizer
-from api.sim_server import SimServer, sim_server
+from api.sim_server import Answer, SimServer, sim_server
 from tokenmill.core.config import ServerConfig
 
 USER = [{"role": "user", "content": "hi"}]
@@ -188,6 +188,28 @@ def test_api_keys() -> None:
             assert guarded.call("GET", path).status == 200
         document = guarded.call("GET", "/openapi.json").json
         assert document["paths"]["/v1/completions"]["post"]["security"]
+
+
+def test_calls_with_an_idempotency_key_are_guarded_and_counted_as_others_are() -> None:
+    path, large = "/v1/completions", b"x" * 2000
+    with sim_server(ServerConfig(port=0, api_keys=("one",), max_body_bytes=1000)) as guarded:
+
+        def ask(key: str, body: dict[str, str] | bytes) -> Answer:
+            headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": "k"}
+            return guarded.call("POST", path, body, headers)
+
+        stranger = ask("two", large)  # refused before its body is read
+        assert stranger.status == 401 and stranger.error["code"] == "invalid_api_key"
+        assert ask("one", large).status == 413
+        answers = [ask("one", {"prompt": "hi"}) for _ in range(2)]
+        assert [a.headers.get("idempotent-replayed") for a in answers] == [None, "true"]
+        counts = {
+            status: guarded.metric(
+                "requests_total", f'endpoint="{path}",model_name="{MODEL}",status="{status}"'
+            )
+            for status in (200, 401, 413)
+        }
+        assert counts == {200: 2, 401: 1, 413: 1}
 
 
 def test_metrics_count_what_happened() -> None:

@@ -236,6 +236,7 @@ def test_pages_elsewhere_may_call_if_their_origin_is_named() -> None:
         assert "authorization" in allowed.headers["access-control-allow-headers"]
         models = server.call("GET", "/v1/models", headers=origin)
         assert models.status == 401
+        assert "idempotent-replayed" in models.headers["access-control-expose-headers"]
         assert models.headers["access-control-allow-origin"] == "https://chat.example"
         other = server.call("GET", "/health", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers

@@ -13,6 +13,7 @@ from tokenmill.api.errors import ApiError
 
 Scope = MutableMapping[str, Any]  # ASGI's
 REQUEST_ID = b"x-request-id"
+REPLAYED = b"idempotent-replayed"  # in the head of an answer that was given before
 CHUNK_WRITER = "chunk_writer"  # in a scope: writes parts of a streamed answer at once
 GONE = 499  # the client went before the answer; nginx's number
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")

@@ -1,7 +1,7 @@
 """Calls with an Idempotency-Key: repeated within a minute, they get the answer that was given.
 
 A call that had no whole answer, because its front died or its client went, is computed again with
-the same seed: its prompt is found in the prefix cache, and the answer is the same.
+the same seed, and its prompt is found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Protocol
 
+from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokenmill.api.access import read_bytes
-from tokenmill.api.call import CHUNK_WRITER, record_of
+from tokenmill.api.access import authorizer, read_bytes
+from tokenmill.api.call import CHUNK_WRITER, REPLAYED, record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import Request
 from tokenmill.workers.fronts.kept_answers import KeptAnswer
 
 HEADER = b"idempotency-key"
-REPLAYED = (b"idempotent-replayed", b"true")
 SEED = "idempotency_seed"  # in the scope of such a call
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 WHO = (b"authorization", b"x-api-key")
@@ -58,6 +58,7 @@ class Idempotent:
         self._app = app
         self._keeper = keeper
         self._limit = config.max_body_bytes
+        self._authorize = authorizer(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS:
@@ -69,7 +70,10 @@ class Idempotent:
     async def _answer(
         self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
+        record = record_of(scope)
+        record.endpoint = scope["path"]  # the route is noted in another scope, the app's
         try:
+            self._authorize(HttpRequest(scope))
             if not 0 < len(headers[HEADER]) <= MAX_KEY_BYTES:
                 message = f"Idempotency-Key: must have 1 to {MAX_KEY_BYTES} characters"
                 raise ApiError(400, message, code="invalid_idempotency_key")
@@ -84,17 +88,17 @@ class Idempotent:
                 message = "Idempotency-Key: it was used for another call within the last minute"
                 raise ApiError(422, message, code="idempotency_key_reused")
         except ApiError as error:
-            record_of(scope).fail(error)
+            record.fail(error)
             extra = [(k.encode(), v.encode()) for k, v in error.answer_headers().items()]
             own = [(b"content-type", b"application/json"), *extra]
             return await _send(send, error.status, own, error.body(scope["path"]))
         if answer is not None:
-            return await _send(send, 200, [*answer.headers, REPLAYED], answer.body)
+            return await _send(send, 200, [*answer.headers, (REPLAYED, b"true")], answer.body)
         seed = int.from_bytes(name.digest()[:7], "big")
         inner = {key: value for key, value in scope.items() if key != CHUNK_WRITER} | {SEED: seed}
         recorder = _Recorder(send)
         await self._app(inner, _body_first(body, receive), recorder.send)
-        if recorder.is_whole and record_of(scope).error is None:
+        if recorder.is_whole and record.error is None:
             kept = KeptAnswer(digest, recorder.headers, b"".join(recorder.parts))
             self._keeper.keep(name.digest(), kept)
 

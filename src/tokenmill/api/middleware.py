@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokenmill.api.call import GONE, REQUEST_ID, CallRecord
+from tokenmill.api.call import GONE, REPLAYED, REQUEST_ID, CallRecord
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.config import ServerConfig
 
@@ -60,7 +60,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
-        expose_headers=(REQUEST_ID.decode(), "retry-after"),
+        expose_headers=(REQUEST_ID.decode(), "retry-after", REPLAYED.decode()),
     )
 
 
