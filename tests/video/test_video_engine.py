@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from tokenmill.core.specs.wan import TINY
-from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
+from tokenmill.core.types import Engine, FinishReason, ModelLoadError, Request, RequestOutput
 from tokenmill.core.video import Video, VideoParams
+from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
-from tokenmill.models.wan.wan_transformer import TextAttention
+from tokenmill.models.checkpoints.weights import RandomTensor
+from tokenmill.models.wan.wan_transformer import TextAttention, transformer_tensors
+from tokenmill.video.experts import Experts
 from tokenmill.video.pipeline import Pipeline, build_pipeline
 from tokenmill.video.video_engine import VideoEngine
 from tokenmill.workers.messages import Outputs, Submit
@@ -184,6 +188,54 @@ def test_one_branch_at_a_time_and_offload_give_the_same_video(pipeline: Pipeline
     assert video(offloaded).seconds["load"] > 0
     apart = torch.frombuffer(bytearray(video(tight).data), dtype=torch.uint8).int()
     assert (apart - whole).abs().max() <= 1  # sums of other lengths may round a pixel otherwise
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_experts_of_an_fp32_checkpoint_wait_on_the_host_in_bf16(dtype: ComputeType) -> None:
+    checkpoint = random_wan("wan-tiny")
+    stored = sum(tensor.num_bytes for tensor in checkpoint.parts["transformer"].values())
+    offloaded = build_pipeline(checkpoint, CPU, dtype, offload=True)
+    fp32, in_bf16 = 0, 0
+    for name, shape in transformer_tensors(TINY.transformer).items():
+        linear = name.endswith("weight") and len(shape) > 1 and ".time_" not in name
+        fp32, in_bf16 = fp32 + prod(shape) * (not linear), in_bf16 + prod(shape) * linear
+    assert stored == 4 * (fp32 + in_bf16)
+    padding = offloaded.experts.num_bytes - 4 * fp32 - 2 * in_bf16
+    assert 0 <= padding < 64 * len(checkpoint.parts["transformer"])
+    made = video(offloaded).data
+    assert made == video(build_pipeline(checkpoint, CPU, dtype)).data
+
+
+def test_an_expert_on_the_host_is_one_pinned_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, int]] = []
+
+    class Driver:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            pinned.append((address, num_bytes))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            pinned.remove(next(block for block in pinned if block[0] == address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    source = random_wan("wan-tiny").readers(CPU)["transformer"]
+    experts = Experts(TINY.transformer, [source], "bf16", torch.device("cuda"), offload=True)
+    assert [num_bytes for _, num_bytes in pinned] == [experts.num_bytes]
+    del experts
+    assert pinned == []  # before its memory is freed
+    monkeypatch.setattr(Driver, "cudaHostRegister", lambda *_: 2)
+    with pytest.raises(ModelLoadError, match=r"--offload: .* cannot be pinned \(CUDA error 2\)"):
+        Experts(TINY.transformer, [source], "bf16", torch.device("cuda"), offload=True)
+
+
+def test_the_bar_of_random_weights_ends_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RandomTensor, "read", lambda tensor: torch.empty(tensor.shape))
+    seen: list[tuple[int, int]] = []
+    readers = random_wan("wan-tiny").readers("cuda", lambda *now: seen.append(now))
+    for tensors in readers.values():
+        dict(tensors)
+    assert seen[-1][0] == seen[-1][1] == random_wan("wan-tiny").num_bytes // 2  # bf16 there
 
 
 def test_the_step_cache_skips_steps_and_zero_is_off(pipeline: Pipeline) -> None:

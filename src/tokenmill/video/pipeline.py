@@ -96,19 +96,17 @@ def build_pipeline(
         dtype,
         checkpoint.name,
         checkpoint.tokenizer,
-        _memory_beside(checkpoint, device, offload),
+        _memory_beside(experts),
     )
 
 
-def _memory_beside(checkpoint: WanCheckpoint, device: torch.device, offload: bool) -> int | None:
-    """Memory of a GPU without the weights that it holds at once, in the checkpoint's own types."""
-    if device.type != "cuda":
+def _memory_beside(experts: Experts) -> int | None:
+    """Memory of a GPU without the weights that it holds at once."""
+    if experts.device.type != "cuda":
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    weights = torch.cuda.memory_allocated(device)
-    if offload:
-        weights += sum(t.num_bytes for t in checkpoint.parts["transformer"].values())
-    return total - weights
+    total = torch.cuda.get_device_properties(experts.device).total_memory
+    moved = experts.num_bytes if experts.offload else 0
+    return total - torch.cuda.memory_allocated(experts.device) - moved
 
 
 def choose_device(config: ModelConfig) -> torch.device:

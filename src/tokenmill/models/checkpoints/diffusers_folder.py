@@ -40,20 +40,13 @@ _TEXT_COPIES = {"encoder.embed_tokens.weight": "shared.weight"}
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file, or drawn on `device`, whenever it is asked for."""
+    """Tensors by name, each read from its file, or drawn, whenever it is asked for."""
 
-    def __init__(
-        self,
-        readable: Mapping[str, ReadableTensor],
-        device: torch.device | str,
-        seen: Callable[[int], None] = lambda num_bytes: None,
-    ) -> None:
-        self._readable, self._device, self._seen = readable, str(device), seen
+    def __init__(self, readable: Mapping[str, ReadableTensor], seen: Callable[[int], None]) -> None:
+        self._readable, self._seen = readable, seen
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._readable[name]
-        if isinstance(tensor, RandomTensor):
-            tensor = replace(tensor, device=self._device)
         self._seen(tensor.num_bytes)
         return tensor.read()
 
@@ -81,13 +74,14 @@ class WanCheckpoint:
     @property
     def num_bytes(self) -> int:
         """Of all tensors as stored."""
-        return sum(t.num_bytes for part in self.parts.values() for t in part.values())
+        return _num_bytes(self.parts)
 
     def readers(
         self, device: torch.device | str, progress: Progress | None = None
     ) -> dict[str, LazyTensors]:
-        """The tensors of each part; `progress` hears of every one that is read."""
-        done, total = 0, self.num_bytes
+        """The tensors of each part, random ones on `device`; `progress` hears of each one read."""
+        placed = {part: _placed(own, str(device)) for part, own in self.parts.items()}
+        done, total = 0, _num_bytes(placed)
 
         def seen(num_bytes: int) -> None:
             nonlocal done
@@ -95,7 +89,19 @@ class WanCheckpoint:
             if progress is not None:
                 progress(done, total)
 
-        return {name: LazyTensors(part, device, seen) for name, part in self.parts.items()}
+        return {part: LazyTensors(own, seen) for part, own in placed.items()}
+
+
+def _placed(part: Mapping[str, ReadableTensor], device: str) -> dict[str, ReadableTensor]:
+    """With random tensors on the device, on which their type depends."""
+    return {
+        name: replace(tensor, device=device) if isinstance(tensor, RandomTensor) else tensor
+        for name, tensor in part.items()
+    }
+
+
+def _num_bytes(parts: Mapping[str, Mapping[str, ReadableTensor]]) -> int:
+    return sum(tensor.num_bytes for part in parts.values() for tensor in part.values())
 
 
 def open_wan(folder: Path) -> WanCheckpoint:

@@ -61,6 +61,20 @@ def _block_tensors(spec: WanTransformerSpec, name: str) -> dict[str, Shape]:
     return tensors | _affine(f"{name}.ffn.net.2", hidden, spec.ffn_dim)
 
 
+def host_types(spec: WanTransformerSpec, dtype: ComputeType) -> dict[str, torch.dtype]:
+    """Types in which tensors wait in host memory: linears as `_Tensors` takes them, others fp32."""
+    return {
+        name: activation_dtype(dtype) if _in_linear(name, shape) else torch.float32
+        for name, shape in transformer_tensors(spec).items()
+    }
+
+
+def _in_linear(name: str, shape: Shape) -> bool:
+    """True for the weight of a Linear; the time embedder computes in fp32."""
+    is_matrix = name.endswith(".weight") and len(shape) > 1
+    return is_matrix and not name.startswith("condition_embedder.time_")
+
+
 def _affine(name: str, *shape: int) -> dict[str, Shape]:
     return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
@@ -78,7 +92,9 @@ class _Tensors:
 
     def linear(self, *names: str, plain: bool = False) -> Linear:
         dtype = plain_type(self.dtype) if plain else self.dtype
-        weights = [self._tensors[f"{name}.weight"].flatten(1) for name in names]
+        # fp8 codes come from the plain type, so that an expert that was offloaded has the same.
+        stored = (self._tensors[f"{name}.weight"].flatten(1) for name in names)
+        weights = [weight.to(self.device).to(activation_dtype(dtype)) for weight in stored]
         biases = [self._tensors[f"{name}.bias"] for name in names]
         return Linear(weights, biases, dtype, self.device)
 
