@@ -86,7 +86,7 @@ def test_every_way_in_has_the_context_that_the_cache_holds(
     told = []
     monkeypatch.setattr(
         "tokenmill.workers.worker_process.run_worker",
-        lambda engine, address, facts, kv: told.append(facts),
+        lambda engine, address, facts, *exchanges: told.append(facts),
     )
     assert run(["worker", "--model", str(model), "--address", "none", *SMALL]) == 0
     (facts,) = told

@@ -147,7 +147,7 @@ def test_a_closed_folder_keeps_the_checker_s_rules(
             ["--benchmark", "wan-2.2"],
             2,
             "--benchmark must be one of deepseek-r1, gpt-oss-120b, llama3.1-8b, llama3.1-405b, "
-            "llama2-70b (qwen3-vl, wan-2.2 and dlrm-v3 need engines that are not here yet), got",
+            "llama2-70b, qwen3-vl-235b, dlrm-v3 (wan-2.2 is not here yet), got 'wan-2.2'",
         ),
         (["--api", "chat"], 2, "--api goes with --url"),
         (["--url", "ftp://x"], 1, "--url must be http://HOST:PORT"),

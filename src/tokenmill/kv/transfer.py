@@ -101,11 +101,11 @@ class KVTransfer:
     def connect(self, peer: KVAddress) -> str | None:
         """Connect to all ranks of a peer, once; returns the reason if that fails."""
         ranks = (peer, *peer.ranks)
-        if peer.engine_id in self._ranks:
-            return None
         for rank in ranks:
             if (problem := mismatch(rank, self.address)) is not None:
                 return problem
+        if peer.engine_id in self._ranks:
+            return None
         self._ranks[peer.engine_id] = [rank.engine_id for rank in ranks]
         try:
             for rank in ranks:
