@@ -55,6 +55,16 @@ def test_each_line_has_its_answer_in_order(
     assert best[0]["scores"] == sorted(scores, reverse=True)[:2]
 
 
+def test_other_devices_and_types_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["rank", str(folder / "requests.jsonl"), "--model", str(folder / "model")]
+    assert run([*command, "--device", "gpu"]) == 2
+    assert "one of auto, cpu, cuda" in " ".join(capsys.readouterr().err.split())
+    assert run([*command, "--device", "auto", "--dtype", "int8"]) == 2
+    assert "one of auto, fp32, bf16" in " ".join(capsys.readouterr().err.split())
+
+
 def test_wrong_lines_are_answered_by_their_error(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tiny_ranking import TINY, tiny_model, tiny_request, tiny_tensors
 from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
+from tokenmill.kernels import hstu
 from tokenmill.kernels.hstu import query_tiles
 from tokenmill.models.hstu import HstuModel
 from tokenmill.ranking.model import RankingModel
+from tokenmill.ranking.model_files import choose_device, choose_dtype, random_model
 from tokenmill.ranking.requests import ids_of
 from tokenmill.ranking.stores.table import DeviceTable
 
@@ -146,3 +148,46 @@ def test_config_reads_back_and_wrong_fields_are_named() -> None:
     ):
         with pytest.raises(ModelLoadError, match=message):
             read_hstu(TINY.config() | change)
+
+
+WIDE = replace(TINY, hidden_size=64, qk_dim=32, v_dim=128)
+TWINS = {"norm_uvqk", "silu_attention", "gate_output"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "taken"),
+    [(WIDE, "bf16", TWINS), (WIDE, "fp32", set()), (replace(WIDE, hidden_size=32), "bf16", {
+        "silu_attention"}), (TINY, "bf16", set())],
+)  # fmt: skip
+def test_a_gpus_kernels_get_only_what_their_tiles_take(
+    spec: HstuSpec, dtype: str, taken: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of any other width or type runs by the references."""
+    called = set()
+
+    def twin(reference: Any) -> Any:
+        called.add(reference.__name__.removesuffix("_reference"))
+        return reference
+
+    monkeypatch.setattr(hstu, "use_triton", lambda *_: True)
+    monkeypatch.setattr(hstu, "gpu_twin", twin)
+    found = random_model(spec, dtype).score(REQUESTS)
+    assert called == taken and all(np.isfinite(scores).all() for scores in found)
+
+
+def test_the_dispatch_knows_the_kernels_tiles() -> None:
+    gpu = pytest.importorskip("tokenmill.kernels.gpu.hstu")
+    assert gpu.UVQK.step == gpu.OUTPUT.step == hstu.STEP
+    assert (gpu.UVQK.columns, gpu.TILE_ROWS) == (hstu.COLUMNS, hstu.TILE_ROWS)
+
+
+def test_types_and_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, device in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        assert choose_device("auto") == device and choose_device("cpu") == "cpu"
+    assert choose_dtype("auto", "cuda") == "bf16" and choose_dtype("auto", "cpu") == "fp32"
+    with pytest.raises(ModelLoadError, match="--dtype int8: ranking models have fp32, bf16"):
+        choose_dtype("int8", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelLoadError, match="--device cuda: torch sees no GPU here"):
+        choose_device("cuda")

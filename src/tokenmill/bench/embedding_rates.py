@@ -83,13 +83,6 @@ class ZipfKeys:
         return self._order[ranks.clamp(max=len(self._order) - 1)]
 
 
-def choose_device(wanted: str) -> str:
-    """The GPU where `auto` finds one."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
-
-
 def measure(load: Workload) -> Report:
     """All tiers, each beside its ceiling; an error where a lookup gives a wrong row."""
     num_slots, row_bytes = load.num_slots(), load.spec.row_bytes

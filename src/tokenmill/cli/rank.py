@@ -8,15 +8,18 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenmill import console
-from tokenmill.core.flags import TEXT, count, one_of
+from tokenmill.core.flags import count, one_of
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
 from tokenmill.settings.commands import RANK, RANK_TABLES, RANK_TRAIN
 from tokenmill.settings.options import command
+
+if TYPE_CHECKING:
+    from tokenmill.ranking.model import RankingModel
 
 MODEL, REQUESTS = "model", "requests.jsonl"
 _NO_HURRY = 3.6e6  # ms: batches are as large as their tokens allow
@@ -31,8 +34,12 @@ PANELS = {
     "Ranking": (
         _here("model", "Folder of a ranking model, as rank-train writes it.", default=None),
         _here("top-k", "Answer with the K best candidates, best first.", kind=count(1)),
-        _here("dtype", "Type of the products (fp32).", kind=one_of("fp32", "bf16"), default="fp32"),
-        _here("device", "Where the model runs: cpu or cuda.", kind=TEXT, default="cpu"),
+        _here(
+            "dtype",
+            "Type of the products; auto: bf16 on a GPU, else fp32.",
+            kind=one_of("auto", "fp32", "bf16"),
+        ),
+        _here("device", "Where the model runs.", default="cpu"),
         *RANK,
     ),
     "Tables": RANK_TABLES,
@@ -63,23 +70,9 @@ def rank(
     """
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.lines import LINES_AT_ONCE, LineRanker
-    from tokenmill.ranking.model import limit_threads
-    from tokenmill.ranking.model_files import load_model
     from tokenmill.ranking.policy import BatchLimits
 
-    if "model" not in settings:
-        raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")
-    dtype, device = settings.values.get("dtype", "fp32"), settings.values.get("device", "cpu")
-    chunk = settings.get("candidate-chunk")
-    model = load_model(
-        Path(settings.get("model")),
-        dtype,
-        device,
-        table_paths(settings.get("table")),
-        settings.get("cache-rows"),
-        candidate_chunk=chunk,
-    )
-    limit_threads(model.spec)
+    model = _model(settings)
     tokens = settings.get("max-batch-tokens")
     limits = BatchLimits(tokens, max_queue_requests=LINES_AT_ONCE, latency_ms=_NO_HURRY)
     ranker = LineRanker(RankingEngine(model, limits), settings.values.get("top-k"))
@@ -95,6 +88,25 @@ def rank(
     model.close()
     if ranker.num_failed:
         raise typer.Exit(1)
+
+
+def _model(settings: Settings) -> RankingModel:
+    from tokenmill.ranking.model import limit_threads
+    from tokenmill.ranking.model_files import choose_device, choose_dtype, load_model
+
+    if "model" not in settings:
+        raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")
+    device = choose_device(settings.values.get("device", "cpu"))
+    model = load_model(
+        Path(settings.get("model")),
+        choose_dtype(settings.get("dtype"), device),
+        device,
+        table_paths(settings.get("table")),
+        settings.get("cache-rows"),
+        candidate_chunk=settings.get("candidate-chunk"),
+    )
+    limit_threads(model.spec)
+    return model
 
 
 def table_paths(given: tuple[str, ...]) -> dict[str, str]:

@@ -18,6 +18,8 @@ from tokenmill.kernels import gpu_twin, use_triton
 
 EPS = 1e-6
 TILE_ROWS = 128  # of the kernel: two warp groups of 64
+STEP, COLUMNS = 64, 256  # of the products' tiles
+HEAD_DIMS = (16, 32, 64, 128)  # of the attention kernel: more does not fit shared memory
 _QUERY_ROWS = 1024  # of the reference at a time: its weights are [heads, rows, keys]
 
 
@@ -83,6 +85,15 @@ def query_tiles(
     return targets, before
 
 
+def takes(x: torch.Tensor, *widths: int) -> bool:
+    """True where a Triton twin takes x: 16-bit values, whose widths are whole steps of a tile.
+
+    Tiles of 32-bit values do not fit shared memory.
+    """
+    fits = x.element_size() == 2 and all(width % STEP == 0 for width in widths)
+    return fits and use_triton(x, "hstu")
+
+
 class AffineNorm(NamedTuple):
     """Weight and bias of a LayerNorm over [k] channels."""
 
@@ -104,7 +115,7 @@ def silu_attention(
     q[h + c, heads, d] are histories and candidates, or q[c, heads, d] candidates alone; own_k and
     own_v are the candidates' [c, heads, .]. The result is [rows of q, heads * e].
     """
-    if use_triton(q, "hstu"):
+    if q.shape[2] in HEAD_DIMS and v.shape[2] in HEAD_DIMS and takes(q):
         return gpu_twin(silu_attention_reference)(q, k, v, own_k, own_v, rows, normaliser)
     return silu_attention_reference(q, k, v, own_k, own_v, rows, normaliser)
 
@@ -171,7 +182,7 @@ class NormProduct:
 
 def norm_uvqk(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor:
     """LayerNorm(x[m, k]) W + b, [m, n], and SiLU of the first `gated` columns, which are u."""
-    if use_triton(x, "hstu"):
+    if gated % COLUMNS == 0 and takes(x, *product.weight.shape):
         return gpu_twin(norm_uvqk_reference)(x, product, gated)
     return norm_uvqk_reference(x, product, gated)
 
@@ -187,7 +198,7 @@ def gate_output(
     x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: torch.Tensor
 ) -> torch.Tensor:
     """x[m, d] + [u, o, u * LayerNorm(o)] W[3e, d] of u[m, e] and attention's o[m, e]."""
-    if use_triton(x, "hstu"):
+    if takes(x, x.shape[1], o.shape[1]):
         return gpu_twin(gate_output_reference)(x, u, o, norm, weight)
     return gate_output_reference(x, u, o, norm, weight)
 

@@ -91,9 +91,21 @@ def random_model(
 
 def choose_device(name: str) -> str:
     """The GPU where there is one, if the choice is left open."""
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise ModelLoadError("--device cuda: torch sees no GPU here; use --device cpu")
     if name != "auto":
         return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if found else "cpu"
+
+
+def choose_dtype(name: str, device: str) -> str:
+    """bf16 on a GPU, where the kernels take nothing wider, if the choice is left open."""
+    if name == "auto":
+        return "bf16" if device == "cuda" else "fp32"
+    if name not in DTYPES:
+        raise ModelLoadError(f"--dtype {name}: ranking models have {', '.join(DTYPES)}")
+    return name
 
 
 def read_spec(folder: Path) -> HstuSpec:

@@ -15,7 +15,9 @@ from tokenmill.bench.mlperf import ranking_test, runs
 from tokenmill.bench.mlperf.presets import DLRM_V3
 from tokenmill.bench.workload import BenchError
 from tokenmill.ranking.metrics import rank_metrics
+from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import load_model
+from tokenmill.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,19 @@ def test_accuracy_run_has_the_models_own_metrics(folder: Path, tmp_path: Path) -
     found = report["accuracy"]
     assert [found["ne"], found["accuracy"], found["gauc"]] == pytest.approx(expected, abs=1e-3)
     assert report["num_samples"] == 8 and report["accuracy_gates"] == {}
+
+
+def test_a_warm_up_that_fails_ends_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_kernel(*_: object) -> None:
+        raise AssertionError("no tile fits")
+
+    monkeypatch.setattr(RankingModel, "launch", no_kernel)
+    values = {"benchmark": "dlrm-v3", "model": str(folder / "model"), "device": "cpu"}
+    values |= {"submission-dir": str(tmp_path), "dataset": str(folder / "requests.jsonl")}
+    with pytest.raises(BenchError, match=r"warm-up-0-0 was not answered: .*no tile fits"):
+        ranking_test.child_report(Settings(values), runs.Run(DLRM_V3, "Offline", 1.0, 8))
 
 
 def report_of(scenario: str, latency_ms: float) -> Any:

@@ -33,7 +33,8 @@ def embeddings(settings: Settings) -> None:
     tokenmill bench embeddings
     tokenmill bench embeddings --device cuda --zipf 1.05 --hit-rate 0.9
     """
-    from tokenmill.bench.embedding_rates import Workload, choose_device, measure
+    from tokenmill.bench.embedding_rates import Workload, measure
+    from tokenmill.ranking.model_files import choose_device
     from tokenmill.ranking.stores.store import TableSpec
 
     device = choose_device(settings.get("device"))

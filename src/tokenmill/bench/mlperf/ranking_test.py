@@ -95,9 +95,8 @@ class RankingUnderTest:
 
     def _report(self, outputs: Sequence[RankOutput]) -> None:
         answers, now_ns = [], time.monotonic_ns()
+        check_done(outputs)
         for output in outputs:
-            if output.finish != "done":
-                raise BenchError(f"{output.request_id} was not answered: {output.message}")
             query_id, index, times = self._open.pop(output.request_id)
             times.record(now_ns, 1)
             self.times.append(times)
@@ -110,6 +109,13 @@ class RankingUnderTest:
         labels = self._samples[index].labels
         truth = [0.0] * len(scores) if labels is None else labels.tolist()
         return array("f", [0.0, index, *scores, *truth, *[1.0] * len(scores), len(scores)])
+
+
+def check_done(outputs: Sequence[RankOutput]) -> None:
+    """BenchError where a request has no scores."""
+    for output in outputs:
+        if output.finish != "done":
+            raise BenchError(f"{output.request_id} was not answered: {output.message}")
 
 
 def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
@@ -141,20 +147,17 @@ def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
 
 
 def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
+    from tokenmill.ranking import model_files
     from tokenmill.ranking.model import limit_threads
-    from tokenmill.ranking.model_files import choose_device, load_model, random_model, read_spec
 
-    device = choose_device(settings.get("device"))
-    dtype = settings.get("dtype")
-    if dtype == "auto":
-        dtype = "bf16" if device == "cuda" else "fp32"
-    if dtype not in ("fp32", "bf16"):
-        raise SettingsError(f"--dtype {dtype}: dlrm-v3 has fp32 and bf16")
+    device = model_files.choose_device(settings.get("device"))
+    dtype = model_files.choose_dtype(settings.get("dtype"), device)
     path, chunk = Path(settings.get("model")), settings.get("candidate-chunk")
     if settings.get("random-weights"):
-        model = random_model(read_spec(path), dtype, device, candidate_chunk=chunk)
+        spec = model_files.read_spec(path)
+        model = model_files.random_model(spec, dtype, device, candidate_chunk=chunk)
     else:
-        model = load_model(path, dtype, device, candidate_chunk=chunk)
+        model = model_files.load_model(path, dtype, device, candidate_chunk=chunk)
     limit_threads(model.spec)
     return model, [WEIGHTS_NOTICE] if settings.get("random-weights") else []
 
@@ -218,7 +221,7 @@ def _engine(
         for index, sample in enumerate(samples[: 2**turn]):
             engine.submit(replace(sample.request, request_id=f"warm-up-{turn}-{index}"))
         while engine.has_work():
-            engine.step()
+            check_done(engine.step())
     return engine
 
 
