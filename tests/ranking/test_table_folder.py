@@ -13,7 +13,7 @@ from ranking.tables import acknowledged_before_the_kill, random_table
 from tokenmill.ranking.stores.host_table import HostTable
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
 from tokenmill.ranking.stores.table_files import open_rows, write_rows
-from tokenmill.ranking.stores.table_folder import TableFolder
+from tokenmill.ranking.stores.table_folder import HEAD, TableFolder
 
 ROWS, DIM = 50, 8
 
@@ -117,9 +117,16 @@ def test_a_cut_off_record_is_dropped_and_a_damaged_one_reported(tmp_path: Path) 
         store = opened(tmp_path / "t")
         assert torch.equal(store.table, acknowledged) and log.stat().st_size == sound
         store.close()
-    log.write_bytes(whole[: sound - 1] + b"\xff" + whole[sound:])
-    with pytest.raises(EmbeddingError, match=r"updates-0\.log is damaged at byte 0"):
-        opened(tmp_path / "t")
+    for place in (0, 9, HEAD.itemsize - 1, HEAD.itemsize, sound - 1):
+        wrong = bytes([whole[place] ^ 0xFF])
+        log.write_bytes(whole[:place] + wrong + whole[place + 1 :])
+        with pytest.raises(EmbeddingError, match=r"updates-0\.log is damaged at byte 0"):
+            opened(tmp_path / "t")
+        assert log.stat().st_size == len(whole)
+    log.write_bytes(whole[:sound] + bytes(len(whole) - sound))  # as some disks leave the last one
+    store = opened(tmp_path / "t")
+    assert torch.equal(store.table, acknowledged) and log.stat().st_size == sound
+    store.close()
 
 
 def test_a_full_disk_refuses_the_update_and_keeps_the_others(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Iterator
@@ -36,7 +37,11 @@ class TableFolder:
         self.path, self.spec = path, spec
         self._number = number  # of the newest log
         self._lock = _locked(path)
-        self._log = self._open_log()  # a file descriptor
+        try:
+            self._log = self._open_log()  # a file descriptor
+        except EmbeddingError:
+            os.close(self._lock)
+            raise
 
     @classmethod
     def create(cls, path: Path | str, table: torch.Tensor) -> TableFolder:
@@ -107,8 +112,9 @@ class TableFolder:
         """The newest log, without the record that a crash cut off."""
         path = _log_path(self.path, self._number)
         with disk_errors(self.path):
+            size = sum(size for size, _ in _records(path, self.spec))
             log = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(log, sum(size for size, _ in _records(path, self.spec)))
+            os.ftruncate(log, size)
             _sync_folder(self.path)
         return log
 
@@ -166,8 +172,11 @@ def _records(path: Path, spec: TableSpec) -> Iterator[tuple[int, Record]]:
         return
     end = path.stat().st_size
     with path.open("rb") as file:
-        while (size := _record_bytes(file.read(HEAD.itemsize), spec)) is not None:
+        while len(first := file.read(HEAD.itemsize)) == HEAD.itemsize:
             start = file.tell() - HEAD.itemsize
+            if (size := _record_bytes(first, spec)) is None:
+                _check_last(path, start)
+                return
             if start + size > end:
                 return
             file.seek(start)
@@ -176,17 +185,26 @@ def _records(path: Path, spec: TableSpec) -> Iterator[tuple[int, Record]]:
             if zlib.crc32(memoryview(data)[HEAD.itemsize :]) != head["crc"]:
                 if start + size == end:
                     return
-                raise EmbeddingError(
-                    f"{path} is damaged at byte {start}: an update before the last one has a wrong "
-                    "checksum; restore the folder from a copy"
-                )
+                raise _damaged(path, start)
             yield size, _parse(data, int(head["count"]), spec)
 
 
+def _check_last(path: Path, start: int) -> None:
+    """A crash spoils the last record alone: an error where another one follows this head."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+        if log.find(MAGIC.to_bytes(8, "little"), start + 1) >= 0:
+            raise _damaged(path, start)
+
+
+def _damaged(path: Path, start: int) -> EmbeddingError:
+    return EmbeddingError(
+        f"{path} is damaged at byte {start}: an update before the last one has a wrong checksum; "
+        "restore the folder from a copy"
+    )
+
+
 def _record_bytes(head: bytes, spec: TableSpec) -> int | None:
-    """The size of the record that starts with `head`; None at the end of a log."""
-    if len(head) < HEAD.itemsize:
-        return None
+    """The size of the record that starts with `head`; None where it is no head."""
     fields = np.frombuffer(head, HEAD, 1)[0]
     if fields["magic"] != MAGIC or zlib.crc32(head[:-4]) != fields["head_crc"]:
         return None
