@@ -79,6 +79,9 @@ class WorkerWatcher(Protocol):
 
     def worker_down(self, slot: WorkerSlot) -> None: ...
 
+    def worker_stopped(self, slot: WorkerSlot) -> None:
+        """A worker that left the pool has ended."""
+
     async def worker_leaving(self, slot: WorkerSlot, timeout_s: float) -> None:
         """Wait until nobody has requests there, for so long at most."""
 
@@ -145,9 +148,16 @@ class Lifecycle:
             raise
 
     async def follow(self, name: str, role: Role) -> None:
-        """Have a slot of this name; returns when its worker is there."""
+        """Have a slot of this name; returns when a worker is there, or the slot was given up."""
         self._heart = self._heart or asyncio.create_task(self._beat())
-        await self._start(self._slot(role, name))
+        slot = self._slot(role, name)
+        while self._slots.get(name) is slot:
+            try:
+                await self._start(slot)
+                return
+            except WorkerStartError as error:  # it died before it was ready; another one comes
+                _log.warning("worker %s: %s", name, error)
+                await asyncio.sleep(POLL_S)
 
     async def leave(self, name: str, timeout_s: float) -> None:
         """Give up a slot when its requests are done; late ones move elsewhere."""
@@ -157,7 +167,8 @@ class Lifecycle:
 
     async def _start(self, slot: WorkerSlot) -> None:
         await self._launch(slot)
-        self._tasks[slot.name] = asyncio.create_task(self._keep(slot))
+        if self._slots.get(slot.name) is slot:
+            self._tasks[slot.name] = asyncio.create_task(self._keep(slot))
 
     async def scale(self, num_workers: int, role: Role) -> None:
         """Have this many workers of a role: start new ones, or drain the youngest."""
@@ -305,6 +316,8 @@ class Lifecycle:
         if slot.name in self._tasks:
             await _end(self._tasks.pop(slot.name))
         await slot.stop(grace_s)
+        if self.watcher is not None:
+            self.watcher.worker_stopped(slot)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

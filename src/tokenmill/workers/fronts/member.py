@@ -231,7 +231,9 @@ class MemberPool(WorkerPool):
     async def start(self) -> ModelFacts:
         """Get a link to each worker that is there."""
         follows = [self._follow(name, role) for name, role in self._workers.items()]
-        await asyncio.gather(*follows)
+        for ended in await asyncio.gather(*follows, return_exceptions=True):
+            if isinstance(ended, Exception):  # a CancelledError, which is none: the worker left
+                raise ended
         await self.handovers.settled()
         while self.facts is None:  # all workers are being restarted
             await asyncio.sleep(CALLS_S)

@@ -275,7 +275,7 @@ class FrontOwner:
                 for front in list(self._fronts.values()):
                     late = not front.is_child and now_s - front.heard_s > HOST_SILENT_S
                     if late and front.peer is not None:
-                        await self._gone(front)
+                        self._begin(self._gone(front))
 
     # Messages of fronts.
 
@@ -306,7 +306,7 @@ class FrontOwner:
         front.peer, front.pid, front.host = (socket, identity), hello.pid, hello.host
         front.heard_s = time.monotonic()
         self._by_peer[identity] = front
-        workers = {slot.name: slot.role for slot in self._slots() if slot.ready}
+        workers = {slot.name: slot.role for slot in self._slots() if _takes_fronts(slot)}
         front.send(Welcome(front.name, front.link, self._setup, workers, front.is_child))
 
     def mismatch(self, version: str, model: str | None) -> str:
@@ -404,11 +404,16 @@ class FrontOwner:
 
     def _link(self, front: _Front, worker: str) -> None:
         slot = None if self._pool is None else self._pool.slots.get(worker)
-        if slot is not None and slot.ready:
+        if slot is None or slot.state == "draining":
+            del front.wanted[worker]
+            front.send(WorkerLeaving(worker, 0.0))
+        elif slot.ready:
             slot.send(AddFront(front.link, front.wanted[worker]))
 
     def worker_ready(self, slot: WorkerSlot) -> None:
         """Tell all fronts of a worker; those that wait for it are linked."""
+        if not _takes_fronts(slot):
+            return
         for front in self._fronts.values():
             front.left.discard(slot.name)
             front.send(WorkerAdded(slot.name, slot.role))
@@ -419,6 +424,10 @@ class FrontOwner:
         """Tell all fronts that a worker died."""
         for front in self._fronts.values():
             self._unlink(front, slot.name, slot.last_failure)
+        self.worker_stopped(slot)
+
+    def worker_stopped(self, slot: WorkerSlot) -> None:
+        """A worker is gone, and has nothing of any front any more."""
         for (worker, _), dropped in self._dropping.items():
             if worker == slot.name and not dropped.done():
                 dropped.set_result(None)
@@ -477,7 +486,7 @@ class FrontOwner:
         linked = set(front.wanted)
         front.wanted = {}
         self._end_trial(front)
-        slots = [slot for slot in self._slots() if slot.name in linked and slot.ready]
+        slots = [slot for slot in self._slots() if slot.name in linked]
         await self._drop(link, [slot for slot in slots if slot.role != "prefill"])
         await self._drop(link, [slot for slot in slots if slot.role == "prefill"])
         if not front.is_child:
@@ -487,9 +496,10 @@ class FrontOwner:
     async def _drop(self, link: str, slots: list[WorkerSlot]) -> None:
         """End a front's requests at workers, and wait until they have done so."""
         loop = asyncio.get_running_loop()
-        waiting = {(slot.name, link): loop.create_future() for slot in slots}
+        there = [slot for slot in slots if slot.ready]
+        waiting = {(slot.name, link): loop.create_future() for slot in there}
         self._dropping.update(waiting)
-        for slot in slots:
+        for slot in there:
             slot.send(DropFront(link))
         if waiting:
             await asyncio.wait(waiting.values())
@@ -567,6 +577,10 @@ class FrontOwner:
             accounts=pool.accounts(),
             num_restarts=pool.num_restarts,
         )
+
+
+def _takes_fronts(slot: WorkerSlot) -> bool:
+    return slot.ready and slot.state == "ready"
 
 
 def _view(front: _Front) -> FrontView:

@@ -1,0 +1,249 @@
+"""Owner and member of several fronts, each against a fake of the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import zmq
+
+from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.workers.fronts import owner as owner_module
+from tokenmill.workers.fronts.control import (
+    Answer,
+    Connect,
+    FromFront,
+    FrontSetup,
+    Hello,
+    Left,
+    ToFront,
+    Totals,
+    Welcome,
+    WorkerAdded,
+    WorkerGone,
+    WorkerLeaving,
+    decode_to_front,
+    encode,
+)
+from tokenmill.workers.fronts.front_link import FrontLink
+from tokenmill.workers.fronts.member import MemberPool
+from tokenmill.workers.fronts.owner import FrontOwner
+from tokenmill.workers.messages import AddFront, DropFront, FrontDropped, Ready
+from tokenmill.workers.pool import WorkerPool
+from workers.counting_engine import FACTS
+
+SETUP = FrontSetup("1", "m", "", "", "", ServerConfig(), PoolConfig(heartbeat_s=60.0))
+GENEROUS_S = 30.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(GENEROUS_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# The owner, between fake workers and fake fronts.
+
+
+class Slot:
+    """A worker that keeps what it is sent."""
+
+    last_failure, ready = "killed", True
+
+    def __init__(self, name: str, state: str = "ready", role: str = "both") -> None:
+        self.name, self.state, self.role = name, state, role
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Pool:
+    """Slots, and sums of nothing."""
+
+    def __init__(self, *slots: Slot) -> None:
+        self.slots = {slot.name: slot for slot in slots}
+        self._empty = WorkerPool(config=PoolConfig())
+        self.num_restarts = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._empty, name)
+
+
+class Peer:
+    """A front: it says something, and keeps what it hears."""
+
+    def __init__(self, owner: FrontOwner, name: str = "") -> None:
+        self.owner, self.heard = owner, list[ToFront]()
+        self.say(Hello(owner._issue(name), "1"))
+
+    def say(self, message: FromFront) -> None:
+        self.owner._receive(cast(Any, self), str(id(self)).encode(), encode(message))
+
+    def send(self, identity: bytes, data: bytes) -> None:
+        self.heard.append(decode_to_front(data))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+@asynccontextmanager
+async def owning(*slots: Slot, num_fronts: int = 2) -> AsyncIterator[FrontOwner]:
+    owner = FrontOwner(cast(Any, Pool(*slots)), SETUP, cast(Any, None), num_fronts)
+    try:
+        async with asyncio.timeout(GENEROUS_S):
+            yield owner
+    finally:
+        await owner.close()
+
+
+def test_a_front_is_not_sent_to_a_worker_that_leaves() -> None:
+    async def main() -> None:
+        staying, leaving = Slot("w0"), Slot("w2", "draining")
+        async with owning(staying, leaving) as owner:
+            front = Peer(owner, "f0")
+            (welcome,) = front.of(Welcome)
+            assert welcome.workers == {"w0": "both"}
+            for worker in ("w0", "w2", "w9"):
+                front.say(Connect(worker, "ipc://x"))
+            assert [type(message) for message in staying.sent] == [AddFront]
+            assert leaving.sent == []
+            assert front.of(WorkerLeaving) == [WorkerLeaving("w2", 0.0), WorkerLeaving("w9", 0.0)]
+            owner.worker_ready(cast(Any, leaving))
+            assert front.of(WorkerAdded) == []
+
+    asyncio.run(main())
+
+
+def test_the_owner_speaks_on_while_it_waits_for_workers(monkeypatch: Any) -> None:
+    monkeypatch.setattr(owner_module, "EVERY_S", 0.05)
+
+    async def main() -> None:
+        slot = Slot("w0")
+        async with owning(slot, num_fronts=1) as owner:
+            stays, silent = Peer(owner, "f0"), Peer(owner)
+            silent.say(Connect("w0", "ipc://x"))
+            owner._fronts["j0"].heard_s = time.monotonic() - 1e6
+            owner._begin(owner._beat())
+            await until(lambda: any(isinstance(m, DropFront) for m in slot.sent))
+            before = len(stays.of(Totals))
+            await until(lambda: len(stays.of(Totals)) > before + 1)
+            owner._on_worker(cast(Any, slot), FrontDropped("j0.2"))
+            await until(lambda: "j0" not in owner._fronts)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_leaves_the_pool_is_not_waited_for() -> None:
+    async def main() -> None:
+        first, second = Slot("d0", role="decode"), Slot("p0", role="prefill")
+        async with owning(first, second) as owner:
+            front = Peer(owner, "f0")
+            for name in ("d0", "p0"):
+                front.say(Connect(name, "ipc://x"))
+            gone = asyncio.create_task(owner._gone(owner._fronts["f0"]))
+            await until(lambda: DropFront("f0.1") in first.sent)
+            second.ready = False  # removed meanwhile: it is not told, and never answers
+            first.ready = False
+            owner.worker_stopped(cast(Any, first))
+            await gone
+            assert DropFront("f0.1") not in second.sent
+
+    asyncio.run(main())
+
+
+def test_the_lifecycle_tells_of_workers_that_it_has_stopped() -> None:
+    async def main() -> None:
+        stopped: list[str] = []
+        pool = WorkerPool(config=PoolConfig())
+        watcher = SimpleNamespace(worker_stopped=lambda slot: stopped.append(slot.name))
+        pool._lifecycle.watcher = cast(Any, watcher)
+
+        async def stop(grace_s: float) -> None:
+            assert stopped == []
+
+        await pool._lifecycle._stop(cast(Any, SimpleNamespace(name="w0", stop=stop)), 0.0)
+        assert stopped == ["w0"]
+
+    asyncio.run(main())
+
+
+# A front, between a fake owner and the sockets of fake workers.
+
+
+class Owner:
+    """Keeps what the front says, and connects workers where it is told to."""
+
+    on_message: Callable[[ToFront], None]
+
+    def __init__(self) -> None:
+        self.said: list[FromFront] = []
+        self.gone, self.heard_s = asyncio.Event(), time.monotonic()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.links: list[FrontLink] = []
+
+    def send(self, message: FromFront) -> None:
+        self.said.append(message)
+
+    async def ask(self, question: Any) -> Answer:
+        return Answer(0)
+
+    def addresses(self, worker: str) -> list[str]:
+        said = [message for message in self.said if isinstance(message, Connect)]
+        return [message.address for message in said if message.worker == worker]
+
+    async def connect(self, worker: str, number: int = 0) -> None:
+        """Have a worker say Ready where the front waits for it."""
+        await until(lambda: len(self.addresses(worker)) > number)
+        link = FrontLink(self.addresses(worker)[number], shared=self.context)
+        self.links.append(link)
+        link.send(Ready(FACTS))
+
+
+@asynccontextmanager
+async def joined(*workers: str) -> AsyncIterator[tuple[MemberPool, Owner]]:
+    owner = Owner()
+    welcome = Welcome("f0", "f0.1", SETUP, dict.fromkeys(workers, "both"))
+    front = MemberPool(welcome, cast(Any, owner), None)
+    try:
+        async with asyncio.timeout(GENEROUS_S):
+            yield front, owner
+    finally:
+        await front.close()
+        for link in owner.links:
+            link.close()
+        owner.context.destroy(0)
+
+
+def test_a_front_starts_though_a_worker_leaves() -> None:
+    async def main() -> None:
+        async with joined("w0", "w2") as (front, owner):
+            start = asyncio.create_task(front.start())
+            await owner.connect("w0")
+            await until(lambda: owner.addresses("w2"))
+            owner.on_message(WorkerLeaving("w2", 0.0))
+            assert await start == FACTS
+            assert list(front.slots) == ["w0"] and Left("w2") in owner.said
+
+    asyncio.run(main())
+
+
+def test_a_front_connects_again_where_a_worker_dies_before_it_is_ready() -> None:
+    async def main() -> None:
+        async with joined("w0") as (front, owner):
+            start = asyncio.create_task(front.start())
+            await until(lambda: owner.addresses("w0"))
+            owner.on_message(WorkerGone("w0", owner.addresses("w0")[0], "killed"))
+            await owner.connect("w0", number=1)
+            assert await start == FACTS
+            owner.on_message(WorkerAdded("w3", "both"))
+            await until(lambda: owner.addresses("w3"))
+            owner.on_message(WorkerGone("w3", owner.addresses("w3")[0], "killed"))
+            await owner.connect("w3", number=1)
+            await until(lambda: front.slots["w3"].ready)
+
+    asyncio.run(main())
