@@ -39,6 +39,7 @@ from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker
 
 if TYPE_CHECKING:
+    from tokenmill.workers.fronts.control import FrontSetup
     from workers.sim_kv import SimCache
 
 MODEL = "sim-model"
@@ -234,6 +235,12 @@ def server_argv(
     return [sys.executable, str(Path(__file__)), "server", "--options", options]
 
 
+def load(setup: FrontSetup, sees: bool) -> tuple[Tokenizer, ImageLoader | None]:
+    """What a front needs of the model."""
+    tokenizer = make_tokenizer(sees)
+    return tokenizer, make_loader(setup.vision, tokenizer) if sees else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["worker", "server", "front"])
@@ -252,24 +259,26 @@ def main() -> None:
 
     if args.role == "front":
         set_log_level("info")
-        run_front(args.join, lambda setup: (make_tokenizer(), None))
+        run_front(args.join, lambda setup: load(setup, args.options["sees"]))
         return
     config = ServerConfig(**args.options["config"])
     set_log_level(config.log_level)
+    vision = args.options.get("vision")
+    tokenizer = make_tokenizer(vision is not None)
     if config.fronts > 1:
+        sees = json.dumps({"sees": vision is not None})
         serve_fronts(
             args.options["worker"],
-            [sys.executable, str(Path(__file__)), "front"],
-            make_tokenizer(),
+            [sys.executable, str(Path(__file__)), "front", "--options", sees],
+            tokenizer,
             config,
             MODEL,
             on_listening=lambda url, facts: print(url, flush=True),
             pool=PoolConfig(**args.options["pool"]),
             router=RouterConfig(**args.options["router"]),
+            vision=VisionConfig(**vision or {}),
         )
         return
-    vision = args.options.get("vision")
-    tokenizer = make_tokenizer(vision is not None)
     serve(
         args.options["worker"],
         tokenizer,

@@ -22,15 +22,18 @@ from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
 from tokenmill import __version__
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
 from tokenmill.routing.router import Router
 from tokenmill.workers.fronts.control import Announced, decode_to_front, encode
 from tokenmill.workers.fronts.member import OwnerLink
 from tokenmill.workers.fronts.owner import FrontError
 from tokenmill.workers.pool_routers import Routers
+from vision.pictures import data_url, file_of, photo
 
 STEP_MS = 15.0
 KEYS = ("alpha", "beta")
+PICTURE = {"type": "image_url", "image_url": {"url": data_url(file_of(photo(64, 64), "PNG"))}}
 LONG = "the lazy dog jumps over the quick brown fox " * 8
 
 
@@ -38,7 +41,8 @@ LONG = "the lazy dog jumps over the quick brown fox " * 8
 def server() -> Iterator[SimServer]:
     pool = PoolConfig(workers=2, placement="process", heartbeat_s=0.2)
     config = ServerConfig(port=0, fronts=2, api_keys=KEYS, max_concurrency_per_key=6)
-    with sim_server(config, step_ms=STEP_MS, pool=pool, ends_well=False) as running:
+    vision = VisionConfig()
+    with sim_server(config, step_ms=STEP_MS, pool=pool, vision=vision, ends_well=False) as running:
         yield running
 
 
@@ -129,6 +133,17 @@ def test_fronts_answer_alike_and_add_up(server: SimServer) -> None:
     assert sum(parts) == pytest.approx(receipts["gpu_seconds"], rel=1e-6)
 
 
+def test_images_are_counted_over_all_fronts(server: SimServer) -> None:
+    before = server.metric("images_total")
+    messages: Any = [{"role": "user", "content": [PICTURE]}]
+    for _ in range(4):  # the kernel chooses a front for each connection
+        with OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+            client.chat.completions.create(model=MODEL, messages=messages)
+    assert server.metric("images_total") - before == 4
+    images = view(server)["images"]
+    assert images["images"] == before + 4 and images["tokens"] > 0 and images["encoded"] > 0
+
+
 def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) -> None:
     for attempt in range(10):
         prompt = f"{LONG}{attempt} count: "  # a call that came to its end would be answered at once
@@ -211,10 +226,10 @@ def test_a_repeated_call_gets_the_answer_that_was_given(server: SimServer) -> No
 
 JOIN = """
 import sys
-from api.sim import make_tokenizer
+from api.sim import load
 from tokenmill.__main__ import run
 from tokenmill.cli import front
-front.load = lambda setup: (make_tokenizer(), None)
+front.load = lambda setup: load(setup, True)
 sys.exit(run(["front", "--join", sys.argv[1], "--port", "0"]))
 """
 

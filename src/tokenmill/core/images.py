@@ -73,12 +73,19 @@ class LoaderStats:
     num_fetched: int = 0  # over the network
     num_decoded: int = 0
     num_tokens: int = 0  # of prompts
-    refused: Counter[str] = field(default_factory=Counter)  # by what failed: fetch, read or decode
+    refused: dict[str, int] = field(default_factory=Counter)  # by what failed: fetch, read, decode
     cached_bytes: int = 0
 
     @property
     def num_refused(self) -> int:
-        return self.refused.total()
+        return sum(self.refused.values())
+
+    def add(self, other: LoaderStats) -> None:
+        """Count another loader in."""
+        for name in ("num_images", "num_hits", "num_fetched", "num_decoded", "num_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.cached_bytes += other.cached_bytes
+        self.refused = Counter(self.refused) + Counter(other.refused)
 
 
 def content_ids(token_ids: list[int], images: Sequence[ImageSpan], first: int = 0) -> list[int]:

@@ -271,13 +271,13 @@ class WorkerPool:
             failed_transfers=self.handovers.num_failed,
             transferred_bytes=sum(slot.received_bytes() for slot in slots),
             rates=match_rates(*sides) if all(sides) else None,
-            images=self._images_view(),
+            images=self._images_view(self.image_loads),
         )
 
-    def _images_view(self) -> ImagesView | None:
-        loads, stats = self.image_loads, self.known_stats()
+    def _images_view(self, loads: LoaderStats | None) -> ImagesView | None:
         if loads is None:
             return None
+        stats = self.known_stats()
         return ImagesView(
             images=loads.num_images,
             cached=loads.num_hits,

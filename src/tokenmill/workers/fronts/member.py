@@ -402,6 +402,7 @@ class MemberPool(WorkerPool):
             workers=[_summed(w, report, known.get(w.name)) for w in totals.pool.workers],
             decisions=(report.decisions or own.decisions) if decisions else [],
             fronts=totals.fronts,
+            images=self._images_view(report.image_loads),
         )
 
     def report(self, decisions: bool) -> FrontReport:
@@ -420,6 +421,7 @@ class MemberPool(WorkerPool):
             transfers=view.transfers,
             failed_transfers=view.failed_transfers,
             decisions=view.decisions,
+            image_loads=self.image_loads,
         )
 
 

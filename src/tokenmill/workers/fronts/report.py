@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 
 from tokenmill.core.cost import Cost
+from tokenmill.core.images import LoaderStats
 from tokenmill.workers.accounts import NUM_RECEIPTS, AccountView, Receipt
 from tokenmill.workers.pool_view import NUM_DECISIONS, DecisionView
 
@@ -62,6 +63,7 @@ class FrontReport(msgspec.Struct):
     transfers: int = 0
     failed_transfers: int = 0
     decisions: list[DecisionView] = []
+    image_loads: LoaderStats | None = None  # of a model that takes images
 
     def add(self, other: FrontReport) -> None:
         """Count another front in."""
@@ -77,6 +79,9 @@ class FrontReport(msgspec.Struct):
             self.workers.setdefault(name, AtWorker()).add(at)
         for name in ("charged_dead_s", "num_open", "num_held", "num_pending", *_COUNTERS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.image_loads is not None:
+            self.image_loads = self.image_loads or LoaderStats()
+            self.image_loads.add(other.image_loads)
         decisions = [*self.decisions, *other.decisions]
         self.decisions = sorted(decisions, key=lambda each: each.time_s)[-NUM_DECISIONS:]
 
@@ -86,6 +91,8 @@ class FrontReport(msgspec.Struct):
         gone.add(self)
         gone.num_open = gone.num_held = gone.num_pending = 0
         gone.counts.recent, gone.decisions = {}, []
+        if gone.image_loads is not None:
+            gone.image_loads.cached_bytes = 0
         for at in gone.workers.values():
             at.num_requests = at.queued_tokens = 0
             at.tokens_per_s = 0.0
