@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tokenmill.__main__ import run
 from tokenmill.bench.commands.video import figures, least_seconds
@@ -12,6 +14,7 @@ from tokenmill.bench.roofline import Machine
 from tokenmill.core.specs.wan import A14B
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoParams
+from tokenmill.models.wan.wan_vae import Tiles, VideoDecoder
 
 TINY = ("--random-weights", "--model", "wan-tiny", "--size", "32x16", "--frames", "5")
 FAST = Machine(gemm_flops={"bf16": 1e15, "fp8": 2e15}, read_bytes_per_s=1e13, num_threads=1)
@@ -54,3 +57,24 @@ def test_the_command_prints_one_json_line(
     assert report["usd_per_video"] == pytest.approx(0.01 * report["s_per_video"], abs=1e-5)
     assert (report["parts_s"]["load"] > 0) is bool(measured)
     assert report["exact"] is True and report["branches"] == 2
+
+
+def test_tiles_are_measured_and_not_called_exact(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Tiles | None] = []
+    frames = VideoDecoder.frames
+
+    def recorded(
+        self: VideoDecoder, latents: torch.Tensor, tiles: Tiles | None = None
+    ) -> Iterator[torch.Tensor]:
+        seen.append(tiles)
+        return frames(self, latents, tiles)
+
+    monkeypatch.setattr(VideoDecoder, "frames", recorded)
+    tiled = ("--steps", "2", "--measured-steps", "1", "--vae-tiles")
+    assert run(["bench", "video", *TINY, *tiled]) == 0
+    assert seen == [Tiles(), Tiles()]  # of the warm-up and of the video
+    printed = capsys.readouterr().out
+    assert "not exact, by --vae-tiles" in printed
+    assert json.loads(printed.splitlines()[-1])["exact"] is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from tokenmill.__main__ import run
 from tokenmill.core.specs.wan import TINY
-from tokenmill.core.types import ModelLoadError, Request
+from tokenmill.core.types import ModelLoadError, Request, TokenmillError
 from tokenmill.core.video import Video, VideoParams, byte_token_ids, clean_prompt
-from tokenmill.models.checkpoints.diffusers_folder import open_wan
+from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint, open_wan
 from tokenmill.video.pipeline import build_pipeline
 from tokenmill.video.video_engine import VideoEngine
-from tokenmill.video.video_files import write_video
+from tokenmill.video.video_files import check_target, write_video
 
 TINY_JOB = ("--random-weights", "--model", "wan-tiny", "--size", "32x16", "--frames", "5")
 
@@ -151,6 +152,31 @@ def test_mp4_and_png_hold_the_frames(tmp_path: Path) -> None:
     assert np.abs(np.stack(frames).astype(int) - pixels).mean() < 12  # H.264 loses some
 
 
+def test_a_target_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "frames", tmp_path / "fox.mp4"
+    file.write_text("")
+    folder.mkdir()
+    for target, says in (
+        (file, "frames is a file"),
+        (file / "deep" / "er", "frames is a file"),
+        (folder, "fox.mp4: is a folder"),
+    ):
+        with pytest.raises(TokenmillError, match=says):
+            check_target(target)
+    (tmp_path / "old.mp4").write_text("")
+    good = [tmp_path / "new.mp4", tmp_path / "old.mp4", tmp_path / "new" / "er", tmp_path]
+    for target in good:
+        check_target(target)
+    monkeypatch.chdir(tmp_path)
+    check_target(Path("new.mp4"))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as it is for a folder of another user
+    for target in good:
+        with pytest.raises(TokenmillError, match="no permission to write to"):
+            check_target(target)
+
+
 def test_the_command_makes_a_clip_of_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +211,39 @@ def test_wrong_commands_say_what_to_type(
     assert run(["video", *arguments]) != 0
     captured = capsys.readouterr()
     assert says in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["video", "x", "--frames", "80"], "num_frames must be 4 n + 1"),
+        (["video", "x", "--size", "1000x700"], "got 1000x700"),
+        (["video", "x", "--latent", "nowhere.pt"], "nowhere.pt cannot be read"),
+        (["video", "x", "--seed", "1" * 20], "seed must be a 64-bit integer"),
+        (["bench", "video", "--frames", "80"], "num_frames must be 4 n + 1"),
+    ],
+)
+def test_a_wrong_job_is_refused_before_weights_are_read(
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(WanCheckpoint, "readers", None)
+    model = ["--random-weights", "--model", "wan-tiny"]
+    assert run([*arguments, *model]) != 0
+    assert says in capsys.readouterr().err
+
+
+def test_only_steps_that_were_skipped_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [*TINY_JOB, "--steps", "8", "--out", str(tmp_path / "frames"), "--json"]
+    for threshold, skipped in (("1e-9", 0), ("10", 5)):
+        assert run(["video", "x", *job, "--step-cache", threshold]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["num_skipped"] == skipped
+        assert ("5 steps were skipped" in captured.err) is bool(skipped)
 
 
 def test_prompts_are_cleaned_as_the_models_were_trained() -> None:

@@ -17,6 +17,7 @@ from tokenmill.settings import SETTINGS, VIDEO, Settings, SettingsError, video_m
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
+    from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
     from tokenmill.video.pipeline import Pipeline
 
 DEFAULTS = {"model": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "seed": VideoParams().seed}
@@ -47,24 +48,24 @@ def video(
     tokenmill video "a red fox in snow" --size 832x480 --seed 7 --offload
     tokenmill video "noise" --random-weights --model wan-tiny --size 64x64 --frames 33
     """
+    from tokenmill.video.pipeline import open_pipeline
     from tokenmill.video.video_files import check_target, write_video
+    from tokenmill.video.video_job import check_job
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise SettingsError("PROMPT is empty: say what the video is to show")
     target = Path(settings.get("out")).expanduser()
     check_target(target)
-    pipeline = load(settings)
-    params = settings.build(
-        VideoParams,
-        seed=settings.get("seed"),
-        negative_token_ids=tuple(
-            prompt_ids(pipeline, settings.get("negative-prompt") or NEGATIVE_PROMPT)
-        ),
-    )
-    made = make(pipeline, Request("video", prompt_ids(pipeline, text), video=params))
+    config = settings.build(ModelConfig)
+    checkpoint = open_pipeline(config)
+    request = _request(settings, checkpoint, text)
+    check_job(request, checkpoint.spec)
+    pipeline = _load(settings, checkpoint, config)
+    made = make(pipeline, request)
     write_video(made, target)
-    report = {"file": str(target), **summary(made, params, pipeline)}
+    assert request.video is not None
+    report = {"file": str(target), **summary(made, request.video, pipeline)}
     if settings.get("json"):
         console.print_json(report)
     else:
@@ -72,27 +73,33 @@ def video(
     console.note(sentence(report))
 
 
-def load(settings: Settings) -> Pipeline:
-    """The model of the settings, with a bar."""
+def _request(settings: Settings, checkpoint: WanCheckpoint, text: str) -> Request:
+    negative = prompt_ids(checkpoint, settings.get("negative-prompt") or NEGATIVE_PROMPT)
+    params = settings.build(
+        VideoParams, seed=settings.get("seed"), negative_token_ids=tuple(negative)
+    )
+    return Request("video", prompt_ids(checkpoint, text), video=params)
+
+
+def _load(settings: Settings, checkpoint: WanCheckpoint, config: ModelConfig) -> Pipeline:
+    """The model's weights, with a bar."""
     from tokenmill.video.pipeline import load_pipeline
 
-    config = settings.build(ModelConfig)
+    if checkpoint.tokenizer is None:
+        console.note(f"{checkpoint.name}: the video will be noise, whatever the prompt says")
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        pipeline = load_pipeline(config, settings.get("offload"), loaded)
-    if pipeline.tokenizer is None:
-        console.note(f"{pipeline.name}: the video will be noise, whatever the prompt says")
-    return pipeline
+        return load_pipeline(checkpoint, config, settings.get("offload"), loaded)
 
 
-def prompt_ids(pipeline: Pipeline, text: str) -> list[int]:
+def prompt_ids(checkpoint: WanCheckpoint, text: str) -> list[int]:
     """Token ids of a prompt; models with random weights, which have no tokenizer, get its bytes."""
     from tokenmill.core.specs.wan import TEXT_TOKENS
     from tokenmill.core.video import byte_token_ids, clean_prompt
     from tokenmill.text.tokenizer import load_tokenizer
 
-    if pipeline.tokenizer is None:
-        return byte_token_ids(text, pipeline.spec.text.vocab_size)
-    ids = load_tokenizer(pipeline.tokenizer).encode(clean_prompt(text))
+    if checkpoint.tokenizer is None:
+        return byte_token_ids(text, checkpoint.spec.text.vocab_size)
+    ids = load_tokenizer(checkpoint.tokenizer).encode(clean_prompt(text))
     return ids if len(ids) <= TEXT_TOKENS else [*ids[: TEXT_TOKENS - 1], ids[-1]]
 
 
@@ -129,6 +136,7 @@ def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, o
         "schedule": params.schedule,
         "seed": params.seed,
         "step_cache": params.step_cache,
+        "num_skipped": made.num_skipped,
         "seconds": {part: round(seconds, 3) for part, seconds in made.seconds.items()},
     }
 
@@ -138,7 +146,8 @@ def sentence(report: dict[str, object]) -> str:
     seconds = report["seconds"]
     assert isinstance(seconds, dict)
     parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items() if value >= 0.05)
-    exact = "; steps were skipped, not exact" if report["step_cache"] else ""
+    skipped = report["num_skipped"]
+    exact = f"; {skipped} steps were skipped, not exact" if skipped else ""
     return (
         f"{report['num_frames']} frames of {report['size']}, {report['num_steps']} steps, "
         f"{sum(seconds.values()):.1f} s ({parts}){exact}"

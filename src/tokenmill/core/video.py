@@ -74,6 +74,7 @@ class Video:
     num_frames: int
     data: bytes = field(repr=False)  # RGB, 8 bits each: [frames, height, width, 3]
     seconds: dict[str, float] = field(default_factory=dict)
+    num_skipped: int = 0  # steps that the step cache left out
 
     def frame(self, index: int) -> bytes:
         """The RGB bytes of one frame."""

@@ -42,7 +42,7 @@ def measure_video(pipeline: Pipeline, request: Request, num_steps: int | None) -
     parts["denoise"] *= job.params.num_steps / num_steps
     parts["load"] *= job.num_experts() / job.num_experts(num_steps)
     start = time.perf_counter()
-    for piece in pipeline.decoder.frames(latents):
+    for piece in job.decode(latents):
         del piece
     synchronize(pipeline.device)
     parts["decode"] = time.perf_counter() - start

@@ -54,17 +54,24 @@ class Pipeline:
         return self.memory_bytes is None or 2 * num_tokens * width < self.memory_bytes
 
 
+def open_pipeline(config: ModelConfig) -> WanCheckpoint:
+    """The checkpoint that `config` names, of which no weights are read yet."""
+    choose_dtype(config)
+    if config.random_weights:
+        return random_wan(config.model, config.seed)
+    return open_wan(resolve_pipeline(config.model))
+
+
 def load_pipeline(
-    config: ModelConfig, offload: bool = False, progress: Progress | None = None
+    checkpoint: WanCheckpoint,
+    config: ModelConfig,
+    offload: bool = False,
+    progress: Progress | None = None,
 ) -> Pipeline:
-    """Read, or draw, the weights that `config` names."""
+    """Read, or draw, the weights."""
     device, dtype = choose_device(config), choose_dtype(config)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    if config.random_weights:
-        checkpoint = random_wan(config.model, config.seed)
-    else:
-        checkpoint = open_wan(resolve_pipeline(config.model))
     try:
         return build_pipeline(checkpoint, device, dtype, offload, progress)
     except torch.OutOfMemoryError as error:

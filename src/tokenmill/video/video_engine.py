@@ -31,7 +31,6 @@ class VideoEngine:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.running: VideoJob | None = None
-        self.last: VideoJob | None = None  # the job that ended last, for its times
         self._waiting: list[VideoJob] = []
         self._ended: list[RequestOutput] = []
         self._num_finished: Counter[str] = Counter()
@@ -117,7 +116,6 @@ class VideoEngine:
         text, rest = job.seconds["text"], sum(job.seconds.values()) - job.seconds["text"]
         self._end(job.request.request_id, end, Cost(prefill_s=text, decode_s=rest), job)
         job.release()
-        self.last = job
         if end.reason is FinishReason.ERROR:
             gc.collect()
             if self.pipeline.device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -33,8 +34,22 @@ def check_target(path: Path) -> None:
             )
         if not path.parent.is_dir():
             raise TokenmillError(f"{path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise TokenmillError(f"{path}: is a folder; give the name of a file, or another folder")
     elif path.suffix:
         raise TokenmillError(f"{path}: give a name that ends in .mp4, or a folder for PNG frames")
+    _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Whether the file or folder, or the nearest folder above it, can be written to."""
+    found = next(place for place in (path, *path.absolute().parents) if place.exists())
+    is_file = found == path and path.suffix == ".mp4"
+    if not is_file and not found.is_dir():
+        problem = f"{found} is a file; give a folder, or a name that ends in .mp4"
+        raise TokenmillError(f"{path}: {problem}")
+    if not os.access(found, os.W_OK if is_file else os.W_OK | os.X_OK):
+        raise TokenmillError(f"{path}: no permission to write to {found}; give another --out")
 
 
 def write_video(video: Video, path: Path) -> None:

@@ -35,7 +35,7 @@ class VideoJob:
         self.params = checked(request, pipeline.spec)
         width, height = self.params.size
         self.grid = pipeline.spec.grid(self.params.num_frames, height, width)
-        self.noise = _noise(self.params, (pipeline.spec.vae.z_dim, *self.grid))
+        self.noise = _noise(self.params, pipeline.spec)
         self.latents: torch.Tensor | None = None  # after the last step so far
         self.video: Video | None = None
         self.num_skipped = 0  # steps that the step cache skipped
@@ -65,19 +65,24 @@ class VideoJob:
             yield
         assert self.latents is not None
         self._forget()
-        tiles = Tiles() if self.params.vae_tiles else None
-        pieces = self.pipeline.decoder.frames(self.latents, tiles)
-        frames = []
+        pieces, frames = self.decode(self.latents), []
         for index in range(self.grid[0]):
             with self._timed("decode"):
-                frames.append(_to_bytes(next(pieces)))
+                frames.append(next(pieces))
             self._done += 1.0 / self.grid[0]
             if index + 1 < self.grid[0]:
                 yield
         self._done = self.params.num_steps + 1.0
         width, height = self.params.size
         data, count = b"".join(frames), self.params.num_frames
-        self.video = Video(width, height, self.params.fps, count, data, dict(self.seconds))
+        seconds, fps = dict(self.seconds), self.params.fps
+        self.video = Video(width, height, fps, count, data, seconds, self.num_skipped)
+
+    def decode(self, latents: torch.Tensor) -> Iterator[bytes]:
+        """RGB bytes of each latent frame's frames."""
+        tiles = Tiles() if self.params.vae_tiles else None
+        for frames in self.pipeline.decoder.frames(latents, tiles):
+            yield _to_bytes(frames)
 
     def _denoise(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """The latents after each step."""
@@ -172,6 +177,11 @@ def _to_bytes(frames: torch.Tensor) -> bytes:
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy().tobytes()
 
 
+def check_job(request: Request, spec: WanSpec) -> None:
+    """Raise what a job of the request would, before any weights are read."""
+    _noise(checked(request, spec), spec)
+
+
 def checked(request: Request, spec: WanSpec) -> VideoParams:
     """The request's parameters; InvalidRequestError names the first that cannot be."""
     params = request.video
@@ -193,6 +203,8 @@ def checked(request: Request, spec: WanSpec) -> VideoParams:
     _check_positions(params, spec)
     if params.num_steps < 1:
         raise InvalidRequestError(f"num_steps must be at least 1, got {params.num_steps}", "steps")
+    if not -(2**63) <= params.seed < 2**63:
+        raise InvalidRequestError(f"seed must be a 64-bit integer, got {params.seed}", "seed")
     return params
 
 
@@ -214,8 +226,10 @@ def _check_positions(params: VideoParams, spec: WanSpec) -> None:
         raise InvalidRequestError(f"{asked} are too large: {limit}", "size")
 
 
-def _noise(params: VideoParams, shape: tuple[int, ...]) -> torch.Tensor:
+def _noise(params: VideoParams, spec: WanSpec) -> torch.Tensor:
     """The latents to start from, fp32 on the host, so that every device has the same."""
+    width, height = params.size
+    shape = (spec.vae.z_dim, *spec.grid(params.num_frames, height, width))
     if params.latent is None:
         generator = torch.Generator().manual_seed(params.seed)
         return torch.randn(shape, generator=generator)

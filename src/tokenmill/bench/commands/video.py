@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
@@ -16,6 +16,10 @@ from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.types import Request
 from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams, byte_token_ids
 from tokenmill.settings import SETTINGS, VIDEO, Settings, video_model
+
+if TYPE_CHECKING:
+    from tokenmill.video.measure import VideoTimes
+    from tokenmill.video.pipeline import Pipeline
 
 KEYS = ("num-videos", "measured-steps", "gpu-price", "json-only")
 UNUSED = {"fps", "latent"}
@@ -40,49 +44,71 @@ def video(settings: Settings) -> None:
     tokenmill bench video --random-weights --model wan-tiny --size 64x64 --frames 9
     """
     from tokenmill.bench.ceiling import measure_machine, peak_memory_mib
-    from tokenmill.video.measure import measure_video
-    from tokenmill.video.pipeline import load_pipeline
+    from tokenmill.video.pipeline import load_pipeline, open_pipeline
+    from tokenmill.video.video_job import check_job
 
     config = settings.build(ModelConfig)
+    checkpoint = open_pipeline(config)
+    request = _request(settings, checkpoint.spec)
+    check_job(request, checkpoint.spec)
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        pipeline = load_pipeline(config, settings.get("offload"), loaded)
-    vocab = pipeline.spec.text.vocab_size
-    negative = tuple(byte_token_ids(NEGATIVE_PROMPT, vocab))
-    params = settings.build(VideoParams, negative_token_ids=negative)
-    request = Request("video", byte_token_ids(PROMPT, vocab), video=params)
+        pipeline = load_pipeline(checkpoint, config, settings.get("offload"), loaded)
     console.note("Measuring the machine")
     threads = config.num_threads or os.cpu_count() or 1
     machine = measure_machine(pipeline.spec.transformer, threads, pipeline.device.type)
-    console.note("Warming up: one step and a decode")
-    measure_video(pipeline, request, 1)
-    runs = []
-    for number in range(settings.get("num-videos")):
-        own = replace(params, seed=params.seed + number)
-        chosen = replace(request, video=own)
-        runs.append(measure_video(pipeline, chosen, settings.get("measured-steps")))
-    steps = [seconds for run in runs for seconds in run.steps_s]
-    names = runs[0].parts_s
-    parts = {name: sum(run.parts_s[name] for run in runs) / len(runs) for name in names}
+    runs = _measure(settings, pipeline, request)
     report = {
         "benchmark": "video",
         "model": pipeline.name,
         "device": machine.name,
         "dtype": pipeline.dtype,
         "offload": settings.get("offload"),
-        **_job(params),
-        "num_videos": len(runs),
-        "measured_steps": len(steps) // len(runs),
-        "whole_videos": all(run.whole for run in runs),
-        **figures(pipeline.spec, request, pipeline.dtype, machine, parts),
-        "s_per_step": round(median(steps), 4),
-        "usd_per_video": round(usd_of(sum(parts.values()), settings.get("gpu-price")), 6),
-        "usd_per_hour": settings.get("gpu-price"),
+        **_job(_params(request)),
+        **_times(pipeline, request, machine, runs, settings.get("gpu-price")),
         "peak_memory_mib": peak_memory_mib(pipeline.device.type),
         "software": machine.software,
     }
     if not settings.get("json-only"):
         _print(report)
     console.print_json(report)
+
+
+def _request(settings: Settings, spec: WanSpec) -> Request:
+    vocab = spec.text.vocab_size
+    negative = tuple(byte_token_ids(NEGATIVE_PROMPT, vocab))
+    params = settings.build(VideoParams, negative_token_ids=negative)
+    return Request("video", byte_token_ids(PROMPT, vocab), video=params)
+
+
+def _measure(settings: Settings, pipeline: Pipeline, request: Request) -> list[VideoTimes]:
+    """Videos of seeds one after the other, once warm."""
+    from tokenmill.video.measure import measure_video
+
+    console.note("Warming up: one step and a decode")
+    measure_video(pipeline, request, 1)
+    params, runs = _params(request), []
+    for number in range(settings.get("num-videos")):
+        own = replace(request, video=replace(params, seed=params.seed + number))
+        runs.append(measure_video(pipeline, own, settings.get("measured-steps")))
+    return runs
+
+
+def _times(
+    pipeline: Pipeline, request: Request, machine: Machine, runs: list[VideoTimes], price: float
+) -> dict[str, Any]:
+    """The mean of the videos' parts, the median of their steps, and dollars."""
+    steps = [seconds for run in runs for seconds in run.steps_s]
+    names = runs[0].parts_s
+    parts = {name: sum(run.parts_s[name] for run in runs) / len(runs) for name in names}
+    return {
+        "num_videos": len(runs),
+        "measured_steps": len(steps) // len(runs),
+        "whole_videos": all(run.whole for run in runs),
+        **figures(pipeline.spec, request, pipeline.dtype, machine, parts),
+        "s_per_step": round(median(steps), 4),
+        "usd_per_video": round(usd_of(sum(parts.values()), price), 6),
+        "usd_per_hour": price,
+    }
 
 
 def _job(params: VideoParams) -> dict[str, Any]:
@@ -94,7 +120,8 @@ def _job(params: VideoParams) -> dict[str, Any]:
         "branches": 1 + params.guided,
         "schedule": params.schedule,
         "step_cache": params.step_cache,
-        "exact": params.step_cache == 0.0,
+        "vae_tiles": params.vae_tiles,
+        "exact": not params.step_cache and not params.vae_tiles,
     }
 
 
@@ -161,7 +188,9 @@ def _print(report: dict[str, Any]) -> None:
     asked = f"{report['num_frames']} frames of {report['size']}, {report['num_steps']} steps"
     if not report["whole_videos"]:
         asked += f", of which {report['measured_steps']} were run and the others taken as long"
-    out(asked + ("" if report["exact"] else "; steps are skipped, not exact"))
+    loose = [key for key in ("step_cache", "vae_tiles") if report[key]]
+    flags = " and ".join("--" + key.replace("_", "-") for key in loose)
+    out(asked + (f"; not exact, by {flags}" if loose else ""))
     out(
         f"{report['s_per_video']:,.2f} s a video, {report['s_per_step']:.3f} s a step, "
         f"{report['tflop_s']:,.2f} TFLOP/s, {report['share_of_ceiling']:.0%} of its ceiling"
