@@ -20,19 +20,23 @@ from openai import OpenAI, UnprocessableEntityError
 
 from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
+from api.streams import GENEROUS_S, Spawner, read
 from tokenmill import __version__
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
 from tokenmill.routing.router import Router
-from tokenmill.workers.fronts.control import Announced, decode_to_front, encode
-from tokenmill.workers.fronts.member import OwnerLink
-from tokenmill.workers.fronts.owner import FrontError
+from tokenmill.workers.fronts.control import Announced, FrontSetup, decode_to_front, encode
+from tokenmill.workers.fronts.member import MemberPool, OwnerLink
+from tokenmill.workers.fronts.owner import FrontError, FrontOwner, front_spawner
+from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.pool_routers import Routers
 from vision.pictures import data_url, file_of, photo
+from workers.pools import kill, request
 
 STEP_MS = 15.0
 KEYS = ("alpha", "beta")
+COUNTING = [sys.executable, str(Path(__file__).with_name("counting_engine.py"))]
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(file_of(photo(64, 64), "PNG"))}}
 LONG = "the lazy dog jumps over the quick brown fox " * 8
 
@@ -222,6 +226,38 @@ def test_a_repeated_call_gets_the_answer_that_was_given(server: SimServer) -> No
     assert [worker["routed"] for worker in view(server)["workers"]] == routed
     with pytest.raises(UnprocessableEntityError, match="used for another call"):
         ask("say: something else")
+
+
+def test_open_requests_end_at_once_when_the_workers_are_given_up() -> None:
+    async def main() -> None:
+        spawner = Spawner(COUNTING)
+        pool = WorkerPool(spawner, PoolConfig(backoff_s=0.01, max_restarts=1))
+        setup = FrontSetup("1", MODEL, "", "", "", ServerConfig(port=0))
+        owner = FrontOwner(pool, setup, front_spawner(()), 1)
+        link = OwnerLink(owner._socket.address)
+        try:
+            await pool.start()
+            front = MemberPool(await link.join(owner._issue("f0"), "1", None), link, None)
+            await front.start()
+            stream = front.submit([request("x", 10**9)])
+            spawner.argv = [*COUNTING, "--exit-code", "5"]
+            kill(spawner)
+            await pool.gave_up.wait()
+            owner._begin(owner.drain(pool.failure))
+            (output,) = await read(stream)
+            assert (output.finish_reason, output.stop_reason) == ("error", "worker_died")
+            assert output.error is not None and output.error.startswith("the engine stopped: ")
+            await front.close()
+        finally:
+            link.close()
+            await owner.close()
+            await pool.close()
+
+    async def limited() -> None:
+        async with asyncio.timeout(GENEROUS_S):
+            await main()
+
+    asyncio.run(limited())
 
 
 JOIN = """

@@ -156,7 +156,7 @@ async def _own(
             if on_listening is not None:
                 on_listening(url, facts)
             gave_up = await signals.interrupt(client.gave_up.wait())
-            await _drain(owner, signals)
+            await _drain(owner, signals, client.failure)
         if gave_up:
             raise ServerError(GAVE_UP)
     finally:
@@ -169,9 +169,9 @@ async def _started(owner: FrontOwner) -> bool:
     return True
 
 
-async def _drain(owner: FrontOwner, signals: Signals) -> None:
-    """Let the fronts finish; a second signal makes them stop now."""
-    drained = asyncio.create_task(owner.drain())
+async def _drain(owner: FrontOwner, signals: Signals, failure: str) -> None:
+    """Let the fronts finish, or fail what they have; a second signal makes them stop now."""
+    drained = asyncio.create_task(owner.drain(failure))
     hurried = False
     while not drained.done():
         await asyncio.wait((drained,), timeout=0.05)

@@ -104,6 +104,7 @@ class Lifecycle:
     ) -> None:
         self.facts: ModelFacts | None = None  # what holds for all workers
         self.gave_up = asyncio.Event()
+        self.failure = ""  # why it is given up
         self._slots = slots
         self._spawn_of = spawn_of
         self.watcher: WorkerWatcher | None = None
@@ -293,6 +294,7 @@ class Lifecycle:
             return
         if all(other.state == "failed" for other in self._slots.values() if is_language(other)):
             self._requests.fail_all(message, "worker_died")
+            self.failure = message
             self.gave_up.set()
 
     async def _remove(

@@ -120,6 +120,11 @@ class WorkerPool:
         return self.routers.num_workers
 
     @property
+    def failure(self) -> str:
+        """Why the pool is given up, or ""."""
+        return self._lifecycle.failure
+
+    @property
     def num_open(self) -> int:
         """Requests submitted and not yet finished."""
         return len(self.open_requests)

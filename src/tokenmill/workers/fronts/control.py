@@ -222,6 +222,8 @@ class Answer(msgspec.Struct, tag=True):
 class Drain(msgspec.Struct, tag=True):
     """Finish what is open and exit; the second one: exit now."""
 
+    failure: str = ""  # why no worker will come back: what is open ends with it at once
+
 
 FromFront = (
     Hello

@@ -292,8 +292,13 @@ class MemberPool(WorkerPool):
                 self._trials.grant(self._requests.send_held)
             case NewRouter(policy=policy):
                 super().renew_router(policy)
-            case Drain():
-                self.asked_to_drain()
+            case Drain(failure=failure):
+                self._end(failure)
+
+    def _end(self, failure: str) -> None:
+        if failure:
+            self.fail_open(failure, "worker_died")
+        self.asked_to_drain()
 
     async def _leave(self, worker: str, timeout_s: float) -> None:
         await self._lifecycle.leave(worker, timeout_s)

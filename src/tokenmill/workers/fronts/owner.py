@@ -201,12 +201,12 @@ class FrontOwner:
                 if keeper.done():
                     keeper.result()
 
-    async def drain(self) -> None:
-        """Let all fronts finish what they have, and wait for their ends."""
+    async def drain(self, failure: str = "") -> None:
+        """Let all fronts finish what they have, or fail it, and wait for their ends."""
         self._stopping = True
         for front in self._fronts.values():
             front.state = "draining"
-            front.send(Drain())
+            front.send(Drain(failure))
         while any(front.is_alive() for front in self._fronts.values()):
             await asyncio.sleep(0.02)
 
