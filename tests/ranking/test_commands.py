@@ -12,7 +12,7 @@ import pytest
 
 from tokenmill.__main__ import run
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
-from tokenmill.ranking.metrics import auc, normalised_entropy, rank_metrics
+from tokenmill.ranking.metrics import RankMetrics, auc, normalised_entropy, rank_metrics
 from tokenmill.ranking.model_files import load_model
 from tokenmill.ranking.request_json import read_request, write_request
 from tokenmill.ranking.synthetic import SyntheticSpec, synthetic_requests
@@ -136,6 +136,8 @@ def test_metrics_by_hand() -> None:
     assert auc(np.array([0.5, 0.7]), np.array([1, 1])) is None
     labels = np.array([1.0, 0.0, 0.0, 0.0])
     assert normalised_entropy(np.full(4, 0.25), labels) == pytest.approx(1)
+    alike = rank_metrics([np.array([0.9, 0.2])], [np.array([1, 1])])
+    assert alike == RankMetrics(ne=None, accuracy=50, gauc=None)
     found = rank_metrics([np.array([0.9, 0.2])], [np.array([1, 0])])
     assert found.accuracy == 100 and found.gauc == 100
     assert found.ne == pytest.approx(100 * (-np.log2(0.9) - np.log2(0.8)) / 2)

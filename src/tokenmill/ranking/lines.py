@@ -86,8 +86,6 @@ class LineRanker:
         ]
         if self._scores:
             found = rank_metrics(self._scores, self._labels)
-            lines.append(
-                f"normalised entropy {found.ne:.2f} %, accuracy {found.accuracy:.2f} %, "
-                f"GAUC {found.gauc:.2f} %"
-            )
+            ne, accuracy, gauc = ("not defined" if v is None else f"{v:.2f} %" for v in found)
+            lines.append(f"normalised entropy {ne}, accuracy {accuracy}, GAUC {gauc}")
         return lines

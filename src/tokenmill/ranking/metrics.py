@@ -12,11 +12,14 @@ _ETA = 1e-12
 
 
 class RankMetrics(NamedTuple):
-    """In percent, as the benchmark prints them; entropy is better when lower."""
+    """In percent, as the benchmark prints them; entropy is better when lower.
 
-    ne: float
+    None is not defined: entropy where all labels are the same, GAUC where no request has an area.
+    """
+
+    ne: float | None
     accuracy: float
-    gauc: float
+    gauc: float | None
 
 
 def rank_metrics(scores: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> RankMetrics:
@@ -25,8 +28,8 @@ def rank_metrics(scores: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> Ra
     every, truth = np.concatenate(found).astype(float), np.concatenate(known).astype(float)
     right = ((every >= 0.5) == (truth == 1)).mean()
     areas = [area for s, t in zip(found, known, strict=True) if (area := auc(s, t)) is not None]
-    gauc = float(np.mean(areas)) if areas else float("nan")
-    return RankMetrics(100 * normalised_entropy(every, truth), 100 * float(right), 100 * gauc)
+    ne = None if (truth == truth[0]).all() else 100 * normalised_entropy(every, truth)
+    return RankMetrics(ne, 100 * float(right), 100 * float(np.mean(areas)) if areas else None)
 
 
 def normalised_entropy(scores: np.ndarray, labels: np.ndarray) -> float:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -72,9 +73,12 @@ def test_categories_count_level_by_level() -> None:
     ("given", "message"),
     [
         ({"scenario": "Interactive"}, "has no Interactive scenario here; use Offline or Server"),
+        ({"scenario": "SingleStream"}, "has no SingleStream scenario here; use Offline or Server"),
         ({"url": "http://127.0.0.1:1/v1"}, "runs on an engine of this process"),
+        ({"compliance": True}, "--compliance: qwen3-vl-235b has no compliance tests here"),
+        ({"test-mode": "TEST06"}, "not a test of qwen3-vl-235b: it has no compliance tests here"),
     ],
 )
-def test_what_does_not_run_is_refused(given: dict[str, str], message: str) -> None:
+def test_what_does_not_run_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         mlperf.run_of(Settings({"benchmark": "qwen3-vl-235b", "quick": True} | given))

@@ -144,6 +144,7 @@ def test_a_run_has_the_seeds_of_its_round(tmp_path: Path) -> None:
             {"round": "v6.1", "benchmark": "llama3.1-405b"},
             "--benchmark with --round: llama3.1-405b",
         ),
+        ({"candidate-chunk": 5}, "--candidate-chunk goes with --benchmark dlrm-v3"),
         ({"mtp": 3, "division": "closed"}, "speculative decoding .* for deepseek-r1 Interactive o"),
         (
             {

@@ -13,6 +13,7 @@ import pytest
 from tokenmill.__main__ import run
 from tokenmill.bench.mlperf import ranking_test, runs
 from tokenmill.bench.mlperf.presets import DLRM_V3
+from tokenmill.bench.results.mlperf_reports import GateReport, required
 from tokenmill.bench.workload import BenchError
 from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model import RankingModel
@@ -83,6 +84,8 @@ def test_metrics_and_the_limit_of_80_ms() -> None:
         (["--scenario", "Interactive"], "Offline and Server only"),
         (["--test-mode", "TEST06"], "performance and accuracy only"),
         (["--url", "http://127.0.0.1:1/v1", "--model", "m"], "--url does not go with"),
+        (["--max-num-seqs", "8"], "--max-num-seqs is for language models"),
+        (["--num-threads", "1"], "--num-threads is for language models"),
         ([], "needs --model DIR"),
     ],
 )
@@ -91,6 +94,15 @@ def test_what_the_benchmark_does_not_have_is_refused(
 ) -> None:
     assert run(["bench", "mlperf", "--benchmark", "dlrm-v3", *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_gates_say_their_bounds() -> None:
+    run = runs.Run(DLRM_V3, "Offline", 1.0)
+    gates = {name: ranking_test.gate_of(run, name, 87.9) for name in ("ne", "gauc")}
+    assert required(gates["ne"]) == "at most 86.7738" and not gates["ne"]["passed"]
+    assert required(gates["gauc"]) == "at least 78.5843" and gates["gauc"]["passed"]
+    length: GateReport = {"value": 5.0, "min": 4.5, "max": 5.5, "passed": True}
+    assert required(length) == "4.5000 to 5.5000"
 
 
 def test_a_wrong_line_of_the_dataset_is_named(folder: Path, tmp_path: Path) -> None:

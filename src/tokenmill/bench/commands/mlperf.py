@@ -20,7 +20,7 @@ from tokenmill.bench.mlperf import test_process as mlperf_child
 from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, Preset
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
-from tokenmill.bench.results.mlperf_reports import MlperfReport
+from tokenmill.bench.results.mlperf_reports import MlperfReport, required
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.config import ModelConfig
@@ -153,6 +153,8 @@ def run_of(settings: Settings) -> bench.Run:
         raise SettingsError(f"--test-mode {mode} needs --dataset")
     if settings.get("benchmark") == DLRM_V3.name:
         ranking_test.check_settings(settings)
+    elif given := [setting.key for setting in RANK if setting.key in settings]:
+        raise SettingsError(f"--{given[0]} goes with --benchmark dlrm-v3")
     _check_speculative(settings)
     _check_compliance(settings)
     _check_server(settings)
@@ -203,11 +205,13 @@ def _check_compliance(settings: Settings) -> None:
     asked = set(preset.compliance) if settings.get("compliance") else set()
     if mode in compliance.NAMES:
         if mode not in preset.compliance:
-            known = ", ".join(preset.compliance)
+            known = ", ".join(preset.compliance) or "no compliance tests here"
             raise SettingsError(
                 f"--test-mode {mode} is not a test of {preset.name}: it has {known}"
             )
         asked.add(mode)
+    if settings.get("compliance") and not preset.compliance:
+        raise SettingsError(f"--compliance: {preset.name} has no compliance tests here")
     if asked and settings.get("url"):
         raise SettingsError(
             "compliance tests compare token ids, which a server's answers do not carry: run them "
@@ -225,9 +229,9 @@ def _check_compliance(settings: Settings) -> None:
 def _check_images(settings: Settings) -> None:
     """Where samples have images, an engine of this process answers them, in some scenarios."""
     preset, scenario = _preset(settings), settings.get("scenario")
-    if preset.images and scenario == "Interactive":
-        problem = "has no Interactive scenario here; use Offline or Server"
-        raise SettingsError(f"--scenario Interactive: {preset.name} {problem}")
+    if preset.images and scenario not in ("Offline", "Server"):
+        problem = f"has no {scenario} scenario here; use Offline or Server"
+        raise SettingsError(f"--scenario {scenario}: {preset.name} {problem}")
     if preset.images and settings.get("url"):
         problem = "runs on an engine of this process; bench endpoint --images measures a server"
         raise SettingsError(f"--url: {preset.name} {problem}")
@@ -416,10 +420,11 @@ def _print(report: MlperfReport) -> None:
             limit = f"; limit at p{report['percentile']} {limits[name]}" if limits else ""
             console.out.print(f"{name.upper()} ms: {shown}{limit}")
     for name, gate in report.get("accuracy_gates", {}).items():
-        console.out.print(f"{name}: {gate['value']:,.4f}, required {gate['min']:,.4f}")
+        console.out.print(f"{name}: {gate['value']:,.4f}, required {required(gate)}")
     for name in () if report.get("accuracy_gates") else ("ne", "accuracy", "gauc"):
         if name in report.get("accuracy", {}):
-            console.out.print(f"{name}: {report['accuracy'][name]:,.4f}")
+            value = report["accuracy"][name]
+            console.out.print(f"{name}: {'not defined' if value is None else f'{value:,.4f}'}")
     for name, passed in report.get("compliance", {}).items():
         console.out.print(f"{name}: {'passed' if passed else 'failed'}")
     for notice in report["notices"]:

@@ -376,7 +376,7 @@ def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, GateReport]:
     return found
 
 
-def missed_gates(found: Mapping[str, GateReport], num_unscored: float) -> list[str]:
+def missed_gates(found: Mapping[str, GateReport], num_unscored: float | None) -> list[str]:
     """Why the accuracy is not that of a valid submission."""
     reasons = [f"{name} misses the accuracy gate" for name in found if not found[name]["passed"]]
     if num_unscored:

@@ -17,7 +17,7 @@ from tokenmill.bench.results.mlperf_reports import GateReport, MlperfReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import InvalidRequestError
-from tokenmill.settings import Settings, SettingsError
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.ranking.engine import RankingEngine
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 UNBOUNDED = 2**31
 NO_HURRY_MS = 3.6e6  # Offline: batches are as large as their tokens allow
 WARM_UP = 3
-NOT_HERE = ("url", "compliance", "compliance-dataset", "submission-dir", "mtp")
+NOT_HERE = ("url", "compliance", "compliance-dataset", "submission-dir")
+TAKEN = ("model", "dtype", "device", "random-weights")  # of an engine's settings
 RANDOM_NOTICE = "Requests are random ids in the benchmark's lengths, not its dataset."
 WEIGHTS_NOTICE = "Weights are random: the scores mean nothing."
 
@@ -50,6 +51,11 @@ def check_settings(settings: Settings) -> None:
         # A test's own process has its folder of logs in --submission-dir.
         if settings.values.get(key) and not (key == "submission-dir" and settings.get("json-only")):
             raise SettingsError(f"--{key} does not go with --benchmark dlrm-v3")
+    for setting in (*MODEL, *CACHE, *SCHEDULER, *EXECUTION):
+        if setting.key in settings and setting.key not in TAKEN:
+            raise SettingsError(
+                f"--{setting.key} is for language models and does not go with --benchmark dlrm-v3"
+            )
     if not settings.values.get("model"):
         raise SettingsError(
             "--benchmark dlrm-v3 needs --model DIR: tokenmill rank-train DIR writes one, and with "
@@ -238,12 +244,16 @@ def _accuracy(run: bench.Run, folder: Path) -> MlperfReport:
         labels.append(values[2 + count : 2 + 2 * count])
     found = rank_metrics(scores, labels)._asdict()
     report: MlperfReport = {"accuracy": {**found, "num_unscored": 0}, "accuracy_gates": {}}
-    if not run.quick:
-        report["accuracy_gates"] = {name: _gate(run, name, found[name]) for name in found}
+    if run.quick:
+        return report
+    for name, value in found.items():
+        if value is None:
+            raise BenchError(f"{name} is not defined: labels or scores are all the same")
+        report["accuracy_gates"][name] = gate_of(run, name, value)
     return report
 
 
-def _gate(run: bench.Run, name: str, value: float) -> GateReport:
+def gate_of(run: bench.Run, name: str, value: float) -> GateReport:
     """Within the share of the reference's; entropy from above, the others from below."""
     reference, share = run.preset.accuracy[name], run.preset.accuracy_share
     if name == "ne":

@@ -202,7 +202,7 @@ def copy_performance(layout: Layout, logs: Path) -> None:
         shutil.copyfile(logs / name, layout.performance / name)
 
 
-def copy_accuracy(layout: Layout, logs: Path, scores: Mapping[str, float]) -> None:
+def copy_accuracy(layout: Layout, logs: Path, scores: Mapping[str, float | None]) -> None:
     """The logs of an accuracy run, the answers truncated, and accuracy.txt with their hash."""
     layout.accuracy.mkdir(parents=True, exist_ok=True)
     for name in (SUMMARY, DETAIL):

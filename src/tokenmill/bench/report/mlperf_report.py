@@ -23,7 +23,7 @@ from tokenmill.bench.report.charts import (
 from tokenmill.bench.report.page import Notice, Page, Section, Tile
 from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
 from tokenmill.bench.results.manifest import write_manifest
-from tokenmill.bench.results.mlperf_reports import LoadGenLatency, MlperfReport, PeakRun
+from tokenmill.bench.results.mlperf_reports import LoadGenLatency, MlperfReport, PeakRun, required
 from tokenmill.bench.results.reports import Facts
 from tokenmill.core.metrics import RequestTimes
 
@@ -133,7 +133,7 @@ def _tiles(report: MlperfReport) -> list[Tile]:
         tiles.append(Tile("Queries", f"{report['num_queries']:,}", "answered", note))
     for name, gate in report.get("accuracy_gates", {}).items():
         tone: html.Tone = "good" if gate["passed"] else "bad"
-        note = f"required {gate['min']:,.4f}"
+        note = f"required {required(gate)}"
         tiles.append(Tile(name, f"{gate['value']:,.4f}", "", note, tone))
     return tiles
 
@@ -214,6 +214,6 @@ def _accuracy_section(report: MlperfReport) -> Section:
     rows = [["score", "value", "required", "passed"]]
     for name, value in report["accuracy"].items():
         gate = gates.get(name)
-        required = [f"{gate['min']:,.4f}", "yes" if gate["passed"] else "no"] if gate else ["-"] * 2
-        rows.append([name, html.plain(value), *required])
+        cells = [required(gate), "yes" if gate["passed"] else "no"] if gate else ["-"] * 2
+        rows.append([name, html.plain(value), *cells])
     return Section("Accuracy", [html.table("Scores", rows)])

@@ -5,6 +5,7 @@ A latency is in milliseconds by statistic: mean, p50, p90, p99 and the like; {} 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NotRequired, TypedDict
 
 from tokenmill.bench.results.reports import Occurrence
@@ -28,6 +29,15 @@ class GateReport(TypedDict):
     min: float
     max: NotRequired[float]
     passed: bool
+
+
+def required(gate: GateReport) -> str:
+    """The bounds of a gate in words."""
+    if "max" not in gate:
+        return f"at least {gate['min']:,.4f}"
+    if not gate["min"]:
+        return f"at most {gate['max']:,.4f}"
+    return f"{gate['min']:,.4f} to {gate['max']:,.4f}"
 
 
 class PeakRun(TypedDict):
@@ -91,7 +101,7 @@ class MlperfReport(TypedDict, total=False):
     peak_qps: float | None
     runs: list[PeakRun]
     # Of an accuracy test.
-    accuracy: dict[str, float]
+    accuracy: Mapping[str, float | None]  # None: not defined
     accuracy_gates: dict[str, GateReport]
     sentences_by: str
     # Of compliance tests.
