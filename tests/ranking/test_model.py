@@ -90,8 +90,11 @@ def test_tiles_cover_every_row_once_longest_first() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown item": ({"item_ids": np.array([1, 64, 3])}, "item_ids: 64 is unknown"),
-    "unknown candidate": ({"candidate_ids": np.array([-1, 0])}, "candidate_ids: -1 is unknown"),
+    "unknown item": ({"item_ids": np.array([1, 64, 3])}, "history.item_ids: 64 is unknown"),
+    "unknown candidate": (
+        {"candidate_ids": np.array([-1, 0])},
+        "candidates.item_ids: -1 is unknown",
+    ),
     "unknown user": ({"user_id": 8}, "user_id: 8 is unknown; values are 0 to 7"),
     "unknown category": ({"category_ids": np.array([0, 0, 4])}, "category_ids: 4 is unknown"),
     "unknown action": ({"actions": np.array([0, 32, 0])}, "actions: 32 is unknown"),
@@ -101,7 +104,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "mixed lengths": ({"actions": np.array([1])}, "actions: expected 3 values"),
     "mixed candidates": (
         {"candidate_category_ids": np.array([1])},
-        "candidate_category_ids: expected 2 values",
+        "candidates.category_ids: expected 2 values",
     ),
     "times": ({"timestamps": np.array([1, 2])}, "timestamps: expected 3 values"),
     "negative time": ({"timestamps": np.array([1, -2, 3])}, "timestamps: expected seconds"),

@@ -24,11 +24,10 @@ class RankingModel:
 
     def __init__(self, dense: HstuModel, stores: Stores) -> None:
         self.spec, self.dense, self.stores = dense.spec, dense, stores
-        rows = (self.spec.num_items, self.spec.num_users, self.spec.num_categories)
-        for name, count in zip(TABLES, rows, strict=True):
+        for name in TABLES:
             if name not in stores:
                 raise ModelLoadError(f"{name}: the model needs a table of this name")
-            _check_store(name, stores[name], count, self.spec.embedding_dim)
+            check_store(name, stores[name], self.spec)
         self._categories = torch.arange(self.spec.num_categories, device=dense.device)
 
     def embed(self, batch: RankBatch) -> Embedded:
@@ -85,13 +84,15 @@ def limit_threads(spec: HstuSpec) -> None:
         torch.set_num_threads(1)
 
 
-def _check_store(name: str, store: EmbeddingStore, rows: int, columns: int) -> None:
+def check_store(name: str, store: EmbeddingStore, spec: HstuSpec) -> None:
+    """An error where a table has other rows or columns than the config says."""
+    field = {"item": "num_items", "user": "num_users", "category": "num_categories"}[name]
+    rows, columns = getattr(spec, field), spec.embedding_dim
     if store.dim != columns:
         raise ModelLoadError(
             f"{name}: the table has {store.dim} columns, the config {columns} (embedding_dim)"
         )
     if store.num_rows != rows:
         raise ModelLoadError(
-            f"{name}: the table has {store.num_rows} rows, the config {rows} (num_"
-            f"{ {'item': 'items', 'user': 'users', 'category': 'categories'}[name] })"
+            f"{name}: the table has {store.num_rows} rows, the config {rows} ({field})"
         )

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import ModelLoadError
+from tokenmill.models.checkpoints.weights import naming
 from tokenmill.models.hstu import HstuModel, dense_tensors
-from tokenmill.ranking.model import TABLES, RankingModel
+from tokenmill.ranking.model import TABLES, RankingModel, check_store
 from tokenmill.ranking.stores.opening import open_table
 from tokenmill.ranking.stores.store import EmbeddingStore
 from tokenmill.ranking.stores.table import DeviceTable
@@ -54,17 +55,17 @@ def load_model(
     except (OSError, SafetensorError) as fault:
         raise ModelLoadError(f"{folder / WEIGHTS}: cannot be read: {fault}") from None
     tables = {name: tensors.pop(_TABLE + name, None) for name in TABLES}
-    stores: dict[str, EmbeddingStore] = {
-        name: open_table(path, device, cache_rows) for name, path in (elsewhere or {}).items()
-    }
+    stores: dict[str, EmbeddingStore] = {}
+    for name, path in (elsewhere or {}).items():
+        stores[name] = open_table(path, device, cache_rows)
+        with naming(Path(path)):
+            check_store(name, stores[name], spec)
     for name, table in tables.items():
         if table is not None and name not in stores:
             stores[name] = DeviceTable(table.to(device))
-    try:
+    with naming(folder / WEIGHTS):
         dense = {name: tensor.to(device, DTYPES[dtype]) for name, tensor in tensors.items()}
         return RankingModel(HstuModel(spec, dense, **levers), stores)
-    except ModelLoadError as wrong:
-        raise ModelLoadError(f"{folder / WEIGHTS}: {wrong}") from None
 
 
 def random_model(

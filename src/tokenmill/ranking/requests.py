@@ -1,6 +1,7 @@
 """What is asked and answered: a user's history and candidates, a score for each; what is refused.
 
 Every check is here and comes before a batch is formed, so that no batch fails for one request.
+Errors name a field as a request's JSON has it.
 """
 
 from __future__ import annotations
@@ -93,18 +94,18 @@ def check_request(request: RankRequest, spec: HstuSpec) -> None:
     if request.num_tokens > most:
         left = most - 1 - request.num_candidates
         raise InvalidRequestError(
-            f"item_ids: the history has {request.num_history} items; beside "
+            f"history.item_ids: the history has {request.num_history} items; beside "
             f"{request.num_candidates} candidates at most {left} fit (max_seq_len {most})",
-            "item_ids",
+            "history.item_ids",
         )
     ranges = (
         ("user_id", np.array([request.user_id]), spec.num_users, "num_users"),
-        ("item_ids", request.item_ids, spec.num_items, "num_items"),
-        ("candidate_ids", request.candidate_ids, spec.num_items, "num_items"),
-        ("category_ids", request.category_ids, spec.num_categories, "num_categories"),
-        *(("candidate_category_ids", request.candidate_category_ids, spec.num_categories,
+        ("history.item_ids", request.item_ids, spec.num_items, "num_items"),
+        ("candidates.item_ids", request.candidate_ids, spec.num_items, "num_items"),
+        ("history.category_ids", request.category_ids, spec.num_categories, "num_categories"),
+        *(("candidates.category_ids", request.candidate_category_ids, spec.num_categories,
            "num_categories"),),
-        ("actions", request.actions, 1 << spec.num_actions, "2 ** num_actions"),
+        ("history.actions", request.actions, 1 << spec.num_actions, "2 ** num_actions"),
     )  # fmt: skip
     for name, values, count, source in ranges:
         _check_range(name, values, count, source)
@@ -113,20 +114,22 @@ def check_request(request: RankRequest, spec: HstuSpec) -> None:
 
 def _check_lengths(request: RankRequest, spec: HstuSpec) -> None:
     if request.num_history == 0:
-        raise InvalidRequestError("item_ids: the history is empty; one item is needed", "item_ids")
+        wrong = "history.item_ids: the history is empty; one item is needed"
+        raise InvalidRequestError(wrong, "history.item_ids")
     if request.num_candidates == 0:
-        raise InvalidRequestError("candidate_ids: there is no candidate to score", "candidate_ids")
+        wrong = "candidates.item_ids: there is no candidate to score"
+        raise InvalidRequestError(wrong, "candidates.item_ids")
     if request.num_candidates > spec.max_candidates:
         raise InvalidRequestError(
-            f"candidate_ids: {request.num_candidates} candidates; the most are "
+            f"candidates.item_ids: {request.num_candidates} candidates; the most are "
             f"{spec.max_candidates} (max_candidates)",
-            "candidate_ids",
+            "candidates.item_ids",
         )
     pairs = (
-        ("category_ids", request.category_ids, "item_ids", request.num_history),
-        ("actions", request.actions, "item_ids", request.num_history),
-        ("timestamps", request.timestamps, "item_ids", request.num_history),
-        *(("candidate_category_ids", request.candidate_category_ids, "candidate_ids",
+        ("history.category_ids", request.category_ids, "history.item_ids", request.num_history),
+        ("history.actions", request.actions, "history.item_ids", request.num_history),
+        ("history.timestamps", request.timestamps, "history.item_ids", request.num_history),
+        *(("candidates.category_ids", request.candidate_category_ids, "candidates.item_ids",
            request.num_candidates),),
     )  # fmt: skip
     for name, values, other, count in pairs:
@@ -148,5 +151,5 @@ def _check_times(request: RankRequest) -> None:
         wrong = f"query_time: expected seconds of 0 or more, got {request.query_time}"
         raise InvalidRequestError(wrong, "query_time")
     if request.timestamps is not None and request.timestamps.min() < 0:
-        wrong = f"timestamps: expected seconds of 0 or more, got {request.timestamps.min()}"
-        raise InvalidRequestError(wrong, "timestamps")
+        wrong = f"history.timestamps: expected seconds of 0 or more, got {request.timestamps.min()}"
+        raise InvalidRequestError(wrong, "history.timestamps")

@@ -9,12 +9,9 @@ import torch
 
 from tokenmill.kernels.embedding import WAYS
 from tokenmill.ranking.stores.database import FILE, DatabaseTable
-from tokenmill.ranking.stores.device_cache import CachedTable, cache_memory_bytes
+from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable
 from tokenmill.ranking.stores.store import (
-    DEVICE,
-    DISK,
-    HOST,
     EmbeddingError,
     EmbeddingStore,
     TableSpec,
@@ -114,17 +111,6 @@ def open_table(
     if device.type == "cpu" and not cache_rows:
         return backing
     return _cached(backing, cache_rows, device)
-
-
-def planned_bytes(kind: str, spec: TableSpec, device: str, cache_rows: int = 0) -> dict[str, int]:
-    """By tier, what open_table will take of the memories, and a table of the disk."""
-    cached = bool(cache_rows) or (kind != "file" and device != "cpu")
-    near = cache_memory_bytes(spec, _slots(spec, cache_rows)) if cached else 0
-    if kind == "file" and not cached:
-        return {DEVICE: spec.num_bytes}
-    if kind == "database":
-        return {DEVICE: near, DISK: spec.num_bytes}
-    return {DEVICE: near, HOST: spec.num_bytes}
 
 
 def kind_of(path: Path) -> str:
