@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
 from tokenmill.__main__ import run
@@ -136,6 +138,48 @@ def test_broken_folders_are_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "vae" / weights).symlink_to(folder / "vae" / weights)
     with pytest.raises(ModelLoadError, match=r"tensors are missing: decoder\.up_blocks\.0\.resn"):
         open_wan(tmp_path)
+
+
+SCHEDULER = "scheduler/scheduler_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "says"),
+    [
+        ("model_index.json", {"_class_name": "WanVACEPipeline"}, "only 'WanPipeline' is supported"),
+        (
+            "transformer/config.json",
+            {"_class_name": "WanVACETransformer3DModel"},
+            "only 'WanTransformer3DModel' is supported",
+        ),
+        (
+            SCHEDULER,
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0},
+            "_class_name: only 'UniPCMultistepScheduler' is supported",
+        ),
+        (SCHEDULER, {"prediction_type": "epsilon"}, "only 'flow_prediction' is supported"),
+        (SCHEDULER, {"flow_shift": "five"}, "flow_shift: expected a positive number, got 'five'"),
+    ],
+)
+def test_pipelines_that_would_run_as_another_are_refused(
+    folder: Path, tmp_path: Path, file: str, changes: dict[str, object], says: str
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "wan"))
+    config = json.loads((copied / file).read_text())
+    (copied / file).write_text(json.dumps(config | changes))
+    with pytest.raises(ModelLoadError, match=f"{file}: .*{says}"):
+        open_wan(copied)
+
+
+def test_tensors_of_an_expert_that_would_not_be_used_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "wan"))
+    weights = copied / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    more = {"vace_blocks.0.proj_in.weight": torch.zeros(2, 2)}
+    save_file(load_file(weights) | more, weights)
+    with pytest.raises(ModelLoadError, match=r"1 tensors are not of .*: vace_blocks\.0\.proj_in"):
+        open_wan(copied)
 
 
 def test_mp4_and_png_hold_the_frames(tmp_path: Path) -> None:

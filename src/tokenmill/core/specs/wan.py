@@ -185,6 +185,7 @@ SHAPES = {"wan2.2-t2v-a14b": A14B, "wan-tiny": TINY}
 def read_transformer(config: Settings) -> WanTransformerSpec:
     """From config.json of a diffusers WanTransformer3DModel, text-to-video alone."""
     for key, only in (
+        ("_class_name", "WanTransformer3DModel"),
         ("qk_norm", "rms_norm_across_heads"),
         ("image_dim", None),
         ("added_kv_proj_dim", None),

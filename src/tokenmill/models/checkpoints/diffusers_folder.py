@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tokenmill.core.specs.fields import fixed, number
 from tokenmill.core.specs.wan import (
     SHAPES,
     WanSpec,
@@ -106,7 +107,7 @@ def _num_bytes(parts: Mapping[str, Mapping[str, ReadableTensor]]) -> int:
 
 def open_wan(folder: Path) -> WanCheckpoint:
     """Read the configs and headers of a Wan text-to-video folder, and check every tensor."""
-    index = _read(folder / _INDEX, dict)
+    index = _read(folder / _INDEX, _text_to_video)
     two = _has(index, "transformer_2")
     experts = _EXPERTS[: 1 + two]
     shapes = {part: _read(folder / part / CONFIG_FILE, read_transformer) for part in experts}
@@ -121,7 +122,7 @@ def open_wan(folder: Path) -> WanCheckpoint:
         _read(folder / "text_encoder" / CONFIG_FILE, read_text_encoder),
         _read(folder / "vae" / CONFIG_FILE, read_vae),
         boundary if two else None,
-        _flow_shift(folder),
+        _read(folder / "scheduler" / "scheduler_config.json", _read_flow_shift),
     )
     _check_widths(folder, spec)
     parts = {name: _open_part(folder, name, shapes) for name, shapes in _expected(spec).items()}
@@ -168,9 +169,24 @@ def _has(index: dict[str, Any], part: str) -> bool:
     return isinstance(found, list) and found[0] is not None
 
 
-def _flow_shift(folder: Path) -> float:
-    config = _read(folder / "scheduler" / "scheduler_config.json", dict)
-    return float(config.get("flow_shift") or WanSpec().flow_shift)
+def _text_to_video(index: dict[str, Any]) -> dict[str, Any]:
+    """The index of a pipeline without images or controls, and one timestep for all patches."""
+    fixed(index, "_class_name", "WanPipeline")
+    fixed(index, "expand_timesteps", False)
+    return index
+
+
+def _read_flow_shift(config: dict[str, Any]) -> float:
+    """From the config of the scheduler whose steps video/unipc.py computes."""
+    for key, only in (
+        ("_class_name", "UniPCMultistepScheduler"),
+        ("prediction_type", "flow_prediction"),
+        ("use_flow_sigmas", True),
+        ("solver_order", 2),
+        ("solver_type", "bh2"),
+    ):
+        fixed(config, key, only)
+    return number({"flow_shift": WanSpec().flow_shift} | config, "flow_shift")
 
 
 def _check_widths(folder: Path, spec: WanSpec) -> None:
@@ -185,7 +201,7 @@ def _check_widths(folder: Path, spec: WanSpec) -> None:
 
 
 def _open_part(folder: Path, part: str, expected: dict[str, Shape]) -> dict[str, ReadableTensor]:
-    """The expected tensors of a part; what else its files hold is not read."""
+    """The expected tensors of a part; only a text encoder and an autoencoder may hold others."""
     stem = "model" if part == "text_encoder" else _DIFFUSION
     stored = read_stored(folder / part, stem)
     for copy, name in _TEXT_COPIES.items():
@@ -195,6 +211,11 @@ def _open_part(folder: Path, part: str, expected: dict[str, Shape]) -> dict[str,
     if missing:
         listed = ", ".join(missing[:MAX_LISTED])
         raise ModelLoadError(f"{folder / part}: {len(missing)} tensors are missing: {listed}")
+    others = [name for name in stored if name not in expected] if part in _EXPERTS else []
+    if others:
+        listed = ", ".join(others[:MAX_LISTED])
+        problem = f"{len(others)} tensors are not of a text-to-video model: {listed}"
+        raise ModelLoadError(f"{folder / part}: {problem}")
     for name, shape in expected.items():
         if stored[name].shape != shape:
             problem = f"{name} has the shape {stored[name].shape}, config.json makes it {shape}"
