@@ -7,19 +7,20 @@ from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper
 from tokenmill.kernels.gpu import hstu
+from tokenmill.kernels.hstu import HEAD_DIMS
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_silu_attention_compiles_and_fits(ahead: bool) -> None:
+@pytest.mark.parametrize(("dim", "ahead"), [(HEAD_DIMS[0], False), (128, False), (128, True)])
+def test_silu_attention_compiles_and_fits(dim: int, ahead: bool) -> None:
     """Its tiles come by the copy engine, and a weight is one tanh."""
     shape = hstu.ATTENTION
     types = dict.fromkeys(("q", "own_k", "own_v", "out"), "*bf16")
-    types |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[{shape.keys}, 128]>")
+    types |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[{shape.keys}, {dim}]>")
     strides = tuple(name for name in hstu.attention_kernel.arg_names if name.endswith("stride"))
     types |= dict.fromkeys((*strides, "first_target"), "i32")
     types |= dict.fromkeys(("scale", "inverse"), "fp32")
     constants = {
-        "DIM": 128, "VDIM": 128, "ROWS": hstu.TILE_ROWS, "KEYS": shape.keys,
+        "DIM": dim, "VDIM": dim, "ROWS": hstu.TILE_ROWS, "KEYS": shape.keys,
         "STAGES": shape.stages, "AHEAD": ahead, "FAST": True, "TMA": True,
     }  # fmt: skip
     compiled = compiled_for_hopper(
