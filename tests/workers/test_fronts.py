@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ from openai import OpenAI, UnprocessableEntityError
 
 from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
-from api.streams import GENEROUS_S, Spawner, read
+from api.streams import GENEROUS_S, Spawner, read, until
 from tokenmill import __version__
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
 from tokenmill.routing.router import Router
+from tokenmill.workers.fronts import member
+from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import Announced, FrontSetup, decode_to_front, encode
 from tokenmill.workers.fronts.member import MemberPool, OwnerLink
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner, front_spawner
+from tokenmill.workers.messages import AddFront, ToWorker
 from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.pool_routers import Routers
 from vision.pictures import data_url, file_of, photo
@@ -228,15 +232,26 @@ def test_a_repeated_call_gets_the_answer_that_was_given(server: SimServer) -> No
         ask("say: something else")
 
 
+@asynccontextmanager
+async def owned(spawner: Spawner) -> AsyncIterator[tuple[WorkerPool, FrontOwner]]:
+    """A worker and the owner of fronts, which the test itself is."""
+    pool = WorkerPool(spawner, PoolConfig(backoff_s=0.01, max_restarts=1))
+    setup = FrontSetup("1", MODEL, "", "", "", ServerConfig(port=0))
+    owner = FrontOwner(pool, setup, front_spawner(()), 1)
+    try:
+        async with asyncio.timeout(GENEROUS_S):
+            await pool.start()
+            yield pool, owner
+    finally:
+        await owner.close()
+        await pool.close()
+
+
 def test_open_requests_end_at_once_when_the_workers_are_given_up() -> None:
     async def main() -> None:
         spawner = Spawner(COUNTING)
-        pool = WorkerPool(spawner, PoolConfig(backoff_s=0.01, max_restarts=1))
-        setup = FrontSetup("1", MODEL, "", "", "", ServerConfig(port=0))
-        owner = FrontOwner(pool, setup, front_spawner(()), 1)
-        link = OwnerLink(owner._socket.address)
-        try:
-            await pool.start()
+        async with owned(spawner) as (pool, owner):
+            link = OwnerLink(owner._socket.address)
             front = MemberPool(await link.join(owner._issue("f0"), "1", None), link, None)
             await front.start()
             stream = front.submit([request("x", 10**9)])
@@ -248,16 +263,47 @@ def test_open_requests_end_at_once_when_the_workers_are_given_up() -> None:
             assert (output.finish_reason, output.stop_reason) == ("error", "worker_died")
             assert output.error is not None and output.error.startswith("the engine stopped: ")
             await front.close()
-        finally:
             link.close()
-            await owner.close()
-            await pool.close()
 
-    async def limited() -> None:
-        async with asyncio.timeout(GENEROUS_S):
-            await main()
+    asyncio.run(main())
 
-    asyncio.run(limited())
+
+def test_a_front_that_workers_cannot_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "SILENT_S", 0.01)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        refused = f"tcp://127.0.0.1:{probe.getsockname()[1]}#"  # nobody listens there
+    tries: list[AddFront] = []
+
+    async def main() -> None:
+        async with owned(Spawner(COUNTING)) as (pool, owner):
+            slot = pool.slots["w0"]
+            send = slot.send
+
+            def mislead(message: ToWorker) -> None:
+                if isinstance(message, AddFront):
+                    tries.append(message)
+                    key = message.address.partition("#")[2]
+                    message = AddFront(message.front, refused + key)
+                send(message)
+
+            monkeypatch.setattr(slot, "send", mislead)
+            for limit_s in (GENEROUS_S, 0.01):
+                monkeypatch.setattr(member, "LINK_TIMEOUT_S", limit_s)
+                joins = OwnerLink(owner._socket.address)
+                welcome = await joins.join(owner._issue(), "1", None)
+                front = MemberPool(welcome, joins, "127.0.0.1")
+                starts = asyncio.create_task(front.start())
+                if limit_s == GENEROUS_S:  # the worker tells, and the front tries again
+                    await until(lambda: len(tries) > 1)
+                    starts.cancel()
+                else:
+                    with pytest.raises(FrontError, match=r"w0 did not connect .* 127\.0\.0\.1 "):
+                        await starts
+                await front.close()
+                joins.close()
+
+    asyncio.run(main())
 
 
 JOIN = """

@@ -63,7 +63,8 @@ class FrontLink:
             self.socket.ipv6 = "[" in address
             beat(self.socket)
             connected = zmq.EVENT_HANDSHAKE_SUCCEEDED
-        events = zmq.EVENT_DISCONNECTED | (0 if shared else connected)
+        # A refused connection is closed; one that was made is disconnected.
+        events = zmq.EVENT_DISCONNECTED | (zmq.EVENT_CLOSED if shared else connected)
         self.monitor = self.socket.get_monitor_socket(events)
         self.socket.connect(address)
         if not shared:

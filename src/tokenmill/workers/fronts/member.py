@@ -72,6 +72,7 @@ from tokenmill.workers.slot import Role
 _log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 30.0
+LINK_TIMEOUT_S = 30.0  # for workers to reach a front that joins
 REPORT_S = 1.0
 CALLS_S = 0.05  # between two looks at what is open
 BEAT_TICKS = 10  # of these, after which the owner hears of us though nothing has changed
@@ -215,6 +216,8 @@ class MemberPool(WorkerPool):
             front=welcome.link,
         )
         self._owner = owner
+        self._host = host
+        self._link_timeout_s = None if welcome.is_child else LINK_TIMEOUT_S
         self._workers = welcome.workers
         self._totals: Totals | None = None
         self._others = OpenCalls()
@@ -231,7 +234,12 @@ class MemberPool(WorkerPool):
     async def start(self) -> ModelFacts:
         """Get a link to each worker that is there."""
         follows = [self._follow(name, role) for name, role in self._workers.items()]
-        for ended in await asyncio.gather(*follows, return_exceptions=True):
+        try:
+            async with asyncio.timeout(self._link_timeout_s):
+                ends = await asyncio.gather(*follows, return_exceptions=True)
+        except TimeoutError:
+            raise FrontError(self._unreached()) from None
+        for ended in ends:
             if isinstance(ended, Exception):  # a CancelledError, which is none: the worker left
                 raise ended
         await self.handovers.settled()
@@ -240,6 +248,13 @@ class MemberPool(WorkerPool):
         await self.stats()
         self._begin(self._tell())
         return self.facts
+
+    def _unreached(self) -> str:
+        late = ", ".join(slot.name for slot in self.slots.values() if not slot.ready)
+        return (
+            f"{late} did not connect to this front at {self._host} within {LINK_TIMEOUT_S:g} s: "
+            "workers connect to random TCP ports here, so firewalls must let them through"
+        )
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Leave the workers; open requests end in ERROR."""

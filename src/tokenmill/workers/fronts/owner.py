@@ -138,6 +138,11 @@ class _Front:
         is_heard = self.is_child or time.monotonic() - self.heard_s < SILENT_S
         return self.peer is not None and is_heard
 
+    def is_late(self, now_s: float) -> bool:
+        """One of another host says nothing; while it starts it may load for a while."""
+        limit_s = START_TIMEOUT_S if self.state == "starting" else HOST_SILENT_S
+        return not self.is_child and now_s - self.heard_s > limit_s
+
     def end_gather(self) -> None:
         """Nobody waits for the report any more: it has come, or is late."""
         if self.reported is not None:
@@ -273,8 +278,7 @@ class FrontOwner:
                 last_s = now_s
                 self._spread_totals()
                 for front in list(self._fronts.values()):
-                    late = not front.is_child and now_s - front.heard_s > HOST_SILENT_S
-                    if late and front.peer is not None:
+                    if front.is_late(now_s) and front.peer is not None:
                         self._begin(self._gone(front))
 
     # Messages of fronts.
@@ -468,7 +472,7 @@ class FrontOwner:
         await asyncio.sleep(SILENT_S)
         if front.link != link or front.peer is None:
             return
-        if not front.is_child and front.heard_s < began_s:
+        if not front.is_child and front.state != "starting" and front.heard_s < began_s:
             await self._gone(front)
         elif slot.name in front.wanted and slot.ready:
             slot.send(DropFront(link))
