@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tokenmill.core.types import Request
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.workers.exchange.handover import Handovers
-from tokenmill.workers.messages import Abort
+from tokenmill.workers.messages import Abort, DisconnectKV
 from tokenmill.workers.open_request import Handover, OpenRequest
 from tokenmill.workers.output_stream import OutputStream
 
@@ -17,7 +18,11 @@ from tokenmill.workers.output_stream import OutputStream
 class Slot:
     """Keeps what a worker is sent."""
 
-    def __init__(self) -> None:
+    worker_lives = False
+
+    def __init__(self, name: str = "", role: str = "both") -> None:
+        self.name, self.role = name, role
+        self.facts = SimpleNamespace(kv=SimpleNamespace(engine_id=f"engine of {name}"))
         self.sent: list[object] = []
 
     def send(self, message: object) -> None:
@@ -57,3 +62,13 @@ def test_a_worker_that_knows_nothing_of_it_is_not_waited_for() -> None:
     handovers = Handovers(DisaggregationRule(1), {}, cast(Any, None), cast(Any, None))
     handovers.end(open_request(source, target, told=False))
     assert source.sent == [Abort(["a"])] and target.sent == []
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_other_workers_read_on_where_only_a_link_broke(lives: bool) -> None:
+    prefill, decode = Slot("p0", "prefill"), Slot("d0", "decode")
+    slots: Any = {"p0": prefill, "d0": decode}
+    handovers = Handovers(DisaggregationRule(1), slots, cast(Any, None), cast(Any, None))
+    prefill.worker_lives = lives
+    handovers.disconnect(cast(Any, prefill))
+    assert decode.sent == ([] if lives else [DisconnectKV("engine of p0")])

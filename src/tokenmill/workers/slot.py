@@ -50,6 +50,7 @@ class WorkerSlot:
         self.num_failures = 0
         self.num_hangs = 0
         self.last_failure = ""
+        self.worker_lives = False  # though the link to it broke
         self.tokens = Rate()
         self.prompt_tokens = Rate()  # that it has computed, not found cached
         self._busy: deque[bool] = deque(maxlen=BUSY_SAMPLES)
@@ -74,6 +75,7 @@ class WorkerSlot:
     async def launch(self) -> ModelFacts:
         """Spawn a worker; raises WorkerStartError when it does not come up."""
         link = self._link = WorkerLink(self._receive, self._host)
+        self.worker_lives = False
         limit_s = self._config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -102,9 +104,10 @@ class WorkerSlot:
         if link is not None:
             await link.close(grace_s)
 
-    def lost(self, address: str, reason: str) -> None:
-        """Give up the link of this address: others know that the worker is gone."""
+    def lost(self, address: str, reason: str, worker_lives: bool = False) -> None:
+        """Give up the link of this address: others know that the worker is gone, or the link."""
         if self._link is not None and self._link.address == address:
+            self.worker_lives = worker_lives
             self._link.lost(reason)
 
     def send(self, message: ToWorker) -> None:

@@ -166,7 +166,8 @@ class _Loop:
         """Apply the messages that have arrived."""
         messages, self._running = self._links.receive(wait_ms)
         for front, data in messages:
-            self._apply(front, decode_to_worker(data))
+            if self._links.is_there(front):  # or it was dropped by a message before this one
+                self._apply(front, decode_to_worker(data))
 
     def _apply(self, front: str, message: ToWorker) -> None:
         match message:

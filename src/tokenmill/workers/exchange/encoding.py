@@ -47,8 +47,6 @@ class Encodings:
     def __init__(
         self, slots: Mapping[str, WorkerSlot], enabled: bool, on_ready: OnReady, on_failed: OnFailed
     ) -> None:
-        self.num_encoded = 0  # images that were sent to an encoder and came back
-        self.num_shared = 0  # images of requests that another one had asked for
         self._slots, self._enabled = slots, enabled
         self._on_ready, self._on_failed = on_ready, on_failed
         self._waiting: deque[OpenRequest] = deque()  # have no room yet
@@ -136,7 +134,6 @@ class Encodings:
             address = None if slot.facts is None else slot.facts.kv
             assert address is not None
             job.features = FeatureBlocks(address.engine_id, tuple(notice.block_ids))
-            self.num_encoded += 1
             if self.on_spent is not None:
                 self.on_spent(slot, job.payer, Cost(prefill_s=notice.spent_s))
             for entry in [user for user in job.users if user in self._encoding]:
@@ -172,7 +169,6 @@ class Encodings:
 
     def _start(self, entry: OpenRequest, new: dict[bytes, _Job]) -> None:
         images = {span.image.content_hash: span for span in entry.request.images}
-        self.num_shared += len(images) - len(new)
         for content, job in new.items():
             self._jobs[content], self._by_id[job.sent_as] = job, content
             self._used[job.slot] += job.num_blocks

@@ -114,11 +114,14 @@ class Handovers:
             raise WorkerStartError(problem)
 
     def disconnect(self, slot: WorkerSlot) -> None:
-        """Forget the connections of a worker that is gone, and tell its peers."""
+        """Forget the connections of a worker that is gone, and tell its peers.
+
+        Where only a link to it broke, its peers still read for other fronts.
+        """
         engine_id = _engine_id(slot)
         for pairs in (self._asked, self._connected):
             pairs -= {p for p in pairs if p[0] == engine_id or p[1] == slot.name}
-        for other in self._slots.values() if engine_id else ():
+        for other in self._slots.values() if engine_id and not slot.worker_lives else ():
             if other.role in READERS[slot.role]:
                 other.send(DisconnectKV(engine_id))
 

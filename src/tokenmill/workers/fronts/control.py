@@ -1,7 +1,7 @@
 """All messages between the owner of a pool and its fronts: msgpack of tagged structs.
 
 1. A front connects and says Hello with the ticket that it was given; the owner answers Welcome or
-   Refused. A ticket is good for one front.
+   Refused. A ticket is good for one front; that for a front of another host, for a minute.
 2. For each worker that it hears of, the front binds a socket and says Connect with its address. The
    owner has the worker connect there (messages.AddFront), at once or when the worker is back.
 3. The front says Listening, and from then on Report and OpenCalls, which is also its heartbeat.
@@ -174,6 +174,7 @@ class WorkerGone(msgspec.Struct, tag=True):
     worker: str
     address: str  # of the link
     reason: str
+    worker_lives: bool = False  # only the link broke
 
 
 class WorkerLeaving(msgspec.Struct, tag=True):
@@ -213,7 +214,7 @@ class NewRouter(msgspec.Struct, tag=True):
 class Answer(msgspec.Struct, tag=True):
     number: int
     error: str = ""
-    error_kind: str = ""  # pool, start or version
+    error_kind: str = ""  # pool, start or internal
     totals: Totals | None = None
     ticket: Ticket | None = None
     kept: KeptAnswer | None = None

@@ -81,7 +81,11 @@ class OwnerSocket(_Socket):
         super().__init__(zmq.ROUTER, lambda frames: on_message(self, frames[0], frames[1]))
         self._directory = Path(tempfile.mkdtemp(prefix="tokenmill-"))
         self.key = ""
-        self.address = self._bind(host)
+        try:
+            self.address = self._bind(host)
+        except zmq.ZMQError:
+            self.close()
+            raise
         self._listen()
 
     def _bind(self, host: str | None) -> str:

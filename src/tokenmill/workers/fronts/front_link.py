@@ -136,8 +136,8 @@ class FrontLinks:
         return found, self.owner.monitor not in ready
 
     def link(self, front: str) -> FrontLink:
-        """The link of a front; of one that is gone, one that leads nowhere."""
-        return self._fronts.get(front, self.owner)
+        """The link of a front that is there, or of the owner."""
+        return self._fronts[front] if front else self.owner
 
     # Fronts come and go.
 
@@ -236,7 +236,7 @@ class FrontLinks:
         if not self._fronts:
             return [(self.owner, items)]
         groups = self._by_front(items, id_of)
-        return [(self.link(front), own) for front, own in groups.items() if self._is_there(front)]
+        return [(self.link(front), own) for front, own in groups.items() if self.is_there(front)]
 
     def costs(self, front: str, costs: Mapping[str, Cost]) -> dict[str, Cost]:
         """What the requests of one front have taken."""
@@ -254,10 +254,11 @@ class FrontLinks:
         return groups
 
     def _send(self, front: str, message: FromWorker) -> None:
-        if self._is_there(front):
+        if self.is_there(front):
             self.link(front).send(message)
 
-    def _is_there(self, front: str) -> bool:
+    def is_there(self, front: str) -> bool:
+        """False for a front that was dropped."""
         return not front or front in self._fronts
 
     def report_load(self, busy: bool) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -86,7 +87,8 @@ class OwnerLink:
     def __init__(self, address: str, key: str = "") -> None:
         self._socket = FrontSocket(self._receive, address, key)
         self.gone = self._socket.gone
-        self.on_message: Callable[[ToFront], None] | None = None
+        self._on_message: Callable[[ToFront], None] | None = None
+        self._messages: deque[ToFront] = deque()  # to be passed on
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = 0
@@ -115,7 +117,10 @@ class OwnerLink:
         self._socket.send(encode(message))
 
     async def ask(self, question: Question) -> Answer:
-        """What the owner answers; PoolError or WorkerStartError where it cannot do it."""
+        """What the owner answers.
+
+        PoolError or WorkerStartError where it cannot do it, FrontError where it failed.
+        """
         self._number += 1
         number = self._number
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -124,6 +129,8 @@ class OwnerLink:
         answer = await answered
         if answer.error_kind == "start":
             raise WorkerStartError(answer.error)
+        if answer.error_kind == "internal":
+            raise FrontError(answer.error)
         if answer.error:
             raise PoolError(answer.error)
         return answer
@@ -139,8 +146,18 @@ class OwnerLink:
             case Answer(number=number):
                 if (answered := self._answers.pop(number, None)) and not answered.done():
                     answered.set_result(message)
-            case _ if self.on_message is not None:
-                self.on_message(message)
+            case _:
+                self._messages.append(message)
+                self._pass_on()
+
+    def pass_to(self, on_message: Callable[[ToFront], None]) -> None:
+        """Pass messages on from the next turn of the event loop, those that came before first."""
+        self._on_message = on_message
+        asyncio.get_running_loop().call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        while self._messages and self._on_message is not None:
+            self._on_message(self._messages.popleft())
 
     def close(self) -> None:
         self._socket.close()
@@ -228,8 +245,8 @@ class MemberPool(WorkerPool):
         self.counts: Callable[[], FrontCounts] = FrontCounts
         self.calls: Callable[[], OpenCalls] = OpenCalls
         self.on_others: Callable[[OpenCalls], None] = lambda calls: None
-        owner.on_message = self._receive
         self.routers.announce = lambda told: owner.send(Announced(told, time.monotonic()))
+        owner.pass_to(self._receive)
 
     async def start(self) -> ModelFacts:
         """Get a link to each worker that is there."""
@@ -291,7 +308,7 @@ class MemberPool(WorkerPool):
                 self._follow(worker, role)
             case WorkerGone(worker=worker, address=address, reason=reason):
                 if (slot := self.slots.get(worker)) is not None:
-                    slot.lost(address, reason)
+                    slot.lost(address, reason, message.worker_lives)
             case WorkerLeaving(worker=worker, timeout_s=timeout_s):
                 self._begin(self._leave(worker, timeout_s))
             case GiveReport():

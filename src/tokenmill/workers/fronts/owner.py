@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import zmq
+
 from tokenmill.core.types import TokenmillError
 from tokenmill.workers.fronts.control import (
     Announced,
@@ -74,6 +76,7 @@ SILENT_S = 1.2  # a front that lost a link and says nothing for so long is gone
 HOST_SILENT_S = 15.0  # so is any front
 GATHER_S = 1.0  # that fronts have for their reports
 BACKOFF_S, MAX_BACKOFF_S, STABLE_S = 0.1, 10.0, 10.0
+TICKET_S = 60.0  # that a front of another host has to come with its ticket
 TICKET_VARIABLE = "TOKENMILL_FRONT_TICKET"  # not for the process list
 
 
@@ -160,7 +163,7 @@ class FrontOwner:
 
     def __init__(
         self,
-        pool: WorkerPool | None,
+        pool: WorkerPool,
         setup: FrontSetup,
         spawn: SpawnFront,
         num_fronts: int,
@@ -184,8 +187,7 @@ class FrontOwner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = OwnerSocket(self._receive)
         self._open_socket: OwnerSocket | None = None  # for fronts of other hosts
-        if pool is not None:
-            pool.watch(self, self._on_worker)
+        pool.watch(self, self._on_worker)
 
     # The fronts' processes.
 
@@ -296,7 +298,7 @@ class FrontOwner:
         name = self._tickets.pop(hello.ticket, None)
         problem = self.mismatch(hello.version, hello.model)
         if name is None:
-            problem = "the ticket is unknown or was used before; start the front again"
+            problem = "the ticket is unknown, too old or was used before; start the front again"
         if problem:
             socket.send(identity, encode(Refused(problem)))
             return
@@ -312,6 +314,8 @@ class FrontOwner:
         self._by_peer[identity] = front
         workers = {slot.name: slot.role for slot in self._slots() if _takes_fronts(slot)}
         front.send(Welcome(front.name, front.link, self._setup, workers, front.is_child))
+        if self._stopping:
+            front.send(Drain())
 
     def mismatch(self, version: str, model: str | None) -> str:
         """Why a front of this version and model may not join, or ""."""
@@ -384,30 +388,42 @@ class FrontOwner:
                 case RenewRouter(policy=policy):
                     for each in self._fronts.values():
                         each.send(NewRouter(policy))
-                case Scale(num_workers=num_workers, role=role) if self._pool is not None:
+                case Scale(num_workers=num_workers, role=role):
                     await self._pool.scale(num_workers, role)
-                case DrainWorker(worker=worker, timeout_s=timeout_s) if self._pool is not None:
+                case DrainWorker(worker=worker, timeout_s=timeout_s):
                     await self._pool.drain_worker(worker, timeout_s)
         except PoolError as error:
             answer.error, answer.error_kind = str(error), "pool"
         except WorkerStartError as error:
             answer.error, answer.error_kind = str(error), "start"
+        except Exception as error:  # whoever asked must hear of it
+            _log.exception("a question of front %s failed", front.name)
+            answer.error, answer.error_kind = f"{type(error).__name__}: {error}", "internal"
         front.send(answer)
 
     def _open(self) -> Ticket:
         """A ticket, and a socket for fronts of other hosts."""
         if self._open_socket is None:
-            self._open_socket = OwnerSocket(self._receive, self._setup.server.host)
+            host = self._setup.server.host
+            try:
+                self._open_socket = OwnerSocket(self._receive, host)
+            except zmq.ZMQError as error:
+                raise PoolError(
+                    f"no front can join: the server cannot listen for fronts at {host!r} "
+                    f"({error}); start it with an IP address of its host as --host"
+                ) from error
         socket = self._open_socket
-        return Ticket(socket.address, socket.key, self._issue())
+        ticket = self._issue()
+        asyncio.get_running_loop().call_later(TICKET_S, self._tickets.pop, ticket, None)
+        return Ticket(socket.address, socket.key, ticket)
 
     # Fronts and workers.
 
     def _slots(self) -> list[WorkerSlot]:
-        return [] if self._pool is None else list(self._pool.slots.values())
+        return list(self._pool.slots.values())
 
     def _link(self, front: _Front, worker: str) -> None:
-        slot = None if self._pool is None else self._pool.slots.get(worker)
+        slot = self._pool.slots.get(worker)
         if slot is None or slot.state == "draining":
             del front.wanted[worker]
             front.send(WorkerLeaving(worker, 0.0))
@@ -436,9 +452,9 @@ class FrontOwner:
             if worker == slot.name and not dropped.done():
                 dropped.set_result(None)
 
-    def _unlink(self, front: _Front, worker: str, reason: str) -> None:
+    def _unlink(self, front: _Front, worker: str, reason: str, worker_lives: bool = False) -> None:
         if (address := front.wanted.pop(worker, None)) is not None:
-            front.send(WorkerGone(worker, address, reason))
+            front.send(WorkerGone(worker, address, reason, worker_lives))
 
     async def worker_leaving(self, slot: WorkerSlot, timeout_s: float) -> None:
         """Wait until no front has requests at a worker."""
@@ -476,7 +492,7 @@ class FrontOwner:
             await self._gone(front)
         elif slot.name in front.wanted and slot.ready:
             slot.send(DropFront(link))
-            self._unlink(front, slot.name, "the link to the worker broke")
+            self._unlink(front, slot.name, "the link to the worker broke", worker_lives=True)
 
     async def _gone(self, front: _Front) -> None:
         """A front is gone: end its requests, and keep what it has counted."""
@@ -556,13 +572,12 @@ class FrontOwner:
                 front.reported = asyncio.get_running_loop().create_future()
                 front.send(GiveReport())
         waiting = [front.reported for front in there if front.reported is not None]
-        refresh = None if self._pool is None else asyncio.ensure_future(self._pool.stats(GATHER_S))
+        refresh = asyncio.ensure_future(self._pool.stats(GATHER_S))
         if waiting:
             await asyncio.wait(waiting, timeout=GATHER_S)
         for front in there:
             front.end_gather()
-        if refresh is not None:
-            await refresh
+        await refresh
 
     def _totals(self, decisions: bool) -> Totals:
         total = FrontReport()
@@ -572,7 +587,6 @@ class FrontOwner:
         if not decisions:
             total.decisions = []
         pool = self._pool
-        assert pool is not None
         return Totals(
             report=total,
             fronts=[_view(front) for front in self._fronts.values()],
