@@ -72,7 +72,8 @@ class _Socket:
 class OwnerSocket(_Socket):
     """The owner's side: messages come with the identity of their sender.
 
-    With a `host`, an address of this machine, it is TCP, and `key` lets fronts in.
+    With a `host`, an address of this machine, it is TCP, and `key` lets fronts in; OSError where
+    nobody can listen there.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class OwnerSocket(_Socket):
         self.key = ""
         try:
             self.address = self._bind(host)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self.close()
-            raise
+            raise OSError(error.errno, error.strerror) from error
         self._listen()
 
     def _bind(self, host: str | None) -> str:

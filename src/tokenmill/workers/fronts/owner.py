@@ -17,8 +17,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import zmq
-
 from tokenmill.core.types import TokenmillError
 from tokenmill.workers.fronts.control import (
     Announced,
@@ -407,7 +405,7 @@ class FrontOwner:
             host = self._setup.server.host
             try:
                 self._open_socket = OwnerSocket(self._receive, host)
-            except zmq.ZMQError as error:
+            except OSError as error:
                 raise PoolError(
                     f"no front can join: the server cannot listen for fronts at {host!r} "
                     f"({error}); start it with an IP address of its host as --host"
