@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -13,12 +16,17 @@ import pytest
 import zmq
 
 from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.types import Request
+from tokenmill.workers.fronts import control_socket
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import (
     Answer,
     Connect,
+    Drain,
     FromFront,
     FrontSetup,
+    GetTicket,
+    GetTotals,
     Hello,
     Left,
     ToFront,
@@ -30,16 +38,22 @@ from tokenmill.workers.fronts.control import (
     decode_to_front,
     encode,
 )
-from tokenmill.workers.fronts.front_link import FrontLink
-from tokenmill.workers.fronts.member import MemberPool
-from tokenmill.workers.fronts.owner import FrontOwner
+from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
+from tokenmill.workers.fronts.member import MemberPool, OwnerLink
+from tokenmill.workers.fronts.owner import FrontError, FrontOwner
+from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.messages import (
     AddFront,
     DropFront,
     FrontDropped,
+    FrontLost,
+    GetKV,
     Ready,
+    Submit,
 )
+from tokenmill.workers.messages import encode as encode_to_worker
 from tokenmill.workers.pool import WorkerPool
+from tokenmill.workers.worker_process import _Loop
 from workers.counting_engine import FACTS
 
 SETUP = FrontSetup("1", "m", "", "", "", ServerConfig(), PoolConfig(heartbeat_s=60.0))
@@ -165,6 +179,121 @@ def test_a_worker_that_leaves_the_pool_is_not_waited_for() -> None:
             assert DropFront("f0.1") not in second.sent
 
     asyncio.run(main())
+
+
+def test_only_the_front_whose_link_broke_loses_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "SILENT_S", 0.01)
+
+    async def main() -> None:
+        slot = Slot("p0", role="prefill")
+        async with owning(slot) as owner:
+            first, second = Peer(owner, "f0"), Peer(owner, "f1")
+            for front in (first, second):
+                front.say(Connect("p0", "ipc://x"))
+            owner._on_worker(cast(Any, slot), FrontLost("f0.1"))
+            await until(lambda: first.of(WorkerGone))
+            assert first.of(WorkerGone)[0].worker_lives and second.of(WorkerGone) == []
+            owner.worker_down(cast(Any, slot))
+            assert not second.of(WorkerGone)[0].worker_lives
+
+    asyncio.run(main())
+
+
+# An owner and the connection of a front to it.
+
+
+@asynccontextmanager
+async def linked(owner: FrontOwner) -> AsyncIterator[OwnerLink]:
+    link = OwnerLink(owner._socket.address)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def test_a_question_that_fails_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+
+    def folder(prefix: str) -> str:
+        folders.append(tempfile.mkdtemp(prefix=prefix))
+        return folders[-1]
+
+    monkeypatch.setattr(control_socket, "tempfile", SimpleNamespace(mkdtemp=folder))
+
+    async def main() -> None:
+        async with owning(host="no.such.host") as owner, linked(owner) as link:
+            await link.join(owner._issue("f0"), "1", None)
+            with pytest.raises(PoolError, match=r"'no\.such\.host'.* --host"):
+                await link.ask(GetTicket("1", None))
+            assert len(folders) == 2 and not Path(folders[1]).exists()
+            monkeypatch.setattr(owner, "_totals", lambda decisions: 1 / 0)
+            with pytest.raises(FrontError, match="ZeroDivisionError"):
+                await link.ask(GetTotals())
+
+    asyncio.run(main())
+
+
+def test_what_comes_right_after_the_welcome_is_passed_on_in_order() -> None:
+    async def main() -> None:
+        async with owning() as owner, linked(owner) as link:
+            owner._stopping = True
+            await link.join(owner._issue("f0"), "1", None)
+            owner._fronts["f0"].send(WorkerAdded("w3", "both"))
+            await until(lambda: len(link._messages) == 2)
+            heard: list[ToFront] = []
+            link.pass_to(heard.append)
+            assert heard == []  # whoever listens may have more to prepare
+            owner._fronts["f0"].send(WorkerLeaving("w3", 1.0))
+            await until(lambda: len(heard) == 3)
+            assert heard == [Drain(), WorkerAdded("w3", "both"), WorkerLeaving("w3", 1.0)]
+
+    asyncio.run(main())
+
+
+def test_a_ticket_that_nobody_uses_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "TICKET_S", 0.01)
+
+    async def main() -> None:
+        async with owning() as owner, linked(owner) as link:
+            ticket = owner._open().ticket
+            assert ticket in owner._tickets
+            await until(lambda: ticket not in owner._tickets)
+            with pytest.raises(FrontError, match="too old"):
+                await link.join(ticket, "1", None)
+
+    asyncio.run(main())
+
+
+# A worker that a front has left.
+
+
+def test_nothing_runs_for_a_front_that_was_dropped() -> None:
+    with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:  # a short path
+        _drop_a_front(f"ipc://{folder}/owner")
+
+
+def _drop_a_front(address: str) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.bind(address)
+    links = FrontLinks(FrontLink(address), FACTS)
+    submitted: list[Any] = []
+    engine = SimpleNamespace(submit=submitted.append, abort=lambda request_id: None)
+    loop = _Loop(cast(Any, engine), links, None)
+
+    def receive(*messages: tuple[str, Any]) -> None:
+        found = [(front, encode_to_worker(message)) for front, message in messages]
+        links.receive = lambda wait_ms: (found, True)  # type: ignore[method-assign]
+        loop._receive(0)
+
+    try:
+        receive(("", AddFront("f0.1", f"{address}1")), ("f0.1", Submit([Request("a", [1])])))
+        receive(("", DropFront("f0.1")), ("f0.1", Submit([Request("b", [1])])), ("f0.1", GetKV()))
+        assert [request.request_id for request in submitted] == ["a"]
+        assert links._load.report().fronts == {} and not links._listeners
+    finally:
+        links.close()
+        context.destroy(0)
 
 
 # A front, between a fake owner and the sockets of fake workers.
