@@ -137,6 +137,15 @@ def _is_a(role: str, pid: int) -> bool:
         return False
 
 
+def _has_ended(pid: int) -> bool:
+    """True once it has closed its sockets; its command line is gone before that."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
 def ports_of(pid: int, server_port: int) -> set[int]:
     """The clients' ports of all connections that a front has, or nobody has accepted yet."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
@@ -244,7 +253,7 @@ class Chaos:
         with self._lock:
             self._cut |= ports_of(pid, self._server.address[1])
             os.kill(pid, signal.SIGKILL)
-            while _is_a("front", pid):  # until then the kernel gives it connections
+            while not _has_ended(pid):  # until then the kernel gives it connections
                 time.sleep(0.001)
             self._cut_s.append((began_s, time.monotonic()))
             self.report.front_kills += 1
