@@ -71,7 +71,7 @@ def test_scores_are_those_of_fp32(chunk: int | None) -> None:
     requests = [tiny_request(1200, 300, WIDE), tiny_request(5, 4, WIDE, user=2)]
     dense = {name: t.to("cuda", torch.bfloat16) for name, t in plain.dense.tensors.items()}
     stores = {
-        name: DeviceTable(store.lookup(torch.arange(store.num_rows)).cuda())
+        name: DeviceTable(store.lookup(torch.arange(store.spec.num_rows)).cuda())
         for name, store in plain.stores.items()
     }
     fast = RankingModel(HstuModel(WIDE, dense, candidate_chunk=chunk), stores)

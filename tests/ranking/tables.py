@@ -48,7 +48,7 @@ def read_shared(shared: SharedTable, connection: Connection) -> None:
     while (keys := connection.recv()) is not None:
         connection.send(store.lookup(torch.tensor(keys)).tolist())
     try:
-        store.update(torch.tensor([0]), torch.zeros(1, store.dim).half())
+        store.update(torch.tensor([0]), torch.zeros(1, store.spec.dim).half())
     except EmbeddingError as error:
         connection.send(str(error))
 
@@ -102,7 +102,7 @@ def write_for_ever(path: str, connection: Connection) -> None:
     """Rows 0 to 7 hold the number of their update."""
     store = open_table(path, "cpu")
     for number in itertools.count(int(store.lookup(torch.tensor([0]))[0, 0]) + 1):
-        store.update(torch.arange(8), torch.full((8, store.dim), float(number)))
+        store.update(torch.arange(8), torch.full((8, store.spec.dim), float(number)))
         connection.send(number)
         if isinstance(store, HostTable) and number % 10 == 0:
             store.checkpoint()

@@ -51,7 +51,7 @@ def reference_model(spec: HstuSpec, model: RankingModel) -> Any:
     tables = get_embedding_table_config()
     counts = {"item_id": "item", "item_category_id": "category", "user_id": "user"}
     for name, ours in counts.items():
-        tables[name].num_embeddings = model.stores[ours].num_rows
+        tables[name].num_embeddings = model.stores[ours].spec.num_rows
         tables[name].embedding_dim = spec.embedding_dim
         tables[name].data_type = torchrec.modules.embedding_configs.DataType.FP32
     reference = modules.DlrmHSTU(config, tables, is_inference=True)
@@ -61,7 +61,9 @@ def reference_model(spec: HstuSpec, model: RankingModel) -> Any:
         state[reference_name(name)].copy_(model.dense.tensors[name])
     for name, ours in counts.items():
         table = f"_embedding_collection.embeddings.{name}.weight"
-        state[table].copy_(model.stores[ours].lookup(torch.arange(model.stores[ours].num_rows)))
+        state[table].copy_(
+            model.stores[ours].lookup(torch.arange(model.stores[ours].spec.num_rows))
+        )
     left = set(state) - {reference_name(name) for name in dense_tensors(spec)}
     buffers = ("action_weights", "period_units", "units_per_period", "embeddings")
     assert all(any(word in name for word in buffers) for name in left), left

@@ -88,11 +88,11 @@ def check_store(name: str, store: EmbeddingStore, spec: HstuSpec) -> None:
     """An error where a table has other rows or columns than the config says."""
     field = {"item": "num_items", "user": "num_users", "category": "num_categories"}[name]
     rows, columns = getattr(spec, field), spec.embedding_dim
-    if store.dim != columns:
+    if store.spec.dim != columns:
         raise ModelLoadError(
-            f"{name}: the table has {store.dim} columns, the config {columns} (embedding_dim)"
+            f"{name}: the table has {store.spec.dim} columns, the config {columns} (embedding_dim)"
         )
-    if store.num_rows != rows:
+    if store.spec.num_rows != rows:
         raise ModelLoadError(
-            f"{name}: the table has {store.num_rows} rows, the config {rows} ({field})"
+            f"{name}: the table has {store.spec.num_rows} rows, the config {rows} ({field})"
         )

@@ -31,7 +31,7 @@ def save_model(model: RankingModel, folder: Path) -> None:
     tensors = dict(model.dense.tensors)
     for name in TABLES:
         store = model.stores[name]
-        tensors[_TABLE + name] = store.lookup(torch.arange(store.num_rows))
+        tensors[_TABLE + name] = store.lookup(torch.arange(store.spec.num_rows))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     text = json.dumps(model.spec.config(), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")

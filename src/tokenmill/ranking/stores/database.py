@@ -106,18 +106,6 @@ class DatabaseTable:
             raise
 
     @property
-    def num_rows(self) -> int:
-        return self.spec.num_rows
-
-    @property
-    def dim(self) -> int:
-        return self.spec.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
-
-    @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
@@ -138,14 +126,14 @@ class DatabaseTable:
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """The rows of ids, each distinct one read once."""
         ids = ids.cpu()
-        check_ids(ids, self.num_rows, check)
+        check_ids(ids, self.spec.num_rows, check)
         distinct, inverse = np.unique(ids.numpy(), return_inverse=True)
         wanted: list[int] = distinct.tolist()
         staged = self._take_staged(wanted)
         rest = [key for key in wanted if key not in staged]
         values = staged | dict(zip(rest, self._read(rest), strict=True))
         flat = np.frombuffer(b"".join(map(values.__getitem__, wanted)), np.uint8)
-        out = torch.empty(len(ids), self.dim, dtype=self.dtype)
+        out = torch.empty(len(ids), self.spec.dim, dtype=self.spec.dtype)
         if len(ids):
             rows = flat.reshape(len(wanted), self.spec.row_bytes)
             np.take(rows, inverse, axis=0, out=out.view(torch.uint8).numpy())
@@ -155,7 +143,7 @@ class DatabaseTable:
 
     def prefetch(self, ids: torch.Tensor, timeout_s: float | None = None) -> bool:
         """Read rows ahead; False where no room came up in time, and some were not asked for."""
-        check_ids(ids, self.num_rows)
+        check_ids(ids, self.spec.num_rows)
         wanted: list[int] = torch.unique(ids.cpu()).tolist()
         for start in range(0, len(wanted), PIECE_ROWS):
             if not self._begin(wanted[start : start + PIECE_ROWS], timeout_s):

@@ -41,8 +41,6 @@ class BackingStore(EmbeddingStore, Protocol):
     """A store on the host that a cache can stand before."""
 
     @property
-    def spec(self) -> TableSpec: ...
-    @property
     def generation(self) -> int:
         """Counts the updates of whatever process."""
 
@@ -72,18 +70,6 @@ class CachedTable:
         self._num_lookups = self._num_updates = self._since_decay = 0
 
     @property
-    def num_rows(self) -> int:
-        return self.spec.num_rows
-
-    @property
-    def dim(self) -> int:
-        return self.spec.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
-
-    @property
     def device(self) -> torch.device:
         return self._device
 
@@ -94,9 +80,9 @@ class CachedTable:
 
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """The rows of ids, from the cache where they are resident."""
-        check_ids(ids, self.num_rows, check)
+        check_ids(ids, self.spec.num_rows, check)
         ids = ids.to(self._device, non_blocking=True).contiguous()
-        out = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
+        out = torch.empty(len(ids), self.spec.dim, dtype=self.spec.dtype, device=self._device)
         with self._in_order():
             self._forget_stale()
             misses = lookup_cached(self.cache, ids, out)
@@ -122,7 +108,7 @@ class CachedTable:
         """Let the backing store read rows ahead, where it can and they are not resident."""
         if not isinstance(self._backing, PrefetchingStore):
             return True
-        check_ids(ids, self.num_rows)
+        check_ids(ids, self.spec.num_rows)
         with torch.cuda.stream(self._side):  # an estimate, which need not wait for lookups
             _, found = find_slots(self.cache, ids.to(self._device))
             missing = ids.cpu()[~found.cpu()]

@@ -80,18 +80,6 @@ class HostTable:
         return cls(_Pages.attach(shared))
 
     @property
-    def num_rows(self) -> int:
-        return self.spec.num_rows
-
-    @property
-    def dim(self) -> int:
-        return self.spec.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
-
-    @property
     def device(self) -> torch.device:
         return self.table.device
 
@@ -122,9 +110,9 @@ class HostTable:
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """table[ids] on the host, whatever is written meanwhile."""
         ids = ids.cpu()
-        check_ids(ids, self.num_rows, check)
+        check_ids(ids, self.spec.num_rows, check)
         self._num_lookups += len(ids)
-        out = torch.empty(len(ids), self.dim, dtype=self.dtype)
+        out = torch.empty(len(ids), self.spec.dim, dtype=self.spec.dtype)
         places = torch.arange(len(ids))
         patience = _Patience()
         while len(places):

@@ -69,7 +69,7 @@ def check_table(path: Path | str) -> TableReport:
     path = Path(path)
     kind = kind_of(path)
     store = open_table(path, "cpu")
-    spec = TableSpec(store.num_rows, store.dim, store.dtype)
+    spec = store.spec
     step, wrong = max(1, PIECE_BYTES // spec.row_bytes), 0
     for start in range(0, spec.num_rows, step):
         ids = torch.arange(start, min(start + step, spec.num_rows))

@@ -47,26 +47,14 @@ class ShardedTable:
 
     def __init__(self, ranks: Ranks, shard: EmbeddingStore, num_rows: int) -> None:
         own = shard_rows(num_rows, ranks)
-        if shard.num_rows != own:
+        if shard.spec.num_rows != own:
             raise EmbeddingError(
                 f"rank {ranks.rank} of {ranks.size} has {own} rows of a table of {num_rows}, and "
-                f"its shard has {shard.num_rows}"
+                f"its shard has {shard.spec.num_rows}"
             )
-        self.spec = TableSpec(num_rows, shard.dim, shard.dtype)
+        self.spec = TableSpec(num_rows, shard.spec.dim, shard.spec.dtype)
         self._ranks, self._shard = ranks, shard
         self._num_lookups = self._num_own = self._num_received = self._num_updates = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.spec.num_rows
-
-    @property
-    def dim(self) -> int:
-        return self.spec.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +62,7 @@ class ShardedTable:
 
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """The rows of this rank's ids, each distinct one fetched once."""
-        refused = self._refusal(lambda: check_ids(ids, self.num_rows, check))
+        refused = self._refusal(lambda: check_ids(ids, self.spec.num_rows, check))
         ids = ids.to(self.device)
         distinct, inverse = torch.unique(ids, return_inverse=True)
         route = self._route(distinct, refused)
@@ -159,4 +147,4 @@ class ShardedTable:
         """As bytes: not every backend knows every type."""
         flat = as_bytes(rows.contiguous()).view(len(rows), self.spec.row_bytes)
         got = self._ranks.exchange(flat, sends, receives).wait()
-        return got.view(-1).view(self.dtype).view(sum(receives), self.dim)
+        return got.view(-1).view(self.spec.dtype).view(sum(receives), self.spec.dim)

@@ -26,24 +26,12 @@ class DeviceTable:
         self._num_lookups = self._num_updates = 0
 
     @property
-    def num_rows(self) -> int:
-        return self.spec.num_rows
-
-    @property
-    def dim(self) -> int:
-        return self.spec.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
-
-    @property
     def device(self) -> torch.device:
         return self._table.device
 
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
         """table[ids]."""
-        check_ids(ids, self.num_rows, check)
+        check_ids(ids, self.spec.num_rows, check)
         with self._lock:
             self._num_lookups += len(ids)
             return self._table.index_select(0, ids.to(self.device, non_blocking=True))
