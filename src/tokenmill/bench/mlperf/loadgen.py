@@ -12,6 +12,7 @@ import json
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,16 +100,20 @@ def respond(library: Any, complete: Any, answers: Iterable[tuple[int, array[int]
     complete(responses)
 
 
-class EngineUnderTest:
-    """An engine that the caller's thread steps."""
+class Stepped(Protocol):
+    """The part of an engine that a test drives."""
 
-    def __init__(self, engine: Engine, samples: Sequence[Sample], text: Text | None = None) -> None:
-        """With `text` LoadGen logs whole answers as what it makes of their tokens."""
-        self.engine = engine
-        self._samples, self._text = samples, text
+    def has_work(self) -> bool: ...
+    def step(self) -> Sequence[Any]: ...
+
+
+class SteppedSystem(ABC):
+    """A system under test whose engine the caller's thread steps."""
+
+    def __init__(self, engine: Stepped) -> None:
+        self._stepped = engine
         self._library = load_library()
         self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
-        self._jobs: dict[str, _Job] = {}
         self._num_issued = 0
         self.times: list[RequestTimes] = []
 
@@ -123,22 +128,40 @@ class EngineUnderTest:
     def drive(self) -> None:
         """Step the engine until the end; BenchError when it does not answer a query."""
         while self._take():
-            self._report(self.engine.step())
+            self._report(self._stepped.step())
 
     def _take(self) -> bool:
         """Submit what has arrived; an idle engine waits for it. False at the end."""
-        while not (self._arrivals.empty() and self.engine.has_work()):
+        while not (self._arrivals.empty() and self._stepped.has_work()):
             queries = self._arrivals.get()
             if queries is None:
                 return False
             for query_id, index in queries:
-                self._submit(query_id, self._samples[index])
+                self._submit(f"query-{self._num_issued}", query_id, index)
+                self._num_issued += 1
         return True
 
-    def _submit(self, query_id: int, sample: Sample) -> None:
-        request_id = f"query-{self._num_issued}"
-        self._num_issued += 1
-        now_ns = time.monotonic_ns()
+    @abstractmethod
+    def _submit(self, request_id: str, query_id: int, index: int) -> None:
+        """Give the engine a sample of the library."""
+
+    @abstractmethod
+    def _report(self, outputs: Sequence[Any]) -> None:
+        """Tell LoadGen what a step has put out."""
+
+
+class EngineUnderTest(SteppedSystem):
+    """A language engine."""
+
+    def __init__(self, engine: Engine, samples: Sequence[Sample], text: Text | None = None) -> None:
+        """With `text` LoadGen logs whole answers as what it makes of their tokens."""
+        super().__init__(engine)
+        self.engine = engine
+        self._samples, self._text = samples, text
+        self._jobs: dict[str, _Job] = {}
+
+    def _submit(self, request_id: str, query_id: int, index: int) -> None:
+        sample, now_ns = self._samples[index], time.monotonic_ns()
         self._jobs[request_id] = _Job(query_id, RequestTimes(now_ns))
         prompt = sample.prompt_token_ids.tolist()
         images = _unknown(sample.images(), request_id) if sample.images is not None else ()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.mlperf import loadgen
@@ -63,41 +62,17 @@ def check_settings(settings: Settings) -> None:
         )
 
 
-class RankingUnderTest:
-    """A ranking engine that the caller's thread steps."""
+class RankingUnderTest(loadgen.SteppedSystem):
+    """A ranking engine."""
 
     def __init__(self, engine: RankingEngine, samples: Sequence[RankSample]) -> None:
+        super().__init__(engine)
         self._engine, self._samples = engine, samples
-        self._library = loadgen.load_library()
-        self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
         self._open: dict[str, tuple[int, int, RequestTimes]] = {}
-        self._num_issued = 0
-        self.times: list[RequestTimes] = []
 
-    def issue(self, queries: Iterable[Any]) -> None:
-        """LoadGen's callback: some samples to answer."""
-        self._arrivals.put([(query.id, query.index) for query in queries])
-
-    def end(self) -> None:
-        """No query comes any more."""
-        self._arrivals.put(None)
-
-    def drive(self) -> None:
-        """Step the engine until the end; BenchError when it does not answer a query."""
-        while self._take():
-            self._report(self._engine.step())
-
-    def _take(self) -> bool:
-        while not (self._arrivals.empty() and self._engine.has_work()):
-            queries = self._arrivals.get()
-            if queries is None:
-                return False
-            for query_id, index in queries:
-                name = f"query-{self._num_issued}"
-                self._num_issued += 1
-                self._open[name] = query_id, index, RequestTimes(time.monotonic_ns())
-                self._engine.submit(replace(self._samples[index].request, request_id=name))
-        return True
+    def _submit(self, request_id: str, query_id: int, index: int) -> None:
+        self._open[request_id] = query_id, index, RequestTimes(time.monotonic_ns())
+        self._engine.submit(replace(self._samples[index].request, request_id=request_id))
 
     def _report(self, outputs: Sequence[RankOutput]) -> None:
         answers, now_ns = [], time.monotonic_ns()
