@@ -15,9 +15,9 @@ import typer
 
 from tokenmill import __version__
 from tokenmill.__main__ import run
-from tokenmill.cli import local_chat as local
 from tokenmill.cli import serve
 from tokenmill.cli.app import app
+from tokenmill.cli.chat import local_chat as local
 from tokenmill.core.config import PoolConfig
 from tokenmill.settings import SETTINGS, Settings
 from tokenmill.settings.help_text import shown_default

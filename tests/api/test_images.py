@@ -26,7 +26,7 @@ from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from tokenmill.__main__ import run
 from tokenmill.api.protocol.images import pixel_limits
 from tokenmill.bench.client.synthetic_images import synthetic_image
-from tokenmill.cli.chat_images import ImagePrompts
+from tokenmill.cli.chat.chat_images import ImagePrompts
 from tokenmill.cli.worker_commands import _images
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import TokenmillError

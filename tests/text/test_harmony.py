@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from api.sim import make_tokenizer
 from harmony_tokenizer import SPECIAL_TOKENS, harmony_tokenizer
-from tokenmill.cli.chat_channels import Channels
+from tokenmill.cli.chat.chat_channels import Channels
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.harmony import HarmonyReader, HarmonyTokens, one_call_per_message

@@ -9,7 +9,6 @@ import typer
 from tokenmill import __version__
 from tokenmill.cli import (
     bench,
-    chat,
     embedding_tables,
     front,
     generate,
@@ -21,6 +20,7 @@ from tokenmill.cli import (
     video,
 )
 from tokenmill.cli import worker_commands as pool
+from tokenmill.cli.chat import chat_command as chat
 from tokenmill.cli.plan import plan_group as plan
 
 app = typer.Typer(

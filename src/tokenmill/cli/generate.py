@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import console
-from tokenmill.cli import local_chat as local
+from tokenmill.cli.chat import local_chat as local
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import SAMPLING, SETTINGS, Settings, SettingsError
 from tokenmill.settings.options import command

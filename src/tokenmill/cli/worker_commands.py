@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill import console
-from tokenmill.cli.remote_chat import RemoteError
+from tokenmill.cli.chat.remote_chat import RemoteError
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 from tokenmill.settings.options import command
 

@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from tokenmill import console
-from tokenmill.cli import local_chat as local
-from tokenmill.cli import remote_chat as remote
-from tokenmill.cli.chat_images import ImagePrompts, image_parts
+from tokenmill.cli.chat import local_chat as local
+from tokenmill.cli.chat import remote_chat as remote
+from tokenmill.cli.chat.chat_images import ImagePrompts, image_parts
 from tokenmill.core.types import SamplingParams, TokenmillError
 from tokenmill.settings import SAMPLING, SETTINGS, Settings
 from tokenmill.settings.options import command
@@ -55,7 +55,7 @@ def chat(settings: Settings) -> None:
 
 def _local(settings: Settings, sampling: SamplingParams) -> Source:
     llm = local.load_llm(settings)
-    from tokenmill.cli.chat_channels import Channels
+    from tokenmill.cli.chat.chat_channels import Channels
     from tokenmill.vision.processor import load_processor
 
     prompts = ImagePrompts(load_processor(llm.path), llm.built.max_model_len)

@@ -25,7 +25,7 @@ from tokenmill.core.types import SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, PARALLEL, SCHEDULER, SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from tokenmill.cli.chat_channels import Channels
+    from tokenmill.cli.chat.chat_channels import Channels
     from tokenmill.llm import LLM
 
 LOCAL_MODEL = tuple(s for s in MODEL if s.key != "weights-seed")  # LLM() seeds no weights

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmill.cli.local_chat import Answer
+from tokenmill.cli.chat.local_chat import Answer
 from tokenmill.core.types import TokenmillError
 
 CONNECT_TIMEOUT_S = 600
