@@ -24,6 +24,7 @@ from api.sim_server import GENEROUS_S, SimServer
 
 JSON = {"content-type": "application/json"}
 PAUSE_S = (1.0, 4.0)  # between two blows: the start of a worker is what a blow costs
+TABLE_READS = 3  # the kernel's table of connections is read in parts: one reading may lack a row
 LONG = "the lazy dog jumps over the quick brown fox " * 6
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 # (prompt, fields): the script of the simulated engine, and what the front makes of it.
@@ -137,13 +138,16 @@ def _is_a(role: str, pid: int) -> bool:
         return False
 
 
-def _has_ended(pid: int) -> bool:
-    """True once it has closed its sockets; its command line is gone before that."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
+def _wait_for_state(pid: int, states: str) -> None:
+    """Until the kernel says so: Z once it has closed its sockets, T once it runs no more."""
+    while True:
+        try:
+            stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        except OSError:
+            stats = []
+        if all(stat.rpartition(")")[2].split()[0] in states for stat in stats):
+            return
+        time.sleep(0.001)
 
 
 def ports_of(pid: int, server_port: int) -> set[int]:
@@ -247,14 +251,15 @@ class Chaos:
             self.report.hangs += hang
 
     def _kill_front(self, pid: int) -> None:
-        """Kill a front; while it is stopped it accepts nothing more."""
+        """Kill a front; once it has stopped it accepts nothing more."""
         began_s = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         with self._lock:
-            self._cut |= ports_of(pid, self._server.address[1])
+            _wait_for_state(pid, "TZX")
+            for _ in range(TABLE_READS):
+                self._cut |= ports_of(pid, self._server.address[1])
             os.kill(pid, signal.SIGKILL)
-            while not _has_ended(pid):  # until then the kernel gives it connections
-                time.sleep(0.001)
+            _wait_for_state(pid, "ZX")  # until then the kernel gives it connections
             self._cut_s.append((began_s, time.monotonic()))
             self.report.front_kills += 1
 
