@@ -6,6 +6,7 @@ A front that is killed takes the connections with it that it has; the kernel say
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -150,16 +151,32 @@ def _wait_for_state(pid: int, states: str) -> None:
         time.sleep(0.001)
 
 
-def ports_of(pid: int, server_port: int) -> set[int]:
-    """The clients' ports of all connections that a front has, or nobody has accepted yet."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+def _sockets(pid: int, server_port: int) -> list[tuple[int, bool]]:
+    """The sockets at the server's port that a front has: the client's port, and if it has it.
+
+    False: nobody has accepted the connection yet. The client's port of a listener is 0.
+    """
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(os.readlink(path))
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")} | {"0"}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {
-        int(row[2].partition(":")[2], 16)
+    return [
+        (int(row[2].partition(":")[2], 16), row[9] != "0")
         for row in rows
         if int(row[1].partition(":")[2], 16) == server_port and row[9] in inodes
-    }
+    ]
+
+
+def ports_of(pid: int, server_port: int) -> set[int]:
+    """The clients' ports of all connections that a front has, or nobody has accepted yet."""
+    return {port for port, _ in _sockets(pid, server_port)} - {0}
+
+
+def listens(pid: int, server_port: int) -> bool:
+    """Whether a front accepts connections already."""
+    return (0, True) in _sockets(pid, server_port)
 
 
 def _difference(wanted: Any, got: Any) -> str:
@@ -238,7 +255,7 @@ class Chaos:
                 self._server.call("POST", "/workers/router", {}, JSON)
                 self.report.new_routers += 1
                 continue
-            fronts = [pid for pid in self._server.worker_pids() if _is_a("front", pid)]
+            fronts = self._fronts()
             if len(fronts) > 1 and source.random() < 0.4:
                 self._kill_front(source.choice(fronts))
                 continue
@@ -249,6 +266,11 @@ class Chaos:
             os.kill(source.choice(pids), signal.SIGSTOP if hang else signal.SIGKILL)
             self.report.kills += not hang
             self.report.hangs += hang
+
+    def _fronts(self) -> list[int]:
+        """The fronts that accept connections: the last of them is never killed."""
+        pids = [pid for pid in self._server.worker_pids() if _is_a("front", pid)]
+        return [pid for pid in pids if listens(pid, self._server.address[1])]
 
     def _kill_front(self, pid: int) -> None:
         """Kill a front; once it has stopped it accepts nothing more."""
