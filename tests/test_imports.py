@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench/embedding_rates": {"core", "kernels", "ranking"},
     "bench/mlperf/image_samples": {"core", "text", "vision"},
     "bench/mlperf/ranking_test": {"core", "ranking", "settings"},
+    "bench/mlperf/video_test": {"core", "models", "settings", "text", "video"},
     "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
     "bench/report/throughput_report": {"core", "engine", "console"},
     "bench/client/live_progress": {"core", "console"},

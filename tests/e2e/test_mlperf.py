@@ -147,7 +147,7 @@ def test_a_closed_folder_keeps_the_checker_s_rules(
             ["--benchmark", "wan-2.2"],
             2,
             "--benchmark must be one of deepseek-r1, gpt-oss-120b, llama3.1-8b, llama3.1-405b, "
-            "llama2-70b, qwen3-vl-235b, dlrm-v3 (wan-2.2 is not here yet), got 'wan-2.2'",
+            "llama2-70b, qwen3-vl-235b, dlrm-v3, wan-2.2-t2v-a14b, got 'wan-2.2'",
         ),
         (["--api", "chat"], 2, "--api goes with --url"),
         (["--url", "ftp://x"], 1, "--url must be http://HOST:PORT"),
@@ -162,6 +162,7 @@ def test_a_closed_folder_keeps_the_checker_s_rules(
             2,
             "TEST07 of gpt-oss-120b needs --compliance-dataset",
         ),
+        (["--steps", "4"], 2, "--steps goes with --benchmark wan-2.2-t2v-a14b"),
         (["--compliance-dataset", "x"], 2, "--compliance-dataset goes with --compliance"),
         (["--compliance", "--url", "http://x"], 2, "compliance tests compare token ids"),
         (["--prefix-cache"], 2, "No such option: --prefix-cache"),

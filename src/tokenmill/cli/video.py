@@ -92,15 +92,11 @@ def _load(settings: Settings, checkpoint: WanCheckpoint, config: ModelConfig) ->
 
 
 def prompt_ids(checkpoint: WanCheckpoint, text: str) -> list[int]:
-    """Token ids of a prompt; models with random weights, which have no tokenizer, get its bytes."""
-    from tokenmill.core.specs.wan import TEXT_TOKENS
-    from tokenmill.core.video import byte_token_ids, clean_prompt
-    from tokenmill.text.tokenizer import load_tokenizer
+    """Token ids of a prompt for a checkpoint."""
+    from tokenmill.text.video_prompts import video_prompt_ids
 
-    if checkpoint.tokenizer is None:
-        return byte_token_ids(text, checkpoint.spec.text.vocab_size)
-    ids = load_tokenizer(checkpoint.tokenizer).encode(clean_prompt(text))
-    return ids if len(ids) <= TEXT_TOKENS else [*ids[: TEXT_TOKENS - 1], ids[-1]]
+    vocab_size = checkpoint.spec.text.vocab_size
+    return video_prompt_ids(checkpoint.tokenizer, vocab_size, [text])[0]
 
 
 def make(pipeline: Pipeline, request: Request) -> Video:

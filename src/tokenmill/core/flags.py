@@ -93,16 +93,13 @@ def _read_duration(value: Any) -> float:
     return float(match[1]) * (1e3 if match[2] == "s" else 1.0)
 
 
-def one_of(*choices: str, but: str = "") -> Kind:
-    """`but` says what else one may look for, and why it is not there."""
-
+def one_of(*choices: str) -> Kind:
     def read(value: Any) -> str:
         if value not in choices:
             raise ValueError(value)
         return str(value)
 
-    expected = "one of " + ", ".join(choices) + (f" ({but})" if but else "")
-    return Kind(read, expected, "NAME", choices)
+    return Kind(read, "one of " + ", ".join(choices), "NAME", choices)
 
 
 def count(low: int, high: float = math.inf) -> Kind:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-NS_PER_MS = 1_000_000
+NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
 
 
 @dataclass(slots=True)

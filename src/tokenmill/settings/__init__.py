@@ -27,7 +27,7 @@ from tokenmill.core.config import (
     ServerConfig,
     Setup,
 )
-from tokenmill.core.flags import split_list
+from tokenmill.core.flags import IMAGE_SIZE, split_list
 from tokenmill.core.types import SamplingParams
 from tokenmill.core.video import VideoParams
 from tokenmill.core.vision_config import VisionConfig
@@ -138,6 +138,8 @@ def _flag(setting: Setting, value: Any) -> list[str]:
     if setting.is_switch:
         return [name if value else "--no-" + setting.key]
     values = value if setting.repeated else (value,)
+    if setting.kind is IMAGE_SIZE:
+        values = ["x".join(map(str, sides)) for sides in values]
     return [f"{name}={item}" for item in values]
 
 

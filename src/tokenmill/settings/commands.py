@@ -114,8 +114,7 @@ MLPERF = (
         "MLPerf benchmark: limits, lengths and sampling.",
         one_of(
             *("deepseek-r1", "gpt-oss-120b", "llama3.1-8b", "llama3.1-405b", "llama2-70b"),
-            *("qwen3-vl-235b", "dlrm-v3"),
-            but="wan-2.2 is not here yet",
+            *("qwen3-vl-235b", "dlrm-v3", "wan-2.2-t2v-a14b"),
         ),
         default="llama3.1-8b",
     ),
@@ -141,7 +140,7 @@ MLPERF = (
         "test-mode",
         "What to run: accuracy needs --dataset, submission is both; TEST06, TEST07 and TEST09 are "
         "single compliance tests.",
-        one_of("performance", "accuracy", "submission", "TEST06", "TEST07", "TEST09"),
+        one_of("performance", "accuracy", "submission", "TEST04", "TEST06", "TEST07", "TEST09"),
         default="performance",
     ),
     Setting(
@@ -155,7 +154,12 @@ MLPERF = (
         "Dataset of TEST07 (gpt-oss-120b), with targets: 990 GPQA samples.",
         TEXT,
     ),
-    Setting("dataset", "Samples of the benchmark, .json or .jsonl; else synthetic ones.", TEXT),
+    Setting(
+        "dataset",
+        "Samples of the benchmark, .json or .jsonl; of wan-2.2 a text file with a prompt in each "
+        "line. Else synthetic ones.",
+        TEXT,
+    ),
     Setting("quick", "Few queries and little time: not a valid submission.", SWITCH, default=False),
     Setting("quick-samples", "Samples of a quick run.", count(1), default=64),
     Setting(

@@ -14,7 +14,7 @@ import pytest
 from bench.mlperf.known_latencies import about, drive, near, report_of
 from tokenmill.bench.commands.mlperf import run_of
 from tokenmill.bench.mlperf import runs as mlperf
-from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, Preset
+from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, WAN, Preset
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import SETTINGS, Settings, SettingsError
@@ -113,7 +113,12 @@ def test_limits_are_those_of_loadgen(preset: Preset, scenario: str) -> None:
 
 
 def test_presets_are_offered_and_have_lengths() -> None:
-    assert SETTINGS["benchmark"].kind.choices == (*PRESETS, QWEN3_VL.name, DLRM_V3.name)
+    assert SETTINGS["benchmark"].kind.choices == (
+        *PRESETS,
+        QWEN3_VL.name,
+        DLRM_V3.name,
+        WAN.name,
+    )
     assert SETTINGS["scenario"].kind.choices == mlperf.SCENARIOS
     for preset in PRESETS.values():
         rows = read_lengths(SHIPPED / f"{preset.name}.csv", preset.output_len)

@@ -14,10 +14,18 @@ from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, endpoint, throughput
 from tokenmill.bench.endpoint_load import make_target
 from tokenmill.bench.mlperf import accuracy as scoring
-from tokenmill.bench.mlperf import compliance, loadgen, ranking_test, submission
+from tokenmill.bench.mlperf import compliance, loadgen, ranking_test, submission, video_test
 from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.mlperf import test_process as mlperf_child
-from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, Preset
+from tokenmill.bench.mlperf.presets import (
+    DLRM_V3,
+    PRESETS,
+    QWEN3_VL,
+    REQUIRED_VIDEOS,
+    ROUNDS,
+    WAN,
+    Preset,
+)
 from tokenmill.bench.report import mlperf_report
 from tokenmill.bench.results import manifest
 from tokenmill.bench.results.mlperf_reports import MlperfReport, required
@@ -59,6 +67,7 @@ PANELS = {
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
     "Ranking (--benchmark dlrm-v3)": RANK,
+    "Video (--benchmark wan-2.2-t2v-a14b)": video_test.PANEL,
 }
 OFFERED = tuple(setting for group in PANELS.values() for setting in group)
 SHOWN = tuple(setting for setting in OFFERED if setting.key != "api-key")  # a key is no argument
@@ -83,12 +92,17 @@ def mlperf(settings: Settings) -> None:
     tokenmill bench mlperf --scenario Interactive --find-peak --quick
     tokenmill bench mlperf --benchmark dlrm-v3 --quick --model demo/model
     --dataset demo/requests.jsonl
+    tokenmill bench mlperf --benchmark wan-2.2-t2v-a14b --scenario SingleStream --quick
     tokenmill bench mlperf --dataset cnn_eval.json --test-mode submission --compliance
     --model meta-llama/Llama-3.1-8B-Instruct --submission-dir results
     """
     run, started_at = run_of(settings), manifest.utc_now()
     loadgen.load_library()
-    values = settings.values | {"model": _model(settings), "json-only": True}
+    if settings.get("test-mode") == "TEST04":
+        raise SettingsError("TEST04 compares two runs: use --test-mode performance --compliance")
+    values = settings.values | {"json-only": True}
+    if run.preset.name != WAN.name:  # its default depends on the device, which the test sees
+        values["model"] = _model(settings)
     with tempfile.TemporaryDirectory(prefix="mlperf-") as scratch:
         if settings.get("find-peak"):
             reports = {"performance": _peak(run, values, Path(scratch))}
@@ -131,7 +145,21 @@ def _tests(settings: Settings, run: bench.Run, values: dict[str, Any], scratch: 
         reports[name] = _test(given, name, run.target_qps, scratch / name)
         if _given_up(reports):
             break
+    if "TEST04" in reports:
+        reports["TEST04"] |= _same_sample(run, reports["performance"], reports["TEST04"])
     return reports
+
+
+def _same_sample(run: bench.Run, measured: MlperfReport, same: MlperfReport) -> MlperfReport:
+    """The verdict of TEST04 beside the performance run."""
+    reference, score = (1 / report["s_per_video"] for report in (measured, same))
+    verdict = compliance.verify_same_sample(run.scenario, reference, score)
+    reasons = [] if verdict.passed else ["TEST04 failed: one sample again and again is faster"]
+    return {
+        "passed": verdict.passed,
+        "verified": verdict.text,
+        "reasons": [*same["reasons"], *reasons],
+    }
 
 
 def _given_up(reports: Reports) -> bool:
@@ -151,10 +179,7 @@ def run_of(settings: Settings) -> bench.Run:
     mode = settings.get("test-mode")
     if mode in ("accuracy", "submission") and "dataset" not in settings:
         raise SettingsError(f"--test-mode {mode} needs --dataset")
-    if settings.get("benchmark") == DLRM_V3.name:
-        ranking_test.check_settings(settings)
-    elif given := [setting.key for setting in RANK if setting.key in settings]:
-        raise SettingsError(f"--{given[0]} goes with --benchmark dlrm-v3")
+    _check_benchmark(settings)
     _check_speculative(settings)
     _check_compliance(settings)
     _check_server(settings)
@@ -167,20 +192,36 @@ def run_of(settings: Settings) -> bench.Run:
             )
         if settings.get("test-mode") != "performance":
             raise SettingsError("--find-peak goes with --test-mode performance only")
+    preset = _preset(settings)
     return bench.Run(
-        _preset(settings),
+        preset,
         scenario,
-        settings.get("target-qps"),
+        settings.values.get("target-qps") or preset.target_qps or settings.get("target-qps"),
         settings.get("quick-samples") if quick else None,
         settings.get("length-scale"),
         settings.get("round"),
     )
 
 
+def _check_benchmark(settings: Settings) -> None:
+    """Settings of one benchmark go with it alone."""
+    own: dict[str, tuple[Any, tuple[Setting, ...]]] = {
+        DLRM_V3.name: (ranking_test.check_settings, RANK),
+        WAN.name: (video_test.check_settings, video_test.PANEL),
+    }
+    benchmark = settings.get("benchmark")
+    for name, (check, panel) in own.items():
+        given = [setting.key for setting in panel if setting.key in settings]
+        if benchmark == name:
+            check(settings)
+        elif given:
+            raise SettingsError(f"--{given[0]} goes with --benchmark {name}")
+
+
 def _preset(settings: Settings) -> Preset:
     """The benchmark by the rules of --round."""
     try:
-        known = {**PRESETS, DLRM_V3.name: DLRM_V3, QWEN3_VL.name: QWEN3_VL}
+        known = {**PRESETS, **{preset.name: preset for preset in (DLRM_V3, QWEN3_VL, WAN)}}
         return known[settings.get("benchmark")].of_round(settings.get("round"))
     except ValueError as error:
         raise SettingsError(f"--benchmark with --round: {error}") from None
@@ -297,8 +338,8 @@ def run_child(settings: Settings) -> None:
     mlperf_child.watch_parent()
     try:
         run = run_of(settings)
-        ranks = run.preset.name == DLRM_V3.name
-        report = (ranking_test if ranks else mlperf_child).child_report(settings, run)
+        tests = {DLRM_V3.name: ranking_test.child_report, WAN.name: video_test.child_report}
+        report = tests.get(run.preset.name, mlperf_child.child_report)(settings, run)
     except BaseException as error:
         # LoadGen's threads wait for answers that never come: the interpreter cannot shut down.
         if not isinstance(error, KeyboardInterrupt):
@@ -340,7 +381,7 @@ def _reasons(reports: Reports) -> list[str]:
     for report in reports.values():
         found += report.get("reasons", [])
         if "accuracy" in report:
-            num_unscored = report["accuracy"]["num_unscored"]
+            num_unscored = report["accuracy"].get("num_unscored")
             found += scoring.missed_gates(report["accuracy_gates"], num_unscored)
     return found
 
@@ -359,7 +400,8 @@ def write_submission(settings: Settings, run: bench.Run, reports: Reports, start
     known = {} if settings.get("url") else submission.describe_machine() | report["accelerator"]
     empty, kept = submission.write_system(layout, known)
     conf = (Path(report["logs"]) / bench.USER_CONF).read_text(encoding="utf-8")
-    weights = report["model"] if settings.get("url") else settings.build(ModelConfig).model
+    named = settings.get("url") or run.preset.name == WAN.name
+    weights = report["model"] if named else settings.build(ModelConfig).model
     plain = report["dtype"] in ("fp32", "bf16")
     change = f"cast to {report['dtype']}" if plain else f"quantized to {report['dtype']}"
     if settings.get("url"):
@@ -373,8 +415,11 @@ def write_submission(settings: Settings, run: bench.Run, reports: Reports, start
     if "accuracy" in reports:
         scores, logs = reports["accuracy"]["accuracy"], Path(reports["accuracy"]["logs"])
         submission.copy_accuracy(layout, logs, scores)
-        if scores["num_unscored"]:
+        if scores.get("num_unscored"):
             console.note(f"The full log of answers: {submission.copy_answers(layout, logs)}")
+        if not run.preset.tokens:
+            videos = submission.move_videos(layout, logs / submission.VIDEOS, _shown_videos(run))
+            console.note(f"Score the videos by {video_test.SCORED_BY} {videos}")
     for name in compliance.NAMES:
         if name in reports:
             logs, text = Path(reports[name]["logs"]), reports[name]["verified"]
@@ -392,6 +437,11 @@ def write_submission(settings: Settings, run: bench.Run, reports: Reports, start
         console.note(f"A closed submission also needs {', '.join(missing)}: add --compliance")
 
 
+def _shown_videos(run: bench.Run) -> tuple[int, ...]:
+    """Samples whose videos are part of the submission."""
+    return () if run.quick else REQUIRED_VIDEOS[run.round]
+
+
 def _configuration(settings: Settings, report: MlperfReport) -> dict[str, Any]:
     """The settings that the run had; those of an engine say nothing of a server, and vice versa."""
     if not settings.get("url"):
@@ -406,10 +456,7 @@ def _print(report: MlperfReport) -> None:
     console.out.print(f"[bold]{title}[/bold]")
     for reason in report["reasons"]:
         console.out.print(f"  {reason}", markup=False)
-    if metric := report.get("metric"):
-        console.out.print(f"{metric['name']}: {metric['value']:,.2f} {metric['unit']}")
-    if "peak_qps" in report:
-        console.out.print(f"highest valid rate: {report['peak_qps'] or 'none'} queries/s")
+    _print_figures(report)
     limits = report.get("limits_ms") or {}
     measured = {"ttft": report.get("ttft_ms"), "tpot": report.get("tpot_ms")}
     if "latency" in limits:
@@ -429,6 +476,18 @@ def _print(report: MlperfReport) -> None:
         console.out.print(f"{name}: {'passed' if passed else 'failed'}")
     for notice in report["notices"]:
         console.out.print(notice, markup=False)
+
+
+def _print_figures(report: MlperfReport) -> None:
+    """The scenario's metric, the peak of a search, the price of a video."""
+    if metric := report.get("metric"):
+        digits = 2 if metric["unit"] != "samples/s" else 4
+        console.out.print(f"{metric['name']}: {metric['value']:,.{digits}f} {metric['unit']}")
+    if "peak_qps" in report:
+        console.out.print(f"highest valid rate: {report['peak_qps'] or 'none'} queries/s")
+    if "s_per_video" in report:
+        price = f"${report['usd_per_video']:,.4f} at ${report['usd_per_hour']:g} an hour"
+        console.out.print(f"{report['s_per_video']:,.2f} s a video, {price} (--gpu-price)")
 
 
 COMMANDS = (

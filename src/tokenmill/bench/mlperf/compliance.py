@@ -1,6 +1,7 @@
-"""MLPerf's compliance tests of language models: performance runs whose answers are checked.
+"""MLPerf's compliance tests: performance runs whose answers or speed are checked.
 
-LoadGen reads an audit.config beside its settings and logs answers while it measures. TEST06: the
+LoadGen reads an audit.config beside its settings and logs answers while it measures. TEST04: one
+sample again and again is not faster, since no answer may be cached. TEST06: the
 answers are consistent with what was reported of them. TEST07: they are right often enough.
 TEST09: they are as long as the reference's. The files have the names and sentences that the
 submission checker of mlcommons/inference looks for.
@@ -22,9 +23,12 @@ from tokenmill.bench.workload import BenchError
 AUDIT_CONFIG = "audit.config"
 LOG_SEED = 720381539243781796  # that of the official files
 TEST06_SAMPLES = 100
+TEST04_SAMPLES, TEST04_INDEX = 20, 3
+TEST04_FASTER = {"Offline": 0.1, "SingleStream": 0.2}  # by so much a run may be, for noise
 PERFORMANCE_MODE = 2
-NAMES = ("TEST06", "TEST07", "TEST09")
+NAMES = ("TEST04", "TEST06", "TEST07", "TEST09")
 RESULT_FILES = {
+    "TEST04": "verify_performance.txt",
     "TEST06": "verify_accuracy.txt",
     "TEST07": "verify_accuracy.txt",
     "TEST09": "verify_output_len.txt",
@@ -50,7 +54,16 @@ class Verdict:
 
 def audit_config(name: str, num_samples: int) -> str:
     """The settings that LoadGen takes over for a test of so many samples."""
-    values: dict[str, int] = {
+    if name == "TEST04":
+        values = {
+            "mode": PERFORMANCE_MODE,
+            "performance_issue_unique": 0,
+            "performance_issue_same": 1,
+            "performance_issue_same_index": min(TEST04_INDEX, num_samples - 1),
+            "min_query_count": min(TEST04_SAMPLES, num_samples),
+        }
+        return _audit_lines(values)
+    values = {
         "mode": PERFORMANCE_MODE,
         "accuracy_log_rng_seed": LOG_SEED,
         "accuracy_log_sampling_target": TEST06_SAMPLES,
@@ -64,6 +77,10 @@ def audit_config(name: str, num_samples: int) -> str:
             "min_query_count": num_samples,
             "performance_issue_unique": 1,
         }
+    return _audit_lines(values)
+
+
+def _audit_lines(values: Mapping[str, int]) -> str:
     return "".join(f"*.*.{key} = {value}\n" for key, value in values.items())
 
 
@@ -142,6 +159,18 @@ def verify_output_length(answers: Sequence[Answer], reference: float) -> Verdict
     return Verdict(passed, "\n".join(lines) + "\n")
 
 
+def verify_same_sample(scenario: str, reference: float, score: float) -> Verdict:
+    """TEST04: the rate of one sample alone is not above that of all, but for noise."""
+    passed = score < reference * (1 + TEST04_FASTER[scenario])
+    lines = (
+        "Verifying performance.",
+        f"reference score = {reference}",
+        f"test score = {score}",
+        "TEST PASS" if passed else "TEST FAIL: Test score invalid",
+    )
+    return Verdict(passed, "\n".join(lines) + "\n")
+
+
 def write_result(layout: Layout, name: str, logs: Path, text: str) -> Path:
     """The folder of a test in a submission: its verdict, LoadGen's logs and audit.config."""
     folder = layout.scenario_folder / name
@@ -150,7 +179,8 @@ def write_result(layout: Layout, name: str, logs: Path, text: str) -> Path:
         made.mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILES[name]).write_text(text, encoding="utf-8")
     shutil.copyfile(logs / AUDIT_CONFIG, folder / AUDIT_CONFIG)
-    shutil.copyfile(logs / ACCURACY, accuracy / ACCURACY)
+    if (logs / ACCURACY).exists():
+        shutil.copyfile(logs / ACCURACY, accuracy / ACCURACY)
     for log in (SUMMARY, DETAIL):
         shutil.copyfile(logs / log, performance / log)
     return folder

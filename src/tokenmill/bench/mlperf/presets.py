@@ -61,6 +61,8 @@ class Preset:
     server: Limits
     interactive: Limits
     latency_ms: int | None = None  # of a query, where answers are not tokens
+    tokens: bool = True  # answers are tokens; else samples alone are counted
+    target_qps: float | None = None  # where the flag's default would ask for far too many samples
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -224,3 +226,24 @@ DLRM_V3 = Preset(
     accuracy_share=0.999,
     compliance=("TEST08",),
 )
+
+# Answers are videos: no limit of latency, and SingleStream's figure is in seconds. 20 s a video is
+# what the fastest published system takes.
+WAN = Preset(
+    name="wan-2.2-t2v-a14b",
+    key="wan-2.2-t2v-a14b",
+    model="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    num_samples=248,
+    max_output=0,
+    server=Limits(0, 0),
+    interactive=Limits(0, 0),
+    tokens=False,
+    target_qps=0.05,
+    accuracy={"vbench_score": 70.48},
+    compliance=("TEST04",),
+)
+# Samples whose videos the checker wants in the folder of an accuracy run.
+REQUIRED_VIDEOS = {
+    "v6.0": (130, 106, 84, 59, 12, 31, 86, 122, 233, 96),
+    "v6.1": (130, 106, 84, 59, 12, 123, 43, 22, 238, 32),
+}

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill import __version__
-from tokenmill.bench.mlperf.loadgen import ACCURACY, DETAIL, SUMMARY
+from tokenmill.bench.mlperf.loadgen import ACCURACY, DETAIL, SUMMARY, read_answers
 
 MAX_ACCURACY_LOG = 10 * 1024  # the checker refuses longer ones
 KEPT = 4096  # bytes that a truncated log keeps of each end
 ACCURACY_TEXT = "accuracy.txt"
+VIDEOS = "videos"  # the folder of an accuracy run's videos, beside its logs
 
 # Fields that the checker requires of systems/*.json (SYSTEM_DESC_REQUIRED_FIELDS). What this
 # machine does not tell is left empty for the submitter.
@@ -221,6 +222,29 @@ def copy_answers(layout: Layout, logs: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(logs / ACCURACY, path)
     return path
+
+
+def move_videos(layout: Layout, videos: Path, shown: Sequence[int]) -> Path:
+    """Videos of an accuracy run to a folder outside the submission, which has some of them.
+
+    `shown` are indices of samples: their mp4 files are copied under that number.
+    """
+    files = answer_files(videos.parent)
+    kept = layout.root / VIDEOS / f"{layout.system}_{layout.benchmark}_{layout.scenario}"
+    if kept.exists():
+        shutil.rmtree(kept)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(videos, kept)
+    for index in shown:
+        if files[index].endswith(".mp4"):
+            (layout.accuracy / VIDEOS).mkdir(exist_ok=True)
+            shutil.copyfile(kept / files[index], layout.accuracy / VIDEOS / f"{index}.mp4")
+    return kept
+
+
+def answer_files(logs: Path) -> dict[int, str]:
+    """Names of the files that the answers of an accuracy run are in, by sample."""
+    return {index: json.loads(data)["file"] for index, (data, _) in read_answers(logs).items()}
 
 
 def truncated(log: bytes) -> bytes:

@@ -75,7 +75,9 @@ def mlperf_page(report: MlperfReport, times: Sequence[RequestTimes], facts: Fact
         sections.append(Section("Limits", [html.table("Limits", _limit_rows(report))]))
     if "metric" in report:
         sections.append(_latency_section(report, times))
-    if times:
+    if times and report.get("num_output_tokens") == 0:
+        sections.append(Section("Timeline", [_concurrency(times)]))
+    elif times:
         intro = "Tokens are spread evenly between the first and the last of an answer."
         sections.append(Section("Timeline", [html.grid(list(_timelines(times)))], intro))
     if runs := report.get("runs"):
@@ -122,6 +124,9 @@ def _tiles(report: MlperfReport) -> list[Tile]:
         tiles.append(Tile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
     if rate := report.get("samples_per_s"):
         tiles.append(Tile("Samples", short(rate), "per second"))
+    if seconds := report.get("s_per_video"):
+        price = f"${report['usd_per_video']:,.4f} at ${report['usd_per_hour']:g} an hour"
+        tiles.append(Tile("A video", short(seconds), "s", price))
     percent = f"p{report.get('percentile') or 99}"
     limits = report.get("limits_ms") or {}
     for name, key in LIMITED.items():
@@ -129,7 +134,8 @@ def _tiles(report: MlperfReport) -> list[Tile]:
         if found is not None:
             tiles.append(_latency_tile(f"{LABELS[key]}, {percent}", found, limits.get(name)))
     if "num_queries" in report:
-        note = f"{report['num_output_tokens']:,} output tokens"
+        num_tokens = report["num_output_tokens"]
+        note = f"{num_tokens:,} output tokens" if num_tokens else ""
         tiles.append(Tile("Queries", f"{report['num_queries']:,}", "answered", note))
     for name, gate in report.get("accuracy_gates", {}).items():
         tone: html.Tone = "good" if gate["passed"] else "bad"
@@ -170,7 +176,9 @@ def _latency_section(report: MlperfReport, times: Sequence[RequestTimes]) -> Sec
     if len(rows) > 1:
         blocks.append(html.table("Latency in milliseconds", rows))
     if times:
-        blocks.append(html.grid(list(_distributions(times, report.get("limits_ms") or {}))))
+        shown = list(LABELS.values()) if report["num_output_tokens"] else [LABELS["latency_ms"]]
+        limits = report.get("limits_ms") or {}
+        blocks.append(html.grid(list(_distributions(times, limits, shown))))
     return Section(
         "Latency",
         blocks,
@@ -179,10 +187,12 @@ def _latency_section(report: MlperfReport, times: Sequence[RequestTimes]) -> Sec
     )
 
 
-def _distributions(times: Sequence[RequestTimes], limits: Mapping[str, float]) -> Iterable[Html]:
+def _distributions(
+    times: Sequence[RequestTimes], limits: Mapping[str, float], shown: Sequence[str]
+) -> Iterable[Html]:
     for label, attribute in zip(LABELS.values(), LATENCIES, strict=True):
         found = [value for each in times if (value := getattr(each, attribute)) is not None]
-        if not found:
+        if not found or label not in shown:
             continue
         limit = limits.get(attribute.removesuffix("_ms"))
         marks = [Mark("limit", limit, limit=True)] if limit is not None else []
@@ -191,14 +201,23 @@ def _distributions(times: Sequence[RequestTimes], limits: Mapping[str, float]) -
 
 
 def _timelines(times: Sequence[RequestTimes]) -> Iterable[Html]:
-    begin = min(each.arrival_ns for each in times)
-    windows = Windows(begin, max(max(each.last_ns for each in times), begin + 1))
+    windows = _windows(times)
     tokens = [each.num_tokens for each in times]
     rates = spread(windows, [(each.first_ns, each.last_ns) for each in times], tokens)
     yield timeline("Throughput", "output tok/s", windows, [Series("output tok/s", rates, "area")])
+    yield _concurrency(times)
+
+
+def _concurrency(times: Sequence[RequestTimes]) -> Html:
+    windows = _windows(times)
     spans = [(each.arrival_ns, each.last_ns) for each in times]
     flying = Series("in flight", in_flight(windows, spans), "area", GREEN)
-    yield timeline("Concurrency", "queries", windows, [flying])
+    return timeline("Concurrency", "queries", windows, [flying])
+
+
+def _windows(times: Sequence[RequestTimes]) -> Windows:
+    begin = min(each.arrival_ns for each in times)
+    return Windows(begin, max(max(each.last_ns for each in times), begin + 1))
 
 
 def _search_section(report: MlperfReport, runs: Sequence[PeakRun]) -> Section:
@@ -215,5 +234,5 @@ def _accuracy_section(report: MlperfReport) -> Section:
     for name, value in report["accuracy"].items():
         gate = gates.get(name)
         cells = [required(gate), "yes" if gate["passed"] else "no"] if gate else ["-"] * 2
-        rows.append([name, html.plain(value), *cells])
+        rows.append([name, "not scored here" if value is None else html.plain(value), *cells])
     return Section("Accuracy", [html.table("Scores", rows)])

@@ -97,6 +97,11 @@ class MlperfReport(TypedDict, total=False):
     limits_ms: dict[str, float] | None  # by "ttft" and "tpot"
     percentile: int | None
     min_duration_s: float
+    # Of videos.
+    video: dict[str, str | int]  # what a query asks for
+    s_per_video: float
+    usd_per_video: float
+    usd_per_hour: float
     # Of a search for the peak.
     peak_qps: float | None
     runs: list[PeakRun]
