@@ -8,19 +8,16 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Protocol
 
 import msgspec
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.link import Spawn, WorkerStartError
 from tokenmill.workers.messages import ModelFacts
-from tokenmill.workers.migration import Migration
-from tokenmill.workers.pool_routers import Routers
-from tokenmill.workers.slot import Role, WorkerSlot
+from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +83,42 @@ class WorkerWatcher(Protocol):
         """Wait until nobody has requests there, for so long at most."""
 
 
+class SlotUser(Protocol):
+    """Who gives the workers what they have to do, and moves it when they come and go."""
+
+    def receiver(self, role: Role) -> OnMessage:
+        """Who hears what workers of a role say."""
+
+    def check(self, slot: WorkerSlot) -> None:
+        """Raise WorkerStartError where a new worker does not go with the others."""
+
+    def worker_ready(self, slot: WorkerSlot) -> None: ...
+
+    async def settled(self) -> None:
+        """Wait until the workers that are ready know each other."""
+
+    def worker_down(self, slot: WorkerSlot) -> None:
+        """A worker died: what it had goes elsewhere."""
+
+    def worker_leaving(self, slot: WorkerSlot) -> None:
+        """A worker gets nothing more to do."""
+
+    def worker_left(self, slot: WorkerSlot) -> None:
+        """A worker leaves now: what it still has goes elsewhere."""
+
+    def worker_gone(self, slot: WorkerSlot) -> None:
+        """A worker that has left was stopped."""
+
+    def at(self, slot: WorkerSlot) -> Sized:
+        """What a worker has to do."""
+
+    def others_take(self, slot: WorkerSlot) -> bool:
+        """True where other workers than this one take work."""
+
+    def no_worker(self, role: Role, message: str) -> None:
+        """No worker of a role is left, and none can be started."""
+
+
 class Lifecycle:
     """Owns the slots of a pool; it alone changes `slots`.
 
@@ -97,9 +130,7 @@ class Lifecycle:
         slots: dict[str, WorkerSlot],
         spawn_of: SpawnOf,
         config: PoolConfig,
-        requests: Migration,
-        routers: Routers,
-        handovers: Handovers,
+        requests: SlotUser,
         host: str | None,
     ) -> None:
         self.facts: ModelFacts | None = None  # what holds for all workers
@@ -110,8 +141,6 @@ class Lifecycle:
         self.watcher: WorkerWatcher | None = None
         self._config = config
         self._requests = requests
-        self._routers = routers
-        self._handovers = handovers
         self._host = host
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep slots alive
         self._heart: asyncio.Task[None] | None = None
@@ -135,7 +164,7 @@ class Lifecycle:
         starts = [asyncio.create_task(self._start(slot)) for slot in new]
         try:
             await asyncio.gather(*starts)
-            await self._handovers.settled()
+            await self._requests.settled()
         except BaseException:
             for start in starts:
                 start.cancel()
@@ -195,8 +224,7 @@ class Lifecycle:
                 raise PoolError(f"worker: there is no {name!r}; the pool has {known}")
             if slot.role == "encoder" and len(self.of_role("encoder")) == 1:
                 raise PoolError(f"worker: {name!r} is the only encoder; start another")
-            taking = slot.role in ("both", "decode")
-            if taking and not set(self._routers.main.workers) - {name}:
+            if slot.role in ("both", "decode") and not self._requests.others_take(slot):
                 raise PoolError(
                     f"worker: {name!r} is the only one that takes requests; start another"
                 )
@@ -213,10 +241,8 @@ class Lifecycle:
     def _slot(self, role: Role, name: str = "") -> WorkerSlot:
         name = name or f"{PREFIXES[role]}{self._num_named[role]}"
         self._num_named[role] += 1
-        requests = self._requests
-        on_message = requests.on_encoder_message if role == "encoder" else requests.on_message
-        spawn = self._spawn_of(name, role)
-        slot = WorkerSlot(name, spawn, self._config, on_message, self._host, role)
+        spawn, receiver = self._spawn_of(name, role), self._requests.receiver(role)
+        slot = WorkerSlot(name, spawn, self._config, receiver, self._host, role)
         self._slots[name] = slot
         return slot
 
@@ -230,7 +256,7 @@ class Lifecycle:
         try:
             facts = await slot.launch()
             if self._slots.get(slot.name) is slot:
-                self._handovers.check(slot)
+                self._requests.check(slot)
                 self._agree(slot, facts)
                 self._requests.worker_ready(slot)
                 if self.watcher is not None:
@@ -290,10 +316,10 @@ class Lifecycle:
         message = f"the engine stopped: {slot.last_failure}"
         if slot.role == "encoder":
             if all(other.state == "failed" for other in self.of_role("encoder")):
-                self._requests.no_encoder(f"images cannot be encoded: {message}")
+                self._requests.no_worker(slot.role, message)
             return
         if all(other.state == "failed" for other in self._slots.values() if is_language(other)):
-            self._requests.fail_all(message, "worker_died")
+            self._requests.no_worker(slot.role, message)
             self.failure = message
             self.gave_up.set()
 
@@ -301,7 +327,7 @@ class Lifecycle:
         self, slot: WorkerSlot, timeout_s: float = 30.0, grace_s: float = GRACE_S
     ) -> None:
         slot.state = "draining"
-        self._routers.remove(slot)
+        self._requests.worker_leaving(slot)
         deadline_s = time.monotonic() + timeout_s
         while self._requests.at(slot) and slot.ready and time.monotonic() <= deadline_s:
             await asyncio.sleep(POLL_S)

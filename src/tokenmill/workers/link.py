@@ -153,21 +153,32 @@ class WorkerLink:
         self._die(reason)
 
     async def close(self, grace_s: float) -> None:
-        """Ask the worker to exit, kill it after `grace_s`, and free the socket."""
-        if self._process is not None:
-            self.send(Shutdown())
-            try:
-                async with asyncio.timeout(grace_s):
-                    await self._process.wait()
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
-        self._free()
+        """Ask the worker to exit, kill it after `grace_s`, and free the socket.
+
+        The socket is freed though the caller be cancelled: a context with an open socket would
+        block the process when it ends.
+        """
+        try:
+            if self._process is not None:
+                self.send(Shutdown())
+                await self._end(self._process, grace_s)
+            if self._watcher is not None:
+                self._watcher.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._watcher
+        finally:
+            self._free()
+
+    async def _end(self, process: WorkerProcess, grace_s: float) -> None:
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except (TimeoutError, asyncio.CancelledError) as interrupted:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            if not isinstance(interrupted, TimeoutError):
+                raise
+            await process.wait()
 
     async def _watch(self, process: WorkerProcess) -> None:
         code = await process.wait()

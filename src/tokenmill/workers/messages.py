@@ -17,6 +17,9 @@ Whatever ends a request early is Abort to both. A dead prefill worker is Disconn
 workers: requests that wait for its KV end in ERROR with stop_reason "kv_transfer", as they do when
 no notice comes for half a lease. A dead decode worker is Abort or ReleaseKV to the prefill worker.
 
+Workers whose engine answers jobs (jobs/) take SubmitJobs and Abort, and send JobOutputs; what their
+API has to know is in ModelFacts.about, and the figures of their engine in Stats.figures.
+
 With several fronts (fronts/), the process that started a worker is its owner, and each front has a
 link of its own: AddFront makes the worker connect to it, and the same messages go over it. Each
 front gets the outputs of its own requests; cache events go to all fronts that asked for them, and
@@ -27,9 +30,12 @@ answer, FrontDropped, is sent once the engine has ended them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tokenmill.core.cost import Cost
+from tokenmill.core.jobs import JobOutput
 from tokenmill.core.kv import KVAddress, KVNotice
 from tokenmill.core.kv_events import Dump, EventBatch, PackedEvent, pack_events, unpack_events
 from tokenmill.core.types import EngineStats, Request, RequestOutput
@@ -49,11 +55,21 @@ class ModelFacts(msgspec.Struct, frozen=True):
     kv: KVAddress | None = None  # how other engines reach its KV
     max_waiting: int | None = None  # requests that may wait; None: any number
     warnings: list[str] = []  # sentences about what did not go as asked
+    about: dict[str, Any] = {}  # of an engine of jobs
 
 
 class Submit(msgspec.Struct, tag=True):
     requests: list[Request]
     num_uncached: list[int] = []  # tokens to be computed, as the front sees it; []: whole prompts
+
+
+class Job(msgspec.Struct):
+    job_id: str
+    payload: bytes
+
+
+class SubmitJobs(msgspec.Struct, tag=True):
+    jobs: list[Job]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -150,9 +166,14 @@ class OutputPacker:
         return Outputs(others, tokens)
 
 
+class JobOutputs(msgspec.Struct, tag=True):
+    outputs: list[JobOutput]
+
+
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
     costs: dict[str, Cost] = {}  # of the requests that have not ended, so far
+    figures: dict[str, float] = {}  # of an engine of jobs
 
 
 class KVEvents(msgspec.Struct, tag=True):
@@ -225,8 +246,11 @@ KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
 KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
 FrontToWorker = AddFront | DropFront
 FrontFromWorker = FrontLost | FrontDropped | LoadReported
-ToWorker = Submit | Abort | GetStats | GetKV | Shutdown | KVToWorker | FrontToWorker
-FromWorker = Ready | Failed | Outputs | Stats | KVEvents | KVDump | KVFromWorker | FrontFromWorker
+ToWorker = Submit | SubmitJobs | Abort | GetStats | GetKV | Shutdown | KVToWorker | FrontToWorker
+OutputsFromWorker = Outputs | JobOutputs
+FromWorker = (
+    Ready | Failed | OutputsFromWorker | Stats | KVEvents | KVDump | KVFromWorker | FrontFromWorker
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

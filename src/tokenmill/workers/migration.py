@@ -38,7 +38,7 @@ from tokenmill.workers.messages import (
 )
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.pool_routers import Routers
-from tokenmill.workers.slot import OnMessage, WorkerSlot
+from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
@@ -109,9 +109,12 @@ class Migration:
         self._held.append(entry)
         self.send_held()
 
-    def no_encoder(self, message: str) -> None:
-        """No encoder is left: requests that wait for one end in ERROR, as later ones do."""
-        self._encodings.give_up(message)
+    def no_worker(self, role: Role, message: str) -> None:
+        """No worker of a role is left: what waits for one ends in ERROR."""
+        if role == "encoder":
+            self._encodings.give_up(f"images cannot be encoded: {message}")
+        else:
+            self.fail_all(message, "worker_died")
 
     def fail(
         self, entry: OpenRequest, reason: FinishReason, message: str, stop_reason: str
@@ -121,6 +124,26 @@ class Migration:
         entry.put_end(reason, message, stop_reason)
 
     # Workers come and go.
+
+    def receiver(self, role: Role) -> OnMessage:
+        """Who hears what workers of a role say."""
+        return self.on_encoder_message if role == "encoder" else self.on_message
+
+    def check(self, slot: WorkerSlot) -> None:
+        """Raise WorkerStartError where a new worker's KV does not go with the others'."""
+        self._handovers.check(slot)
+
+    async def settled(self) -> None:
+        """Wait until the workers that exchange KV know each other."""
+        await self._handovers.settled()
+
+    def others_take(self, slot: WorkerSlot) -> bool:
+        """True where other workers than this one take requests."""
+        return bool(set(self._routers.main.workers) - {slot.name})
+
+    def worker_leaving(self, slot: WorkerSlot) -> None:
+        """A worker gets no more requests."""
+        self._routers.remove(slot)
 
     def worker_ready(self, slot: WorkerSlot) -> None:
         """Let a worker take requests; those that waited for one go first."""

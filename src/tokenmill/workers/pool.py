@@ -88,8 +88,6 @@ class WorkerPool:
             spawn_of or _by_role(spawn, prefill_spawn, encoder_spawn),
             config,
             self._requests,
-            self.routers,
-            self.handovers,
             host,
         )
         self.open_requests: Mapping[str, OpenRequest] = MappingProxyType(self._requests.open)

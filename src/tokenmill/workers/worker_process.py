@@ -57,7 +57,7 @@ def run_worker(
     reads the features of images from others.
     An exception out of the engine is sent to the API process as its last words, then raised.
     """
-    _leave_signals_to_the_parent()
+    leave_signals_to_the_parent()
     links = FrontLinks(FrontLink(address), facts)
     try:
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
@@ -84,7 +84,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _leave_signals_to_the_parent() -> None:
+def leave_signals_to_the_parent() -> None:
     """Ctrl-C and a service manager signal the whole group; only the parent decides when to end."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

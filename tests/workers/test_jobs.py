@@ -1,0 +1,269 @@
+"""A pool of workers that answer jobs: whatever happens to them, a job ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.core.config import PoolConfig
+from tokenmill.core.jobs import JobOutput, add_figures, is_counter
+from tokenmill.workers.jobs.job_pool import JobPool, QueueFull
+from tokenmill.workers.lifecycle import PoolError
+from tokenmill.workers.link import WorkerDownError
+
+WORKER = [sys.executable, str(Path(__file__).with_name("echo_jobs.py"))]
+GENEROUS_S = 60.0
+LONG = 1_000_000  # steps: it ends by what the test does
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class Workers:
+    """Starts worker processes and remembers them."""
+
+    def __init__(self) -> None:
+        self.processes: list[asyncio.subprocess.Process] = []
+
+    async def __call__(self, address: str) -> asyncio.subprocess.Process:
+        null = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(
+            *WORKER, "--address", address, stdout=null, stderr=null
+        )
+        self.processes.append(process)
+        return process
+
+    def kill(self, number: int) -> None:
+        os.kill(self.processes[number].pid, signal.SIGKILL)
+
+
+class Jobs:
+    """Submits jobs to a pool and keeps all that comes back."""
+
+    def __init__(self, pool: JobPool) -> None:
+        self.pool = pool
+        self.outputs: dict[str, list[JobOutput]] = {}
+
+    def submit(self, job_id: str, deadline_s: float | None = None, **payload: Any) -> None:
+        mine = self.outputs.setdefault(job_id, [])
+        self.pool.submit(job_id, json.dumps(payload).encode(), mine.append, deadline_s)
+
+    def ends(self, job_id: str) -> list[JobOutput]:
+        return [output for output in self.outputs[job_id] if output.is_terminal]
+
+    async def end(self, job_id: str) -> JobOutput:
+        """The only terminal output of a job."""
+        await self.until(lambda: bool(self.ends(job_id)))
+        (end,) = self.ends(job_id)
+        return end
+
+    async def begun(self, *job_ids: str) -> None:
+        await self.until(lambda: all(self.outputs[job_id] for job_id in job_ids))
+
+    async def until(self, holds: Any) -> None:
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(
+    workers: int = 1, max_open: int = 100, **config: Any
+) -> AsyncIterator[tuple[Jobs, Workers]]:
+    spawner = Workers()
+    settings = {"backoff_s": 0.01, "heartbeat_s": 60.0} | config
+    pool = JobPool(spawner, PoolConfig(workers=workers, **settings), max_open=max_open)
+    jobs = Jobs(pool)
+    try:
+        async with asyncio.timeout(GENEROUS_S):
+            assert await pool.start() == {"echo": True}
+            yield jobs, spawner
+    finally:
+        await pool.close()
+    assert all(p.returncode is not None for p in spawner.processes)
+    for job_id in jobs.outputs:  # once more, when nothing can come any more
+        assert len(jobs.ends(job_id)) == 1
+
+
+@in_loop
+async def test_jobs_go_where_least_is_open_and_progress_comes_before_their_end() -> None:
+    async with running(workers=2) as (jobs, workers):
+        for number in range(4):
+            jobs.submit(f"job-{number}", steps=3)
+        assert [worker.num_open for worker in jobs.pool.view()] == [2, 2]
+        pids = {(await jobs.end(f"job-{number}")).payload for number in range(4)}
+        assert pids == {str(process.pid).encode() for process in workers.processes}
+        assert [o.payload for o in jobs.outputs["job-0"][:2]] == [b"2", b"1"]
+        assert [worker.ended for worker in jobs.pool.view()] == [2, 2]
+        with pytest.raises(ValueError, match="'job-9' is open already"):
+            for _ in range(2):
+                jobs.submit("job-9", steps=5)
+
+
+@in_loop
+async def test_the_jobs_of_a_killed_worker_are_answered_by_another() -> None:
+    async with running(workers=2) as (jobs, workers):
+        for number in range(4):
+            jobs.submit(f"job-{number}", steps=40)
+        await jobs.begun(*jobs.outputs)
+        workers.kill(0)
+        ends = [await jobs.end(f"job-{number}") for number in range(4)]
+        assert {end.kind for end in ends} == {"done"}
+        assert str(workers.processes[0].pid).encode() not in {end.payload for end in ends}
+        assert jobs.pool.num_migrations == 2
+        await jobs.until(lambda: jobs.pool.num_restarts == 1)
+        (dead,) = (worker for worker in jobs.pool.view() if worker.failures)
+        assert (dead.restarts, dead.failures) == (1, 1)
+        assert "exited with code -9" in dead.last_failure
+
+
+@in_loop
+async def test_jobs_wait_for_the_only_worker_to_come_back_and_new_ones_are_refused() -> None:
+    async with running() as (jobs, workers):
+        jobs.submit("a", steps=20)
+        await jobs.begun("a")
+        workers.kill(0)
+        await jobs.until(lambda: not jobs.pool.ready)
+        with pytest.raises(WorkerDownError, match="restarting"):
+            jobs.pool.submit("b", b"{}", print)
+        assert jobs.pool.num_held == 1
+        assert (await jobs.end("a")).kind == "done"
+
+
+@in_loop
+async def test_a_worker_that_hangs_is_killed_and_its_other_jobs_go_on() -> None:
+    config = {"heartbeat_s": 0.05, "hang_timeout_s": 2.0, "max_migrations": 0}
+    async with running(workers=2, **config) as (jobs, _):
+        jobs.submit("hangs", end="hang")
+        end = await jobs.end("hangs")
+        assert (end.kind, end.error_kind) == ("failed", "worker_died")
+        assert "no sign of life for 2 s" in end.error
+        assert sum(worker.hangs for worker in jobs.pool.view()) == 1
+        jobs.submit("next", steps=1)
+        assert (await jobs.end("next")).kind == "done"
+
+
+@pytest.mark.parametrize("how", ["exit", "raise"])
+@in_loop
+async def test_a_job_that_kills_every_worker_fails_alone(how: str) -> None:
+    async with running(workers=2, max_migrations=1) as (jobs, _):
+        jobs.submit("killer", steps=4, end=how)
+        jobs.submit("good", steps=60)
+        jobs.submit("beside", steps=60)  # at the killer's worker at first
+        end = await jobs.end("killer")
+        assert (end.kind, end.error_kind) == ("failed", "worker_died")
+        assert ("the echo failed" if how == "raise" else "code 7") in end.error
+        assert (await jobs.end("good")).kind == (await jobs.end("beside")).kind == "done"
+        assert sum(worker.failures for worker in jobs.pool.view()) == 2
+
+
+@in_loop
+async def test_a_wrong_job_fails_alone_and_its_worker_lives() -> None:
+    async with running() as (jobs, workers):
+        jobs.submit("good", steps=10)
+        jobs.submit("bad", bad=3)
+        end = await jobs.end("bad")
+        assert (end.error, end.error_kind) == ("bad: 3 is wrong", "invalid")
+        assert (await jobs.end("good")).kind == "done"
+        assert len(workers.processes) == 1
+
+
+@in_loop
+async def test_abort_and_deadline_free_the_worker() -> None:
+    async with running() as (jobs, _):
+        jobs.submit("left", steps=LONG)
+        jobs.submit("late", steps=LONG, deadline_s=0.02)
+        await jobs.begun("left")
+        jobs.pool.abort("left")
+        jobs.pool.abort("left")
+        assert (await jobs.end("left")).error_kind == "aborted"
+        assert (await jobs.end("late")).error_kind == "deadline"
+        stats = await jobs.pool.stats(GENEROUS_S)
+        assert stats["num_running"] == 0
+        assert stats['aborted_total{by="front"}'] == 2
+        assert jobs.pool.num_open == 0
+
+
+@in_loop
+async def test_the_queue_is_bounded() -> None:
+    async with running(max_open=2) as (jobs, _):
+        jobs.submit("a", steps=LONG)
+        jobs.submit("b", steps=LONG)
+        with pytest.raises(QueueFull, match="2 jobs are open; the limit is 2"):
+            jobs.pool.submit("c", b"{}", print)
+        jobs.pool.abort("a")
+        jobs.submit("c", steps=1)
+        assert (await jobs.end("c")).kind == "done"
+
+
+@in_loop
+async def test_drain_refuses_new_jobs_and_close_ends_the_rest() -> None:
+    async with running() as (jobs, _):
+        jobs.submit("short", steps=5)
+        jobs.submit("long", steps=LONG)
+        await jobs.pool.drain(0.2)
+        assert (await jobs.end("short")).kind == "done"
+        with pytest.raises(WorkerDownError, match="draining"):
+            jobs.pool.submit("c", b"{}", print)
+    assert jobs.ends("long")[0].error_kind == "shutdown"
+
+
+@in_loop
+async def test_workers_are_scaled_and_drained_without_losing_a_job() -> None:
+    async with running() as (jobs, _):
+        with pytest.raises(PoolError, match="the only one"):
+            await jobs.pool.drain_worker("w0")
+        await jobs.pool.scale(2)
+        jobs.submit("a", steps=100)
+        await jobs.begun("a")
+        await jobs.pool.drain_worker("w0", timeout_s=0.0)
+        assert [worker.name for worker in jobs.pool.view()] == ["w1"]
+        assert (await jobs.end("a")).kind == "done"
+        assert jobs.pool.num_migrations == 1
+
+
+@in_loop
+async def test_counters_outlive_their_worker_and_gauges_do_not() -> None:
+    async with running() as (jobs, workers):
+        jobs.submit("a", steps=3)
+        await jobs.end("a")
+        assert (await jobs.pool.stats(GENEROUS_S))["steps_total"] == 3
+        workers.kill(0)
+        await jobs.until(lambda: jobs.pool.num_restarts == 1)
+        jobs.submit("b", steps=2)
+        await jobs.end("b")
+        assert (await jobs.pool.stats(GENEROUS_S))["steps_total"] == 5
+
+
+@in_loop
+async def test_a_fault_of_who_waits_is_not_a_fault_of_other_jobs() -> None:
+    async with running() as (jobs, _):
+
+        def fails(output: JobOutput) -> None:
+            raise RuntimeError("the client went")
+
+        jobs.pool.submit("faulty", b"{}", fails)
+        jobs.submit("good", steps=1)
+        assert (await jobs.end("good")).kind == "done"
+
+
+def test_figures_add_up_and_counters_are_known_by_their_names() -> None:
+    assert is_counter('keys_total{tier="host"}') and is_counter("batch_bucket")
+    assert not is_counter("num_running")
+    assert add_figures({"a": 1, "b": 2}, {"b": 3, "c": 4}) == {"a": 1, "b": 5, "c": 4}
