@@ -407,7 +407,7 @@ def _encode_seconds(built: BuiltEngine, work: Work, args: argparse.Namespace) ->
     pixels = torch.cat([normalised(image, vision, device) for image in found])
     grids = [image.grid for image in found]
     with torch.inference_mode():
-        encode = built.runner.model.encode
+        encode = built.runner.model.visual
         seconds = _seconds(lambda: encode(pixels, grids), args.device, 1 if args.tiny else 10)
     flops = sum(vision.encode_flops(image.num_patches) for image in found)
     return {"s": seconds / len(found), "tflops": round(flops / seconds / 1e12, 2)}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from driver import Answer, assert_same, build, complete
 from tiny_images import Prompt, image, prompt
@@ -17,6 +18,8 @@ from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, S
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.encoder import EncoderEngine, build_encoder
+from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
+from tokenmill.engine.images import normalised
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 SMALL, WIDE, TALL = image(1, (1, 4, 4)), image(2, (1, 4, 14)), image(3, (1, 12, 10))
@@ -132,6 +135,45 @@ def test_an_image_has_one_owner_of_its_blocks_until_it_is_released(folder: Path)
     encoder.engine.abort(third)
     encoder.engine.abort(kept)
     assert encoder.engine.stats().num_kv_blocks_used == 0
+
+
+def test_images_of_a_step_are_encoded_in_one_call_and_fail_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, calls = Encoder(folder), []
+    encode = encoder.engine._encode
+
+    def watched(images: list[ImageInput]) -> object:
+        calls.append(len(images))
+        if any(each.content_hash == WIDE.content_hash for each in images):
+            raise RuntimeError("no memory")
+        return encode(images)
+
+    monkeypatch.setattr(encoder.engine, "_encode", watched)
+    small, wide, again = encoder.submit(SMALL), encoder.submit(WIDE), encoder.submit(SMALL)
+    encoder.submit(TALL)  # 120 patches more than the 72 before it: behind the budget of 130
+    (output,) = encoder.engine.step()
+    assert (output.request_id, output.finish_reason) == (wide, FinishReason.ERROR)
+    assert calls == [2, 1, 1]
+    held = {n.request_id: n.block_ids for n in encoder.engine.take_events().notices}
+    assert set(held) == {small, again} and held[small] == held[again]
+    assert encoder.engine.has_work() and len(encoder.notices()) == 1 and calls[3:] == [1]
+
+
+@torch.inference_mode()
+def test_padded_calls_give_what_the_images_alone_give(folder: Path) -> None:
+    """Sums of the products depend on the number of rows, by rounding alone."""
+    built = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64)
+    visual, vision = built.runner.model.visual, built.spec.vision
+    assert visual is not None and vision is not None
+    graphs = EncoderGraphs(visual, vision, sizes=(128, 256))
+    for asked in ([SMALL], [TALL, WIDE], [image(9, (2, 4, 4)), SMALL, WIDE], [SMALL] * 3):
+        grids = [each.grid for each in asked]
+        parts = [normalised(each, vision, torch.device("cpu")) for each in asked]
+        expected = [visual(part, [grid])[0] for part, grid in zip(parts, grids, strict=True)]
+        found = graphs(torch.cat(parts), grids)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_wrong_images_are_refused(folder: Path) -> None:

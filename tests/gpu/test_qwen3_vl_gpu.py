@@ -61,6 +61,9 @@ def test_graphs_and_overlap_give_what_the_plain_loop_gives(build: Build, name: s
     assert tokens(built) == expected  # features and prefixes are known by now
     assert tokens(built, replace(GREEDY, logprobs=None)) == expected
     assert built.runner.decode.graphs is not None and built.runner.decode.graphs.report.steps > 0
+    assert built.runner.images is not None and built.runner.images.encode is not None
+    encoder = built.runner.images.encode.graphs
+    assert encoder is not None and encoder.num_replayed > 0
 
 
 def test_nothing_depends_on_the_images_beside_it(build: Build) -> None:

@@ -6,6 +6,7 @@ fp32 where the interpreter runs them, since its bf16 products are wrong.
 import torch
 
 from tokenmill.core.specs.vision import VisionSpec
+from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.kernels import MODE, norm, segments
 from tokenmill.kernels.gpu import dependent
 from tokenmill.kernels.gpu import rows as gpu_rows
@@ -83,6 +84,11 @@ def check_encoder(device: str) -> None:
     grids = [(1, 4, 4), (1, 2, 10), (2, 4, 2)]
     pixels = torch.randn(sum(t * h * w for t, h, w in grids), spec.patch_dim, device=device)
     found = encoder(pixels, grids)
+    graphs = EncoderGraphs(encoder, spec, sizes=(128,))
+    graphs._pixels.fill_(float("nan"))  # what is behind the images reaches none of them
+    for ours, theirs in zip(graphs(pixels, grids), found, strict=True):
+        assert torch.isfinite(ours).all()
+        assert (ours - theirs).norm() / theirs.norm() < (1e-5 if device == "cpu" else 0.02)
     MODE.fused = False
     expected = encoder(pixels, grids)
     MODE.fused = True

@@ -238,8 +238,6 @@ def make_engine(
         network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution),
         part.groups.sliding,
     )  # fmt: skip
-    if runner.images is not None:
-        runner.images.away = setup.model.part == "language"
     if part.narrow:
         quantize(runner)
     _warm_up(runner, setup, part.kv_tokens, grammar_vocab is not None)
@@ -263,7 +261,7 @@ def make_engine(
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
     features = None
-    if runner.images is not None and runner.images.away:
+    if runner.images is not None and runner.images.encode is None:
         types = activation_dtype(dtype), setup.model.device
         way = cache.feature_connector
         features = FeatureReader.open(way, runner.images, policy.images, max_len, *types)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.core.config import Setup
+from tokenmill.core.config import ExecutionConfig, Setup
 from tokenmill.core.images import ImageInput
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.core.specs.vision import VisionSpec, patches_problem
@@ -29,12 +29,12 @@ from tokenmill.core.types import (
     RequestOutput,
 )
 from tokenmill.engine.choices import available_bytes, set_mode, set_num_threads
-from tokenmill.engine.images import normalised
+from tokenmill.engine.graphs.capture import CaptureLimits, capture_all
+from tokenmill.engine.images import GROUP_PATCHES, GroupEncoder
 from tokenmill.kv.features import BLOCK_TOKENS, FeatureBlockPool
 from tokenmill.layers.linear import activation_dtype
 from tokenmill.models import family_of
 from tokenmill.models.checkpoints.weights import open_checkpoint
-from tokenmill.models.family import ImageEncoder
 
 _SHARE = 0.5  # of the memory that is free, for features
 _MOST_BYTES = 2**34  # of features: 500 images of 1,024 x 1,024 pixels of the largest Qwen3-VL
@@ -54,14 +54,12 @@ class EncoderEngine:
 
     def __init__(
         self,
-        encoder: ImageEncoder,
+        encode: GroupEncoder,
         vision: VisionSpec,
         pool: FeatureBlockPool,
         budget: int,
-        device: str,
     ) -> None:
-        self._encoder, self._vision, self._pool = encoder, vision, pool
-        self._budget, self._device = budget, torch.device(device)
+        self._encode, self._vision, self._pool, self._budget = encode, vision, pool, budget
         self._waiting: deque[Request] = deque()
         self._held: OrderedDict[bytes, _Held] = OrderedDict()  # by content, the oldest use first
         self._content: dict[str, bytes] = {}  # of requests that have had their notice
@@ -86,22 +84,15 @@ class EncoderEngine:
     def step(self) -> list[RequestOutput]:
         """Encode as many images as the budget has patches, or one that has more."""
         outputs, self._refused = self._refused, []
-        left = self._budget
-        while self._waiting:
-            request = self._waiting[0]
-            spent = self._patches(request)
-            if spent > left < self._budget:
-                break
-            try:
-                if not self._serve(request):
-                    break
-            except Exception as error:
-                _log.error("an image was not encoded", exc_info=error)
-                message = f"the image was not encoded: {type(error).__name__}: {error}"
-                end = End(FinishReason.ERROR, "encoder", message)
+        requests, new = self._admit()
+        spent_s, failed = self._encode_all(new)
+        for request in requests:
+            content = request.images[0].image.content_hash
+            if content in failed:
+                end = End(FinishReason.ERROR, "encoder", failed[content])
                 outputs.append(end.output(request.request_id))
-            self._waiting.popleft()
-            left -= spent
+            else:
+                self._give_notice(request, spent_s.pop(content, 0.0))
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -154,12 +145,68 @@ class EncoderEngine:
         for connector in self._pool.connectors:
             connector.close()
 
-    # One image.
+    # The images of a step.
 
-    def _patches(self, request: Request) -> int:
-        """What is to be encoded for a request."""
-        image = request.images[0].image
-        return 0 if image.content_hash in self._held else image.num_patches
+    def _admit(self) -> tuple[list[Request], list[ImageInput]]:
+        """The requests of a step, which have their blocks, and the images to encode for them."""
+        requests: list[Request] = []
+        new: list[ImageInput] = []
+        left = self._budget
+        while self._waiting:
+            request, image = self._waiting[0], self._waiting[0].images[0].image
+            held = self._held.get(image.content_hash)
+            if held is None:
+                if image.num_patches > left < self._budget or not self._may_serve(request):
+                    break
+                held = self._held[image.content_hash] = _Held(self._take(request))
+                new.append(image)
+                left -= image.num_patches
+            else:
+                self._stats.num_image_hits += 1
+            held.users.add(request.request_id)  # others of this step do not take its blocks
+            self._held.move_to_end(image.content_hash)
+            requests.append(self._waiting.popleft())
+        return requests, new
+
+    def _encode_all(self, images: list[ImageInput]) -> tuple[dict[bytes, float], dict[bytes, str]]:
+        """The seconds of each image, or why it was not encoded: then the others go on alone."""
+        spent_s: dict[bytes, float] = {}
+        failed: dict[bytes, str] = {}
+        if not images:
+            return spent_s, failed
+        try:
+            spent_s |= self._put(images)
+        except Exception as error:
+            if len(images) > 1:
+                for image in images:
+                    spent, problems = self._encode_all([image])
+                    spent_s, failed = spent_s | spent, failed | problems
+            else:
+                _log.error("an image was not encoded", exc_info=error)
+                message = f"the image was not encoded: {type(error).__name__}: {error}"
+                self._drop(images[0].content_hash)
+                failed[images[0].content_hash] = message
+        return spent_s, failed
+
+    @torch.inference_mode()
+    def _put(self, images: list[ImageInput]) -> dict[bytes, float]:
+        """Encode images into their blocks; the time is divided by their patches."""
+        began_s = time.monotonic()
+        for image, features in self._encode(images):
+            self._pool.put(self._held[image.content_hash].block_ids, features)
+        spent_s, total = time.monotonic() - began_s, sum(image.num_patches for image in images)
+        self._busy_s += spent_s
+        stats = self._stats
+        stats.num_steps += 1
+        stats.num_images_encoded += len(images)
+        stats.num_patches_encoded += total
+        return {image.content_hash: spent_s * image.num_patches / total for image in images}
+
+    def _give_notice(self, request: Request, spent_s: float) -> None:
+        content = request.images[0].image.content_hash
+        self._content[request.request_id] = content
+        notice = KVNotice(request.request_id, 0, list(self._held[content].block_ids))
+        self._notices.append(replace(notice, spent_s=spent_s))
 
     def _num_blocks(self, request: Request) -> int:
         return -(-request.images[0].num_tokens // BLOCK_TOKENS)
@@ -170,53 +217,18 @@ class EncoderEngine:
         known = request.images[0].image.content_hash in self._held
         return known or self._num_blocks(request) <= self._pool.num_free + unused
 
-    def _serve(self, request: Request) -> bool:
-        """Give notice of an image's features, which are encoded if they are not here."""
-        image, busy_s = request.images[0].image, self._busy_s
-        held = self._held.get(image.content_hash)
-        if held is None:
-            block_ids = self._take(request)
-            if block_ids is None:
-                return False
-            held = self._held[image.content_hash] = _Held(block_ids)
-            try:
-                self._encode(image, held.block_ids)
-            except BaseException:
-                self._drop(image.content_hash)
-                raise
-        else:
-            self._stats.num_image_hits += 1
-        self._held.move_to_end(image.content_hash)
-        held.users.add(request.request_id)
-        self._content[request.request_id] = image.content_hash
-        notice = KVNotice(request.request_id, 0, list(held.block_ids))
-        self._notices.append(replace(notice, spent_s=self._busy_s - busy_s))
-        return True
-
-    def _take(self, request: Request) -> list[int] | None:
-        """Blocks for an image, if need be of others that nobody uses."""
-        if not self._may_serve(request):
-            return None
+    def _take(self, request: Request) -> list[int]:
+        """Blocks for an image that _may_serve() allows, if need be of others that nobody uses."""
         for content in [content for content, held in self._held.items() if not held.users]:
             if self._pool.num_free >= self._num_blocks(request):
                 break
             self._drop(content)
-        return self._pool.take(request.images[0].num_tokens)
+        block_ids = self._pool.take(request.images[0].num_tokens)
+        assert block_ids is not None
+        return block_ids
 
     def _drop(self, content: bytes) -> None:
         self._pool.free(self._held.pop(content).block_ids)
-
-    @torch.inference_mode()
-    def _encode(self, image: ImageInput, block_ids: list[int]) -> None:
-        began_s = time.monotonic()
-        pixels = normalised(image, self._vision, self._device)
-        (features,) = self._encoder(pixels, [image.grid])
-        self._pool.put(block_ids, features)
-        self._busy_s += time.monotonic() - began_s
-        stats = self._stats
-        stats.num_steps += 1
-        stats.num_images_encoded += 1
-        stats.num_patches_encoded += image.num_patches
 
 
 def build_encoder(
@@ -235,12 +247,29 @@ def build_encoder(
         raise ModelLoadError(f"--encoder: {spec.architecture} has no vision encoder")
     prefix = part.prefix
     tensors = checkpoint.tensors(progress, device, lambda name: name.startswith(prefix))
-    encoder = part.load(spec, dict(tensors), dtype, device)
+    loaded = part.load(spec, dict(tensors), dtype, device)
+    encode = GroupEncoder(loaded, vision, torch.device(device))
+    if device == "cuda":
+        _prepare(encode, setup.execution)
     kind = activation_dtype(dtype)
     block_bytes = vision.num_features * BLOCK_TOKENS * vision.out_size * kind.itemsize
     num_blocks = cache.num_blocks or max(1, _feature_bytes(setup) // block_bytes)
     pool = FeatureBlockPool(cache.feature_connector, vision, num_blocks, kind, device)
-    return EncoderEngine(encoder, vision, pool, setup.scheduler.encoder_budget, device)
+    # One call a step: whoever waits for the first image does not wait for the next call's.
+    budget = min(setup.scheduler.encoder_budget, GROUP_PATCHES)
+    return EncoderEngine(encode, vision, pool, budget)
+
+
+@torch.inference_mode()
+def _prepare(encode: GroupEncoder, execution: ExecutionConfig) -> None:
+    """Compile the kernels, and capture graphs where they are asked for."""
+    encode.warm_up()
+    if not (execution.cuda_graphs and execution.fused_kernels):
+        return
+    graphs = encode.add_graphs()
+    limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
+    capture_all(graphs.jobs(torch.cuda.graph_pool_handle()), limits)
+    graphs.start()
 
 
 def _feature_bytes(setup: Setup) -> int:

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-from collections import abc
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tokenmill.core.images import Grid, ImageInput, ImageSpan
+from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.specs.vision import VisionSpec
+from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.staging import Staging, send
-from tokenmill.layers.images import ImageRows
+from tokenmill.layers.images import ImageEncoder, ImageRows
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 GROUP_PATCHES = 2**14  # encoded in one call: enough to fill a GPU
 
 
-class Encoder(Protocol):
-    """A model that encodes images."""
+class GroupEncoder:
+    """Encodes images: on a GPU several in a call, by graphs where a call is small.
 
-    def encode(self, pixels: torch.Tensor, grids: abc.Sequence[Grid]) -> list[torch.Tensor]: ...
+    On CPU each is encoded by itself, so that its features do not depend on others.
+    """
+
+    def __init__(self, encoder: ImageEncoder, vision: VisionSpec, device: torch.device) -> None:
+        self._encoder, self._vision, self._device = encoder, vision, device
+        self._most = GROUP_PATCHES if device.type == "cuda" else 0
+        self.graphs: EncoderGraphs | None = None
+
+    def add_graphs(self) -> EncoderGraphs:
+        """Encode small groups in shapes of their own, which graphs can be captured of."""
+        self.graphs = EncoderGraphs(self._encoder, self._vision)
+        return self.graphs
+
+    def __call__(self, images: list[ImageInput]) -> Iterator[tuple[ImageInput, torch.Tensor]]:
+        """Each image with its features, [1 + layers, tokens, hidden]."""
+        for group in grouped(images, self._most):
+            grids = [image.grid for image in group]
+            encode = self._encoder if self.graphs is None else self.graphs
+            yield from zip(group, encode(self._sent(group), grids), strict=True)
+
+    def _sent(self, images: list[ImageInput]) -> torch.Tensor:
+        """Patches of images one after the other on the device, [patches, patch_dim]."""
+        parts = [normalised(image, self._vision, self._device) for image in images]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def warm_up(self) -> None:
+        """Encode images of zeros: one alone, and several together."""
+        side = 8 * self._vision.merge_size
+        for count in (1, 4):
+            shape = count * side**2, self._vision.patch_dim
+            pixels = torch.zeros(shape, device=self._device)
+            self._encoder(pixels, [(1, side, side)] * count)
 
 
 class Placement:
@@ -57,9 +88,12 @@ class Placement:
 class StepImages:
     """Makes the rows of a step that are parts of images; owns the features of encoded ones."""
 
-    def __init__(self, model: Encoder, vision: VisionSpec, staging: Staging) -> None:
-        self._model, self.vision, self._staging = model, vision, staging
-        self.away = False  # other engines encode
+    def __init__(self, encoder: ImageEncoder | None, vision: VisionSpec, staging: Staging) -> None:
+        """Without an encoder other engines encode."""
+        self.vision, self._staging = vision, staging
+        self.encode: GroupEncoder | None = None
+        if encoder is not None:
+            self.encode = GroupEncoder(encoder, vision, staging.device)
         self._features: dict[bytes, torch.Tensor] = {}  # by content, [1 + layers, tokens, hidden]
 
     def __len__(self) -> int:
@@ -78,17 +112,6 @@ class StepImages:
         for content in contents:
             self._features.pop(content, None)
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Encode images of zeros: one alone, and several together."""
-        if self.away:
-            return
-        side = 8 * self.vision.merge_size
-        for count in (1, 4):
-            shape = count * side**2, self.vision.patch_dim
-            pixels = torch.zeros(shape, device=self._staging.device)
-            self._model.encode(pixels, [(1, side, side)] * count)
-
     def rows(self, batch: Batch) -> ImageRows | None:
         """The step's image tokens; images that it reaches first are encoded here."""
         parts: list[_Part] = []
@@ -99,7 +122,7 @@ class StepImages:
             begin += item[1]
         if not parts:
             return None
-        self._encode([part.image for part in parts])
+        self._know([part.image for part in parts])
         found = [part.positions for part in parts]
         rows, *positions = self._staging.send(
             [np.concatenate([part.rows for part in parts]), *np.concatenate(found, axis=1)]
@@ -121,19 +144,14 @@ class StepImages:
                 parts.append(_Part(span.image, first, end, rows, positions))
         return parts
 
-    def _encode(self, images: list[ImageInput]) -> None:
-        """Encode those whose features are not known, each once, as many at a time as allowed."""
+    def _know(self, images: list[ImageInput]) -> None:
+        """Encode those whose features are not known, each once."""
         known = self._features
         new = {i.content_hash: i for i in images if i.content_hash not in known}
-        for group in grouped(list(new.values())):
-            encoded = self._model.encode(self._sent(group), [image.grid for image in group])
-            for image, features in zip(group, encoded, strict=True):
+        if new:
+            assert self.encode is not None
+            for image, features in self.encode(list(new.values())):
                 known[image.content_hash] = features
-
-    def _sent(self, images: list[ImageInput]) -> torch.Tensor:
-        """Patches of images one after the other on the device, [patches, patch_dim]."""
-        parts = [normalised(image, self.vision, self._staging.device) for image in images]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Part(NamedTuple):
@@ -146,13 +164,13 @@ class _Part(NamedTuple):
     positions: np.ndarray  # [3, n]: in time, height and width
 
 
-def grouped(images: list[ImageInput]) -> Iterator[list[ImageInput]]:
-    """Images in groups of at most GROUP_PATCHES patches, or of one that has more."""
+def grouped(images: list[ImageInput], most: int) -> Iterator[list[ImageInput]]:
+    """Images in groups of at most so many patches, or of one that has more."""
     group: list[ImageInput] = []
     total = 0
     for image in images:
         total += image.num_patches
-        if group and total > GROUP_PATCHES:
+        if group and total > most:
             yield group
             group, total = [], image.num_patches
         group.append(image)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from tokenmill.core.images import Grid
 from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.layers.experts import RoutedExperts
-from tokenmill.layers.images import ImageRows
+from tokenmill.layers.images import ImageEncoder, ImageRows
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.parallel import Layout
@@ -33,6 +32,7 @@ class Model(Protocol):
 
     spec: ModelSpec
     stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
+    visual: ImageEncoder | None  # None: it takes no images, or others encode them
 
     @property
     def linears(self) -> list[Linear]: ...
@@ -45,7 +45,6 @@ class Model(Protocol):
         batch: AttentionBatch,
         images: ImageRows | None = None,
     ) -> torch.Tensor: ...
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]: ...
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 

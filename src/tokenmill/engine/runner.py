@@ -20,7 +20,7 @@ from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Progre
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
-from tokenmill.engine.images import StepImages
+from tokenmill.engine.images import GroupEncoder, StepImages
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
@@ -57,8 +57,9 @@ class ModelRunner:
             sliding.num_groups,
             spec.vision,
         )
-        staging = self.builder.staging
-        self.images = None if spec.vision is None else StepImages(model, spec.vision, staging)
+        self.images = None
+        if spec.vision is not None:
+            self.images = StepImages(model.visual, spec.vision, self.builder.staging)
         self.sliding = sliding
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
         self.sampler = sampler = StepSampler(self.builder, relaxed)
@@ -79,8 +80,9 @@ class ModelRunner:
         if sampling and self.sampler.on_gpu:
             shape = (1, self.model.spec.vocab_size)
             self.sampler.device.warm_up(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
-        if self.images is not None and self.builder.device.type == "cuda":
-            self.images.warm_up()
+        if self._encode is not None and self.builder.device.type == "cuda":
+            with torch.inference_mode():
+                self._encode.warm_up()
         to_draft = 2 if self.proposer is not None else 0
         for step in steps:
             self.run(warm_up_batch(step, self.block_size, to_draft))
@@ -91,7 +93,8 @@ class ModelRunner:
     ) -> CaptureReport:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
-        The cache's last block is padding. All graphs share one pool of memory.
+        Where images are encoded here, small groups of them, too. The cache's last block is padding.
+        All graphs share one pool of memory.
         """
         pool = torch.cuda.graph_pool_handle()
         decode = DecodeGraphs(self.model, self.layers, self.builder, max_size)
@@ -101,11 +104,19 @@ class ModelRunner:
         jobs = decode.jobs(pool) + self.prompts.graphs.jobs(pool)
         for graphs in self.drafts.graphs.values():
             jobs += graphs.jobs(pool)
+        encoder = None if self._encode is None else self._encode.add_graphs()
+        jobs += [] if encoder is None else encoder.jobs(pool)
         torch.cuda.empty_cache()  # else what the warm-up left would hide what graphs take
         report = capture_all(jobs, limits, progress)
         decode.start(report)
+        if encoder is not None:
+            encoder.start()
         self.decode.graphs = decode
         return report
+
+    @property
+    def _encode(self) -> GroupEncoder | None:
+        return None if self.images is None else self.images.encode
 
     def add_prompt_graphs(self, depth: int) -> None:
         """Run the last tokens of a prompt that is alone in its step in shapes of their own."""

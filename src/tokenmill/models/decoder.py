@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
-from tokenmill.core.images import Grid
 from tokenmill.core.kv_groups import layer_groups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.norm import Activation
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.experts import RoutedExperts
-from tokenmill.layers.images import ImageRows
+from tokenmill.layers.images import ImageEncoder, ImageRows
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -138,6 +137,7 @@ class Decoder:
         self.full, self.layout, self.spec = spec, layout, local_spec(spec, layout)
         self.dtype, self.device = dtype, device
         self.stream: Callable[[torch.Tensor, float], Residual] = Residual
+        self.visual: ImageEncoder | None = None
         self.read_layers: tuple[int, ...] = ()  # an EAGLE-3 head reads the states that enter them
         self._read_states: torch.Tensor | None = None  # of the last step
         tables = {
@@ -192,10 +192,6 @@ class Decoder:
         """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
         assert images is None, "a model without a vision encoder has no images"
         return self.run_layers(self.embedding(token_ids), kv_cache, batch)
-
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """The features of images' tokens, of a model that has a vision encoder."""
-        raise NotImplementedError(f"{self.spec.architecture} has no vision encoder")
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """Embedded tokens through all layers."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from tokenmill.core.images import Grid
 from tokenmill.core.specs.fields import Settings, fixed
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 
 if TYPE_CHECKING:
-    import torch
-
+    from tokenmill.layers.images import ImageEncoder
     from tokenmill.layers.linear import ComputeType, Device, Tensors
     from tokenmill.models.decoder import Decoder
 
@@ -91,14 +89,6 @@ class EncoderPart:
 
     prefix: str  # of its tensors' names
     load: Callable[[ModelSpec, Tensors, ComputeType, Device], ImageEncoder]
-
-
-class ImageEncoder(Protocol):
-    """Turns the patches of images into the features of each one's tokens."""
-
-    @property
-    def num_bytes(self) -> int: ...
-    def __call__(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)

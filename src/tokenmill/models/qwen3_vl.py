@@ -8,13 +8,11 @@ first layers add features that the vision encoder's inner layers made (DeepStack
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
 
 import torch
 
-from tokenmill.core.images import Grid
 from tokenmill.core.specs.fields import Settings
 from tokenmill.core.specs.rope import rope_fields
 from tokenmill.core.specs.spec import ModelSpec, read_common
@@ -141,8 +139,6 @@ def outer_tensors(spec: ModelSpec) -> dict[str, Shape]:
 class Qwen3VL(Llama):
     """Qwen3 with a vision encoder before it."""
 
-    visual: VisionEncoder | None = None  # None: images are encoded elsewhere
-
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
         layers, outer = super()._load(tensors)
         names = [name for name in outer if name.startswith(_VISUAL)]
@@ -152,18 +148,6 @@ class Qwen3VL(Llama):
             self.visual = _load_encoder(self.full, own, self.dtype, self.device)
         self.axes = _axes(self.full.vision.rope_sections).to(self.device)
         return layers, outer
-
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """Patches of images, [patches, patch_dim] -> each one's features, [1 + layers, n, hidden].
-
-        On CPU each is encoded by itself, so that its features do not depend on others.
-        """
-        assert self.visual is not None
-        if pixels.is_cuda:
-            return self.visual(pixels, grids)
-        parts = pixels.split([prod(grid) for grid in grids])
-        visual = self.visual
-        return [visual(part, [grid])[0] for part, grid in zip(parts, grids, strict=True)]
 
     def forward(
         self,

@@ -8,7 +8,6 @@ patch sees those of its own image alone, or of its frame.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -19,7 +18,8 @@ from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.kernels.matmul import matmul_gelu
 from tokenmill.kernels.norm import layer_norm
-from tokenmill.kernels.segments import Segments, plan_segments, rotate_heads, segment_attention
+from tokenmill.kernels.segments import plan_segments, rotate_heads, segment_attention
+from tokenmill.layers.images import Places
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -33,16 +33,6 @@ from tokenmill.models.family import Shape
 
 _EPS = 1e-6
 _MOST_GRIDS = 16  # sizes of images whose places are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the patches of images stand, on the device."""
-
-    indices: torch.Tensor  # [patches, 4]: the learned positions around each
-    weights: torch.Tensor  # [patches, 4, 1]: of these
-    cos_sin: torch.Tensor  # fp32 [patches, head_dim]: cosines by row and by column, then sines
-    segments: Segments  # the patches of a frame
 
 
 def vision_tensors(spec: VisionSpec) -> dict[str, Shape]:

@@ -7,14 +7,13 @@ Whatever fails inside is the end of all ranks: the others cannot know how far it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from tokenmill.core.images import Grid
 from tokenmill.core.types import RanksLostError
 from tokenmill.engine.drafts.proposer import Cache, Drafter
 from tokenmill.engine.model import KVCache, RankModel
@@ -57,6 +56,7 @@ class SharedModel:
     def __init__(self, model: RankModel, group: RankGroup, rebalancer: Rebalancer | None) -> None:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
         self.linears = model.linears
+        self.visual = model.visual  # rank 0 encodes; the others get the features of a step
         self._model, self._group, self._rebalancer = model, group, rebalancer
 
     def forward(
@@ -72,10 +72,6 @@ class SharedModel:
             if self._rebalancer is not None:
                 self._rebalancer.turn()
             return self._model.forward(token_ids, kv_cache, batch, images)
-
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """Rank 0 encodes images; the others get the features that a step needs."""
-        return self._model.encode(pixels, grids)
 
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.draft_states(hidden)
@@ -203,7 +199,7 @@ class OwnModel:
 
     def __init__(self, model: RankModel) -> None:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears = model.linears
+        self.linears, self.visual = model.linears, model.visual
         self._model, self.ran = model, False
 
     def forward(
@@ -217,9 +213,6 @@ class OwnModel:
         self.ran = True
         with all_or_none():
             return self._model.forward(token_ids, kv_cache, batch, images)
-
-    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        return self._model.encode(pixels, grids)
 
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.draft_states(hidden)
