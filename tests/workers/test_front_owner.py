@@ -39,8 +39,9 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
-from tokenmill.workers.fronts.member import MemberPool, OwnerLink
+from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
+from tokenmill.workers.fronts.owner_link import OwnerLink
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.messages import (
     AddFront,

@@ -30,8 +30,10 @@ from tokenmill.routing.router import Router
 from tokenmill.workers.fronts import member
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import Announced, FrontSetup, decode_to_front, encode
-from tokenmill.workers.fronts.member import MemberPool, OwnerLink
-from tokenmill.workers.fronts.owner import FrontError, FrontOwner, front_spawner
+from tokenmill.workers.fronts.front_process import front_spawner
+from tokenmill.workers.fronts.member import MemberPool
+from tokenmill.workers.fronts.owner import FrontError, FrontOwner
+from tokenmill.workers.fronts.owner_link import OwnerLink
 from tokenmill.workers.messages import AddFront, ToWorker
 from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.pool_routers import Routers

@@ -15,10 +15,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tokenmill import __version__
+from tokenmill.api.access import Calls
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.server import (
     BACKLOG,
@@ -42,15 +43,11 @@ from tokenmill.core.vision_config import VisionConfig
 from tokenmill.http_connection import raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
-from tokenmill.workers.fronts.control import FrontSetup, OpenCalls, Totals
-from tokenmill.workers.fronts.member import MemberPool, OwnerLink
-from tokenmill.workers.fronts.owner import (
-    TICKET_VARIABLE,
-    FrontError,
-    FrontOwner,
-    SpawnFront,
-    front_spawner,
-)
+from tokenmill.workers.fronts.control import FrontSetup, OpenCalls, Totals, Welcome
+from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, SpawnFront, front_spawner
+from tokenmill.workers.fronts.member import MemberPool
+from tokenmill.workers.fronts.owner import FrontError, FrontOwner
+from tokenmill.workers.fronts.owner_link import Membership, OwnerLink
 from tokenmill.workers.fronts.report import Ticket
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
@@ -58,6 +55,7 @@ from tokenmill.workers.pool import WorkerPool
 DIVIDES = sys.platform == "linux"  # elsewhere SO_REUSEPORT is missing, or one socket gets all
 LISTENER_VARIABLE = "TOKENMILL_FRONT_LISTENER"  # the owner's socket, where all accept from it
 PROBE = 'Fronts must agree on tokens: naïve café 数字 {"x": [1, 2.5]}\n\tdef f(x): return x'
+OWNER_GONE = "the server that this front belongs to has stopped"
 # What the owner of the workers logs is not repeated by every front.
 OWNERS_LOGS = ("tokenmill.workers.lifecycle", "tokenmill.workers.slot")
 
@@ -146,17 +144,17 @@ async def _own(
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals()
-    metrics = _Sums(setup.model)
+    metrics = FrontSums(setup.model)
     owner = FrontOwner(client, setup, spawn, config.fronts, metrics.take)
     try:
         facts = await signals.interrupt(client.start())
-        if facts is None or await signals.interrupt(_started(owner)) is None:
+        if facts is None or await signals.interrupt(started(owner)) is None:
             return
         async with logging_stats(config, metrics.metrics, client.known_stats):
             if on_listening is not None:
                 on_listening(url, facts)
             gave_up = await signals.interrupt(client.gave_up.wait())
-            await _drain(owner, signals, client.failure)
+            await drain_fronts(owner, signals, client.failure)
         if gave_up:
             raise ServerError(GAVE_UP)
     finally:
@@ -164,12 +162,12 @@ async def _own(
         await client.close()
 
 
-async def _started(owner: FrontOwner) -> bool:
+async def started(owner: FrontOwner) -> bool:
     await owner.start()
     return True
 
 
-async def _drain(owner: FrontOwner, signals: Signals, failure: str) -> None:
+async def drain_fronts(owner: FrontOwner, signals: Signals, failure: str) -> None:
     """Let the fronts finish, or fail what they have; a second signal makes them stop now."""
     drained = asyncio.create_task(owner.drain(failure))
     hurried = False
@@ -181,13 +179,14 @@ async def _drain(owner: FrontOwner, signals: Signals, failure: str) -> None:
     drained.result()
 
 
-class _Sums:
+class FrontSums:
     """The counters of all fronts, as the owner's log lines want them."""
 
     def __init__(self, model: str) -> None:
         self.metrics = ServerMetrics(model)
 
     def take(self, totals: Totals) -> None:
+        """Take the latest totals."""
         new = self.metrics.total(totals.report.counts)
         for name in ("num_prompt_tokens", "num_output_tokens", "finished"):
             setattr(self.metrics, name, getattr(new, name))
@@ -224,10 +223,7 @@ async def _join(
     host: str | None,
 ) -> None:
     signals = Signals()
-    owner = OwnerLink(join, "" if ticket is None else ticket.key)
-    own_ticket = os.environ.get(TICKET_VARIABLE, "") if ticket is None else ticket.ticket
-    try:
-        welcome = await owner.join(own_ticket, __version__, model)
+    async with joined(join, ticket, model) as (owner, welcome):
         setup = welcome.setup
         config = setup.server
         if server is not None:
@@ -239,20 +235,32 @@ async def _join(
             raise FrontError(f"the tokenizer here is not that of the server's {setup.model!r}")
         with (
             contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
-            contextlib.closing(_listener(config, ticket is None)) as listener,
+            contextlib.closing(front_listener(config, ticket is None)) as listener,
         ):
             try:
                 if await signals.interrupt(client.start()) is None:
                     return
                 app = create_app(client, tokenizer, config, setup.model, tracing, images)
-                _share(client, app.state.api)
+                _share(client.membership, app.state.api)
                 ended = await answer_calls(
-                    client, app, listener, config, signals, owner.gone, client.listening
+                    *(client, app, listener, config, signals, owner.gone),
+                    client.membership.listening,
                 )
                 if ended:
-                    raise FrontError("the server that this front belongs to has stopped")
+                    raise FrontError(OWNER_GONE)
             finally:
                 await client.close()
+
+
+@contextlib.asynccontextmanager
+async def joined(
+    join: str, ticket: Ticket | None = None, model: str | None = None
+) -> AsyncIterator[tuple[OwnerLink, Welcome]]:
+    """A front's connection to its owner, who is told why it fails."""
+    owner = OwnerLink(join, "" if ticket is None else ticket.key)
+    own_ticket = os.environ.get(TICKET_VARIABLE, "") if ticket is None else ticket.ticket
+    try:
+        yield owner, await owner.join(own_ticket, __version__, model)
     except TokenmillError as error:
         owner.fail(str(error))
         raise
@@ -260,18 +268,24 @@ async def _join(
         owner.close()
 
 
-def _listener(config: ServerConfig, is_child: bool) -> socket.socket:
+def front_listener(config: ServerConfig, is_child: bool) -> socket.socket:
+    """Where a front listens: at the address that it shares, or at one of its own."""
     if is_child and (number := os.environ.get(LISTENER_VARIABLE)):
         return socket.socket(fileno=os.dup(int(number)))
     return bind(config.host, config.port, shared=is_child)
 
 
-def _share(client: MemberPool, state: ApiState) -> None:
+def _share(membership: Membership, state: ApiState) -> None:
     """Tell the other fronts what is open and counted here, and hear the same of them."""
-    client.counts = state.metrics.counts
-    client.calls = state.calls.open_calls
+    membership.counts = state.metrics.counts
+    share_calls(membership, state.calls)
+
+
+def share_calls(membership: Membership, calls: Calls) -> None:
+    """Have limits hold over all fronts."""
+    membership.calls = calls.open_calls
 
     def on_others(others: OpenCalls) -> None:
-        state.calls.others = others
+        calls.others = others
 
-    client.on_others = on_others
+    membership.on_others = on_others

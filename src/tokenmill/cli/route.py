@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -15,11 +17,15 @@ from tokenmill.settings import ROUTE, ROUTER, SETTINGS, Settings, SettingsError
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
+    from tokenmill.text.tokenizer import Tokenizer
+    from tokenmill.vision.processor import ImageProcessor
+    from tokenmill.workers.fronts.control import FrontSetup
     from tokenmill.workers.pool_view import PoolView
 
 SERVER_KEYS = (
     "host",
     "port",
+    "fronts",
     "api-key",
     "max-body-size",
     "max-concurrency",
@@ -53,9 +59,13 @@ PANELS = {
 }
 
 
+FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "route-front")
+
+
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
+    """Add the commands to the app."""
     command(app, "route", PANELS)(route)
+    command(app, "route-front", {"Front": (SETTINGS["join"],)}, hidden=True)(route_front)
 
 
 def route(settings: Settings) -> None:
@@ -64,6 +74,7 @@ def route(settings: Settings) -> None:
     tokenmill route --backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
     tokenmill route --backend URL --backend URL --tokenizer Qwen/Qwen3-0.6B
     tokenmill route --backend URL --backend URL --router least-loaded
+    tokenmill route --backend URL --backend URL --fronts 4
 
     A backend is vLLM, SGLang or tokenmill serve; calls and answers pass
     unchanged. The router assumes that a backend caches the prompts it received
@@ -82,14 +93,12 @@ def route(settings: Settings) -> None:
         base_urls(backends.backends)
     except BackendError as error:
         raise SettingsError(str(error)) from None
+    from tokenmill.proxy.proxy_fronts import route_fronts
     from tokenmill.proxy.proxy_server import route as run_router
-    from tokenmill.text.tokenizer import load_tokenizer
-    from tokenmill.vision.processor import load_processor
 
     name = settings.get("tokenizer")
     folder = None if name is None else fetch(name)
-    tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template)
-    processor = None if folder is None else load_processor(folder)
+    tokenizer, processor = _load(folder, config)
     if tokenizer is None and config.chat_template is not None:
         raise SettingsError("--chat-template needs --tokenizer")
 
@@ -100,4 +109,30 @@ def route(settings: Settings) -> None:
         log.info(f"dashboard: {url}/dashboard")
 
     router = settings.build(RouterConfig)
+    if config.fronts > 1:
+        path = "" if folder is None else str(folder)
+        route_fronts(FRONT_COMMAND, config, backends, router, on_listening, path, name or "")
+        return
     run_router(config, backends, router, tokenizer, on_listening, processor)
+
+
+def _load(
+    folder: Path | None, config: ServerConfig
+) -> tuple[Tokenizer | None, ImageProcessor | None]:
+    from tokenmill.text.tokenizer import load_tokenizer
+    from tokenmill.vision.processor import load_processor
+
+    if folder is None:
+        return None, None
+    return load_tokenizer(folder, config.chat_template), load_processor(folder)
+
+
+def route_front(settings: Settings) -> None:
+    """Be one of several processes of tokenmill route, which starts it."""
+    from tokenmill.proxy.proxy_fronts import run_route_front
+
+    def load(setup: FrontSetup) -> tuple[Tokenizer | None, ImageProcessor | None]:
+        set_log_level(setup.server.log_level)
+        return _load(Path(setup.path) if setup.path else None, setup.server)
+
+    run_route_front(settings.get("join"), load)

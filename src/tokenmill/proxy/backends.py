@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -17,6 +17,13 @@ from tokenmill.proxy.call_prompt import RoutedPrompt
 from tokenmill.proxy.response_owners import ResponseOwners
 from tokenmill.proxy.upstream import UpstreamError
 from tokenmill.routing.router import Decision, NoWorkerError, Router
+from tokenmill.workers.fronts.control import (
+    CallAnswered,
+    CallBegan,
+    CallEnded,
+    CallNews,
+    ResponseStored,
+)
 from tokenmill.workers.pool_view import Choices, PoolView, WorkerView, policy_view
 
 _log = logging.getLogger(__name__)
@@ -38,15 +45,30 @@ class Attempt:
 
 
 class Backends:
-    """Routes calls over servers that do not report their caches: these are predicted."""
+    """Routes calls over servers that do not report their caches: these are predicted.
 
-    def __init__(self, config: RouteConfig, router: RouterConfig) -> None:
-        self._router = Router(replace(router, events=False))
+    With a `tell` there are other fronts, which hear of each call and of its end.
+    """
+
+    def __init__(
+        self,
+        config: RouteConfig,
+        router: RouterConfig,
+        front: str = "",
+        tell: Callable[[CallNews], None] | None = None,
+    ) -> None:
+        self._router = Router(replace(router, events=False), front, announces=tell is not None)
         made = [Backend(url, config, self._on_change) for url in base_urls(config.backends)]
         self._all = {backend.name: backend for backend in made}
         self._choices = Choices()
         self.owners = ResponseOwners()
         self._numbers = count(1)
+        self._prefix = f"{front}-" if front else ""
+        self._tell = tell
+        if tell is not None:
+            self.owners.on_new = lambda *stored: tell(ResponseStored(*stored))
+        self._open: dict[str, Attempt] = {}
+        self._theirs: dict[str, str] = {}  # fronts by their open calls
         self.num_moved = 0  # calls that a second backend was tried for
 
     @property
@@ -62,7 +84,7 @@ class Backends:
 
     def new_call(self) -> str:
         """An id that no other call has."""
-        return f"call-{next(self._numbers)}"
+        return f"{self._prefix}call-{next(self._numbers)}"
 
     def choose(
         self, call_id: str, prompt: RoutedPrompt, tried: Collection[str], only: str | None = None
@@ -80,6 +102,9 @@ class Backends:
         except NoWorkerError:
             return None
         attempt = Attempt(call_id, self._all[decision.worker], decision)
+        self._open[call_id] = attempt
+        if self._tell is not None and decision.announcement is not None:
+            self._tell(CallBegan(call_id, decision.announcement))
         self._count(attempt)
         self.num_moved += bool(tried)
         self._choices.add(call_id, decision)
@@ -102,12 +127,50 @@ class Backends:
             attempt.backend.queued_tokens -= attempt.num_uncached
             self._router.prefill_done(attempt.call_id)
             self._router.stepped(attempt.backend.name, time.monotonic())
+            if self._tell is not None:
+                self._tell(CallAnswered(attempt.call_id, attempt.backend.name))
 
     def end(self, attempt: Attempt) -> None:
         """A backend is done with a call, or will not do it."""
         self.first_byte(attempt)
         attempt.backend.num_open -= 1
+        del self._open[attempt.call_id]
         self._router.free(attempt.call_id, attempt.num_output_tokens)
+        if self._tell is not None:
+            self._tell(CallEnded(attempt.call_id, attempt.num_output_tokens))
+
+    # Calls of other fronts.
+
+    def heard(self, message: CallNews) -> None:
+        """Take what another front does with a call; what is not known is ignored."""
+        now_s = time.monotonic()
+        match message:
+            case CallBegan(call_id=call_id, told=told) if call_id not in self._theirs:
+                self._theirs[call_id] = told.front
+                self._router.adopt_call(call_id, told, now_s, message.is_new)
+            case CallAnswered(call_id=call_id, backend=backend):
+                self._router.prefill_done(call_id)
+                self._router.stepped(backend, now_s)
+            case CallEnded(call_id=call_id):
+                self._theirs.pop(call_id, None)
+                self._router.free(call_id, message.num_output_tokens)
+            case ResponseStored(response_id=response_id, backend=backend):
+                self.owners.hear(response_id, backend)
+
+    def front_gone(self, front: str) -> None:
+        """Another front is gone: its calls have ended."""
+        for call_id in [call_id for call_id, theirs in self._theirs.items() if theirs == front]:
+            del self._theirs[call_id]
+            self._router.free(call_id)
+
+    def tell_open(self) -> None:
+        """Tell a front that has come what is open; where prompts are cached it learns by itself."""
+        for call_id, attempt in self._open.items():
+            told = attempt.decision.announcement
+            if self._tell is not None and told is not None:
+                queued = told.queued_tokens if attempt.is_pending else 0
+                told = replace(told, queued_tokens=queued, hashes=[], prefix=None)
+                self._tell(CallBegan(call_id, told, is_new=False))
 
     async def models(self, headers: Headers) -> list[Any]:
         """The cards of all models, asked for with the client's headers where there is no key."""

@@ -21,10 +21,14 @@ class RouteMetrics(ServerMetrics):
 
     SUCCESSES = ("answered",)
     FAILURES = ("abort", "error", "refused", "reject")
+    LABELLED = (*ServerMetrics.LABELLED, "attempts")
 
     def __init__(self) -> None:
         super().__init__(ALL_MODELS)
         self.attempts: Counter[tuple[str, str]] = Counter()  # (backend, how it went)
+
+    def empty(self) -> RouteMetrics:
+        return RouteMetrics()
 
     def collect(self) -> Iterator[Metric]:
         """All families; called by prometheus_client."""

@@ -31,17 +31,21 @@ from tokenmill.api.protocol.answers import Service
 from tokenmill.api.stream import send_error
 from tokenmill.api.telemetry.dashboard import add_page
 from tokenmill.api.telemetry.dashboard_view import DashboardView
+from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import NO_TRACING, Tracing
 from tokenmill.api.worker_routes import add_pool_view
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.proxy.backends import Backends
+from tokenmill.proxy.fronts_view import summed_view
 from tokenmill.proxy.proxy_metrics import RouteMetrics
 from tokenmill.proxy.relay import KEY_HEADERS, Relay
 from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import header
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.processor import ImageProcessor
+from tokenmill.workers.fronts.owner_link import Membership
+from tokenmill.workers.pool_view import PoolView
 
 PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
 # Calls with a label of their own in the metrics; what else clients ask for shares one.
@@ -67,6 +71,23 @@ class RouteState:
     tracing: Tracing = NO_TRACING
     processor: ImageProcessor | None = None  # of a model that takes images
     metrics: RouteMetrics = field(default_factory=RouteMetrics)
+    membership: Membership | None = None  # where there are several fronts
+
+    async def refresh(self) -> None:
+        """Have the figures of all fronts be those of now."""
+        if self.membership is not None:
+            await self.membership.refresh()
+
+    def view(self, decisions: bool = True) -> PoolView:
+        """The backends, with what all fronts sent there."""
+        own = self.backends.view(decisions)
+        totals = None if self.membership is None else self.membership.totals
+        return own if totals is None else summed_view(own, totals)
+
+    def total_metrics(self) -> ServerMetrics:
+        """What all fronts have counted."""
+        counts = None if self.membership is None else self.membership.total_counts()
+        return self.metrics.total(counts)
 
 
 class RouteApp:
@@ -149,7 +170,7 @@ def _create_rest(state: RouteState) -> FastAPI:
     )
     _add_models(app, state)
     _add_operations(app, state)
-    add_pool_view(app, state.config, state.backends.view)
+    add_pool_view(app, state.config, state.view, state.refresh)
     add_page(app, state.config, lambda uptime_s, decisions: _dashboard(state, uptime_s, decisions))
     return app
 
@@ -184,7 +205,8 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
         return ApiError(503, "no backend is up", code="no_backend")
 
     async def metrics() -> bytes:
-        return state.metrics.render(EngineStats(), 0, state.backends.view())
+        await state.refresh()
+        return state.total_metrics().render(EngineStats(), 0, state.view())
 
     service = Service(service="tokenmill route", version=__version__, docs=None)
     add_operations(app, state.calls, fault, metrics, service)
@@ -192,7 +214,7 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
 
 def routed_stats(state: RouteState) -> EngineStats:
     """What a router knows of the engines behind its backends."""
-    workers = state.backends.view(False).workers
+    workers = state.view(False).workers
     return EngineStats(
         num_running=state.calls.num_open,
         prefix_query_tokens=sum(worker.routed_tokens for worker in workers),
@@ -201,7 +223,7 @@ def routed_stats(state: RouteState) -> EngineStats:
 
 
 def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> DashboardView:
-    metrics, pool = state.metrics, state.backends.view(decisions)
+    metrics, pool = state.total_metrics(), state.view(decisions)
     return DashboardView(
         model=next(iter(state.backends.known_models()), ""),
         version=__version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import socket
@@ -27,6 +28,8 @@ from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.processor import ImageProcessor
 from tokenmill.workers.pool_view import PoolView
 
+TRACED_AS = "tokenmill-route"
+
 OnListening = Callable[[str, PoolView], None]
 
 
@@ -46,7 +49,7 @@ def route(
     """
     raise_file_limit()
     with (
-        contextlib.closing(open_tracing(config.otlp_endpoint, "tokenmill-route")) as tracing,
+        contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
     ):
 
@@ -63,7 +66,24 @@ async def _run(
     on_listening: OnListening | None,
 ) -> None:
     signals, state = Signals(), make_state()
+
+    def say(url: str) -> None:
+        if on_listening is not None:
+            on_listening(url, state.backends.view())
+
+    await pass_calls(state, listener, signals, asyncio.Event(), say)
+
+
+async def pass_calls(
+    state: RouteState,
+    listener: socket.socket,
+    signals: Signals,
+    ends: asyncio.Event,
+    on_listening: Callable[[str], None],
+) -> bool:
+    """Pass calls on until a signal comes or `ends` is set, then drain; True: it is set."""
     backends, config = state.backends, state.config
+    ended: bool | None = None
     try:
         await signals.interrupt(backends.start())
         app = RouteApp(state)
@@ -72,9 +92,9 @@ async def _run(
             listening(Front(app, config, state.metrics), listener, config),
             logging_stats(config, state.metrics, lambda: routed_stats(state)),
         ):
-            if on_listening is not None:
-                on_listening(url_of(listener), backends.view())
-            await signals.wait()
+            on_listening(url_of(listener))
+            ended = await signals.interrupt(ends.wait())
             await drain(state.calls, config.drain_timeout_s, signals)
     finally:
         await backends.close()
+    return bool(ended)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 
 from tokenmill.api.errors import RESPONSES_PATH
 
@@ -16,6 +17,7 @@ class ResponseOwners:
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, str] = OrderedDict()
+        self.on_new: Callable[[str, str], None] = lambda response_id, backend: None
 
     def find(self, response_id: str) -> str | None:
         """The backend that has the response; None where it is not known."""
@@ -31,6 +33,12 @@ class ResponseOwners:
             self.note(found[1].decode(), backend)
 
     def note(self, response_id: str, backend: str) -> None:
+        """Remember who has a response, and tell others if it is news."""
+        if self._owners.get(response_id) != backend:
+            self.on_new(response_id, backend)
+        self.hear(response_id, backend)
+
+    def hear(self, response_id: str, backend: str) -> None:
         """Remember who has a response."""
         self._owners[response_id] = backend
         self._owners.move_to_end(response_id)

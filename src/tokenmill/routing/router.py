@@ -28,6 +28,8 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
 from tokenmill.core.types import TokenmillError
@@ -96,10 +98,17 @@ class _Routed:
 
 
 class Router:
-    """Chooses workers and keeps account of what each has to do; the caller moves the requests."""
+    """Chooses workers and keeps account of what each has to do; the caller moves the requests.
 
-    def __init__(self, config: RouterConfig, front: str = "front-0") -> None:
+    Decisions have an announcement for the routers of other fronts as soon as a report names one, or
+    always if it `announces`.
+    """
+
+    def __init__(
+        self, config: RouterConfig, front: str = "front-0", announces: bool = False
+    ) -> None:
         self.config = config
+        self._announces = announces
         self.policy = POLICIES[config.policy]
         self.index = KVIndex()
         self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
@@ -205,6 +214,23 @@ class Router:
         if told.hashes and self.config.events:
             self.index.predict_marks(told.worker, told.hashes, now_s + self.config.predict_s)
 
+    def adopt_call(self, request_id: str, told: Announcement, now_s: float, is_new: bool) -> None:
+        """Account for a request that another front has routed, as for one's own.
+
+        What is `is_new` is learnt from, too. Unknown workers are ignored.
+        """
+        if told.worker not in self._slots:
+            return
+        if is_new and self.policy.knows_blocks:
+            self._count_use(told.prefix)
+        if is_new:
+            self._learn_waiting(told.worker, told.queued_tokens)
+        self._put(request_id, _Routed(told.worker, told.queued_tokens, told.kv_tokens))
+        self._begin_if_idle(told.worker, 1, now_s)
+        if told.hashes:
+            chain = np.array(told.hashes, np.uint64)
+            self.index.assume(told.worker, chain, now_s, self.config.approximate_blocks)
+
     # Requests come and go.
 
     def route(
@@ -249,9 +275,10 @@ class Router:
             marks = self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
+            marks = chain.tolist() if self._announces else []
         self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
         self._begin_if_idle(name, 1, now_s)
-        if self._others.known:
+        if self._others.known or self._announces:
             routed = self._routed[request_id]
             load = routed.queued_tokens, routed.kv_tokens
             decision.announcement = Announcement(self._others.front, name, *load, marks, prefix)
@@ -259,11 +286,14 @@ class Router:
 
     def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
         """Put a request on the account of the worker that has it."""
-        self.free(request_id)  # it may have been at another one
         size = self.config.block_size
-        routed = _Routed(worker, queued_tokens, size * -(-num_tokens // size))
+        self._put(request_id, _Routed(worker, queued_tokens, size * -(-num_tokens // size)))
+
+    def _put(self, request_id: str, routed: _Routed) -> None:
+        self.free(request_id)  # it may have been at another one
         self._routed[request_id] = routed
-        self._add(worker, routed.queued_tokens, routed.kv_tokens, 1, bool(queued_tokens))
+        queued = routed.queued_tokens
+        self._add(routed.worker, queued, routed.kv_tokens, 1, bool(queued))
 
     def prefill_progress(self, request_id: str, num_tokens: int) -> None:
         """A worker has computed so many more tokens of a prompt; unknown requests are ignored."""

@@ -11,6 +11,8 @@
 5. Ask is answered by one Answer. AskTrial is answered by Trial when no suspect of another front
    runs; EndTrial gives it back.
 6. Announced: a front has sent a request to a worker; the owner passes it on to the others.
+   Where no worker reports its load (tokenmill route), CallBegan, CallAnswered and CallEnded tell
+   it instead; FrontJoined asks for what is open, FrontGone ends what a front had.
 7. Drain: finish what is open and exit; the second one: exit now.
 """
 
@@ -18,7 +20,13 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, ServerConfig
+from tokenmill.core.config import (
+    PoolConfig,
+    RouteConfig,
+    RouterConfig,
+    RouterPolicy,
+    ServerConfig,
+)
 from tokenmill.core.types import EngineStats
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement
@@ -41,6 +49,7 @@ class FrontSetup(msgspec.Struct, frozen=True):
     pool: PoolConfig = PoolConfig()
     router: RouterConfig = RouterConfig()
     vision: VisionConfig = VisionConfig()
+    route: RouteConfig | None = None  # of fronts that pass calls on to other servers
     link_host: str | None = None  # where workers reach fronts on the owner's host; None: by ipc
 
 
@@ -110,6 +119,48 @@ class Announced(msgspec.Struct, tag=True):
 
     told: Announcement
     sent_s: float  # by the clock of the owner's host; 0: by another one
+
+
+class CallBegan(msgspec.Struct, tag=True):
+    """A front has sent a call to a backend."""
+
+    call_id: str
+    told: Announcement
+    is_new: bool = True  # False: it is told to a front that came later
+
+
+class CallAnswered(msgspec.Struct, tag=True):
+    """The first byte of its answer is there."""
+
+    call_id: str
+    backend: str
+
+
+class CallEnded(msgspec.Struct, tag=True):
+    """A backend is done with a call, after so many tokens if that is known."""
+
+    call_id: str
+    num_output_tokens: int
+
+
+class ResponseStored(msgspec.Struct, tag=True):
+    """A backend has a stored response."""
+
+    response_id: str
+    backend: str
+
+
+CallNews = CallBegan | CallAnswered | CallEnded | ResponseStored
+
+
+class FrontJoined(msgspec.Struct, tag=True):
+    """Another front has come, and does not know of the calls that are open."""
+
+
+class FrontGone(msgspec.Struct, tag=True):
+    """Another front is gone, and so are its calls."""
+
+    link: str
 
 
 class Scale(msgspec.Struct, tag=True):
@@ -238,6 +289,7 @@ FromFront = (
     | AskTrial
     | EndTrial
     | Announced
+    | CallNews
     | Ask
 )
 ToFront = (
@@ -251,6 +303,9 @@ ToFront = (
     | OthersOpen
     | Trial
     | Announced
+    | CallNews
+    | FrontJoined
+    | FrontGone
     | NewRouter
     | Answer
     | Drain

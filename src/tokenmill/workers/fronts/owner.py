@@ -10,25 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tokenmill.core.types import TokenmillError
+from tokenmill.core.types import EngineStats, TokenmillError
+from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.control import (
     Announced,
     Answer,
     Ask,
     AskTrial,
+    CallAnswered,
+    CallBegan,
+    CallEnded,
+    CallNews,
     Connect,
     Drain,
     DrainWorker,
     EndTrial,
     FromFront,
     FrontFailed,
+    FrontGone,
+    FrontJoined,
     FrontSetup,
     GetKept,
     GetTicket,
@@ -45,6 +51,7 @@ from tokenmill.workers.fronts.control import (
     Refused,
     RenewRouter,
     Reported,
+    ResponseStored,
     Scale,
     ToFront,
     Totals,
@@ -57,14 +64,14 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.control_socket import OwnerSocket
+from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFront
 from tokenmill.workers.fronts.kept_answers import KeptAnswers
 from tokenmill.workers.fronts.report import FrontReport, Ticket
-from tokenmill.workers.lifecycle import PoolError
+from tokenmill.workers.lifecycle import PoolError, WorkerWatcher
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.messages import AddFront, DropFront, FromWorker, FrontDropped, FrontLost
-from tokenmill.workers.pool import WorkerPool
-from tokenmill.workers.pool_view import FrontView
-from tokenmill.workers.slot import WorkerSlot
+from tokenmill.workers.pool_view import FrontView, PoolView
+from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
@@ -75,41 +82,34 @@ HOST_SILENT_S = 15.0  # so is any front
 GATHER_S = 1.0  # that fronts have for their reports
 BACKOFF_S, MAX_BACKOFF_S, STABLE_S = 0.1, 10.0, 10.0
 TICKET_S = 60.0  # that a front of another host has to come with its ticket
-TICKET_VARIABLE = "TOKENMILL_FRONT_TICKET"  # not for the process list
 
 
 class FrontError(TokenmillError):
     """A front cannot start or join; the message says why."""
 
 
-class FrontProcess(Protocol):
-    """The part of asyncio.subprocess.Process that the owner uses."""
+class OwnedPool(Protocol):
+    """What fronts share: the part of WorkerPool that their owner uses."""
 
     @property
-    def pid(self) -> int: ...
+    def slots(self) -> Mapping[str, WorkerSlot]: ...
 
-    async def wait(self) -> int: ...
+    @property
+    def num_restarts(self) -> int: ...
 
-    def kill(self) -> None: ...
+    def watch(self, watcher: WorkerWatcher, on_front: OnMessage) -> None: ...
 
+    async def stats(self, timeout_s: float = 1.0) -> EngineStats: ...
 
-SpawnFront = Callable[[str, str], Awaitable[FrontProcess]]  # of the owner's address and a ticket
+    def known_stats(self) -> EngineStats: ...
 
+    def view(self, decisions: bool = True) -> PoolView: ...
 
-def front_spawner(argv: Sequence[str], listener: int | None = None) -> SpawnFront:
-    """What starts a front: `argv` followed by "--join ADDRESS", with its ticket in a variable."""
+    def accounts(self) -> AccountsView: ...
 
-    async def spawn(address: str, ticket: str) -> FrontProcess:
-        fds = () if listener is None else (listener,)
-        return await asyncio.create_subprocess_exec(
-            *(*argv, "--join", address),
-            stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, TICKET_VARIABLE: ticket},
-            start_new_session=True,
-            pass_fds=fds,
-        )
+    async def scale(self, num_workers: int, role: Role = "both") -> None: ...
 
-    return spawn
+    async def drain_worker(self, name: str, timeout_s: float = 30.0) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -151,9 +151,12 @@ class _Front:
             self.reported = None
 
     def send(self, message: ToFront) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
         if self.peer is not None:
             socket, identity = self.peer
-            socket.send(identity, encode(message))
+            socket.send(identity, data)
 
 
 class FrontOwner:
@@ -161,7 +164,7 @@ class FrontOwner:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: OwnedPool,
         setup: FrontSetup,
         spawn: SpawnFront,
         num_fronts: int,
@@ -312,6 +315,7 @@ class FrontOwner:
         self._by_peer[identity] = front
         workers = {slot.name: slot.role for slot in self._slots() if _takes_fronts(slot)}
         front.send(Welcome(front.name, front.link, self._setup, workers, front.is_child))
+        self._tell_others(front, FrontJoined())
         if self._stopping:
             front.send(Drain())
 
@@ -348,6 +352,8 @@ class FrontOwner:
                 front.calls, self._changed = message, True
             case Announced():
                 self._pass_on(front, message)
+            case CallBegan() | CallAnswered() | CallEnded() | ResponseStored():
+                self._tell_others(front, message)
             case Ask(number=number, question=question):
                 self._begin(self._answer(front, number, question))
             case _:
@@ -370,6 +376,12 @@ class FrontOwner:
             if other is not front:
                 same_clock = front.is_child and other.is_child
                 other.send(message if same_clock else elsewhere)
+
+    def _tell_others(self, front: _Front, message: CallNews | FrontJoined | FrontGone) -> None:
+        data = encode(message)
+        for other in self._fronts.values():
+            if other is not front:
+                other.send_bytes(data)
 
     async def _answer(self, front: _Front, number: int, question: Question) -> None:
         answer = Answer(number)
@@ -498,6 +510,7 @@ class FrontOwner:
             return
         self._by_peer.pop(front.peer[1], None)
         front.peer, link = None, front.link
+        self._tell_others(front, FrontGone(link))
         front.end_gather()
         self._past.add(front.report.past())
         front.report, front.calls, self._changed = FrontReport(), OpenCalls(), True

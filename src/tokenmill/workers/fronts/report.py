@@ -42,10 +42,14 @@ class AtWorker(msgspec.Struct):
     overlap_tokens: int = 0
     output_tokens: int = 0
     tokens_per_s: float = 0.0
+    num_pending: int = 0  # without a first token, where the worker does not say it itself
 
     def add(self, other: AtWorker) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+IN_VIEW = tuple(name for name in AtWorker.__struct_fields__ if name != "num_pending")
 
 
 class FrontReport(msgspec.Struct):
@@ -94,7 +98,7 @@ class FrontReport(msgspec.Struct):
         if gone.image_loads is not None:
             gone.image_loads.cached_bytes = 0
         for at in gone.workers.values():
-            at.num_requests = at.queued_tokens = 0
+            at.num_requests = at.queued_tokens = at.num_pending = 0
             at.tokens_per_s = 0.0
         return gone
 
