@@ -35,7 +35,7 @@ class Reader:
         self.parts: list[tuple[str, list[int]]] = []
         stream.direct = self.direct
 
-    def direct(self, tokens: dict[int, list[int]]) -> bool:
+    def direct(self, tokens: dict[int, list[int]], now_ns: int) -> bool:
         if self.takes:
             self.parts.append(("direct", list(tokens[0])))
         return self.takes
@@ -81,11 +81,11 @@ def test_a_fault_ends_its_own_stream_alone() -> None:
     async def work() -> None:
         turn = Turn()
         broken, sound = OutputStream(["a"], turn), OutputStream(["b"], turn)
-        broken.direct = lambda tokens: bool(1 // 0)
+        broken.direct = lambda tokens, now_ns: bool(1 // 0)
         readers = [asyncio.create_task(stream.get()) for stream in (broken, sound)]
         await asyncio.sleep(0)
         seen: list[dict[int, list[int]]] = []
-        sound.direct = lambda tokens: not seen.append(tokens)  # type: ignore[func-returns-value]
+        sound.direct = lambda tokens, now_ns: not seen.append(tokens)  # type: ignore[func-returns-value]
         broken.extend(0, [1])
         sound.extend(0, [2])
         with pytest.raises(ZeroDivisionError):

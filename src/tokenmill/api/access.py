@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -27,11 +27,14 @@ NO_KEY = "none"  # who pays where calls need no key
 T = TypeVar("T")
 
 
-def authorizer(config: ServerConfig) -> Callable[[Request], None]:
-    """A dependency that wants a known key, and notes which one it is in request.state.key."""
+def authorizer(config: ServerConfig) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that wants a known key, and notes which one it is in request.state.key.
+
+    It is a coroutine: FastAPI would call a plain function on another thread.
+    """
     key_number = key_matcher(config.api_keys)
 
-    def authorize(request: Request) -> None:
+    async def authorize(request: Request) -> None:
         request.state.key = key_number(request) if config.api_keys else 0
         if request.state.key is None:
             raise wrong_key()

@@ -295,25 +295,25 @@ class Connection(HttpToolsProtocol):
 class ChunkWriter:
     """Writes parts of an answer in chunks, past ASGI."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_flow", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    def has_begun(self) -> bool:
+        """True once the answer is under way in chunks."""
+        return self._cycle.chunked_encoding is True and self._cycle.response_started
 
     def can_write(self) -> bool:
-        """True while the answer is under way in chunks, and its client takes them."""
+        """True while the client takes what is written, of an answer that has begun."""
         cycle = self._cycle
-        return (
-            cycle.chunked_encoding is True
-            and not cycle.flow.write_paused
-            and not cycle.disconnected
-            and cycle.response_started
-            and not cycle.response_complete
-        )
+        return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, body: bytes) -> None:
         """Write one chunk now."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _BodyOf:

@@ -13,7 +13,9 @@ from tokenmill.api.protocol.answers import json_encode
 
 
 class ChunkWriter(Protocol):
-    """The connection of an answer that has begun."""
+    """The connection of an answer."""
+
+    def has_begun(self) -> bool: ...
 
     def can_write(self) -> bool: ...
 
@@ -38,26 +40,24 @@ class DirectText:
         self._writer = writer
         self._around: list[tuple[bytes, bytes] | None] = [None] * len(generation.choices)
 
-    def __call__(self, tokens: dict[int, list[int]]) -> bool:
+    def __call__(self, tokens: dict[int, list[int]], now_ns: int) -> bool:
         """Write the events of tokens, by choice; False: nothing was done with them."""
         if not self._writer.can_write():
             return False
         for index in tokens:
             if self._around[index] is None and not self._begin(index):
                 return False
-        body = b"".join([self._event(index, ids) for index, ids in tokens.items()])
+        body = b""
+        for index, token_ids in tokens.items():
+            text, around = self._generation.extend(index, token_ids, now_ns), self._around[index]
+            if text and around is not None:
+                body += b"%b%b%b" % (around[0], json_encode(text), around[1])
         if body:
             self._writer.write(body)
         return True
 
-    def _event(self, index: int, token_ids: list[int]) -> bytes:
-        text = self._generation.extend(index, token_ids)
-        around = self._around[index]
-        assert around is not None
-        return b"%b%b%b" % (around[0], json_encode(text), around[1]) if text else b""
-
     def _begin(self, index: int) -> bool:
         """Look whether the events of a choice are plain by now."""
-        if self._generation.choices[index].is_plain:
+        if self._generation.choices[index].is_plain and self._writer.has_begun():
             self._around[index] = self._form.around_text(index)
         return self._around[index] is not None

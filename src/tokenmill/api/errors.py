@@ -6,6 +6,7 @@ Below /v1/messages they have Anthropic's shape, {"type": "error", "error": {type
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from tokenmill.api.protocol.answers import (
     ErrorAnswer,
@@ -55,6 +56,9 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.code = code
+
+    def __reduce__(self) -> tuple[type[ApiError], tuple[Any, ...]]:
+        return type(self), (self.status, str(self), self.param, self.code)
 
     def body(self, path: str = "") -> bytes:
         """The JSON of the answer to a call of `path`."""

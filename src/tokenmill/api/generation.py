@@ -76,6 +76,7 @@ class Choice:
         "_stop_ids",
         "finished",
         "num_tokens",
+        "plain_text",
         "reason",
         "times",
     )
@@ -91,6 +92,7 @@ class Choice:
             min_tokens=sampling.min_tokens,
             continues=job.continues,
         )
+        self.plain_text = self._detokenizer.push_plain
         self._echo_only = job.echo_only
         self._reader: MessageReader | None = None
         if job.make_reader is not None:
@@ -121,11 +123,6 @@ class Choice:
         """True where text is all that a token adds, and nothing in it ends the choice."""
         has_stops = bool(self._request.sampling.stop)
         return self._reader is None and not has_stops and not self._echo_only
-
-    def extend(self, token_ids: list[int]) -> str:
-        """The text of tokens of a plain choice that goes on; "" when nothing is certain yet."""
-        self.num_tokens += len(token_ids)
-        return self._detokenizer.push(token_ids)
 
     def _read(self, reader: MessageReader, index: int, output: RequestOutput) -> TextDelta:
         """The same with the parts of the message apart; the one call that is wanted ends it."""
@@ -208,11 +205,15 @@ class Generation:
             deltas.append(delta)
         return deltas
 
-    def extend(self, index: int, token_ids: list[int]) -> str:
-        """Take tokens of a plain choice that has begun and goes on; returns their text."""
-        choice = self.choices[index]
-        self._metrics.output(choice.times, time.monotonic_ns(), len(token_ids))
-        return choice.extend(token_ids)
+    def extend(self, index: int, token_ids: list[int], now_ns: int) -> str:
+        """Take tokens of a plain choice that has begun and goes on; returns their text.
+
+        It is "" when nothing is certain yet.
+        """
+        choice, num_tokens = self.choices[index], len(token_ids)
+        self._metrics.later_output(choice.times, now_ns, num_tokens)
+        choice.num_tokens += num_tokens
+        return choice.plain_text(token_ids)
 
     def close(self) -> None:
         """Count the choices that are still open as aborted."""

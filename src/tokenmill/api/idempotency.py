@@ -6,6 +6,7 @@ the same seed, and its prompt is found in the prefix cache.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -73,7 +74,7 @@ class Idempotent:
         record = record_of(scope)
         record.endpoint = scope["path"]  # the route is noted in another scope, the app's
         try:
-            self._authorize(HttpRequest(scope))
+            await self._authorize(HttpRequest(scope))
             if not 0 < len(headers[HEADER]) <= MAX_KEY_BYTES:
                 message = f"Idempotency-Key: must have 1 to {MAX_KEY_BYTES} characters"
                 raise ApiError(400, message, code="invalid_idempotency_key")
@@ -82,7 +83,7 @@ class Idempotent:
             # Another caller's key, path or idempotency key is another name.
             who = [headers.get(name, b"") for name in WHO]
             name = hashlib.sha256(b"\0".join([scope["path"].encode(), *who, headers[HEADER]]))
-            digest = hashlib.sha256(body).digest()
+            digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
             answer = await self._keeper.kept(name.digest())
             if answer is not None and answer.digest != digest:
                 message = "Idempotency-Key: it was used for another call within the last minute"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.api.access import authorizer, read_body
-from tokenmill.api.errors import ApiError, of_invalid, renamed, unknown_model
+from tokenmill.api.access import authorizer
+from tokenmill.api.body_reader import BodyReader, ReadCall, answer_call, check_model
+from tokenmill.api.errors import ApiError, of_invalid, renamed
 from tokenmill.api.messages.message_chat import MESSAGE_NAMES, chat_of_messages
 from tokenmill.api.messages.message_format import MessageFormat, TokenCountAnswer
 from tokenmill.api.messages.message_request import (
@@ -19,43 +21,48 @@ from tokenmill.api.messages.message_request import (
     ThinkingEnabled,
 )
 from tokenmill.api.operations import json_response
+from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.prepare import Job, Preparer
-from tokenmill.api.stream import ApiState, GenerationResponse
+from tokenmill.api.stream import ApiState
 from tokenmill.core.types import InvalidRequestError
 
 T = TypeVar("T", bound=CountTokensRequest)
 
 
-def add_messages(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
+def add_messages(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/messages and /v1/messages/count_tokens."""
     guard = [Depends(authorizer(state.config))]
 
     @app.post("/v1/messages", dependencies=guard)
     async def create(request: Request) -> Response:
-        state.admit(request.state.key)
-        with state.traced(request) as trace:
-            call = await _read(request, MessagesRequest, state, preparer)
-            trace.parsed()
-            job = await _prepare(call, preparer)
-            form = _format(call, job, state.model)
-            trace.prepared(job, state.model)
-        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
+        return await answer_call(request, state, bodies, read_message)
 
     @app.post("/v1/messages/count_tokens", dependencies=guard)
     async def count_tokens(request: Request) -> Response:
-        call = await _read(request, CountTokensRequest, state, preparer)
-        try:
-            count = await preparer.count_chat(chat_of_messages(call))
-        except InvalidRequestError as error:
-            raise renamed(of_invalid(error), MESSAGE_NAMES) from None
+        count = await bodies.read(request, read_count)
         return json_response(TokenCountAnswer(input_tokens=count))
 
 
-async def _read(request: Request, kind: type[T], state: ApiState, preparer: Preparer) -> T:
-    """The body of a call for the model that is served."""
-    call = await read_body(request, kind, state.config.max_body_bytes, preparer.ignored)
-    if call.model != state.model:
-        raise unknown_model(call.model, state.model)
+async def read_message(body: bytes, preparer: Preparer, model: str) -> ReadCall:
+    """A call of /v1/messages."""
+    call, parsed_ns = _decode(body, MessagesRequest, preparer, model), time.monotonic_ns()
+    job = await _prepare(call, preparer)
+    return ReadCall(job, _format(call, job, model), bool(call.stream), parsed_ns)
+
+
+async def read_count(body: bytes, preparer: Preparer, model: str) -> int:
+    """The number of prompt tokens of a call of /v1/messages/count_tokens."""
+    call = _decode(body, CountTokensRequest, preparer, model)
+    try:
+        return await preparer.count_chat(chat_of_messages(call))
+    except InvalidRequestError as error:
+        raise renamed(of_invalid(error), MESSAGE_NAMES) from None
+
+
+def _decode(body: bytes, kind: type[T], preparer: Preparer, model: str) -> T:
+    """The call, which is for the model that is served."""
+    call = decode_call(body, kind, preparer.ignored)
+    check_model(call.model, model)
     given = [n for n in MESSAGE_WITHOUT_EFFECT if getattr(call, n, None) is not None]
     if isinstance(call.thinking, ThinkingEnabled):
         given.append("thinking.budget_tokens")

@@ -9,8 +9,9 @@ from fastapi import Depends, FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, authorizer, read_body
-from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.access import Calls, authorizer
+from tokenmill.api.body_reader import BodyReader, ReadCall, answer_call, check_model
+from tokenmill.api.errors import ApiError
 from tokenmill.api.messages_routes import add_messages
 from tokenmill.api.openapi import docs_page, document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
@@ -20,7 +21,9 @@ from tokenmill.api.protocol.answers import (
     ModelList,
     Service,
     TokenizeAnswer,
+    json_encode,
 )
+from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.format_chat import ChatFormat
 from tokenmill.api.protocol.format_completion import CompletionFormat
 from tokenmill.api.protocol.format_stream import UsageIn
@@ -34,7 +37,7 @@ from tokenmill.api.protocol.requests import (
 )
 from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.responses_routes import add_responses
-from tokenmill.api.stream import ApiState, GenerationResponse
+from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.dashboard import add_dashboard
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import NO_TRACING, Tracing
@@ -54,7 +57,8 @@ def create_app(
     tracing: Tracing = NO_TRACING,
     images: ImageLoader | None = None,
 ) -> FastAPI:
-    """The app for a started client; `model` is the name clients use. `app.state.api` drains it.
+    """The app for a started client; `model` is the name clients use. `app.state.api` drains it,
+    and `app.state.bodies` is to be closed.
 
     Without `images` the model takes text only.
     """
@@ -75,20 +79,15 @@ def create_app(
     app.state.api = state
     api_document = partial(document, __version__, model, bool(config.api_keys))
     app.openapi = cache(api_document)  # type: ignore[method-assign]
-    preparer = Preparer(tokenizer, state.facts, config, images)
-    _add_generation(app, state, preparer)
-    add_responses(app, state, preparer)
-    add_messages(app, state, preparer)
+    bodies = app.state.bodies = BodyReader(tokenizer, state.facts, config, model, images)
+    _add_generation(app, state, bodies)
+    add_responses(app, state, bodies)
+    add_messages(app, state, bodies)
     _add_models(app, state)
     _add_operations(app, state)
     add_workers(app, state)
     add_dashboard(app, state)
     return app
-
-
-def _check_model(name: str | None, state: ApiState) -> None:
-    if name is not None and name != state.model:
-        raise unknown_model(name, state.model)
 
 
 def _usage_in(call: GenerationRequest) -> UsageIn:
@@ -103,51 +102,68 @@ def _usage_in(call: GenerationRequest) -> UsageIn:
     return "every" if options.continuous_usage_stats else "end"
 
 
-def _add_generation(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
+def _add_generation(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     guard = [Depends(authorizer(state.config))]
-    limit = state.config.max_body_bytes
 
     @app.post("/v1/chat/completions", dependencies=guard)
     async def chat_completions(request: Request) -> Response:
-        state.admit(request.state.key)
-        with state.traced(request) as trace:
-            call = await read_body(request, ChatCompletionRequest, limit, preparer.ignored)
-            _check_model(call.model, state)
-            usage_in = _usage_in(call)
-            trace.parsed()
-            job = await preparer.chat(call)
-            form = ChatFormat(job, state.model, state.tokenizer, usage_in)
-            trace.prepared(job, state.model)
-        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
+        return await answer_call(request, state, bodies, read_chat)
 
     @app.post("/v1/completions", dependencies=guard)
     async def completions(request: Request) -> Response:
-        state.admit(request.state.key)
-        with state.traced(request) as trace:
-            call = await read_body(request, CompletionRequest, limit, preparer.ignored)
-            _check_model(call.model, state)
-            usage_in = _usage_in(call)
-            trace.parsed()
-            job = await preparer.completion(call)
-            form = CompletionFormat(job, state.model, state.tokenizer, usage_in, bool(call.echo))
-            trace.prepared(job, state.model)
-        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
+        return await answer_call(request, state, bodies, read_completion)
 
     @app.post("/tokenize", dependencies=guard)
     async def tokenize(request: Request) -> Response:
-        call = await read_body(request, TokenizeRequest, limit, preparer.ignored)
-        _check_model(call.model, state)
-        return json_response(await _tokenize(call, state, preparer))
+        return _json(await bodies.read(request, read_tokenize))
 
     @app.post("/detokenize", dependencies=guard)
     async def detokenize(request: Request) -> Response:
-        call = await read_body(request, DetokenizeRequest, limit, preparer.ignored)
-        _check_model(call.model, state)
-        text = state.tokenizer.decode(call.tokens, skip_special_tokens=False)
-        return json_response(DetokenizeAnswer(prompt=text))
+        return _json(await bodies.read(request, read_detokenize))
 
 
-async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) -> TokenizeAnswer:
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def read_chat(body: bytes, preparer: Preparer, model: str) -> ReadCall:
+    """A call of /v1/chat/completions."""
+    call = decode_call(body, ChatCompletionRequest, preparer.ignored)
+    check_model(call.model, model)
+    usage_in, parsed_ns = _usage_in(call), time.monotonic_ns()
+    job = await preparer.chat(call)
+    form = ChatFormat(job, model, preparer.tokenizer, usage_in)
+    return ReadCall(job, form, bool(call.stream), parsed_ns)
+
+
+async def read_completion(body: bytes, preparer: Preparer, model: str) -> ReadCall:
+    """A call of /v1/completions."""
+    call = decode_call(body, CompletionRequest, preparer.ignored)
+    check_model(call.model, model)
+    usage_in, parsed_ns = _usage_in(call), time.monotonic_ns()
+    job = await preparer.completion(call)
+    form = CompletionFormat(job, model, preparer.tokenizer, usage_in, bool(call.echo))
+    return ReadCall(job, form, bool(call.stream), parsed_ns)
+
+
+async def read_tokenize(body: bytes, preparer: Preparer, model: str) -> bytes:
+    """The answer to a call of /tokenize."""
+    call = decode_call(body, TokenizeRequest, preparer.ignored)
+    check_model(call.model, model)
+    encoded: bytes = json_encode(await _tokenize(call, preparer))
+    return encoded
+
+
+async def read_detokenize(body: bytes, preparer: Preparer, model: str) -> bytes:
+    """The answer to a call of /detokenize."""
+    call = decode_call(body, DetokenizeRequest, preparer.ignored)
+    check_model(call.model, model)
+    text = preparer.tokenizer.decode(call.tokens, skip_special_tokens=False)
+    encoded: bytes = json_encode(DetokenizeAnswer(prompt=text))
+    return encoded
+
+
+async def _tokenize(call: TokenizeRequest, preparer: Preparer) -> TokenizeAnswer:
     if (call.prompt is None) == (call.messages is None):
         raise InvalidRequestError("give either prompt or messages", "prompt")
     if call.messages is None:
@@ -160,12 +176,14 @@ async def _tokenize(call: TokenizeRequest, state: ApiState, preparer: Preparer) 
         definitions = tool_definitions(call.tools or [])
         prompt = await preparer.chat_prompt(call, definitions, call.chat_template_kwargs)
         token_ids = prompt.token_ids
-    strings = [state.tokenizer.id_to_token(t) or "" for t in token_ids]
+    strings = None
+    if call.return_token_strs:
+        strings = [preparer.tokenizer.id_to_token(t) or "" for t in token_ids]
     return TokenizeAnswer(
         count=len(token_ids),
         max_model_len=preparer.max_model_len,
         tokens=token_ids,
-        token_strs=strings if call.return_token_strs else None,
+        token_strs=strings,
     )
 
 
@@ -187,7 +205,7 @@ def _add_models(app: FastAPI, state: ApiState) -> None:
 
     @app.get("/v1/models/{model_id:path}", dependencies=guard)
     async def model(model_id: str) -> Response:
-        _check_model(model_id, state)
+        check_model(model_id, state.model)
         return json_response(card())
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.api.access import authorizer, read_body
-from tokenmill.api.errors import ApiError, of_invalid, renamed, unknown_model
+from tokenmill.api.access import authorizer
+from tokenmill.api.body_reader import BodyReader, NotElsewhereError, check_model
+from tokenmill.api.errors import ApiError, of_invalid, renamed
 from tokenmill.api.operations import json_response
+from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.prepare import Job, Preparer
 from tokenmill.api.responses.response_chat import (
     RESPONSE_NAMES,
@@ -17,7 +22,7 @@ from tokenmill.api.responses.response_chat import (
     without_first,
 )
 from tokenmill.api.responses.response_format import ResponseFormat
-from tokenmill.api.responses.response_items import InputItem, Item, MessageItem
+from tokenmill.api.responses.response_items import InputItem, Item, ItemReference, MessageItem
 from tokenmill.api.responses.response_object import (
     DeletedResponse,
     InputTokens,
@@ -37,28 +42,27 @@ from tokenmill.core.types import InvalidRequestError
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items of one answer
 
 
-def add_responses(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
+def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/responses and what lies below it."""
     guard = [Depends(authorizer(state.config))]
-    turns = ResponseTurns(state, preparer, ResponseStore(state.config))
-    state.metrics.stored = turns.store.size
+    store = ResponseStore(state.config)
+    state.metrics.stored = store.size
 
     @app.post("/v1/responses", dependencies=guard)
     async def create(request: Request) -> Response:
         state.admit(request.state.key)
+        key = request.state.key
         with state.traced(request) as trace:
-            call = await turns.read(request)
-            trace.parsed()
-            items = turns.context(call, request.state.key)
-            job, items = await turns.prepare(call, items)
-            form = turns.format(call, job, items, request.state.key)
-            trace.prepared(job, state.model)
-        return GenerationResponse(state, job, form, bool(call.stream), request.state.key, trace)
+            read = await bodies.read(request, read_response, partial(_read_response, store, key))
+            trace.parsed(read.parsed_ns)
+            form = _format(read, state, store, key)
+            trace.prepared(read.job, state.model)
+        return GenerationResponse(state, read.job, form, bool(read.call.stream), key, trace)
 
     @app.post("/v1/responses/input_tokens", dependencies=guard)
     async def input_tokens(request: Request) -> Response:
-        call = await turns.read(request)
-        count = await turns.count(call, turns.context(call, request.state.key))
+        here = partial(_read_count, store, request.state.key)
+        count = await bodies.read(request, read_input_count, here)
         return json_response(InputTokens(input_tokens=count))
 
     @app.get("/v1/responses/{response_id}", dependencies=guard)
@@ -66,23 +70,23 @@ def add_responses(app: FastAPI, state: ApiState, preparer: Preparer) -> None:
         if request.query_params.get("stream") in ("true", "1"):
             message = "stream: a stored response cannot be streamed again; leave the field out"
             raise ApiError(400, message, "stream", "unsupported_value")
-        return json_response(turns.store.get(response_id, request.state.key).response)
+        return json_response(store.get(response_id, request.state.key).response)
 
     @app.delete("/v1/responses/{response_id}", dependencies=guard)
     async def delete(request: Request, response_id: str) -> Response:
-        turns.store.delete(response_id, request.state.key)
+        store.delete(response_id, request.state.key)
         return json_response(DeletedResponse(id=response_id))
 
     @app.post("/v1/responses/{response_id}/cancel", dependencies=guard)
     async def cancel(request: Request, response_id: str) -> Response:
-        turns.store.get(response_id, request.state.key)
+        store.get(response_id, request.state.key)
         message = f"response_id: {response_id!r} has ended: only a response in the background can "
         message += "be cancelled, and there are none; close the connection of a running one"
         raise ApiError(400, message, "response_id", "unsupported_value")
 
     @app.get("/v1/responses/{response_id}/input_items", dependencies=guard)
     async def input_items(request: Request, response_id: str) -> Response:
-        entry = turns.store.get(response_id, request.state.key)
+        entry = store.get(response_id, request.state.key)
         query = request.query_params
         descending = _order(query.get("order", "desc")) == "desc"
         limit = _limit(query.get("limit", str(DEFAULT_PAGE)))
@@ -103,92 +107,121 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-class ResponseTurns:
-    """Turns calls into jobs, and keeps what later calls refer to."""
+@dataclass(frozen=True, slots=True)
+class ReadResponse:
+    """A call of /v1/responses that can be submitted."""
 
-    def __init__(self, state: ApiState, preparer: Preparer, store: ResponseStore) -> None:
-        self._state = state
-        self._preparer = preparer
-        self.store = store
+    call: ResponsesRequest
+    items: list[Item]  # that its model sees
+    job: Job
+    parsed_ns: int
 
-    async def read(self, request: Request) -> ResponsesRequest:
-        """The body of a call for the model that is served."""
-        limit, ignored = self._state.config.max_body_bytes, self._preparer.ignored
-        call = await read_body(request, ResponsesRequest, limit, ignored)
-        if call.model is not None and call.model != self._state.model:
-            raise unknown_model(call.model, self._state.model)
-        ignored.note(n for n in RESPONSE_WITHOUT_EFFECT if getattr(call, n) is not None)
-        if call.reasoning is not None and (call.reasoning.summary or call.reasoning.context):
-            ignored.note(["reasoning.summary"])
-        return call
 
-    def context(self, call: ResponsesRequest, key: int) -> list[Item]:
-        """All items that the model is to see: the earlier turns', then the call's own."""
-        given: Sequence[InputItem] = (
-            [MessageItem(role="user", content=call.input)]
-            if isinstance(call.input, str)
-            else call.input
-        )
-        items = self.store.resolve(given, key)
-        previous_id = call.previous_response_id
-        if previous_id is None:
-            return items
-        return [*self.store.get(previous_id, key, "previous_response_id").conversation, *items]
+async def read_response(body: bytes, preparer: Preparer, model: str) -> ReadResponse:
+    """A call that refers to nothing that is stored."""
+    return await _read_response(None, 0, body, preparer, model)
 
-    async def prepare(self, call: ResponsesRequest, items: list[Item]) -> tuple[Job, list[Item]]:
-        """The job, and the items that it has: with truncation the first may be missing."""
+
+async def read_input_count(body: bytes, preparer: Preparer, model: str) -> int:
+    """The tokens of the prompt of a call that refers to nothing that is stored."""
+    return await _read_count(None, 0, body, preparer, model)
+
+
+async def _read_response(
+    store: ResponseStore | None, key: int, body: bytes, preparer: Preparer, model: str
+) -> ReadResponse:
+    call, parsed_ns = _decode(body, preparer, model), time.monotonic_ns()
+    items = _context(call, store, key)
+    try:
+        job = await _job(call, items, preparer)
+    except ApiError as error:
+        is_too_long = error.code == "context_length_exceeded"
+        if call.truncation != "auto" or not is_too_long or len(items) < 2:
+            raise
+        job, items = await _truncated(call, items, preparer)
+    return ReadResponse(call, items, job, parsed_ns)
+
+
+async def _read_count(
+    store: ResponseStore | None, key: int, body: bytes, preparer: Preparer, model: str
+) -> int:
+    call = _decode(body, preparer, model)
+    try:
+        return await preparer.count_chat(chat_of(call, _context(call, store, key)))
+    except InvalidRequestError as error:
+        raise renamed(of_invalid(error), RESPONSE_NAMES) from None
+
+
+def _decode(body: bytes, preparer: Preparer, model: str) -> ResponsesRequest:
+    """The call, which is for the model that is served."""
+    ignored = preparer.ignored
+    call = decode_call(body, ResponsesRequest, ignored)
+    check_model(call.model, model)
+    ignored.note(n for n in RESPONSE_WITHOUT_EFFECT if getattr(call, n) is not None)
+    if call.reasoning is not None and (call.reasoning.summary or call.reasoning.context):
+        ignored.note(["reasoning.summary"])
+    return call
+
+
+def _context(call: ResponsesRequest, store: ResponseStore | None, key: int) -> list[Item]:
+    """All items that the model is to see: the earlier turns', then the call's own."""
+    given: Sequence[InputItem] = (
+        [MessageItem(role="user", content=call.input)]
+        if isinstance(call.input, str)
+        else call.input
+    )
+    previous_id = call.previous_response_id
+    own = [item for item in given if not isinstance(item, ItemReference)]
+    if previous_id is None and len(own) == len(given):
+        return own
+    if store is None:
+        raise NotElsewhereError
+    items = store.resolve(given, key)
+    if previous_id is None:
+        return items
+    return [*store.get(previous_id, key, "previous_response_id").conversation, *items]
+
+
+async def _truncated(
+    call: ResponsesRequest, items: list[Item], preparer: Preparer
+) -> tuple[Job, list[Item]]:
+    """Drop as few of the first items as possible; the last one stays."""
+    low, high = 1, len(items) - 1
+    kept = without_first(items, high)
+    job = await _job(call, kept, preparer)
+    while low < high:
+        middle = (low + high) // 2
         try:
-            return await self._job(call, items), items
+            fitting = without_first(items, middle)
+            job, kept, high = await _job(call, fitting, preparer), fitting, middle
         except ApiError as error:
-            is_too_long = error.code == "context_length_exceeded"
-            if call.truncation != "auto" or not is_too_long or len(items) < 2:
+            if error.code != "context_length_exceeded":
                 raise
-        return await self._truncated(call, items)
+            low = middle + 1
+    return job, kept
 
-    async def _truncated(self, call: ResponsesRequest, items: list[Item]) -> tuple[Job, list[Item]]:
-        """Drop as few of the first items as possible; the last one stays."""
-        low, high = 1, len(items) - 1
-        kept = without_first(items, high)
-        job = await self._job(call, kept)
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                fitting = without_first(items, middle)
-                job, kept, high = await self._job(call, fitting), fitting, middle
-            except ApiError as error:
-                if error.code != "context_length_exceeded":
-                    raise
-                low = middle + 1
-        return job, kept
 
-    async def count(self, call: ResponsesRequest, items: list[Item]) -> int:
-        """The tokens of the prompt."""
-        try:
-            return await self._preparer.count_chat(chat_of(call, items))
-        except InvalidRequestError as error:
-            raise renamed(of_invalid(error), RESPONSE_NAMES) from None
+async def _job(call: ResponsesRequest, items: Sequence[Item], preparer: Preparer) -> Job:
+    try:
+        job = await preparer.chat(chat_of(call, items), "resp_")
+    except InvalidRequestError as error:
+        raise renamed(of_invalid(error), RESPONSE_NAMES) from None
+    except ApiError as error:
+        raise renamed(error, RESPONSE_NAMES) from None
+    if LOGPROBS in (call.include or ()) and job.splits_message:
+        message = f"include: '{LOGPROBS}' is not supported for answers with reasoning or tools"
+        raise ApiError(400, f"{message}; leave it out", "include", "unsupported_value")
+    return job
 
-    async def _job(self, call: ResponsesRequest, items: Sequence[Item]) -> Job:
-        try:
-            job = await self._preparer.chat(chat_of(call, items), "resp_")
-        except InvalidRequestError as error:
-            raise renamed(of_invalid(error), RESPONSE_NAMES) from None
-        except ApiError as error:
-            raise renamed(error, RESPONSE_NAMES) from None
-        if LOGPROBS in (call.include or ()) and job.splits_message:
-            message = f"include: '{LOGPROBS}' is not supported for answers with reasoning or tools"
-            raise ApiError(400, f"{message}; leave it out", "include", "unsupported_value")
-        return job
 
-    def format(
-        self, call: ResponsesRequest, job: Job, items: list[Item], key: int
-    ) -> ResponseFormat:
-        """Writes the answer, and has it stored unless the call says not to."""
-        response = new_response(call, job.job_id, job.created, self._state.model)
+def _format(read: ReadResponse, state: ApiState, store: ResponseStore, key: int) -> ResponseFormat:
+    """Writes the answer, and has it stored unless the call says not to."""
+    call, job = read.call, read.job
+    response = new_response(call, job.job_id, job.created, state.model)
 
-        def on_end(ended: ResponseObject) -> None:
-            if call.store is not False:
-                self.store.put(ended, items, key)
+    def on_end(ended: ResponseObject) -> None:
+        if call.store is not False:
+            store.put(ended, read.items, key)
 
-        carries = ENCRYPTED in (call.include or ())
-        return ResponseFormat(response, self._state.tokenizer, on_end, carries)
+    carries = ENCRYPTED in (call.include or ())
+    return ResponseFormat(response, state.tokenizer, on_end, carries)

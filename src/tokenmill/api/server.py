@@ -132,6 +132,7 @@ async def answer_calls(
         client.drain()
         await drain(state.calls, config.drain_timeout_s, signals)
         client.fail_open("the server is shutting down", "shutdown")
+    app.state.bodies.close()
     return bool(ended)
 
 

@@ -27,7 +27,10 @@ class Detokenizer:
     `continues` says that the text follows a prompt directly, so a leading space belongs to it.
     """
 
-    __slots__ = ("_include_stop", "_min_tokens", "_stops", "_stream", "num_tokens", "stop_reason")
+    __slots__ = (
+        *("_include_stop", "_min_tokens", "_stops", "_stream"),
+        *("num_tokens", "push_plain", "stop_reason"),
+    )
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Detokenizer:
         self._stops = _StopFinder(stop) if stop else None
         self._include_stop = include_stop_str
         self._min_tokens = min_tokens
+        self.push_plain = self._stream.push  # without stop strings, and not counted
         self.num_tokens = 0  # consumed: up to and with the one that completed the stop string
         self.stop_reason: str | None = None  # the stop string that was found
 

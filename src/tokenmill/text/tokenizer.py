@@ -41,6 +41,14 @@ class TextDecoder:
     num_stripped_spaces: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerOrigin:
+    """What load_tokenizer() was given: another process loads the same tokenizer by it."""
+
+    path: Path
+    chat_template: str | None
+
+
 class Tokenizer:
     """A tokenizer and its chat templates. Methods may be called from several threads."""
 
@@ -51,7 +59,9 @@ class Tokenizer:
         named_tokens: dict[str, str],
         eos_token_ids: tuple[int, ...],
         chat_templates: dict[str, ChatTemplate],
+        origin: TokenizerOrigin | None = None,
     ) -> None:
+        self.origin = origin
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -206,7 +216,13 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
     if chat_template is not None:
         sources, origin = {"default": load_source(chat_template)}, "chat template"
     templates = {name: ChatTemplate(text, f"{origin} ({name})") for name, text in sources.items()}
-    return Tokenizer(backend, named_tokens=named, eos_token_ids=eos, chat_templates=templates)
+    return Tokenizer(
+        backend,
+        named_tokens=named,
+        eos_token_ids=eos,
+        chat_templates=templates,
+        origin=TokenizerOrigin(path, chat_template),
+    )
 
 
 def _backend_from_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:

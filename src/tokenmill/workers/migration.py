@@ -183,8 +183,7 @@ class Migration:
             case Outputs(outputs=outputs, tokens=tokens):
                 num_tokens = sum([len(o.token_ids) for o in outputs])
                 slot.tokens.add(num_tokens + sum(map(len, tokens.values())))
-                for request_id, token_ids in tokens.items():
-                    self._extend(slot, request_id, token_ids)
+                self._extend(slot, tokens)
                 for output in outputs:
                     self._dispatch(slot, output)
                 self._routers.of(slot).stepped(slot.name, time.monotonic())
@@ -241,14 +240,16 @@ class Migration:
         entry.trace.transfer_ended()
         self._handovers.on_received(entry)
 
-    def _extend(self, slot: WorkerSlot, request_id: str, token_ids: list[int]) -> None:
+    def _extend(self, slot: WorkerSlot, tokens: dict[str, list[int]]) -> None:
         """Pass on tokens: at once where they change nothing but the text, as in most steps."""
-        entry = self.open.get(request_id)
-        if entry is not None and entry.is_steady(slot, request_id):
-            entry.token_ids += token_ids
-            entry.stream.extend(entry.index, token_ids)
-        else:
-            self._dispatch(slot, RequestOutput(request_id, token_ids))
+        find = self.open.get
+        for request_id, token_ids in tokens.items():
+            entry = find(request_id)
+            if entry is not None and entry.steady is slot:
+                entry.token_ids += token_ids
+                entry.stream.extend(entry.index, token_ids)
+            else:
+                self._dispatch(slot, RequestOutput(request_id, token_ids))
 
     def _dispatch(self, slot: WorkerSlot, output: RequestOutput) -> None:
         entry = self._find(output.request_id)
@@ -279,6 +280,7 @@ class Migration:
         entry.token_ids += output.token_ids
         if entry.num_deaths and self._suspects.got_on(entry):
             self._try_next()
+        entry.settle(slot)
         entry.stream.put(entry.index, output)
 
     def _is_to_be_tried_again(

@@ -47,6 +47,7 @@ class OpenRequest:
     cost: Cost = field(default_factory=Cost)  # what workers told when they were done with it
     num_workers: int = 0  # that have not
     closed: bool = False  # it has ended for its client
+    steady: WorkerSlot | None = None  # whose tokens need no more than to be passed on
 
     def __post_init__(self) -> None:
         self.sent_as = self.request.request_id
@@ -56,20 +57,15 @@ class OpenRequest:
         """Who computes the prompt, while that is another one than who decodes."""
         return None if self.handover is None else self.handover.source
 
-    def is_steady(self, slot: WorkerSlot, sent_as: str) -> bool:
-        """True where a token of this worker needs no more than to be passed on."""
-        return (
-            self.slot is slot
-            and self.handover is None
-            and self.sent_as == sent_as
-            and bool(self.token_ids)
-            and not self.num_deaths
-            and self.trace is NO_TRACE
-        )
+    def settle(self, slot: WorkerSlot) -> None:
+        """Look, after an output of this worker, whether the next ones are but text."""
+        is_first = self.sent_as == self.request.request_id and not self.num_deaths
+        if is_first and self.slot is slot and self.token_ids and self.trace is NO_TRACE:
+            self.steady = slot if self.handover is None else None
 
     def take_back(self) -> None:
         """Take the request off its worker; its new id tells late answers from new ones."""
-        self.slot = None
+        self.slot = self.steady = None
         self.num_sent += 1
         self.sent_as = f"{self.request.request_id}~{self.num_sent}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 
 from tokenmill.core.cost import Cost
@@ -14,27 +15,26 @@ class StreamClosedError(Exception):
     """The reader of an OutputStream was told to stop."""
 
 
-Direct = Callable[[dict[int, list[int]]], bool]
+Direct = Callable[[dict[int, list[int]], int], bool]  # tokens by request, and the time in ns
 
 
 class Turn:
     """Streams to write once the messages that came together are read."""
 
-    __slots__ = ("_streams",)
+    __slots__ = ("streams",)
 
     def __init__(self) -> None:
-        self._streams: list[OutputStream] = []
+        self.streams: list[OutputStream] = []  # the first of them has to call `begin`
 
-    def add(self, stream: OutputStream) -> None:
-        """Write this stream at the end of the turn."""
-        if not self._streams:
-            asyncio.get_running_loop().call_soon(self._end)
-        self._streams.append(stream)
+    def begin(self) -> None:
+        """Have the streams written once the callbacks that are due have run."""
+        asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
-        streams, self._streams = self._streams, []
+        streams, self.streams = self.streams, []
+        now_ns = time.monotonic_ns()
         for stream in streams:
-            stream.write()
+            stream.write(now_ns)
 
 
 class OutputStream:
@@ -107,24 +107,25 @@ class OutputStream:
             self._wake()
         else:
             self._is_due = True
-            self._turn.add(self)
+            streams = self._turn.streams
+            if not streams:
+                self._turn.begin()
+            streams.append(self)
 
-    def write(self) -> None:
+    def write(self, now_ns: int) -> None:
         """Pass on the tokens of a turn, past the reader if it waits and nothing else came."""
         self._is_due = False
-        if not self._tokens:  # the reader was faster
+        tokens, waiter, direct = self._tokens, self._waiter, self.direct
+        if not tokens:  # the reader was faster
             return
+        is_parked = waiter is not None and not self._pending and not waiter.done()
         try:
-            if self._is_waiting() and self.direct is not None and self.direct(self._tokens):
+            if is_parked and direct is not None and direct(tokens, now_ns):
                 self._tokens = {}
                 return
         except Exception as fault:  # it ends this stream, by its reader, and no other one
             self._fault = fault
         self._wake()
-
-    def _is_waiting(self) -> bool:
-        is_parked = self._waiter is not None and not self._waiter.done()
-        return is_parked and not self._pending
 
     def close(self) -> None:
         """Make the reader's current or next get() raise StreamClosedError."""

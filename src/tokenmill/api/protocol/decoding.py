@@ -77,6 +77,11 @@ class IgnoredFields:
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
+    @property
+    def names(self) -> list[str]:
+        """Those that were told."""
+        return list(self._noted)
+
     def is_noted(self, name: str) -> bool:
         return name in self._noted
 

@@ -99,7 +99,7 @@ class Preparer:
         config: ServerConfig,
         images: ImageLoader | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._images = images  # None: the model takes text only
         self._facts_now = facts
         self._config = config
@@ -127,12 +127,12 @@ class Preparer:
         is what is left of it.
         """
         self._check_choices(1, call.n or 1)
-        tools = plan_tool_use(call, self._style, self._tokenizer)
+        tools = plan_tool_use(call, self._style, self.tokenizer)
         if tools is not None and tools.is_loose:
             self.ignored.note(["tools[].function.strict"])
         plan = plan_output(
             self._style,
-            self._tokenizer,
+            self.tokenizer,
             await self._chat_prompt(call, tools),
             tools,
             structured_output(call),
@@ -160,7 +160,7 @@ class Preparer:
 
     async def count_chat(self, call: ChatCompletionRequest) -> int:
         """The number of prompt tokens of a chat call."""
-        tools = plan_tool_use(call, self._style, self._tokenizer)
+        tools = plan_tool_use(call, self._style, self.tokenizer)
         return len((await self._chat_prompt(call, tools)).token_ids)
 
     async def _chat_prompt(self, call: ChatCompletionRequest, tools: ToolUse | None) -> Prompt:
@@ -263,8 +263,8 @@ class Preparer:
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; a long one does not hold up the other streams."""
         if len(text) < LONG_TEXT_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
     def render(
         self,
@@ -287,10 +287,10 @@ class Preparer:
             mark_images(message)
         if self._style.harmony is not None:
             conversation = one_call_per_message(conversation)
-        elif not knows_tools(self._tokenizer.chat_template):
+        elif not knows_tools(self.tokenizer.chat_template):
             conversation, tools = write_tools(conversation, tools), []
         date = self._config.template_date
-        return self._tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             conversation,
             tools=tools or None,
             add_generation_prompt=add_generation_prompt,
@@ -300,7 +300,7 @@ class Preparer:
 
     def _template_kwargs(self, call: ChatCompletionRequest) -> dict[str, Any]:
         """The template's variables; what the template does not read is told as ignored."""
-        source = self._tokenizer.chat_template or ""
+        source = self.tokenizer.chat_template or ""
         given: dict[str, Any] = {}
         if call.reasoning_effort is not None:
             given["reasoning_effort"] = call.reasoning_effort
@@ -336,8 +336,8 @@ class Preparer:
                 f"prompt: token {high} is not in the vocabulary of {self._facts.vocab_size}",
                 "prompt",
             )
-        known = [t for t in prompt if t < self._tokenizer.vocab_size]
-        return Prompt.of(self._tokenizer.decode(known, skip_special_tokens=False), prompt)
+        known = [t for t in prompt if t < self.tokenizer.vocab_size]
+        return Prompt.of(self.tokenizer.decode(known, skip_special_tokens=False), prompt)
 
     def _max_tokens(
         self, num_prompt: int, wanted: int | None, default: int | None, param: str

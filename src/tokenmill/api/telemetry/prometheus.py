@@ -163,6 +163,16 @@ class ServerMetrics:
             self.ttft_s.observe(times.ttft_ms / 1e3)
             self.recent_ttft_ms.add(times.ttft_ms)
 
+    def later_output(self, times: RequestTimes, now_ns: int, num_tokens: int) -> None:
+        """Count an output that is not the first, as `output` does, in one call."""
+        gap_s = (now_ns - times.last_ns) / 1e9
+        times.last_ns = now_ns
+        times.num_tokens += num_tokens
+        self.num_output_tokens += num_tokens
+        gaps = self.inter_token_s
+        gaps.counts[bisect_left(gaps.bounds, gap_s)] += 1
+        gaps.total += gap_s
+
     def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
         """Count the end of a request."""
         self.finished[reason] += 1

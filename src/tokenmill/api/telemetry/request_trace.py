@@ -40,13 +40,13 @@ class CallTrace:
         if error is not None:
             self._span.end(f"{getattr(error, 'code', None) or type(error).__name__}: {error}")
 
-    def parsed(self) -> None:
-        """End the stage `parse`: the body is read and valid."""
-        self._stage("parse")
+    def parsed(self, at_ns: int) -> None:
+        """End the stage `parse`: the body was read then, and valid."""
+        self._stage("parse", at_ns)
 
     def prepared(self, job: Job, model: str) -> None:
         """End the stage `tokenize`, and set what was asked for."""
-        self._stage("tokenize")
+        self._stage("tokenize", time.monotonic_ns())
         sampling = job.requests[0].sampling
         facts = {
             "gen_ai.request.model": model,
@@ -77,8 +77,8 @@ class CallTrace:
         self._span.set(facts)
         self._span.end(None if error is None else f"{error.code or error.status}: {error}")
 
-    def _stage(self, name: str) -> None:
-        began_ns, self._mark_ns = self._mark_ns, time.monotonic_ns()
+    def _stage(self, name: str, end_ns: int) -> None:
+        began_ns, self._mark_ns = self._mark_ns, end_ns
         self._span.child(name, {}, began_ns, self._mark_ns)
 
 
