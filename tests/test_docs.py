@@ -24,6 +24,7 @@ from api.sim_server import SimServer, sim_server
 from tokenmill.__main__ import run
 from tokenmill.api import front_server
 from tokenmill.api import server as api_server
+from tokenmill.api.videos import video_server
 from tokenmill.cli import route as cli_route
 from tokenmill.cli import serve as cli_serve
 from tokenmill.cli.app import app
@@ -161,6 +162,7 @@ def test_servers_come_to_the_point_of_serving(
         monkeypatch.setattr(module, "fetch", lambda model: smollm2_path)
     for module, name in (
         *((api_server, "serve"), (front_server, "serve_fronts"), (proxy_server, "route")),
+        (video_server, "serve_videos"),
     ):
         monkeypatch.setattr(module, name, lambda *arguments: started.append(arguments))
     assert run(words) == 0 and len(started) == 1

@@ -105,6 +105,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "jinja2": ("text/chat_template",),
     "prometheus_client": (
         *("api/telemetry/prometheus", "proxy/proxy_metrics", "bench/client/scrape"),
+        "api/videos/video_metrics",
     ),
     "msgspec": ("api/", "workers/", "proxy/", "bench/client/records"),
     "httptools": ("http_connection", "api/connection"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenmill.api.telemetry.log_stats import StatsLog
 from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.api.videos.video_metrics import VideoMetrics
 from tokenmill.bench.client.scrape import COUNTERS, SHARES, SUMMED_GAUGES, read_exposition
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import EngineStats
@@ -47,7 +48,7 @@ def test_the_table_in_the_docs_is_what_is_exported() -> None:
     documented = {
         (row[1].strip("`"), row[2], row[3]) for row in rows if len(row) == 6 and "`tok" in row[1]
     }
-    both = exported(ServerMetrics("m")) | exported(RouteMetrics())
+    both = exported(ServerMetrics("m")) | exported(RouteMetrics()) | exported(VideoMetrics("m"))
     assert documented - both == set(), "documented and not exported"
     assert both - documented == set(), "exported and not documented"
 

@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import console
+from tokenmill.cli.serve_video import (
+    VIDEO_ONLY,
+    is_video_model,
+    run_video_worker,
+    serve_video,
+)
 from tokenmill.console import fetch
 from tokenmill.core.config import (
     GPU_MEMORY_SHARE,
@@ -38,6 +44,7 @@ from tokenmill.settings import (
     SCHEDULER,
     SERVER,
     SETTINGS,
+    VIDEO_SERVER,
     VISION,
     Settings,
     SettingsError,
@@ -63,20 +70,24 @@ PRICE = replace(
 )
 ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not have of their own
 FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
+TASK = SETTINGS["task"]
+# Of the worker alone: what engines of jobs have beside the settings of a language engine.
+JOB_SETTINGS = (TASK, SETTINGS["offload"])
 WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     panels = {
-        "Server": (*SERVER, PRICE),
+        "Server": (TASK, *SERVER, PRICE),
         "Images": VISION,
+        "Videos": (*VIDEO_SERVER, SETTINGS["offload"]),
         "Workers": POOL,
         "Router": ROUTER,
         **ENGINE_PANELS,
     }
     command(app, "serve", panels, positional="model")(serve)
-    command(app, "worker", {"Engine": WORKER_SETTINGS}, hidden=True)(worker)
+    command(app, "worker", {"Engine": (*WORKER_SETTINGS, *JOB_SETTINGS)}, hidden=True)(worker)
 
 
 def serve(settings: Settings) -> None:
@@ -90,6 +101,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
     tokenmill serve --workers 8 --fronts 4
     tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
+    tokenmill serve ./Wan2.2-T2V-A14B-Diffusers --task video --workers 2
 
     Then, for example:
 
@@ -104,6 +116,12 @@ def serve(settings: Settings) -> None:
     config = settings.build(ServerConfig, price_per_gpu_hour=settings.values.get(PRICE.key))
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
+    if task_of(settings, model) == "video":
+        serve_video(settings, config)
+        return
+    for key in VIDEO_ONLY:
+        if key in settings:
+            raise SettingsError(f"--{key} needs --task video")
     pool, router = settings.build(PoolConfig), settings.build(RouterConfig)
     if config.fronts > 1 and pool.encoder:
         raise SettingsError("--encoder needs --fronts 1: encoders serve one front")
@@ -145,6 +163,12 @@ def serve(settings: Settings) -> None:
         *(commands[0], tokenizer, config, name, on_listening, pool, router),
         *(commands[1], images, encoder),
     )
+
+
+def task_of(settings: Settings, model: str) -> str:
+    """What the model does: as the setting says, or by its files."""
+    task = str(settings.get("task"))
+    return ("video" if is_video_model(model) else "generate") if task == "auto" else task
 
 
 def _part(settings: Settings, pool: PoolConfig, takes_images: bool) -> list[str]:
@@ -192,6 +216,9 @@ def worker(
     from tokenmill.workers.worker_process import run_worker, send_failure
 
     set_log_level(settings.get("log-level"))
+    if settings.get("task") == "video":
+        run_video_worker(settings, address)
+        return
     warnings: list[str] = []
     setup = _with_part(settings.setup(), part, feature_connector)
     try:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenmill.core.flags import IMAGE_SIZE, count, number, setting
+from tokenmill.core.flags import IMAGE_SIZE, SIZE, count, number, setting
 
 # The settings of MLPerf Inference v6.0 for Wan 2.2 T2V A14B are the defaults below.
 NEGATIVE_PROMPT = (
@@ -62,6 +62,30 @@ class VideoParams:
     def guided(self) -> bool:
         """True where each step runs both prompts."""
         return self.guidance_scale > 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class VideoServerConfig:
+    """The jobs of a server that makes videos."""
+
+    video_dir: str | None = setting(
+        None, "Folder of video jobs and their files (~/.cache/tokenmill/videos unless given)."
+    )
+    video_storage_bytes: int = setting(
+        20 * 2**30,
+        "Most disk space of finished videos; the oldest ones are removed first.",
+        SIZE,
+        flag="video-storage",
+    )
+    max_video_jobs: int = setting(
+        256, "Most videos that wait or are being made; further ones get a 429.", count(1)
+    )
+    max_video_megapixels: int = setting(
+        300, "Largest video: width times height times frames, in millions of pixels.", count(1)
+    )
+    latent_dir: str | None = setting(
+        None, "Folder of the tensor files that calls may name in latent_path (none unless given)."
+    )
 
 
 @dataclass(frozen=True, slots=True)

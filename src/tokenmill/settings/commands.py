@@ -34,6 +34,14 @@ POOL = (
         default=(),
     ),
 )
+TASK = (
+    Setting(
+        "task",
+        "What the model does; auto: as its folder says.",
+        one_of("auto", "generate", "video"),
+        default="auto",
+    ),
+)
 VIDEO_JOB = (
     Setting("out", "File to write (.mp4), or a folder for PNG frames.", TEXT, default="video.mp4"),
     Setting(

@@ -17,6 +17,10 @@ from tokenmill.core.video import Video
 
 _BIT_RATE_PER_PIXEL = 0.25  # bits of a second's pixel, of which H.264 shows clear pictures
 
+# x264's macroblock tree reads memory that it has not written where pictures are small, so that the
+# same frames would be one file today and another one tomorrow.
+_SAME_BYTES = {"x264-params": "mbtree=0"}
+
 
 def can_write_mp4() -> bool:
     """True where PyAV is installed."""
@@ -68,7 +72,7 @@ def mp4_bytes(video: Video) -> bytes:
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
-        stream: Any = container.add_stream("libx264", rate=video.fps)
+        stream: Any = container.add_stream("libx264", rate=video.fps, options=_SAME_BYTES)
         stream.width, stream.height, stream.pix_fmt = video.width, video.height, "yuv420p"
         stream.bit_rate = int(video.width * video.height * video.fps * _BIT_RATE_PER_PIXEL)
         shape = (video.num_frames, video.height, video.width, 3)
@@ -82,9 +86,14 @@ def mp4_bytes(video: Video) -> bytes:
 
 def png_bytes(video: Video, index: int) -> bytes:
     """One frame as a PNG file."""
-    row_bytes, frame = 3 * video.width, video.frame(index)
-    rows = (frame[i : i + row_bytes] for i in range(0, len(frame), row_bytes))
-    head = struct.pack(">IIBBBBB", video.width, video.height, 8, 2, 0, 0, 0)
+    return png_file(video.width, video.height, video.frame(index))
+
+
+def png_file(width: int, height: int, pixels: bytes) -> bytes:
+    """RGB bytes as a PNG file."""
+    row_bytes = 3 * width
+    rows = (pixels[i : i + row_bytes] for i in range(0, len(pixels), row_bytes))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row for row in rows), 1)
     chunks = (_chunk(b"IHDR", head), _chunk(b"IDAT", body), _chunk(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)

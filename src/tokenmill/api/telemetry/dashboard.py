@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ FILES = {
     "/dashboard/charts.js": ("charts.js", "text/javascript"),
     "/dashboard/chat.js": ("chat.js", "text/javascript"),
     "/dashboard/decisions.js": ("decisions.js", "text/javascript"),
+    "/dashboard/elements.js": ("elements.js", "text/javascript"),
     "/dashboard/format.js": ("format.js", "text/javascript"),
     "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
 }
@@ -53,11 +54,7 @@ def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
 
     The history begins where the app is made in a running loop, as servers do.
     """
-    needs_key = "yes" if config.api_keys else "no"
-    page = (WEB / "dashboard.html").read_text(encoding="utf-8").replace("{needs_key}", needs_key)
-    _add_text(app, "/dashboard", page, "text/html")
-    for path, (name, kind) in FILES.items():
-        _add_text(app, path, (WEB / name).read_text(encoding="utf-8"), kind)
+    add_files(app, config, "dashboard.html", FILES)
     started_s = time.monotonic()
     history = History(lambda: view(time.monotonic() - started_s, False))
     with contextlib.suppress(RuntimeError):
@@ -69,6 +66,17 @@ def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
         now = view(time.monotonic() - started_s, True)
         body = json_encode(msgspec.structs.replace(now, history=late, events=history.events))
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def add_files(
+    app: FastAPI, config: ServerConfig, page: str, files: Mapping[str, tuple[str, str]]
+) -> None:
+    """Add GET /dashboard and the files of a page, which tell nothing of the server."""
+    needs_key = "yes" if config.api_keys else "no"
+    text = (WEB / page).read_text(encoding="utf-8").replace("{needs_key}", needs_key)
+    _add_text(app, "/dashboard", text, "text/html")
+    for path, (name, kind) in files.items():
+        _add_text(app, path, (WEB / name).read_text(encoding="utf-8"), kind)
 
 
 def _since(request: Request) -> float:

@@ -3,49 +3,15 @@
 import { Chart, Spark, clock, el } from "./charts.js";
 import { startChat } from "./chat.js";
 import { drawDecisions } from "./decisions.js";
+import { byId, keyed, pairs, set } from "./elements.js";
 import { bytes, duration, num, percent, plural, share, time, timeParts } from "./format.js";
 
 const POLL_MS = 1000, TIMEOUT_MS = 5000, SPANS_S = [60, 120, 300], SPARK_S = 60, RATE_S = 60;
 const STATES = { ready: "good", starting: "note", restarting: "warn", draining: "warn", failed: "bad" };
 const ROLES = { both: "prefill + decode" };
 
-const byId = (id) => document.getElementById(id);
 let key = ""; // in memory alone
 let samples = [], before = null, lostAt = null;
-
-// Elements that stay and whose text changes.
-
-function set(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-/* One child per item, made once by its key, in the order of the items. */
-function keyed(parent, items, keyOf, make, update) {
-  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
-  items.forEach((item, index) => {
-    const name = keyOf(item);
-    let child = old.get(name);
-    if (!child) {
-      child = make(item);
-      child.dataset.key = name;
-    }
-    old.delete(name);
-    if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
-    update?.(child, item);
-  });
-  for (const child of old.values()) child.remove();
-}
-
-function pairs(list, rows) {
-  keyed(list, rows, ([name]) => name, ([name]) => {
-    const row = el("div");
-    row.append(el("dt", "", name), el("dd"));
-    return row;
-  }, (row, [, text, tone]) => {
-    set(row.lastChild, text);
-    row.lastChild.className = tone ?? "";
-  });
-}
 
 // The history, as the server sampled it.
 

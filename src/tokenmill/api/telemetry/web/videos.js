@@ -1,0 +1,208 @@
+/* The page of a video server: asks /dashboard/data once a second, and for pictures that are new. */
+
+import { clock, el } from "./charts.js";
+import { byId, keyed, pairs, set } from "./elements.js";
+import { bytes, duration, num, percent, plural, time, timeParts } from "./format.js";
+
+const POLL_MS = 1000, TIMEOUT_MS = 5000;
+const STATES = { ready: "good", starting: "note", restarting: "warn", draining: "warn", failed: "bad" };
+const STATUSES = { queued: "note", in_progress: "warn", completed: "good", failed: "bad" };
+let key = ""; // in memory alone
+let lastTime = null, lostAt = null;
+
+const authorization = () => key ? { Authorization: `Bearer ${key}` } : {};
+
+function live(text, tone) {
+  set(byId("live"), text);
+  byId("live").className = `pill ${tone}`;
+}
+
+function drawHead(data) {
+  set(byId("model"), data.model);
+  document.title = `${data.model} · tokenmill`;
+  const facts = [`${data.dtype} on ${data.device}`, plural(data.workers.length, "worker"), `up ${duration(data.uptime_s)}`];
+  keyed(byId("facts"), facts.map((text, i) => [String(i), text]), ([i]) => i, () => el("li"), (li, [, text]) => set(li, text));
+  set(byId("foot"), `tokenmill ${data.version} · figures of ${clock(data.time_s)}`);
+  const ready = data.workers.filter((w) => w.state === "ready").length;
+  if (data.draining) live("draining", "warn");
+  else if (!ready) live("no worker", "bad");
+  else if (ready < data.workers.length) live(`${ready} of ${data.workers.length} ready`, "warn");
+  else live("live", "good");
+}
+
+function drawTiles(data) {
+  const { counts, ended } = data;
+  const step = data.num_steps ? timeParts(1000 * data.steps_s / data.num_steps) : ["–", ""];
+  const tiles = [
+    ["Being made", num(counts.in_progress), "", `${counts.queued} wait · ${data.max_jobs} at most`],
+    ["A step, mean", ...step, `${plural(data.num_steps, "step")} since the start`],
+    ["Completed", num(ended.completed ?? 0), "", `${ended.failed ?? 0} failed · ${ended.deleted ?? 0} deleted, since the start`],
+    ["Stored", bytes(data.stored_bytes), "", `${plural(counts.completed, "video")} · ${bytes(data.max_stored_bytes)} at most`],
+  ];
+  keyed(byId("tiles"), tiles, ([name]) => name, ([name]) => {
+    const tile = el("div", "tile"), value = el("dd");
+    value.append(el("span", "value"), " ", el("small"));
+    tile.append(el("dt", "", name), value, el("dd", "below"));
+    return tile;
+  }, (tile, [, value, unit, below]) => {
+    set(tile.querySelector(".value"), value);
+    set(tile.querySelector("small"), unit);
+    set(tile.querySelector(".below"), below);
+  });
+}
+
+function drawWorkers({ workers }) {
+  keyed(byId("workers"), workers, (w) => w.name, (worker) => {
+    const card = el("article", "worker"), head = el("div", "head");
+    head.append(el("b", "", worker.name), el("span", "pill"));
+    card.append(head, el("dl", "pairs"), el("p", "wrong"));
+    return card;
+  }, (card, worker) => {
+    set(card.querySelector(".pill"), worker.state);
+    card.querySelector(".pill").className = `pill ${STATES[worker.state] ?? "note"}`;
+    pairs(card.querySelector(".pairs"), [
+      ["videos now · in all", `${worker.num_open} · ${worker.routed}`],
+      ["busy in the last minute", percent(worker.busy)],
+      ["failures · restarts", `${worker.failures} · ${worker.restarts}`, worker.failures ? "bad" : ""],
+    ]);
+    set(card.querySelector(".wrong"), worker.last_failure ? `Last failure: ${worker.last_failure}` : "");
+  });
+}
+
+// Jobs.
+
+function makeJob(job) {
+  const card = el("article", "worker job"), head = el("div", "head"), use = el("p", "use"), foot = el("p", "row");
+  const picture = el("img"), remove = el("button", "", "Delete"), download = el("button", "", "Download");
+  picture.hidden = true;
+  head.append(el("b", "", clock(job.created_at)), el("span", "pill"));
+  use.append(el("meter"), el("em"));
+  use.querySelector("meter").max = 100;
+  use.querySelector("meter").setAttribute("aria-label", "Progress");
+  remove.type = download.type = "button";
+  remove.addEventListener("click", () => fetch(`/v1/videos/${job.id}`, { method: "DELETE", headers: authorization() }));
+  download.addEventListener("click", () => save(job.id));
+  foot.append(download, remove);
+  card.append(head, picture, el("p", "hint of"), el("p", "prompt", job.prompt), use, el("p", "hint steps"), el("p", "wrong"), foot);
+  return card;
+}
+
+function drawJob(card, job) {
+  set(card.querySelector(".pill"), job.status.replace("_", " "));
+  card.querySelector(".pill").className = `pill ${STATUSES[job.status]}`;
+  card.querySelector("meter").value = job.progress;
+  set(card.querySelector(".use em"), percent(job.progress / 100));
+  const took = Object.values(job.inference_seconds).reduce((sum, seconds) => sum + seconds, 0);
+  const asked = `${job.size}, ${job.seconds} s, seed ${job.seed}`;
+  const steps = `step ${job.steps_done} of ${job.num_inference_steps}`;
+  set(card.querySelector(".steps"), `${asked} · ${took ? `made in ${time(1000 * took)}` : steps}`);
+  set(card.querySelector(".wrong"), job.error ? job.error.message : "");
+  card.querySelector("button").hidden = job.status !== "completed";
+  const now = job.status === "in_progress" ? `${job.steps_done}` : job.status;
+  if (now !== "queued" && now !== "failed" && now !== "0" && card.dataset.picture !== now) show(card, job, now);
+}
+
+/* Pictures come as data, since no other place may give this page any. */
+async function show(card, job, now) {
+  card.dataset.picture = now;
+  const response = await fetch(`/v1/videos/${job.id}/content?variant=thumbnail`, { headers: authorization() }).catch(() => null);
+  if (!response?.ok) return delete card.dataset.picture;
+  const of = response.headers.get("x-picture-of"), reader = new FileReader();
+  reader.addEventListener("load", () => {
+    const picture = card.querySelector("img");
+    picture.src = reader.result;
+    picture.alt = of === "frame" ? "Middle frame of the video" : "Latents of the video";
+    picture.hidden = false;
+    set(card.querySelector(".of"), of === "frame" ? "middle frame" : "latents, three channels as colours");
+  });
+  reader.readAsDataURL(await response.blob());
+}
+
+async function save(id) {
+  const response = await fetch(`/v1/videos/${id}/content`, { headers: authorization() });
+  if (!response.ok) return;
+  const link = el("a"), url = URL.createObjectURL(await response.blob());
+  link.href = url;
+  link.download = `${id}.mp4`;
+  link.click();
+  URL.revokeObjectURL(url);
+}
+
+byId("make").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const body = { prompt: byId("prompt").value, size: byId("size").value, seconds: byId("seconds").value, num_inference_steps: Number(byId("steps").value) };
+  const headers = { ...authorization(), "Content-Type": "application/json" };
+  const response = await fetch("/v1/videos", { method: "POST", headers, body: JSON.stringify(body) }).catch(() => null);
+  const answer = await response?.json();
+  set(byId("make-wrong"), response?.ok ? "" : answer?.error.message ?? "no connection");
+});
+
+// The loop.
+
+function draw(data) {
+  drawHead(data);
+  drawTiles(data);
+  drawWorkers(data);
+  keyed(byId("jobs"), data.jobs, (job) => job.id, makeJob, drawJob);
+  byId("pool").hidden = false;
+  lastTime = data.time_s;
+}
+
+function lose(why) {
+  lostAt ??= Date.now() / 1000;
+  live(why, "bad");
+  byId("pool").classList.add("stale");
+  byId("lost").hidden = false;
+  const figures = lastTime ? `The figures below are of ${clock(lastTime)}. ` : "";
+  set(byId("lost"), `No figures since ${clock(lostAt)}: ${why}. ${figures}This page asks again every second.`);
+}
+
+function askKey(wrong) {
+  live("key needed", "warn");
+  byId("pool").hidden = true;
+  byId("key-form").hidden = false;
+  set(byId("key-wrong"), wrong);
+  byId("key").focus();
+}
+
+/* One answer drawn; false when a key is needed first. */
+async function poll() {
+  let response, data;
+  try {
+    response = await fetch("/dashboard/data", { headers: authorization(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    data = await response.json();
+  } catch {
+    lose("no connection");
+    return true;
+  }
+  if (response.status === 401) {
+    askKey(key ? "The server does not know this key." : "");
+    return false;
+  }
+  if (!response.ok) {
+    lose(`the server answers ${response.status}`);
+    return true;
+  }
+  lostAt = null;
+  byId("pool").classList.remove("stale");
+  byId("lost").hidden = true;
+  draw(data);
+  return true;
+}
+
+async function run() {
+  byId("key-form").hidden = true;
+  for (;;) {
+    if (!document.hidden && !await poll()) return;
+    await new Promise((wake) => setTimeout(wake, POLL_MS));
+  }
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = byId("key").value.trim();
+  byId("key").value = "";
+  run();
+});
+if (document.querySelector("meta[name=needs-key]").content === "yes") askKey("");
+else run();

@@ -1,0 +1,215 @@
+"""The jobs of a video server: they wait in order, and each worker makes one video at a time.
+
+A job that waits is held here, not at a worker: the next one goes to whichever worker is free first,
+and a worker that dies takes nothing with it but the steps of the video that it was making.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from tokenmill.api.errors import ApiError
+from tokenmill.api.videos.video_metrics import VideoMetrics
+from tokenmill.api.videos.video_record import (
+    Status,
+    VideoError,
+    VideoObject,
+    VideoRecord,
+    video_object,
+)
+from tokenmill.api.videos.video_store import VideoStore
+from tokenmill.core.jobs import JobOutput
+from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult, encode_request
+
+TICK_S = 0.25  # between two looks for workers that have come back
+_progress = msgspec.msgpack.Decoder(VideoProgress).decode
+_result = msgspec.msgpack.Decoder(VideoResult).decode
+# Ends of a job that are not its own: it is still in the store, and runs after a restart.
+_SERVER_ENDS = ("shutdown", "aborted")
+
+_log = logging.getLogger(__name__)
+Picture = tuple[bytes, Literal["frame", "latents"]]
+
+
+class Pool(Protocol):
+    """The workers, as a JobPool has them."""
+
+    @property
+    def num_ready(self) -> int: ...
+
+    @property
+    def num_open(self) -> int: ...
+
+    def submit(
+        self,
+        job_id: str,
+        payload: bytes,
+        on_output: Callable[[JobOutput], None],
+        deadline_s: float | None = None,
+    ) -> None: ...
+
+    def abort(self, job_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class LiveJob:
+    """What is known of a job that has not ended, beside its record."""
+
+    is_running: bool = False
+    progress: float = 0.0  # the share of its steps that are done
+    picture: bytes = b""  # of its latents
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class VideoJobs:
+    """All jobs of a server; it alone changes the store."""
+
+    def __init__(self, pool: Pool, store: VideoStore, metrics: VideoMetrics, limit: int) -> None:
+        self.store = store
+        self._pool, self._metrics, self._limit = pool, metrics, limit
+        self._live: dict[str, LiveJob] = {}
+        self._waiting: deque[str] = deque()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_open = True
+        metrics.jobs = self.counts
+        metrics.stored_bytes = lambda: store.num_bytes
+
+    async def resume(self, model: str) -> int:
+        """Run again what was not finished when the server ended; how many jobs that are."""
+        for record in [record for record in self.store if not record.is_finished]:
+            if record.model == model:
+                self._live[record.id] = LiveJob()
+                self._waiting.append(record.id)
+            else:
+                why = f"the server was started again with another model, {model!r}"
+                await self.store.fail(record, VideoError(code="model_changed", message=why))
+        self._send()
+        return len(self._waiting) + self._pool.num_open
+
+    async def run(self) -> None:
+        """Send jobs to workers that have come back, until it is cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._send()
+
+    async def close(self) -> None:
+        """Send nothing more, tell those who wait, and finish what is being written."""
+        self._is_open = False
+        for live in self._live.values():
+            live.ended.set()
+        while self._ending:
+            await asyncio.gather(*self._ending)
+
+    def counts(self) -> dict[str, int]:
+        """Jobs by state."""
+        counts = dict.fromkeys(("queued", "in_progress", "completed", "failed"), 0)
+        for record in self.store:
+            counts[self._status(record)] += 1
+        return counts
+
+    async def create(self, record: VideoRecord) -> None:
+        """Take a job; 429 where as many as may be have not ended."""
+        if len(self._live) >= self._limit:
+            message = f"{len(self._live)} videos wait or are being made; the limit is {self._limit}"
+            message += " (--max-video-jobs); try again when some have ended"
+            raise ApiError(429, message, code="queue_full")
+        self._live[record.id] = LiveJob()
+        try:
+            await self.store.add(record)
+        except BaseException:
+            del self._live[record.id]
+            raise
+        self._waiting.append(record.id)
+        self._send()
+
+    async def wait(self, record: VideoRecord) -> VideoRecord:
+        """The record of a job once it has ended; 404 where it was deleted, 503 at the end."""
+        if (live := self._live.get(record.id)) is not None:
+            await live.ended.wait()
+        ended = self.store.get(record.id, record.owner)
+        if not ended.is_finished:
+            raise ApiError(503, "the server is shutting down", code="shutdown")
+        return ended
+
+    async def delete(self, record: VideoRecord) -> None:
+        """Forget a job; one that runs ends between two steps."""
+        live = self._live.pop(record.id, None)
+        if live is not None:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(record.id)
+            self._metrics.ended["deleted"] += 1
+            live.ended.set()
+        await self.store.delete(record.id)
+        self._pool.abort(record.id)
+
+    def shown(self, record: VideoRecord) -> VideoObject:
+        """A job as its owner sees it now."""
+        live = self._live.get(record.id)
+        shown = video_object(record, 0.0 if live is None else live.progress)
+        shown.status = self._status(record)
+        return shown
+
+    async def picture(self, record: VideoRecord) -> Picture | None:
+        """A small picture: of the middle frame, or of the latents while the video is made."""
+        live = self._live.get(record.id)
+        if live is not None:
+            return (live.picture, "latents") if live.picture else None
+        try:
+            path = self.store.path(record, "png")
+            return await asyncio.to_thread(path.read_bytes), "frame"
+        except OSError:
+            return None
+
+    def _status(self, record: VideoRecord) -> Status:
+        live = self._live.get(record.id)
+        return "in_progress" if live is not None and live.is_running else record.status
+
+    def _send(self) -> None:
+        """Give each worker without a video the next one."""
+        while self._is_open and self._waiting and self._pool.num_open < self._pool.num_ready:
+            name = self._waiting.popleft()
+            record = self.store.record(name)
+            self._live[name].is_running = True
+            self._pool.submit(name, encode_request(record.request()), self._on_output)
+
+    def _on_output(self, output: JobOutput) -> None:
+        live = self._live.get(output.job_id)
+        if live is None:  # deleted
+            self._send()
+        elif output.kind == "progress":
+            self._advance(live, _progress(output.payload))
+        elif output.error_kind not in _SERVER_ENDS:
+            record = self.store.record(output.job_id)
+            self._begin(self._end(record, live, output))
+
+    def _advance(self, live: LiveJob, told: VideoProgress) -> None:
+        live.progress = told.progress
+        live.picture = told.picture or live.picture
+        if told.is_denoising:
+            self._metrics.step_s.observe(told.step_s)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _end(self, record: VideoRecord, live: LiveJob, output: JobOutput) -> None:
+        """Keep what became of a job, then let those know who wait for it."""
+        asyncio.get_running_loop().call_soon(self._send)
+        if output.kind == "done":
+            made = _result(output.payload)
+            await self.store.complete(record, made.video, made.picture, made.seconds)
+        else:
+            code, message = output.error_kind or "failed", output.error
+            await self.store.fail(record, VideoError(code=code, message=message))
+        if self._live.pop(record.id, None) is not None:
+            self._metrics.count(self.store.get(record.id, record.owner))
+        live.ended.set()

@@ -1,0 +1,81 @@
+"""The live page of a video server: its jobs with pictures, its workers, and a form for a job."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.api.access import authorizer
+from tokenmill.api.protocol.answers import json_encode
+from tokenmill.api.telemetry.dashboard import FILES, add_files
+from tokenmill.api.videos.video_record import VideoObject
+from tokenmill.api.videos.video_routes import VideoState
+from tokenmill.workers.jobs.job_pool import JobPool, JobWorkerView
+
+MAX_SHOWN = 24  # jobs
+_SHARED = ("dashboard.css", "charts.js", "elements.js", "format.js")
+VIDEO_FILES = {path: file for path, file in FILES.items() if file[0] in _SHARED}
+VIDEO_FILES["/dashboard/videos.js"] = ("videos.js", "text/javascript")
+
+
+class VideoView(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the page shows."""
+
+    model: str
+    version: str
+    dtype: str
+    device: str
+    time_s: float  # Unix time
+    uptime_s: float
+    draining: bool
+    counts: dict[str, int]  # jobs by state
+    max_jobs: int
+    ended: dict[str, int]  # since the start, by how
+    num_steps: int  # since the start
+    steps_s: float  # that they took
+    stored_bytes: int
+    max_stored_bytes: int
+    workers: list[JobWorkerView]
+    jobs: list[VideoObject]  # the caller's latest
+
+
+def add_video_page(app: FastAPI, client: JobPool, state: VideoState, facts: dict[str, Any]) -> None:
+    """Add GET /dashboard, and GET /dashboard/data, which wants a key where there are some."""
+    add_files(app, state.config, "videos.html", VIDEO_FILES)
+    started_s = time.monotonic()
+
+    @app.get("/dashboard/data", dependencies=[Depends(authorizer(state.config))])
+    async def data(request: Request) -> Response:
+        view = _view(client, state, facts, state.owner(request), time.monotonic() - started_s)
+        headers = {"cache-control": "no-store"}
+        return Response(json_encode(view), media_type="application/json", headers=headers)
+
+
+def _view(
+    client: JobPool, state: VideoState, facts: dict[str, Any], owner: str, uptime_s: float
+) -> VideoView:
+    jobs, metrics, limits = state.jobs, state.metrics, state.preparer.config
+    mine = [record for record in jobs.store if record.owner == owner]
+    return VideoView(
+        model=state.model,
+        version=__version__,
+        dtype=facts["dtype"],
+        device=facts["device"],
+        time_s=time.time(),
+        uptime_s=uptime_s,
+        draining=state.calls.draining,
+        counts=jobs.counts(),
+        max_jobs=limits.max_video_jobs,
+        ended=dict(metrics.ended),
+        num_steps=sum(metrics.step_s.counts),
+        steps_s=metrics.step_s.total,
+        stored_bytes=jobs.store.num_bytes,
+        max_stored_bytes=limits.video_storage_bytes,
+        workers=client.view(),
+        jobs=[jobs.shown(record) for record in mine[: -MAX_SHOWN - 1 : -1]],
+    )

@@ -1,0 +1,215 @@
+"""The routes of OpenAI's Videos API, and those by which others ask for a video and wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from fastapi import Depends, FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response
+
+from tokenmill.api.access import NO_KEY, Calls, authorizer
+from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.operations import json_response
+from tokenmill.api.videos.form_fields import read_call
+from tokenmill.api.videos.video_jobs import VideoJobs
+from tokenmill.api.videos.video_metrics import VideoMetrics
+from tokenmill.api.videos.video_record import DeletedVideo, VideoList, VideoRecord, new_record
+from tokenmill.api.videos.video_request import GenerationRequest, VideoPreparer, VideoRequest
+from tokenmill.api.videos.video_store import StoreError
+from tokenmill.core.config import ServerConfig
+
+MAX_PAGE, DEFAULT_PAGE = 100, 20
+MP4 = "video/mp4"
+PICTURE_OF = "x-picture-of"  # what a picture shows: a frame, or latents
+VIDEO_ID = "x-video-id"
+# Failures that the call itself causes; all others are the server's.
+_FAILED_STATUS = {"invalid": 400, "out_of_memory": 400}
+
+
+@dataclass(slots=True)
+class VideoState:
+    """What all handlers of a video server share."""
+
+    config: ServerConfig
+    model: str
+    metrics: VideoMetrics
+    calls: Calls  # that wait for a video
+    jobs: VideoJobs
+    preparer: VideoPreparer
+
+    def owner(self, request: Request) -> str:
+        """Who asks: a hash of the key, which tells keys apart without telling them."""
+        if not self.config.api_keys:
+            return NO_KEY
+        return hashlib.sha256(self.config.api_keys[request.state.key].encode()).hexdigest()
+
+    def record(self, request: Request) -> VideoRecord:
+        """The caller's own job that the path names."""
+        return self.jobs.store.get(request.path_params["video_id"], self.owner(request))
+
+    async def create(self, request: Request, call: VideoRequest, waits: bool) -> VideoRecord:
+        """Take the job of a call."""
+        self.calls.check_draining()
+        if call.model is not None and call.model != self.model:
+            raise unknown_model(call.model, self.model)
+        fields = await asyncio.to_thread(self.preparer.prepare, call)
+        record = new_record(self.owner(request), self.model, fields | {"is_waited_for": waits})
+        try:
+            await self.jobs.create(record)
+        except StoreError as error:
+            raise ApiError(500, str(error), code="storage_failed") from None
+        return record
+
+
+def add_videos(app: FastAPI, state: VideoState) -> None:
+    """Add /v1/videos and what lies below it."""
+    guard = [Depends(authorizer(state.config))]
+    limit, jobs = state.config.max_body_bytes, state.jobs
+
+    @app.post("/v1/videos", dependencies=guard)
+    async def create(request: Request) -> Response:
+        call = await read_call(request, VideoRequest, limit)
+        return json_response(jobs.shown(await state.create(request, call, False)))
+
+    @app.get("/v1/videos", dependencies=guard)
+    async def list_videos(request: Request) -> Response:
+        return json_response(_page(state, request))
+
+    @app.post("/v1/videos/sync", dependencies=guard)
+    async def sync(request: Request) -> Response:
+        call = await read_call(request, VideoRequest, limit)
+        record = await state.create(request, call, True)
+        async with _waiting(state, request, record) as ended:
+            return _file(state, ended)
+
+    @app.post("/v1/videos/generations", dependencies=guard)
+    async def generations(request: Request) -> Response:
+        call = await read_call(request, GenerationRequest, limit)
+        record = await state.create(request, call, True)
+        async with _waiting(state, request, record) as ended:
+            path = jobs.store.path(ended).resolve()
+            if call.response_format == "video_path":
+                return json_response({"video_id": ended.id, "video_path": str(path)})
+            data = await asyncio.to_thread(path.read_bytes)
+            encoded = base64.b64encode(data).decode()
+            return json_response({"video_id": ended.id, "video_bytes": encoded})
+
+    @app.get("/v1/videos/{video_id}", dependencies=guard)
+    async def retrieve(request: Request) -> Response:
+        return json_response(jobs.shown(state.record(request)))
+
+    @app.delete("/v1/videos/{video_id}", dependencies=guard)
+    async def delete(request: Request) -> Response:
+        record = state.record(request)
+        await jobs.delete(record)
+        return json_response(DeletedVideo(id=record.id))
+
+    @app.get("/v1/videos/{video_id}/content", dependencies=guard)
+    async def content(request: Request) -> Response:
+        record, variant = state.record(request), request.query_params.get("variant", "video")
+        if variant == "thumbnail":
+            return await _picture(jobs, record)
+        if variant != "video":
+            message = f"variant: {variant[:60]!r} is not valid; send 'video' or 'thumbnail'"
+            raise ApiError(400, message, "variant", "invalid_value")
+        return _file(state, record)
+
+
+@contextlib.asynccontextmanager
+async def _waiting(
+    state: VideoState, request: Request, record: VideoRecord
+) -> AsyncIterator[VideoRecord]:
+    """A job's record once it is completed; the job ends when its client goes, or is too late."""
+    key, jobs = request.state.key, state.jobs
+    waiter = asyncio.create_task(jobs.wait(record))
+    gone = asyncio.create_task(_gone(request))
+    state.calls.begin(key)
+    try:
+        done, _ = await asyncio.wait(
+            (waiter, gone),
+            timeout=state.config.request_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if waiter not in done:
+            if record.id in jobs.store:
+                await jobs.delete(record)
+            if gone in done:
+                raise ClientDisconnect
+            raise ApiError(408, "the request passed its deadline", "timeout", "deadline")
+        ended = waiter.result()
+        if ended.error is not None:
+            status = _FAILED_STATUS.get(ended.error.code, 500)
+            raise ApiError(status, ended.error.message, code=ended.error.code)
+        yield ended
+    finally:
+        waiter.cancel()
+        gone.cancel()
+        state.calls.end(key)
+
+
+async def _gone(request: Request) -> None:
+    """Wait for the client to go."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _file(state: VideoState, record: VideoRecord) -> Response:
+    """The video of a job; 404 where it has none."""
+    path = state.jobs.store.path(record)
+    if record.error is not None:
+        message = f"video_id: {record.id!r} has failed: {record.error.message}"
+        raise ApiError(404, message, "video_id", "video_failed")
+    if record.status != "completed" or not path.is_file():
+        message = f"video_id: {record.id!r} is not completed yet; ask for its status first"
+        raise ApiError(404, message, "video_id", "video_not_ready")
+    headers = {VIDEO_ID: record.id}
+    return FileResponse(path, headers=headers, media_type=MP4, filename=f"{record.id}.mp4")
+
+
+async def _picture(jobs: VideoJobs, record: VideoRecord) -> Response:
+    found = await jobs.picture(record)
+    if found is None:
+        message = f"video_id: there is no picture of {record.id!r} yet"
+        raise ApiError(404, message, "video_id", "video_not_ready")
+    picture, of = found
+    headers = {PICTURE_OF: of, "cache-control": "no-store"}
+    return Response(picture, media_type="image/png", headers=headers)
+
+
+def _page(state: VideoState, request: Request) -> VideoList:
+    """The caller's jobs, newest first unless they are to be in order."""
+    query, owner = request.query_params, state.owner(request)
+    records = [record for record in state.jobs.store if record.owner == owner]
+    if _one_of("order", query.get("order", "desc"), ("asc", "desc")) == "desc":
+        records.reverse()
+    if (after := query.get("after")) is not None:
+        names = [record.id for record in records]
+        if after not in names:
+            message = f"after: there is no video {after[:100]!r}"
+            raise ApiError(404, message, "after", "video_not_found")
+        records = records[names.index(after) + 1 :]
+    count = _limit(query.get("limit", str(DEFAULT_PAGE)))
+    data = [state.jobs.shown(record) for record in records[:count]]
+    ends = (data[0].id, data[-1].id) if data else (None, None)
+    more = len(records) > count
+    return VideoList(data=data, first_id=ends[0], last_id=ends[1], has_more=more)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        message = f"{name}: {value[:60]!r} is not valid; send {' or '.join(map(repr, choices))}"
+        raise ApiError(400, message, name, "invalid_value")
+    return value
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 5 and 0 < int(text) <= MAX_PAGE):
+        message = f"limit: {text[:60]!r} is not valid; send a whole number from 1 to {MAX_PAGE}"
+        raise ApiError(400, message, "limit", "invalid_value")
+    return int(text)

@@ -1,0 +1,186 @@
+"""The process of `tokenmill serve --task video`: its socket, store, workers, and app."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import Depends, FastAPI
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.api.access import Calls, authorizer
+from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.middleware import Front
+from tokenmill.api.operations import add_operations, exception_handlers, json_response
+from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
+from tokenmill.api.server import (
+    GAVE_UP,
+    ServerError,
+    Signals,
+    bind,
+    drain,
+    listening,
+    run_in_loop,
+    url_of,
+)
+from tokenmill.api.videos.video_jobs import VideoJobs
+from tokenmill.api.videos.video_metrics import VideoMetrics
+from tokenmill.api.videos.video_page import add_video_page
+from tokenmill.api.videos.video_request import VideoPreparer
+from tokenmill.api.videos.video_routes import VideoState, add_videos
+from tokenmill.api.videos.video_store import VideoStore
+from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
+from tokenmill.core.video import VideoServerConfig
+from tokenmill.http_connection import raise_file_limit
+from tokenmill.text.tokenizer import load_tokenizer
+from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.workers.placement import open_placement
+
+DEFAULT_FOLDER = "~/.cache/tokenmill/videos"
+
+_log = logging.getLogger(__name__)
+OnListening = Callable[[str, dict[str, Any]], None]
+
+
+def serve_videos(
+    worker_argv: Sequence[str],
+    config: ServerConfig,
+    videos: VideoServerConfig,
+    model: str,
+    on_listening: OnListening | None = None,
+    pool: PoolConfig | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; jobs that are not finished then run at the next start.
+
+    `worker_argv` followed by "--address ADDRESS" starts a worker; `on_listening` gets the URL and
+    what the first worker says of its model. Raises TokenmillError when the server cannot start, or
+    its workers cannot be kept alive.
+    """
+    raise_file_limit()
+    pool = pool or PoolConfig()
+    folder = Path(videos.video_dir or DEFAULT_FOLDER).expanduser()
+    with (
+        contextlib.closing(bind(config.host, config.port)) as listener,
+        contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store,
+        open_placement(pool) as placement,
+    ):
+        client = JobPool(placement.spawner(worker_argv), pool, placement.host)
+        run_in_loop(_run(listener, client, store, config, videos, model, on_listening))
+
+
+async def _run(
+    listener: socket.socket,
+    client: JobPool,
+    store: VideoStore,
+    config: ServerConfig,
+    videos: VideoServerConfig,
+    model: str,
+    on_listening: OnListening | None,
+) -> None:
+    signals = Signals()
+    try:
+        facts = await signals.interrupt(client.start())
+        if facts is None:
+            return
+        state = video_state(client, store, config, videos, model, facts)
+        gc.freeze()  # the app lives as long as the process: do not scan it
+        app = create_app(client, state, facts)
+        async with (
+            listening(Front(app, config, state.metrics), listener, config),
+            running(state.jobs, model),
+        ):
+            if on_listening is not None:
+                on_listening(url_of(listener), facts)
+            ended = await signals.interrupt(client.gave_up.wait())
+            await drain(state.calls, config.drain_timeout_s, signals)
+        if ended:
+            raise ServerError(GAVE_UP)
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def running(jobs: VideoJobs, model: str) -> AsyncIterator[None]:
+    """The jobs while the block runs, with those of the server before."""
+    num_jobs = await jobs.resume(model)
+    if num_jobs:
+        _log.info(f"unfinished videos of an earlier run, made again from their seeds: {num_jobs}")
+    task = asyncio.create_task(jobs.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await jobs.close()
+
+
+def video_state(
+    client: JobPool,
+    store: VideoStore,
+    config: ServerConfig,
+    videos: VideoServerConfig,
+    model: str,
+    facts: dict[str, Any],
+) -> VideoState:
+    """What the handlers share, for workers that told these facts."""
+    metrics = VideoMetrics(model)
+    tokenizer = None if facts["tokenizer"] is None else load_tokenizer(facts["tokenizer"])
+    preparer = VideoPreparer(msgspec.convert(facts["spec"], WanSpec), tokenizer, videos)
+    jobs = VideoJobs(client, store, metrics, videos.max_video_jobs)
+    return VideoState(config, model, metrics, Calls(config), jobs, preparer)
+
+
+def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
+    """The app over workers that were started."""
+    app = FastAPI(
+        title="tokenmill",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers=exception_handlers(),
+    )
+    add_videos(app, state)
+    _add_models(app, state)
+    _add_operations(app, client, state)
+    add_video_page(app, client, state, facts)
+    return app
+
+
+def _add_models(app: FastAPI, state: VideoState) -> None:
+    guard = [Depends(authorizer(state.config))]
+    card = ModelCard(
+        id=state.model, created=int(time.time()), root=state.model, max_model_len=TEXT_TOKENS
+    )
+
+    @app.get("/v1/models", dependencies=guard)
+    async def models() -> Response:
+        return json_response(ModelList(data=[card]))
+
+    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    async def model(model_id: str) -> Response:
+        if model_id != state.model:
+            raise unknown_model(model_id, state.model)
+        return json_response(card)
+
+
+def _add_operations(app: FastAPI, client: JobPool, state: VideoState) -> None:
+    def fault() -> ApiError | None:
+        if client.ready:
+            return None
+        return ApiError(503, "the engine is not running", code="restarting")
+
+    async def metrics() -> bytes:
+        return state.metrics.exposition(client.view(), client.num_restarts, client.num_migrations)
+
+    service = Service(service="tokenmill", version=__version__)
+    add_operations(app, state.calls, fault, metrics, service)

@@ -1,0 +1,117 @@
+"""tokenmill serve --task video, and its worker process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tokenmill import console
+from tokenmill.cli.video import DEFAULTS
+from tokenmill.core.config import ModelConfig, PoolConfig, ServerConfig
+from tokenmill.core.types import TokenmillError
+from tokenmill.core.video import VideoServerConfig
+from tokenmill.settings import (
+    POOL,
+    SERVER,
+    SETTINGS,
+    VIDEO_SERVER,
+    Settings,
+    SettingsError,
+    video_model,
+)
+
+if TYPE_CHECKING:
+    from tokenmill.video.video_engine import VideoEngine
+
+HANG_TIMEOUT_S = 600.0  # unless given: a step of a large video takes a minute on a slow GPU
+VIDEO_ONLY = tuple(setting.key for setting in (*VIDEO_SERVER, SETTINGS["offload"]))
+WORKER_SETTINGS = (*video_model(), SETTINGS["log-level"])
+_OF_TEXT = (  # of settings that a server of videos has otherwise
+    *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
+    *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
+    *("max-stored-response-size", "stored-response-age", "log-stats", "otlp-endpoint"),
+    *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
+    *("prefill-set", "decode-set"),
+)
+_TAKEN = {s.key for s in (*SERVER, *POOL, *VIDEO_SERVER, *video_model())} - set(_OF_TEXT) | {"task"}
+
+
+def is_video_model(model: str) -> bool:
+    """True for a folder of diffusers."""
+    return (Path(model).expanduser() / "model_index.json").is_file()
+
+
+def serve_video(settings: Settings, config: ServerConfig) -> None:
+    """Serve OpenAI's Videos API for the model that the settings name."""
+    from tokenmill.api.videos.video_server import serve_videos
+    from tokenmill.video.video_files import can_write_mp4
+
+    for key in sorted(set(settings.values) - _TAKEN):
+        raise SettingsError(f"--{key} has no effect with --task video: leave it out")
+    if not can_write_mp4():
+        raise TokenmillError("videos are mp4 files, which need PyAV; type: pip install av")
+    model = settings.values.get("model", DEFAULTS["model"])
+    path = Path(model).expanduser()
+    name = config.served_model_name or (path.resolve().name if path.exists() else model)
+    given = Settings({"hang-timeout": HANG_TIMEOUT_S} | settings.values | {"model": model})
+    logger = logging.getLogger(__name__)
+
+    def on_listening(url: str, facts: dict[str, Any]) -> None:
+        noise = "; its weights are random: videos are noise" if facts["tokenizer"] is None else ""
+        served = f"{name} ({facts['dtype']} on {facts['device']})"
+        logger.info(f"{served} is served at {url}/v1/videos{noise}")
+        logger.info(f"dashboard: {url}/dashboard")
+
+    pool, videos = given.build(PoolConfig), settings.build(VideoServerConfig)
+    serve_videos(_worker_command(given, pool), config, videos, name, on_listening, pool)
+
+
+def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:
+    """The command line of a worker; several share the cores."""
+    share = max(1, len(os.sched_getaffinity(0)) // pool.workers)
+    own = {"num-threads": share} if pool.workers > 1 else {}
+    # -P: a folder named tokenmill in the working directory is not the package.
+    command = [sys.executable, "-P", "-m", "tokenmill", "worker", "--task=video"]
+    return [*command, *Settings(own | settings.values).flags(WORKER_SETTINGS)]
+
+
+def run_video_worker(settings: Settings, address: str) -> None:
+    """Load the model and make videos for the API process at an address."""
+    from tokenmill.video.preview import frame_picture, latents_picture
+    from tokenmill.video.video_files import mp4_bytes
+    from tokenmill.workers.jobs.job_worker import run_job_worker
+    from tokenmill.workers.jobs.video_worker import VideoWorker
+    from tokenmill.workers.worker_process import send_failure
+
+    try:
+        engine = _load(settings)
+    except Exception as error:
+        send_failure(address, error)
+        if os.environ.get("TOKENMILL_TRACEBACK") == "1":
+            raise
+        raise typer.Exit(1) from None
+    pipeline = engine.pipeline
+    worker = VideoWorker(engine, mp4_bytes, frame_picture, lambda: latents_picture(engine))
+    facts = {
+        "spec": asdict(pipeline.spec),
+        "tokenizer": None if pipeline.tokenizer is None else str(pipeline.tokenizer),
+        "dtype": pipeline.dtype,
+        "device": pipeline.device.type,
+    }
+    run_job_worker(worker, address, facts)
+
+
+def _load(settings: Settings) -> VideoEngine:
+    from tokenmill.video.pipeline import load_pipeline, open_pipeline
+    from tokenmill.video.video_engine import VideoEngine
+
+    config = settings.build(ModelConfig)
+    checkpoint = open_pipeline(config)
+    with console.progress("Loading weights", size_in_bytes=True) as loaded:
+        return VideoEngine(load_pipeline(checkpoint, config, settings.get("offload"), loaded))

@@ -1,0 +1,66 @@
+"""A worker process that makes videos without a model: their bytes follow from the seed.
+
+Its pictures of latents are the id of its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+
+from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
+from tokenmill.core.video import Video
+from tokenmill.workers.jobs import video_worker
+from tokenmill.workers.jobs.job_worker import run_job_worker
+
+STEP_S = 0.002
+
+
+class SeededVideos:
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Request, int]] = []
+        self.ended: list[RequestOutput] = []
+
+    def submit(self, request: Request) -> None:
+        self.jobs.append((request, 0))
+
+    def abort(self, request_id: str) -> None:
+        self.jobs = [job for job in self.jobs if job[0].request_id != request_id]
+
+    def has_work(self) -> bool:
+        return bool(self.jobs)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(STEP_S)
+        request, done = self.jobs.pop(0)
+        params = request.video
+        assert params is not None
+        if done < params.num_steps:
+            self.jobs.insert(0, (request, done + 1))
+            share = (done + 1) / (params.num_steps + 1)
+            return [RequestOutput(request.request_id, [], progress=share)]
+        data = random.Random(params.seed).randbytes(64)
+        return [
+            RequestOutput(
+                request.request_id,
+                [],
+                finish_reason=FinishReason.STOP,
+                progress=1.0,
+                video=Video(*params.size, params.fps, params.num_frames, data),
+            )
+        ]
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    video_worker.PICTURE_S = 0.0
+    engine = video_worker.VideoWorker(
+        SeededVideos(), lambda v: v.data, lambda v: b"png", lambda: str(os.getpid()).encode()
+    )
+    run_job_worker(engine, parser.parse_args().address, {})

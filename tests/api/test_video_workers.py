@@ -1,0 +1,82 @@
+"""Videos by worker processes, of which some are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from api.video_app import VideoApp, in_loop, video_app
+from tokenmill.core.config import PoolConfig
+from tokenmill.workers.jobs.job_pool import JobPool
+
+WORKER = [sys.executable, str(Path(__file__).with_name("seeded_videos.py"))]
+
+
+async def spawn(address: str) -> asyncio.subprocess.Process:
+    null = asyncio.subprocess.DEVNULL
+    return await asyncio.create_subprocess_exec(*WORKER, "--address", address, stderr=null)
+
+
+@asynccontextmanager
+async def served(folder: Path, workers: int) -> AsyncIterator[VideoApp]:
+    config = PoolConfig(workers=workers, backoff_s=0.01, heartbeat_s=60.0)
+    pool = JobPool(spawn, config)
+    await pool.start()
+    try:
+        async with video_app(folder, pool=pool) as app:
+            yield app
+    finally:
+        await pool.close()
+
+
+async def worker_of(app: VideoApp, video_id: str) -> int:
+    """The process that makes a video."""
+    while True:
+        path = f"/v1/videos/{video_id}/content?variant=thumbnail"
+        answer = await app.call("GET", path)
+        if answer.status == 200:
+            return int(answer.body)
+        await asyncio.sleep(0.01)
+
+
+async def content(app: VideoApp, video_id: str) -> bytes:
+    await app.until(lambda: app.state.jobs.store.record(video_id).is_finished)
+    answer = await app.call("GET", f"/v1/videos/{video_id}/content")
+    assert answer.status == 200, answer.body
+    return answer.body
+
+
+@in_loop
+async def test_the_job_of_a_killed_worker_is_made_by_another_with_the_same_pixels(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, workers=2) as app:
+        names = [await app.create(seed=seed, num_inference_steps=200) for seed in range(3)]
+        first, other = [await worker_of(app, name) for name in names[:2]]
+        assert first != other
+        assert (await app.get(names[2]))["status"] == "queued"  # it is at no worker that may die
+        await app.until(
+            lambda: app.state.jobs.shown(app.state.jobs.store.record(names[0])).progress > 5
+        )
+        os.kill(first, signal.SIGKILL)
+        await app.until(lambda: app.pool.num_migrations == 1)
+        for seed, name in enumerate(names):
+            assert await content(app, name) == random.Random(seed).randbytes(64)
+        metrics = (await app.call("GET", "/metrics")).body.decode()
+        assert 'tokenmill_request_migrations_total{model_name="wan-tiny"} 1.0' in metrics
+
+
+@in_loop
+async def test_an_abort_between_steps_frees_the_worker(tmp_path: Path) -> None:
+    async with served(tmp_path, workers=1) as app:
+        endless, short = await app.create(num_inference_steps=1000), await app.create(seed=3)
+        await worker_of(app, endless)
+        await app.call("DELETE", f"/v1/videos/{endless}")
+        assert await content(app, short) == random.Random(3).randbytes(64)
+        assert app.pool.num_open == 0 and app.pool.num_restarts == 0

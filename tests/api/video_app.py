@@ -1,0 +1,144 @@
+"""The app of a video server in this process, over workers that do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from api.sim_server import Answer, SimServer
+from tokenmill.api.middleware import Front
+from tokenmill.api.server import bind, listening, url_of
+from tokenmill.api.videos.video_routes import VideoState
+from tokenmill.api.videos.video_server import create_app, running, video_state
+from tokenmill.api.videos.video_store import VideoStore
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.jobs import JobOutput
+from tokenmill.core.specs.wan import TINY
+from tokenmill.core.types import Request
+from tokenmill.core.video import VideoServerConfig
+from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult
+
+MODEL = "wan-tiny"
+SMALL = {"prompt": "a red fox", "size": "32x16", "num_frames": 5, "num_inference_steps": 4}
+_decode = msgspec.msgpack.Decoder(Request).decode
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class FakePool:
+    """Workers without a model; a test says what they bring forth."""
+
+    def __init__(self, num_ready: int = 1) -> None:
+        self.num_ready, self.num_restarts, self.num_migrations = num_ready, 0, 0
+        self.open: dict[str, Callable[[JobOutput], None]] = {}
+        self.requests: list[Request] = []  # in the order in which they came
+        self.aborted: list[str] = []
+        self.picture = b"png"  # of finished videos
+
+    @property
+    def num_open(self) -> int:
+        return len(self.open)
+
+    @property
+    def ready(self) -> bool:
+        return self.num_ready > 0
+
+    def view(self) -> list[Any]:
+        return []
+
+    def submit(
+        self,
+        job_id: str,
+        payload: bytes,
+        on_output: Callable[[JobOutput], None],
+        deadline_s: float | None = None,
+    ) -> None:
+        self.requests.append(_decode(payload))
+        self.open[job_id] = on_output
+
+    def abort(self, job_id: str) -> None:
+        if job_id in self.open:
+            self.aborted.append(job_id)
+            self.fail(job_id, "aborted")
+
+    def step(self, job_id: str, progress: float, picture: bytes = b"") -> None:
+        told = VideoProgress(progress, 0.5, True, picture)
+        self.open[job_id](JobOutput(job_id, "progress", msgspec.msgpack.encode(told)))
+
+    def done(self, job_id: str, video: bytes = b"mp4") -> None:
+        made = VideoResult(video, self.picture, {"denoise": 2.0})
+        self.open.pop(job_id)(JobOutput(job_id, "done", msgspec.msgpack.encode(made)))
+
+    def fail(self, job_id: str, kind: str) -> None:
+        self.open.pop(job_id)(JobOutput(job_id, "failed", b"", f"it is {kind}", kind))
+
+
+class VideoApp:
+    """The server, as a client on a connection of its own sees it."""
+
+    def __init__(self, url: str, pool: Any, state: VideoState) -> None:
+        self._server = SimServer(None, url)  # type: ignore[arg-type]
+        self.url, self.pool, self.state = url, pool, state
+
+    async def call(self, method: str, path: str, body: Any = None, key: str = "") -> Answer:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return await asyncio.to_thread(self._server.call, method, path, body, headers)
+
+    async def create(self, key: str = "", **fields: Any) -> str:
+        answer = await self.call("POST", "/v1/videos", SMALL | fields, key)
+        assert answer.status == 200, answer.body
+        return str(answer.json["id"])
+
+    async def get(self, video_id: str) -> Any:
+        return (await self.call("GET", f"/v1/videos/{video_id}")).json
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+    async def finish(self, video_id: str, video: bytes = b"mp4") -> None:
+        """Let a job have its video, and wait until it is stored."""
+        await self.until(lambda: video_id in self.pool.open)
+        self.pool.done(video_id, video)
+        await self.until(lambda: self.state.jobs.store.record(video_id).is_finished)
+
+
+@contextlib.asynccontextmanager
+async def video_app(
+    folder: Path,
+    config: ServerConfig | None = None,
+    pool: Any = None,
+    **videos: Any,
+) -> AsyncIterator[VideoApp]:
+    """A server over a folder of jobs while the block runs."""
+    config = config or ServerConfig(port=0)
+    given = VideoServerConfig(video_dir=str(folder), **videos)
+    facts: dict[str, Any] = {"tokenizer": None, "dtype": "fp32", "device": "cpu"}
+    facts["spec"] = msgspec.to_builtins(TINY)
+    pool = pool or FakePool()
+    with (
+        contextlib.closing(bind(config.host, config.port)) as listener,
+        contextlib.closing(VideoStore(folder, given.video_storage_bytes)) as store,
+    ):
+        state = video_state(pool, store, config, given, MODEL, facts)
+        app = create_app(pool, state, facts)
+        async with (
+            listening(Front(app, config, state.metrics), listener, config),
+            running(state.jobs, MODEL),
+        ):
+            yield VideoApp(url_of(listener), pool, state)
