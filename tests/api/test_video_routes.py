@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
-from api.video_app import MODEL, SMALL, in_loop, video_app
+from api.video_app import MODEL, SMALL, FakePool, in_loop, video_app
+from tiny_tokenizers import byte_level, save_folder
+from tokenmill.api.errors import ApiError
+from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
+from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
+from tokenmill.core.specs.wan import TINY
+from tokenmill.core.video import VideoServerConfig
+from tokenmill.text.tokenizer import load_tokenizer
 
 PATHS = ("/v1/videos", "/v1/videos/sync", "/v1/videos/generations")
 
@@ -283,3 +291,38 @@ async def test_wrong_forms(tmp_path: Path, body: bytes, says: str) -> None:
         call = app._server.call
         answer = await asyncio.to_thread(call, "POST", "/v1/videos", body, headers)
         assert answer.status == 400 and says in answer.error["message"]
+
+
+@in_loop
+async def test_the_document_has_every_route(tmp_path: Path) -> None:
+    async with video_app(tmp_path, ServerConfig(port=0, api_keys=("k",))) as app:
+        document = (await app.call("GET", "/openapi.json")).json
+        page = await app.call("GET", "/docs")
+    assert page.status == 200 and b"/v1/videos/generations" in page.body
+    described = {(m.upper(), path) for path, ways in document["paths"].items() for m in ways}
+    pool: Any = FakePool()
+    routes = {
+        (method, route.path.replace(":path", ""))
+        for route in create_app(pool, app.state, {}).routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+        if not route.path.startswith("/dashboard/")
+    }
+    assert described == routes - {("GET", "/ping"), ("POST", "/ping")}
+    fields = document["components"]["schemas"]["VideoRequest"]["properties"]
+    assert fields["model"]["anyOf"][0]["enum"] == [MODEL]
+    assert document["paths"]["/v1/videos"]["post"]["security"] == [{"key": []}]
+
+
+def test_prompts_are_tokens_of_the_model_and_are_not_cut(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_folder(byte_level(), tmp_path))
+    preparer = VideoPreparer(TINY, tokenizer, VideoServerConfig())
+    small = {"size": "32x16", "num_frames": 5}
+    call = VideoRequest(prompt=" a&amp;b\n c", negative_prompt="d", **small)  # type: ignore[arg-type]
+    job = preparer.prepare(call)
+    assert job["prompt_token_ids"] == tokenizer.encode("a&b c")
+    assert job["params"].negative_token_ids == tuple(tokenizer.encode("d"))
+    unguided = VideoRequest(prompt="a", guidance_scale=1.0, **small)  # type: ignore[arg-type]
+    assert preparer.prepare(unguided)["params"].negative_token_ids == ()
+    with pytest.raises(ApiError, match=r"prompt: has .* tokens; the model reads 512 at most"):
+        preparer.prepare(VideoRequest(prompt="a b " * 600))

@@ -19,6 +19,8 @@ import pytest
 from openai import OpenAI
 
 from tokenmill.__main__ import run
+from tokenmill.api.videos import video_server
+from tokenmill.cli.serve_video import HANG_TIMEOUT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 SERVE = ("serve", "wan-tiny", "--random-weights", "--task", "video", "--port", "0")
@@ -102,3 +104,22 @@ def test_flags_of_other_tasks_are_refused(
 ) -> None:
     assert run(["serve", *flags]) != 0
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_diffusers_is_served_as_a_video_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(video_server, "serve_videos", lambda *args: started.append(args))
+    folder = tmp_path / "my-wan"
+    folder.mkdir()
+    (folder / "model_index.json").write_text("{}")
+    assert (
+        run(["serve", str(folder), "--workers", "2", "--offload", "--video-storage", "1GiB"]) == 0
+    )
+    argv, _, videos, name, _, pool = started[0]
+    assert (name, videos.video_storage_bytes) == ("my-wan", 2**30)
+    assert (pool.workers, pool.hang_timeout_s) == (2, HANG_TIMEOUT_S)
+    assert {"--task=video", f"--model={folder}", "--offload"} <= set(argv)
+    assert run(["serve", str(folder), "--task", "generate"]) != 0  # no language model
+    assert len(started) == 1

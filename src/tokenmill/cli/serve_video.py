@@ -65,7 +65,7 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
     def on_listening(url: str, facts: dict[str, Any]) -> None:
         noise = "; its weights are random: videos are noise" if facts["tokenizer"] is None else ""
         served = f"{name} ({facts['dtype']} on {facts['device']})"
-        logger.info(f"{served} is served at {url}/v1/videos{noise}")
+        logger.info(f"{served} is served at {url}/v1/videos{noise}; {url}/docs describes it")
         logger.info(f"dashboard: {url}/dashboard")
 
     pool, videos = given.build(PoolConfig), settings.build(VideoServerConfig)

@@ -9,17 +9,19 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import Depends, FastAPI
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls, authorizer
 from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.middleware import Front
+from tokenmill.api.openapi import docs_page
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
 from tokenmill.api.server import (
@@ -34,6 +36,7 @@ from tokenmill.api.server import (
 )
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
+from tokenmill.api.videos.video_openapi import video_document
 from tokenmill.api.videos.video_page import add_video_page
 from tokenmill.api.videos.video_request import VideoPreparer
 from tokenmill.api.videos.video_routes import VideoState, add_videos
@@ -145,10 +148,11 @@ def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> Fas
         title="tokenmill",
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
         redirect_slashes=False,
         exception_handlers=exception_handlers(),
     )
+    needs_key = bool(state.config.api_keys)
+    app.openapi = cache(partial(video_document, __version__, state.model, needs_key))  # type: ignore[method-assign]
     add_videos(app, state)
     _add_models(app, state)
     _add_operations(app, client, state)
@@ -184,3 +188,7 @@ def _add_operations(app: FastAPI, client: JobPool, state: VideoState) -> None:
 
     service = Service(service="tokenmill", version=__version__)
     add_operations(app, state.calls, fault, metrics, service)
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))
