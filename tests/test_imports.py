@@ -104,6 +104,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tokenizers": ("text/tokenizer",),
     "jinja2": ("text/chat_template",),
     "prometheus_client": (
+        "api/telemetry/job_metrics",
         *("api/telemetry/prometheus", "proxy/proxy_metrics", "bench/client/scrape"),
         "api/videos/video_metrics",
     ),

@@ -90,14 +90,14 @@ def test_tiles_cover_every_row_once_longest_first() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown item": ({"item_ids": np.array([1, 64, 3])}, "history.item_ids: 64 is unknown"),
+    "unknown item": ({"item_ids": np.array([1, 64, 3])}, r"history.item_ids\[1\]: 64 is unknown"),
     "unknown candidate": (
         {"candidate_ids": np.array([-1, 0])},
-        "candidates.item_ids: -1 is unknown",
+        r"candidates.item_ids\[0\]: -1 is unknown",
     ),
     "unknown user": ({"user_id": 8}, "user_id: 8 is unknown; values are 0 to 7"),
-    "unknown category": ({"category_ids": np.array([0, 0, 4])}, "category_ids: 4 is unknown"),
-    "unknown action": ({"actions": np.array([0, 32, 0])}, "actions: 32 is unknown"),
+    "unknown category": ({"category_ids": np.array([0, 0, 4])}, r"category_ids\[2\]: 4 is unknown"),
+    "unknown action": ({"actions": np.array([0, 32, 0])}, r"actions\[1\]: 32 is unknown"),
     "empty history": ({"item_ids": np.zeros(0, int)}, "item_ids: the history is empty"),
     "no candidate": ({"candidate_ids": np.zeros(0, int)}, "no candidate"),
     "too many": ({"candidate_ids": np.zeros(25, int)}, "25 candidates; the most are 24"),
@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "candidates.category_ids: expected 2 values",
     ),
     "times": ({"timestamps": np.array([1, 2])}, "timestamps: expected 3 values"),
-    "negative time": ({"timestamps": np.array([1, -2, 3])}, "timestamps: expected seconds"),
+    "negative time": ({"timestamps": np.array([1, -2, 3])}, r"timestamps\[1\]: expected seconds"),
 }
 
 

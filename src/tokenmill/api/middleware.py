@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
+from typing import Protocol
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.api.call import GONE, REPLAYED, REQUEST_ID, CallRecord
-from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.config import ServerConfig
 
 # Of what pages elsewhere may call: never /workers, which changes the server.
@@ -22,10 +22,16 @@ UNKNOWN = "unknown"  # endpoint of calls that no route took: what clients invent
 _log = logging.getLogger(__name__)
 
 
+class CallCounter(Protocol):
+    """Who counts the answers to calls."""
+
+    def count_call(self, endpoint: str, status: int, error: str | None) -> None: ...
+
+
 class Front:
     """An ASGI app around another one."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: CallCounter) -> None:
         self._app = app
         self._shared = _with_cors(app, config.cors_origins) if config.cors_origins else app
         self._metrics = metrics

@@ -5,6 +5,7 @@ The page is plain HTML: it needs neither scripts nor the network.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -75,8 +76,41 @@ def document(version: str, model: str, needs_key: bool) -> Json:
     for struct in _REQUESTS:
         _accept_null(schemas, struct.__name__)
     schemas[MessageItem.__name__]["required"].remove("type")  # the default of input items
+    return _document(version, needs_key, _paths(), schemas)
+
+
+Paths = Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]]
+
+
+def job_document(
+    version: str, model: str, needs_key: bool, calls: Paths, also: str | None = None
+) -> Json:
+    """The document of a server of jobs: POST calls with their summary, body and answer.
+
+    `also` is the kind of content that bodies and answers may have beside JSON.
+    """
+    structs = [each for _, body, answer in calls.values() for each in (body, answer)]
+    shared = (answers.ModelList, answers.ModelCard, answers.Health, answers.Version)
+    own = (*structs, *shared, answers.Service, answers.ErrorAnswer)
+    _, schemas = msgspec.json.schema_components(own, ref_template="#/components/schemas/{name}")
+    paths = {}
+    for path, (summary, body, answer) in calls.items():
+        operation = _operation(summary, answer.__name__, _GENERATION_ERRORS, body=body.__name__)
+        if also is not None:
+            for part in (operation["requestBody"], operation["responses"]["200"]):
+                part["content"][also] = part["content"]["application/json"]
+        paths[path] = {"post": operation}
+        name = schemas[body.__name__]["properties"]["model"]
+        name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
+        _accept_null(schemas, body.__name__)
+    return _document(version, needs_key, paths | _operations(), schemas)
+
+
+def _document(
+    version: str, needs_key: bool, paths: dict[str, dict[str, Json]], schemas: Json
+) -> Json:
+    """The parts as one document; calls of the API want a key where there is one."""
     security: list[Json] = [{"key": []}, {"x-api-key": []}] if needs_key else []
-    paths = _paths()
     for path, operations in paths.items():
         if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
             for operation in operations.values():
@@ -117,12 +151,6 @@ def _references(schema: Any) -> list[str]:
 
 
 def _paths() -> dict[str, dict[str, Json]]:
-    model_id = {
-        "name": "model_id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "minLength": 1},
-    }
     return {
         "/v1/chat/completions": {
             "post": _operation(
@@ -144,10 +172,6 @@ def _paths() -> dict[str, dict[str, Json]]:
         },
         **_responses_paths(),
         **_messages_paths(),
-        "/v1/models": {"get": _operation("The models served here", "ModelList", (401,))},
-        "/v1/models/{model_id}": {
-            "get": _operation("One model", "ModelCard", (401, 404)) | {"parameters": [model_id]}
-        },
         "/tokenize": {
             "post": _operation(
                 "Text or messages to token ids",
@@ -160,6 +184,23 @@ def _paths() -> dict[str, dict[str, Json]]:
             "post": _operation(
                 "Token ids to text", "DetokenizeAnswer", _TEXT_ERRORS, body="DetokenizeRequest"
             )
+        },
+        **_operations(),
+    }
+
+
+def _operations() -> dict[str, dict[str, Json]]:
+    """What every server answers."""
+    model_id = {
+        "name": "model_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    return {
+        "/v1/models": {"get": _operation("The models served here", "ModelList", (401,))},
+        "/v1/models/{model_id}": {
+            "get": _operation("One model", "ModelCard", (401, 404)) | {"parameters": [model_id]}
         },
         "/": {"get": _operation("Who this is, and where the rest is", "Service", ())},
         "/health": {"get": _operation("Whether requests are taken", "Health", (503,))},

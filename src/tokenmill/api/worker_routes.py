@@ -71,7 +71,7 @@ def add_pool_view(
             await refresh()
         return json_response(view())
 
-    _add(app, config, "GET", "", show)
+    add_guarded(app, config, "GET", "", show)
 
 
 def add_workers(app: FastAPI, state: ApiState) -> None:
@@ -84,7 +84,7 @@ def add_workers(app: FastAPI, state: ApiState) -> None:
         price = state.config.price_per_gpu_hour
         return json_response(receipts_of(state.client.accounts(), price))
 
-    _add(app, state.config, "GET", "/receipts", receipts)
+    add_guarded(app, state.config, "GET", "/receipts", receipts)
 
     async def scale(request: Request) -> Response:
         counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
@@ -116,7 +116,7 @@ def add_workers(app: FastAPI, state: ApiState) -> None:
         return _view(state)
 
     for path, handler in (("/scale", scale), ("/router", renew_router), ("/drain", drain)):
-        _add(app, state.config, "POST", path, handler)
+        add_guarded(app, state.config, "POST", path, handler)
 
 
 def _add_join(app: FastAPI, state: ApiState) -> None:
@@ -130,10 +130,12 @@ def _add_join(app: FastAPI, state: ApiState) -> None:
             raise ApiError(409, str(error), code="front_refused") from None
         return json_response(ticket)
 
-    _add(app, state.config, "POST", "/fronts", join)
+    add_guarded(app, state.config, "POST", "/fronts", join)
 
 
-def _add(app: FastAPI, config: ServerConfig, method: str, path: str, handler: Handler) -> None:
+def add_guarded(
+    app: FastAPI, config: ServerConfig, method: str, path: str, handler: Handler
+) -> None:
     """Add a guarded route below /workers, and below /floor, its name before this release."""
 
     async def renamed(request: Request) -> Response:

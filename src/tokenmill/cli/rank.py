@@ -72,7 +72,7 @@ def rank(
     from tokenmill.ranking.lines import LINES_AT_ONCE, LineRanker
     from tokenmill.ranking.policy import BatchLimits
 
-    model = _model(settings)
+    model = load_ranking_model(settings)
     tokens = settings.get("max-batch-tokens")
     limits = BatchLimits(tokens, max_queue_requests=LINES_AT_ONCE, latency_ms=_NO_HURRY)
     ranker = LineRanker(RankingEngine(model, limits), settings.values.get("top-k"))
@@ -90,22 +90,30 @@ def rank(
         raise typer.Exit(1)
 
 
-def _model(settings: Settings) -> RankingModel:
+def load_ranking_model(settings: Settings) -> RankingModel:
+    """The model that the settings name, with its tables."""
     from tokenmill.ranking.model import limit_threads
-    from tokenmill.ranking.model_files import choose_device, choose_dtype, load_model
+    from tokenmill.ranking.model_files import (
+        choose_device,
+        choose_dtype,
+        load_model,
+        random_model,
+        read_spec,
+    )
 
     if "model" not in settings:
         raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")
     device = choose_device(settings.values.get("device", "cpu"))
-    model = load_model(
-        Path(settings.get("model")),
-        choose_dtype(settings.get("dtype"), device),
-        device,
-        table_paths(settings.get("table")),
-        settings.get("cache-rows"),
-        candidate_chunk=settings.get("candidate-chunk"),
-    )
-    limit_threads(model.spec)
+    dtype, folder = choose_dtype(settings.get("dtype"), device), Path(settings.get("model"))
+    levers = {"candidate_chunk": settings.get("candidate-chunk")}
+    tables = table_paths(settings.get("table"))
+    if settings.values.get("random-weights"):
+        seed = settings.get("weights-seed")
+        model = random_model(read_spec(folder), dtype, device, seed, **levers)
+    else:
+        rows = settings.get("cache-rows")
+        model = load_model(folder, dtype, device, tables, rows, **levers)
+    limit_threads(model.spec, settings.values.get("num-threads"))
     return model
 
 

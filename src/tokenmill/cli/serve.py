@@ -14,6 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import console
+from tokenmill.cli.serve_rank import (
+    RANK_ONLY,
+    RANK_SETTINGS,
+    is_ranking_model,
+    run_rank_worker,
+    serve_rank,
+)
 from tokenmill.cli.serve_video import (
     VIDEO_ONLY,
     is_video_model,
@@ -72,7 +79,11 @@ ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not ha
 FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
 TASK = SETTINGS["task"]
 # Of the worker alone: what engines of jobs have beside the settings of a language engine.
-JOB_SETTINGS = (TASK, SETTINGS["offload"])
+JOB_SETTINGS = (TASK, SETTINGS["offload"], *RANK_SETTINGS)
+JOB_TASKS = {  # whether a model is one, its server, its worker, and the flags that are its own
+    "rank": (is_ranking_model, serve_rank, run_rank_worker, RANK_ONLY),
+    "video": (is_video_model, serve_video, run_video_worker, VIDEO_ONLY),
+}
 WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
 
 
@@ -80,6 +91,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     panels = {
         "Server": (TASK, *SERVER, PRICE),
+        "Ranking": RANK_SETTINGS,
         "Images": VISION,
         "Videos": (*VIDEO_SERVER, SETTINGS["offload"]),
         "Workers": POOL,
@@ -100,6 +112,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve --prefill 1 --decode 2
     tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
     tokenmill serve --workers 8 --fronts 4
+    tokenmill serve demo/model --task rank --workers 2
     tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
     tokenmill serve ./Wan2.2-T2V-A14B-Diffusers --task video --workers 2
 
@@ -116,12 +129,13 @@ def serve(settings: Settings) -> None:
     config = settings.build(ServerConfig, price_per_gpu_hour=settings.values.get(PRICE.key))
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
-    if task_of(settings, model) == "video":
-        serve_video(settings, config)
-        return
-    for key in VIDEO_ONLY:
-        if key in settings:
-            raise SettingsError(f"--{key} needs --task video")
+    task = task_of(settings, model)
+    for name, (_, serve_task, _, own) in JOB_TASKS.items():
+        if task == name:
+            serve_task(settings, config)
+            return
+        if given := [key for key in own if key in settings]:
+            raise SettingsError(f"--{given[0]} needs --task {name}")
     pool, router = settings.build(PoolConfig), settings.build(RouterConfig)
     if config.fronts > 1 and pool.encoder:
         raise SettingsError("--encoder needs --fronts 1: encoders serve one front")
@@ -168,7 +182,9 @@ def serve(settings: Settings) -> None:
 def task_of(settings: Settings, model: str) -> str:
     """What the model does: as the setting says, or by its files."""
     task = str(settings.get("task"))
-    return ("video" if is_video_model(model) else "generate") if task == "auto" else task
+    if task != "auto":
+        return task
+    return next((name for name, (fits, *_) in JOB_TASKS.items() if fits(model)), "generate")
 
 
 def _part(settings: Settings, pool: PoolConfig, takes_images: bool) -> list[str]:
@@ -216,8 +232,8 @@ def worker(
     from tokenmill.workers.worker_process import run_worker, send_failure
 
     set_log_level(settings.get("log-level"))
-    if settings.get("task") == "video":
-        run_video_worker(settings, address)
+    if (task := settings.get("task")) in JOB_TASKS:
+        JOB_TASKS[task][2](settings, address)
         return
     warnings: list[str] = []
     setup = _with_part(settings.setup(), part, feature_connector)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
 SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
 OUTPUT = (SETTINGS["json"],)
+TIER_KEYS = re.compile(r'embedding_keys_total\{table="(?P<table>\w+)",tier="(?P<tier>\w+)"\}')
 COUNTS = ("workers", "prefill", "decode", "encoder")
 COLUMNS = (
     ("worker", "name"),
@@ -28,6 +30,17 @@ COLUMNS = (
     ("waiting", "num_waiting"),
     ("tok/s in", "prompt_tokens_per_s"),
     ("tok/s out", "tokens_per_s"),
+    ("routed", "routed"),
+    ("failures", "failures"),
+)
+
+
+JOB_COLUMNS = (
+    ("worker", "name"),
+    ("state", "state"),
+    ("open", "num_open"),
+    ("answered", "ended"),
+    ("busy", "busy"),
     ("routed", "routed"),
     ("failures", "failures"),
 )
@@ -136,10 +149,12 @@ def _show(view: dict[str, Any], settings: Settings) -> None:
     if settings.get("json"):
         console.print_json(view)
         return
-    rows = [[title for title, _ in COLUMNS]]
-    rows += [[_cell(worker[name]) for _, name in COLUMNS] for worker in view["workers"]]
+    of_jobs = "task" in view
+    columns = JOB_COLUMNS if of_jobs else COLUMNS
+    rows = [[title for title, _ in columns]]
+    rows += [[_cell(worker[name]) for _, name in columns] for worker in view["workers"]]
     console.print_table(rows)
-    for line in notes_of(view):
+    for line in job_notes_of(view) if of_jobs else notes_of(view):
         console.note(line)
 
 
@@ -162,15 +177,40 @@ def notes_of(view: dict[str, Any]) -> Iterator[str]:
         f"{view['migrations']} went on at another worker"
     )
     yield from map(_front, view["fronts"])
-    for worker in view["workers"]:
-        for warning in worker["warnings"]:
-            yield f"{worker['name']} warns: {warning}"
-        if worker["failures"]:
-            restarts = f"restarted {worker['restarts']} times"
-            yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"
+    yield from _of_workers(view)
     if view["rates"] or view["transfers"] or view["failed_transfers"]:
         yield _handovers(view)
     if view["rates"]:
         yield _balance(view["rates"])
     if view.get("images") and view["images"]["images"]:
         yield _images(view["images"])
+
+
+def _of_workers(view: dict[str, Any]) -> Iterator[str]:
+    """Warnings and failures of workers."""
+    for worker in view["workers"]:
+        for warning in worker["warnings"]:
+            yield f"{worker['name']} warns: {warning}"
+        if worker["failures"]:
+            restarts = f"restarted {worker['restarts']} times"
+            yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"
+
+
+def job_notes_of(view: dict[str, Any]) -> Iterator[str]:
+    """Lines below the table of workers that answer jobs: queue, latency, tables, failures."""
+    yield (
+        f"{view['model']} ({view['task']}): {view['num_open']} requests open, "
+        f"{view['answered']} answered, {view['migrations']} went on at another worker"
+    )
+    if latency := view["latency_ms"]:
+        parts = ", ".join(f"{name} {latency[name]:.1f} ms" for name in ("p50", "p90", "p99"))
+        yield f"latency of the last minute: {parts}"
+    keys: dict[str, dict[str, float]] = {}
+    for name, count in view["figures"].items():
+        if found := TIER_KEYS.fullmatch(name):
+            keys.setdefault(found["table"], {})[found["tier"]] = count
+    for table, tiers in keys.items():
+        total = sum(tiers.values())
+        shares = [f"{count / total:.1%} from {tier}" for tier, count in tiers.items() if total]
+        yield f"table {table}: {total:.0f} keys{', ' if shares else ''}{', '.join(shares)}"
+    yield from _of_workers(view)

@@ -67,8 +67,9 @@ class RankingEngine:
         try:
             check_request(request, self.model.spec)
         except InvalidRequestError as wrong:
-            answer = RankOutput(request.request_id, RankFinish.REJECT, message=str(wrong))
-            self._answers.append(answer)
+            name, message = request.request_id, str(wrong)
+            refusal = RankOutput(name, RankFinish.REJECT, message=message, code="invalid")
+            self._answers.append(refusal)
             return
         refused = self.queue.add(request, self.clock())
         if refused is not None:
@@ -148,7 +149,7 @@ class RankingEngine:
 def _failed(waiting: list[Waiting], fault: Exception) -> list[RankOutput]:
     message = f"the step failed: {type(fault).__name__}: {fault}"
     names = [entry.request.request_id for entry in waiting]
-    return [RankOutput(name, RankFinish.ERROR, message=message) for name in names]
+    return [RankOutput(name, RankFinish.ERROR, message=message, code="failed") for name in names]
 
 
 def _answer(
@@ -163,7 +164,6 @@ def _answer(
     name, queued_ns = waiting.request.request_id, start_ns - waiting.arrival_ns
     if not np.isfinite(scores).all():
         message = "the model gave a score that is not a number; its weights or tables are damaged"
-        return RankOutput(name, RankFinish.ERROR, message=message, queued_ns=queued_ns)
-    return RankOutput(
-        name, RankFinish.DONE, scores, "", normaliser, of_batch, batch_size, queued_ns, run_ns
-    )
+        return RankOutput(name, RankFinish.ERROR, message=message, code="failed")
+    how = normaliser, of_batch, batch_size, queued_ns, run_ns
+    return RankOutput(name, RankFinish.DONE, scores, "", "", *how)

@@ -78,10 +78,12 @@ def collect(scores: torch.Tensor) -> np.ndarray:
     return found
 
 
-def limit_threads(spec: HstuSpec) -> None:
-    """One thread for products this small: more are slower, and much slower on a busy machine."""
+def limit_threads(spec: HstuSpec, num_threads: int | None = None) -> None:
+    """One thread for small products: more are slower, and much slower on a busy machine."""
     if spec.hidden_size <= _SMALL:
         torch.set_num_threads(1)
+    elif num_threads is not None:
+        torch.set_num_threads(num_threads)
 
 
 def check_store(name: str, store: EmbeddingStore, spec: HstuSpec) -> None:

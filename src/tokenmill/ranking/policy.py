@@ -77,13 +77,13 @@ class RankQueue:
         if len(self._waiting) >= self.limits.max_queue_requests:
             most = self.limits.max_queue_requests
             message = f"{most} requests are waiting, which is the limit (max_queue_requests)"
-            return RankOutput(request.request_id, RankFinish.REJECT, message=message)
+            return _refusal(request, message, "queue_full")
         if request.num_tokens > self.limits.max_batch_tokens:
             message = (
-                f"item_ids: history and candidates are {request.num_tokens} tokens; a batch takes "
-                f"{self.limits.max_batch_tokens} (max_batch_tokens)"
+                f"history.item_ids: history and candidates are {request.num_tokens} tokens; a "
+                f"batch takes {self.limits.max_batch_tokens} (max_batch_tokens)"
             )
-            return RankOutput(request.request_id, RankFinish.REJECT, message=message)
+            return _refusal(request, message, "invalid")
         flops = self.spec.flops(request.num_history, request.num_candidates)
         self._waiting.append(Waiting(request, now_ns, flops))
         self._ids.add(request.request_id)
@@ -95,7 +95,8 @@ class RankQueue:
             return None
         self._ids.discard(request_id)
         self._waiting = deque(w for w in self._waiting if w.request.request_id != request_id)
-        return RankOutput(request_id, RankFinish.ABORT, message="the caller gave up")
+        message = "the caller gave up"
+        return RankOutput(request_id, RankFinish.ABORT, message=message, code="aborted")
 
     def take(self, now_ns: int) -> tuple[list[Waiting], list[RankOutput]]:
         """The next batch, and the answers to requests whose deadline it would miss."""
@@ -125,8 +126,12 @@ class RankQueue:
         return tokens > self.limits.max_batch_tokens or too_long
 
 
+def _refusal(request: RankRequest, message: str, code: str) -> RankOutput:
+    return RankOutput(request.request_id, RankFinish.REJECT, message=message, code=code)
+
+
 def _late_output(waiting: Waiting, now_ns: int) -> RankOutput:
     queued_ns = now_ns - waiting.arrival_ns
     message = f"the deadline cannot be met after {queued_ns / 1e6:.1f} ms in the queue"
     name = waiting.request.request_id
-    return RankOutput(name, RankFinish.ABORT, message=message, queued_ns=queued_ns)
+    return RankOutput(name, RankFinish.ABORT, message=message, code="deadline", queued_ns=queued_ns)

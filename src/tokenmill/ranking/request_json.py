@@ -105,10 +105,16 @@ def write_answer(
     if top_k is None:
         answer["scores"] = np.round(scores.astype(float), 6).tolist()
     else:
-        best = np.argsort(-output.scores[:, 0], kind="stable")[:top_k]
+        best = best_of(output.scores, top_k)
         answer["item_ids"] = candidate_ids[best].tolist()
         answer["scores"] = np.round(scores[best].astype(float), 6).tolist()
     answer["scaling_seqlen"] = output.scaling_seqlen
     if output.batch_dependent:
         answer["depends_on_batch_of"] = output.batch_size
     return answer
+
+
+def best_of(scores: np.ndarray, count: int) -> np.ndarray:
+    """The candidates with the highest scores of the first task, best first; ties by their order."""
+    best: np.ndarray = np.argsort(-scores[:, 0], kind="stable")[:count]
+    return best

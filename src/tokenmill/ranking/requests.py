@@ -64,6 +64,7 @@ class RankOutput:
     finish: RankFinish
     scores: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), np.float32))  # [n, tasks]
     message: str = ""  # why there are no scores
+    code: str = ""  # the same in a word: invalid, queue_full, deadline, aborted or failed
     scaling_seqlen: int = 0  # what attention was divided by
     batch_dependent: bool = False  # that number came from the batch: others change these scores
     batch_size: int = 0  # requests of the step
@@ -142,7 +143,8 @@ def _check_range(name: str, values: Ids, count: int, source: str) -> None:
     wrong = (values < 0) | (values >= count)
     if wrong.any():
         value = int(values[wrong.argmax()])
-        message = f"{name}: {value} is unknown; values are 0 to {count - 1} ({source})"
+        at = "" if name == "user_id" else f"[{int(wrong.argmax())}]"
+        message = f"{name}{at}: {value} is unknown; values are 0 to {count - 1} ({source})"
         raise InvalidRequestError(message, name)
 
 
@@ -151,5 +153,7 @@ def _check_times(request: RankRequest) -> None:
         wrong = f"query_time: expected seconds of 0 or more, got {request.query_time}"
         raise InvalidRequestError(wrong, "query_time")
     if request.timestamps is not None and request.timestamps.min() < 0:
-        wrong = f"history.timestamps: expected seconds of 0 or more, got {request.timestamps.min()}"
+        at = int(request.timestamps.argmin())
+        value = request.timestamps[at]
+        wrong = f"history.timestamps[{at}]: expected seconds of 0 or more, got {value}"
         raise InvalidRequestError(wrong, "history.timestamps")

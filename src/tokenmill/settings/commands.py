@@ -38,7 +38,7 @@ TASK = (
     Setting(
         "task",
         "What the model does; auto: as its folder says.",
-        one_of("auto", "generate", "video"),
+        one_of("auto", "generate", "rank", "video"),
         default="auto",
     ),
 )
@@ -66,6 +66,14 @@ RANK = (
         default=160_000,
     ),
     Setting("candidate-chunk", "Most candidates in the layers at a time; exact.", count(1)),
+)
+RANK_SERVER = (
+    Setting(
+        "latency-limit",
+        "Time that a request may take, queue and step: batches are made so that it holds.",
+        number(0.1, math.inf, "MS"),
+        default=80.0,
+    ),
 )
 RANK_TABLES = (
     Setting(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -92,23 +93,26 @@ class IgnoredFields:
             _log.info("calls have fields without effect here (told once): %s", ", ".join(new))
 
 
-def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None) -> T:
+def decode_call(
+    body: bytes, kind: type[T], ignored: IgnoredFields | None = None, msgpack: bool = False
+) -> T:
     """The body as `kind`; ApiError 400 names the field, its value and what to send instead.
 
     A kind with `complete` has it fill in what clients may leave out of the plain JSON.
     """
     complete: Callable[[Any], None] | None = getattr(kind, "complete", None)
+    decode = msgspec.msgpack.decode if msgpack else msgspec.json.decode
     try:
         if complete is None:
-            return msgspec.json.decode(body, type=kind)
+            return decode(body, type=kind)
     except msgspec.ValidationError:
         pass
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(error, body) from None
+        raise _not_readable(error, body, msgpack) from None
     try:
-        raw = msgspec.json.decode(body)
+        raw = decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(error, body) from None
+        raise _not_readable(error, body, msgpack) from None
     if complete is not None:
         complete(raw)
     dropped: list[str] = []
@@ -124,11 +128,32 @@ def decode_call(body: bytes, kind: type[T], ignored: IgnoredFields | None = None
     return call
 
 
-def _not_json(error: Exception, body: bytes) -> ApiError:
+def _not_readable(error: Exception, body: bytes, msgpack: bool = False) -> ApiError:
+    form = "msgpack" if msgpack else "JSON"
     if not body.strip():
-        message = "the body is empty; send a JSON object with the call's fields"
+        message = f"the body is empty; send a {form} object with the call's fields"
         return ApiError(400, message, code="invalid_json")
-    return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+    path = next(_not_finite(body), "") if b"NaN" in body or b"Infinity" in body else ""
+    if path:
+        message = f"{path}: NaN and Infinity are no numbers in JSON; send another value"
+        return ApiError(400, message, path, "invalid_value")
+    return ApiError(400, f"the body is not valid {form}: {error}", code="invalid_json")
+
+
+def _not_finite(body: bytes) -> Iterator[str]:
+    """Paths of values that Python writes as NaN or Infinity, and JSON does not know."""
+    try:
+        left = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return
+    while left:
+        path, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            yield path
+        elif isinstance(value, dict):
+            left += [(f"{path}.{name}".lstrip("."), each) for name, each in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
 
 
 def refuse_built_in(raw: dict[str, Any], kinds: tuple[str | None, ...], instead: str) -> None:
@@ -308,7 +333,8 @@ def _way_out(info: Info | None) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    is_plain = not isinstance(value, str | bytes)
+    text = json.dumps(value, ensure_ascii=False, default=repr) if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
@@ -336,6 +362,8 @@ def _words(info: Info) -> str:
             return "a number" + _range(info)
         case inspect.StrType(pattern=pattern):
             return f"a string that matches {pattern}" if pattern else "a string"
+        case inspect.BytesType():
+            return "bytes, in JSON as base64"
         case inspect.ListType(item_type=item, min_length=low):
             size = f" of at least {low}" if low else ""
             return f"a list{size}, each item {expected(item)}"

@@ -1,0 +1,1 @@
+"""Servers whose workers answer jobs: what ranking and others have in common over HTTP."""

@@ -1,0 +1,169 @@
+"""The app of a server of jobs: health, metrics, models, workers, the live page and the document."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import HTMLResponse, Response
+
+from tokenmill import __version__
+from tokenmill.api.access import Calls, authorizer, read_body
+from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.openapi import docs_page
+from tokenmill.api.operations import add_operations, exception_handlers, json_response
+from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
+from tokenmill.api.telemetry.job_dashboard import JobsView, add_job_page
+from tokenmill.api.telemetry.job_metrics import JobMetrics
+from tokenmill.api.worker_routes import MAX_BODY_BYTES, DrainRequest, ScaleRequest, add_guarded
+from tokenmill.core.config import ServerConfig
+from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.workers.lifecycle import PoolError
+from tokenmill.workers.link import WorkerStartError
+
+
+@dataclass(slots=True)
+class JobState:
+    """What all handlers of a server of jobs share."""
+
+    pool: JobPool
+    config: ServerConfig
+    model: str
+    task: str
+    metrics: JobMetrics
+    calls: Calls
+    max_model_len: int = 0
+
+    def admit(self, key: int, count: int = 1) -> None:
+        """Raise what a new call is to be answered with, if it cannot be taken."""
+        self.calls.check_draining()
+        if not self.pool.ready:
+            raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
+        self.calls.check_limits(key, count)
+
+    def check_model(self, name: str | None) -> None:
+        """404 for a model that is not served here."""
+        if name is not None and name != self.model:
+            raise unknown_model(name, self.model)
+
+
+def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page: str) -> FastAPI:
+    """The app without the routes of its task, with its OpenAPI document and its live page."""
+    app = FastAPI(
+        title="tokenmill",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers=exception_handlers(),
+    )
+    app.openapi = cache(document)  # type: ignore[method-assign]
+
+    def fault() -> ApiError | None:
+        if state.pool.ready:
+            return None
+        return ApiError(503, "the engine is not running", code="restarting")
+
+    async def metrics() -> bytes:
+        return await state.metrics.render(state.pool)
+
+    service = Service(service="tokenmill", version=__version__)
+    add_operations(app, state.calls, fault, metrics, service)
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))
+
+    _add_models(app, state)
+    _add_workers(app, state)
+    started_s = time.monotonic()
+    add_job_page(app, state.config, page, lambda: view_of(state, time.monotonic() - started_s))
+    return app
+
+
+def view_of(state: JobState, uptime_s: float = 0.0) -> JobsView:
+    """The server as data, for /workers and the live page."""
+    pool, metrics = state.pool, state.metrics
+    return JobsView(
+        task=state.task,
+        model=state.model,
+        version=__version__,
+        time_s=time.time(),
+        uptime_s=uptime_s,
+        draining=state.calls.draining,
+        num_open=pool.num_open,
+        num_held=pool.num_held,
+        max_open=pool.max_open,
+        migrations=pool.num_migrations,
+        answered=metrics.num_answered,
+        latency_ms=metrics.recent_ms.summary(),
+        rejected=dict(metrics.rejected),
+        figures=pool.known_stats(),
+        workers=pool.view(),
+        facts=pool.facts,
+    )
+
+
+def _add_models(app: FastAPI, state: JobState) -> None:
+    guard = [Depends(authorizer(state.config))]
+    length = state.max_model_len
+    card = ModelCard(
+        id=state.model, created=int(time.time()), root=state.model, max_model_len=length
+    )
+
+    @app.get("/v1/models", dependencies=guard)
+    async def models() -> Response:
+        return json_response(ModelList(data=[card]))
+
+    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    async def model(model_id: str) -> Response:
+        state.check_model(model_id)
+        return json_response(card)
+
+
+def _add_workers(app: FastAPI, state: JobState) -> None:
+    """Add GET /workers, POST /workers/scale and /workers/drain."""
+
+    async def show(request: Request) -> Response:
+        await state.pool.stats()
+        return json_response(view_of(state))
+
+    async def scale(request: Request) -> Response:
+        counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
+        if set(counts) != {"both"}:
+            message = f"workers: send how many there shall be; --task {state.task} has no others"
+            raise ApiError(400, message, "workers", "invalid_value")
+        try:
+            await state.pool.scale(counts["both"])
+        except PoolError as error:
+            raise ApiError(400, str(error), "workers", "invalid_value") from None
+        except WorkerStartError as error:
+            raise ApiError(503, f"a worker did not start: {error}", code="no_worker") from None
+        return json_response(view_of(state))
+
+    async def drain(request: Request) -> Response:
+        call = await read_body(request, DrainRequest, MAX_BODY_BYTES)
+        try:
+            await state.pool.drain_worker(call.worker, state.config.drain_timeout_s)
+        except PoolError as error:
+            raise ApiError(400, str(error), "worker", "invalid_value") from None
+        return json_response(view_of(state))
+
+    for method, path, handler in (
+        ("GET", "", show),
+        ("POST", "/scale", scale),
+        ("POST", "/drain", drain),
+    ):
+        add_guarded(app, state.config, method, path, handler)
+
+
+def answer(value: object, msgpack: bool) -> Response:
+    """200 with a struct as JSON or msgpack."""
+    if msgpack:
+        body = msgspec.msgpack.encode(value)
+        return Response(body, media_type="application/msgpack")
+    return json_response(value)

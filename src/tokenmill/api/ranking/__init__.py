@@ -1,0 +1,1 @@
+"""Ranking over HTTP: POST /v1/rank."""

@@ -1,0 +1,143 @@
+"""POST /v1/rank over a pool of ranking workers."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.api.access import Calls, authorizer, read_bytes
+from tokenmill.api.call import record_of
+from tokenmill.api.errors import ApiError
+from tokenmill.api.jobs.job_app import JobState, answer, create_job_app
+from tokenmill.api.jobs.job_call import run_jobs
+from tokenmill.api.openapi import job_document
+from tokenmill.api.protocol.decoding import decode_call
+from tokenmill.api.ranking.rank_protocol import (
+    RankAnswer,
+    RankCall,
+    RankUsage,
+    job_of,
+    num_candidates,
+    result_of,
+)
+from tokenmill.api.telemetry.job_metrics import JobMetrics
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.rank_job import RankScores, pack, unpack
+from tokenmill.workers.jobs.job_pool import JobPool
+
+PATH = "/v1/rank"
+MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+FIGURES = {  # what workers tell, by its name
+    "num_waiting": "Requests that wait for a step.",
+    "num_running": "Requests in the step that runs.",
+    "steps": "Batches that were run.",
+    "candidates": "Candidates that were scored.",
+    "tokens": "Rows of the model that were computed.",
+    "step_seconds": "Time of steps.",
+    "batch_requests": "Requests of a batch.",
+    "batch_tokens": "Rows of a batch.",
+    "requests": "Requests by how they ended.",
+    "embedding_keys": "Keys looked up, by table and the tier that had them.",
+    "embedding_bytes": "Bytes of rows read, by table and tier.",
+    "embedding_hits": "Keys found in the nearest tier.",
+}
+
+
+def create_rank_app(pool: JobPool, config: ServerConfig, model: str) -> tuple[FastAPI, JobState]:
+    """The app for a started pool; `model` is the name clients use."""
+    metrics = JobMetrics("rank", model, FIGURES)
+    length = int(pool.facts["max_seq_len"])
+    state = JobState(pool, config, model, "rank", metrics, Calls(config), length)
+    path = {PATH: ("Score candidates for some users", RankCall, RankAnswer)}
+    needs_key = bool(config.api_keys)
+    document = partial(job_document, __version__, model, needs_key, path, "application/msgpack")
+    app = create_job_app(state, document, "ranking")
+
+    @app.post(PATH, dependencies=[Depends(authorizer(config))])
+    async def rank(request: Request) -> Response:
+        return await _rank(request, state)
+
+    return app, state
+
+
+async def _rank(request: Request, state: JobState) -> Response:
+    began_s = time.monotonic()
+    state.admit(request.state.key)
+    declared = request.headers.get("content-length", "")
+    body = await read_bytes(request.receive, declared, state.config.max_body_bytes)
+    in_msgpack = _kind(request.headers.get("content-type", "")) in MSGPACK
+    call = decode_call(body, RankCall, msgpack=in_msgpack)
+    out_msgpack = _wants_msgpack(request.headers.get("accept", ""), in_msgpack)
+    if call.binary and not out_msgpack:
+        message = "binary: answers in JSON have no bytes; send 'Accept: application/msgpack'"
+        raise ApiError(400, message, "binary", "invalid_value")
+    state.check_model(call.model)
+    found = await _scores(request, state, call)
+    state.metrics.answered(time.monotonic() - began_s, [each.queue_ms / 1e3 for each in found])
+    return answer(_answer(request, state, call, found), out_msgpack)
+
+
+async def _scores(request: Request, state: JobState, call: RankCall) -> list[RankScores]:
+    key, count = request.state.key, len(call.users)
+    limits = [t for t in (call.timeout, state.config.request_timeout_s) if t is not None]
+    timeout_s = min(limits) if limits else None
+    jobs = [job_of(user, index, call, timeout_s) for index, user in enumerate(call.users)]
+    payloads = [(pack(job), float(len(job.item_ids) + len(job.candidate_ids))) for job in jobs]
+    names = [f"users[{index}]" for index in range(count)]
+    state.admit(key, count)
+    state.calls.begin(key, count)
+    try:
+        outputs = await run_jobs(state.pool, payloads, request.receive, timeout_s, names)
+    finally:
+        state.calls.end(key, count)
+    return [unpack(RankScores, output.payload) for output in outputs]
+
+
+def _answer(
+    request: Request, state: JobState, call: RankCall, found: list[RankScores]
+) -> RankAnswer:
+    pairs = enumerate(zip(call.users, found, strict=True))
+    of_batch = state.pool.facts["scaling_seqlen"] == "batch"
+    record = record_of(request.scope)
+    tokens = record.num_prompt_tokens = sum(each.num_tokens for each in found)
+    record.finish_reason = "done"
+    return RankAnswer(
+        id=record.request_id,
+        created=int(time.time()),
+        model=state.model,
+        scaling_seqlen="batch" if of_batch else "fixed",
+        results=[result_of(user, index, each, call.binary) for index, (user, each) in pairs],
+        usage=RankUsage(
+            num_users=len(found),
+            num_candidates=sum(num_candidates(user) for user in call.users),
+            num_tokens=tokens,
+        ),
+    )
+
+
+def _kind(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _wants_msgpack(accept: str, in_msgpack: bool) -> bool:
+    """By Accept, the first kind that is known; without one as the body came."""
+    for kind in map(_kind, accept.split(",")):
+        if kind in MSGPACK:
+            return True
+        if kind == "application/json":
+            return False
+    return in_msgpack
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """The engine of a server in a few words."""
+    return (
+        f"{facts['dtype']} on {facts['device']}, {facts['num_items']} items, at most "
+        f"{facts['max_candidates']} candidates and {facts['max_seq_len']} tokens, "
+        f"scaling_seqlen {facts['scaling_seqlen']}"
+    )

@@ -1,0 +1,132 @@
+"""tokenmill serve --task rank, and its worker process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tokenmill.cli.rank import load_ranking_model
+from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.specs.hstu import ARCHITECTURE
+from tokenmill.settings import POOL, SERVER, SETTINGS, Settings, SettingsError
+from tokenmill.settings.commands import RANK, RANK_SERVER, RANK_TABLES
+
+if TYPE_CHECKING:
+    from tokenmill.ranking.rank_jobs import RankJobs
+
+RANK_SETTINGS = (*RANK, *RANK_TABLES, *RANK_SERVER)
+RANK_ONLY = tuple(setting.key for setting in RANK_SETTINGS)
+_MODEL = ("model", "dtype", "device", "num-threads", "random-weights", "weights-seed")
+_OF_TEXT = (  # of settings that a server of ranking models has otherwise
+    *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
+    *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
+    *("max-stored-response-size", "stored-response-age", "log-stats", "otlp-endpoint"),
+    *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
+    *("prefill-set", "decode-set"),
+)
+_TAKEN = {s.key for s in (*SERVER, *POOL)} - set(_OF_TEXT) | {
+    *_MODEL,
+    *RANK_ONLY,
+    "task",
+    "max-queue",
+}
+WORKER_SETTINGS = (*(SETTINGS[key] for key in (*_MODEL, "log-level", "max-queue")), *RANK_SETTINGS)
+
+
+def is_ranking_model(model: str) -> bool:
+    """True for a folder whose config.json is a ranking model's."""
+    path = Path(model).expanduser() / "config.json"
+    try:
+        return bool(json.loads(path.read_bytes()).get("architectures") == [ARCHITECTURE])
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def serve_rank(settings: Settings, config: ServerConfig) -> None:
+    """Serve POST /v1/rank for the model that the settings name."""
+    from tokenmill.api.jobs.job_server import serve_jobs
+    from tokenmill.api.ranking.rank_routes import create_rank_app, describe
+
+    for key in sorted(set(settings.values) - _TAKEN):
+        raise SettingsError(f"--{key} has no effect with --task rank: leave it out")
+    if "model" not in settings:
+        raise SettingsError("--task rank needs a model: tokenmill rank-train DIR writes one")
+    name = config.served_model_name or Path(settings.get("model")).expanduser().resolve().name
+    pool = settings.build(PoolConfig)
+
+    def on_listening(url: str, facts: dict[str, Any]) -> None:
+        log = logging.getLogger(__name__)
+        log.info(f"{name} ({describe(facts)}) is served at {url}/v1/rank; {url}/docs describes it")
+        log.info(f"dashboard: {url}/dashboard")
+
+    serve_jobs(
+        _worker_command(settings, pool),
+        config,
+        pool,
+        settings.get("max-queue"),
+        lambda jobs: create_rank_app(jobs, config, name),
+        on_listening,
+    )
+
+
+def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:
+    """The command line of a worker; several share the cores."""
+    path = str(Path(settings.get("model")).expanduser())
+    own: dict[str, Any] = {"model": path, "device": settings.get("device")}
+    if pool.workers > 1 and "num-threads" not in settings:
+        own["num-threads"] = max(1, len(os.sched_getaffinity(0)) // pool.workers)
+    # -P: a folder named tokenmill in the working directory is not the package.
+    command = [sys.executable, "-P", "-m", "tokenmill", "worker", "--task=rank"]
+    return [*command, *Settings(settings.values | own).flags(WORKER_SETTINGS)]
+
+
+def run_rank_worker(settings: Settings, address: str) -> None:
+    """Load the model and score requests for the API process at an address."""
+    from tokenmill.workers.jobs.job_worker import run_job_worker
+    from tokenmill.workers.worker_process import send_failure
+
+    try:
+        jobs = _load(settings)
+    except Exception as error:
+        send_failure(address, error)
+        if os.environ.get("TOKENMILL_TRACEBACK") == "1":
+            raise
+        raise typer.Exit(1) from None
+    run_job_worker(jobs, address, facts_of(jobs))
+
+
+def _load(settings: Settings) -> RankJobs:
+    from tokenmill.ranking.engine import RankingEngine
+    from tokenmill.ranking.policy import BatchLimits
+    from tokenmill.ranking.rank_jobs import RankJobs
+
+    model = load_ranking_model(settings)
+    limits = BatchLimits(
+        max_batch_tokens=settings.get("max-batch-tokens"),
+        max_queue_requests=settings.get("max-queue"),
+        latency_ms=settings.get("latency-limit"),
+    )
+    return RankJobs(RankingEngine(model, limits))
+
+
+def facts_of(jobs: RankJobs) -> dict[str, Any]:
+    """What the API has to know of the engine."""
+    model = jobs.engine.model
+    spec = model.spec
+    return {
+        "dtype": str(model.dense.dtype).removeprefix("torch."),
+        "device": model.dense.device.type,
+        "scaling_seqlen": spec.scaling_seqlen,
+        "num_items": spec.num_items,
+        "num_users": spec.num_users,
+        "num_categories": spec.num_categories,
+        "max_seq_len": spec.max_seq_len,
+        "max_candidates": spec.max_candidates,
+        "num_tasks": spec.num_tasks,
+    }

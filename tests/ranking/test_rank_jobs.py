@@ -1,0 +1,104 @@
+"""The ranking engine as an engine of jobs: bytes in, bytes out, figures by tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tiny_ranking import TINY, tiny_model, tiny_request
+from tokenmill.core.jobs import JobOutput
+from tokenmill.core.rank_job import RankJob, RankScores, pack, unpack
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.ranking.engine import RankingEngine
+from tokenmill.ranking.policy import BatchLimits
+from tokenmill.ranking.rank_jobs import RankJobs
+from tokenmill.ranking.requests import RankRequest
+
+
+def job_of(request: RankRequest, **fields: object) -> bytes:
+    arrays = ("item_ids", "category_ids", "actions", "candidate_ids", "candidate_category_ids")
+    ids = {name: getattr(request, name).astype("<i8").tobytes() for name in arrays}
+    return pack(RankJob(user_id=request.user_id, **ids, **fields))  # type: ignore[arg-type]
+
+
+def run(jobs: RankJobs) -> dict[str, JobOutput]:
+    found: dict[str, JobOutput] = {}
+    while jobs.has_work():
+        for output in jobs.step():
+            assert output.job_id not in found
+            found[output.job_id] = output
+    return found
+
+
+def scores_of(output: JobOutput) -> RankScores:
+    assert output.kind == "done", output.error
+    return unpack(RankScores, output.payload)
+
+
+REQUESTS = [tiny_request(30, 6), tiny_request(12, 4, user=2)]
+
+
+def test_scores_are_the_models_to_the_last_bit() -> None:
+    model = tiny_model()
+    jobs = RankJobs(RankingEngine(model))
+    for index, request in enumerate(REQUESTS):
+        jobs.submit(str(index), job_of(request))
+    outputs = run(jobs)
+    for index, expected in enumerate(model.score(REQUESTS)):
+        found = scores_of(outputs[str(index)])
+        assert found.scores == expected.astype("<f4").tobytes()
+        assert (found.batch_size, found.depends_on_batch) == (2, True)
+        assert (found.scaling_seqlen, found.num_tokens) == (37, REQUESTS[index].num_tokens)
+
+
+def test_a_fixed_normaliser_is_told_and_does_not_depend_on_the_batch() -> None:
+    jobs = RankJobs(RankingEngine(tiny_model(replace(TINY, scaling_seqlen=64))))
+    jobs.submit("a", job_of(REQUESTS[0]))
+    found = scores_of(run(jobs)["a"])
+    assert (found.scaling_seqlen, found.depends_on_batch) == (64, False)
+
+
+def test_the_best_come_first_with_their_items() -> None:
+    model = tiny_model()
+    jobs = RankJobs(RankingEngine(model))
+    jobs.submit("a", job_of(REQUESTS[0], top_k=3))
+    found = scores_of(run(jobs)["a"])
+    (scores,) = model.score(REQUESTS[:1])
+    best = np.argsort(-scores[:, 0], kind="stable")[:3]
+    assert np.frombuffer(found.item_ids or b"", "<i8").tolist() == [
+        REQUESTS[0].candidate_ids[index] for index in best
+    ]
+    assert np.frombuffer(found.scores, "<f4").tolist() == scores[best, 0].tolist()
+
+
+def test_wrong_late_aborted_and_superfluous_jobs_fail_alone() -> None:
+    jobs = RankJobs(RankingEngine(tiny_model(), BatchLimits(max_queue_requests=3)))
+    wrong = replace(REQUESTS[0], item_ids=np.full(30, 64))
+    with pytest.raises(InvalidRequestError, match=r"history.item_ids\[0\]: 64 is unknown"):
+        jobs.submit("wrong", job_of(wrong))
+    jobs.submit("late", job_of(REQUESTS[0], timeout_s=-1.0))
+    jobs.submit("left", job_of(REQUESTS[0]))
+    jobs.submit("good", job_of(REQUESTS[0]))
+    jobs.submit("more", job_of(REQUESTS[0]))
+    jobs.abort("left")
+    outputs = run(jobs)
+    kinds = {name: output.error_kind for name, output in outputs.items()}
+    assert kinds == {"late": "deadline", "left": "aborted", "good": "", "more": "queue_full"}
+    assert jobs.stats()["num_running"] == 0
+
+
+def test_figures_tell_batches_and_keys_by_tier() -> None:
+    jobs = RankJobs(RankingEngine(tiny_model()))
+    for index, request in enumerate(REQUESTS):
+        jobs.submit(str(index), job_of(request))
+    assert jobs.stats()["num_waiting"] == 2
+    run(jobs)
+    stats = jobs.stats()
+    assert (stats["num_waiting"], stats["steps_total"], stats["candidates_total"]) == (0, 1, 10)
+    assert (stats["batch_requests_sum"], stats['batch_requests_bucket{le="1"}']) == (2, 0)
+    assert stats['batch_requests_bucket{le="2"}'] == stats["batch_requests_count"] == 1
+    assert stats["batch_tokens_sum"] == sum(request.num_tokens for request in REQUESTS)
+    assert stats['embedding_keys_total{table="item",tier="device"}'] == 52
+    assert stats['requests_total{finish="done"}'] == 2
