@@ -17,6 +17,7 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
 from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
+from tokenmill.core.jobs import JobOutput
 from tokenmill.core.specs.wan import TINY
 from tokenmill.core.video import VideoServerConfig
 from tokenmill.text.tokenizer import load_tokenizer
@@ -248,6 +249,19 @@ async def test_a_job_ends_with_the_call_that_waits_for_it(tmp_path: Path) -> Non
         writer.close()
         await app.until(lambda: len(app.pool.aborted) == 1)
         await app.until(lambda: list(tmp_path.glob("video_*")) == [])
+
+
+@in_loop
+async def test_the_progress_of_a_job_whose_worker_died_begins_anew(tmp_path: Path) -> None:
+    async with video_app(tmp_path) as app:
+        name = await app.create()
+        app.pool.step(name, 0.6, b"noise")
+        app.pool.open[name](JobOutput(name, "progress"))
+        made = await app.get(name)
+        assert (made["status"], made["progress"], made["steps_done"]) == ("in_progress", 0, 0)
+        path = f"/v1/videos/{name}/content?variant=thumbnail"
+        assert (await app.call("GET", path)).status == 404
+        await app.finish(name)
 
 
 @in_loop

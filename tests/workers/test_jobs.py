@@ -127,6 +127,8 @@ async def test_the_jobs_of_a_killed_worker_are_answered_by_another() -> None:
         assert {end.kind for end in ends} == {"done"}
         assert str(workers.processes[0].pid).encode() not in {end.payload for end in ends}
         assert jobs.pool.num_migrations == 2
+        anew = [sum(not o.payload for o in outputs) for outputs in jobs.outputs.values()]
+        assert sorted(anew) == [0, 0, 1, 1]  # whose worker died is told so
         await jobs.until(lambda: jobs.pool.num_restarts == 1)
         (dead,) = (worker for worker in jobs.pool.view() if worker.failures)
         assert (dead.restarts, dead.failures) == (1, 1)

@@ -13,7 +13,10 @@ JobKind = Literal["progress", "done", "failed"]
 
 @dataclass(slots=True)
 class JobOutput:
-    """What became of a job; "done" and "failed" are terminal."""
+    """What became of a job; "done" and "failed" are terminal.
+
+    Progress without a payload says that the job begins anew, since its worker died.
+    """
 
     job_id: str
     kind: JobKind

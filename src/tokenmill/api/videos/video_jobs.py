@@ -184,6 +184,8 @@ class VideoJobs:
         live = self._live.get(output.job_id)
         if live is None:  # deleted
             self._send()
+        elif output.kind == "progress" and not output.payload:  # its worker died
+            live.progress, live.picture = 0.0, b""
         elif output.kind == "progress":
             self._advance(live, _progress(output.payload))
         elif output.error_kind not in _SERVER_ENDS:

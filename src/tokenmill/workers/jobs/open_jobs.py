@@ -198,6 +198,7 @@ class OpenJobs:
         for job in jobs:
             _log.debug("%s goes on elsewhere: %s", job.job_id, reason)
             self._take_back(job)
+            _tell(job, JobOutput(job.job_id, "progress"))
         self._held += jobs
         self.num_migrations += len(jobs)
         self._send_held()
