@@ -78,6 +78,7 @@ def build(
     max_model_len: int | None = None,
     batch_invariant: bool = False,
     encoder_patches: int | None = None,
+    offloading: str | None = None,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
@@ -90,7 +91,9 @@ def build(
                     draft=draft and str(draft),
                     num_threads=None if cpu_kernels() else 1,  # torch's threads wait for each other
                 ),
-                CacheConfig(num_blocks=num_blocks, prefix_cache=prefix_cache),
+                CacheConfig(
+                    num_blocks=num_blocks, prefix_cache=prefix_cache, offloading=offloading
+                ),
                 SchedulerConfig(
                     max_num_batched_tokens=48 if chunked else 512,
                     max_num_seqs=16,

@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench/endpoint_saturation": TERMINAL | {"core"},
     "bench/commands": ENGINE_PATH | FRONT | TERMINAL | {"plan"},
     "bench/kv_transfer_pair": ENGINE_PATH | {"console"},
+    "bench/kv_tiers_run": ENGINE_PATH,
     "plan": POLICY,
     "plan/predict": POLICY | {"bench"},
     "plan/fit": POLICY | {"bench"},
@@ -68,6 +69,7 @@ PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2
 TORCH_BENCHES = (
     "bench/ceiling",
     "bench/embedding_rates",
+    "bench/kv_tiers_run",
     "bench/kv_transfer_pair",
     "bench/peer_runners",
 )

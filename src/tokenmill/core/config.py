@@ -16,6 +16,7 @@ from tokenmill.core.flags import (
     setting,
 )
 from tokenmill.core.kv import LEASE_S
+from tokenmill.core.tier_sizes import OFFLOADING
 
 GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
@@ -79,6 +80,13 @@ class CacheConfig:
         "none",
         "How KV moves to and from other engines; auto: shm on one host, nixl to others and GPUs.",
         flag="kv-connector",
+    )
+    offloading: str | None = setting(
+        None,
+        "Keep KV blocks that leave the device, such as host=8GiB,disk=/var/kv:100GiB: in host "
+        "memory of each worker, then in a folder that workers share.",
+        OFFLOADING,
+        flag="kv-offloading",
     )
     feature_connector: Literal["none", "auto", "nixl", "shm"] = "none"  # the same of images
 

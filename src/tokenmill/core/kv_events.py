@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tokenmill.core.tier_sizes import DEVICE
+
 Hash = int
 
 
@@ -14,13 +16,15 @@ class Stored:
 
     parent: Hash | None  # of the first; the salt's seed at a root, None where it is not known
     hashes: list[Hash]
+    tier: str = DEVICE
 
 
 @dataclass(slots=True)
 class Removed:
-    """Blocks are no longer cached."""
+    """Blocks are no longer cached, or no longer in a tier behind the device."""
 
     hashes: list[Hash]
+    tier: str = DEVICE
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Cleared:
 Event = Stored | Removed | Cleared
 
 
-PackedEvent = tuple[str, list[Hash], Hash | None]  # on every wire: kind, hashes, parent
+PackedEvent = tuple[str, list[Hash], Hash | None]  # on every wire: kind and tier, hashes, parent
 
 
 def pack_events(events: Iterable[Event]) -> list[PackedEvent]:
@@ -41,12 +45,16 @@ def pack_events(events: Iterable[Event]) -> list[PackedEvent]:
 
 def _pack(event: Event) -> PackedEvent:
     match event:
-        case Stored(parent=parent, hashes=hashes):
-            return "stored", hashes, parent
-        case Removed(hashes=hashes):
-            return "removed", hashes, None
+        case Stored(parent=parent, hashes=hashes, tier=tier):
+            return _kind("stored", tier), hashes, parent
+        case Removed(hashes=hashes, tier=tier):
+            return _kind("removed", tier), hashes, None
         case Cleared():
             return "cleared", [], None
+
+
+def _kind(kind: str, tier: str) -> str:
+    return kind if tier == DEVICE else f"{kind} {tier}"
 
 
 def unpack_events(packed: Iterable[PackedEvent]) -> list[Event]:
@@ -55,9 +63,10 @@ def unpack_events(packed: Iterable[PackedEvent]) -> list[Event]:
 
 
 def _unpack(kind: str, hashes: list[Hash], parent: Hash | None) -> Event:
+    kind, _, tier = kind.partition(" ")
     if kind == "stored":
-        return Stored(parent, hashes)
-    return Removed(hashes) if kind == "removed" else Cleared()
+        return Stored(parent, hashes, tier or DEVICE)
+    return Removed(hashes, tier or DEVICE) if kind == "removed" else Cleared()
 
 
 @dataclass(slots=True)
@@ -74,6 +83,9 @@ class Dump:
 
     sequence: int
     hashes: list[Hash]
+    tiers: dict[str, list[Hash]] = field(
+        default_factory=dict
+    )  # the same of tiers behind the device
 
 
 class EventJournal:
@@ -82,19 +94,20 @@ class EventJournal:
     def __init__(self) -> None:
         self._events: list[Event] = []
 
-    def stored(self, parent: Hash | None, block_hash: Hash) -> None:
+    def stored(self, parent: Hash | None, block_hash: Hash, tier: str = DEVICE) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(last, Stored) and last.hashes[-1] == parent:
+        follows = isinstance(last, Stored) and (tier != DEVICE or last.hashes[-1] == parent)
+        if isinstance(last, Stored) and follows and last.tier == tier:
             last.hashes.append(block_hash)
         else:
-            self._events.append(Stored(parent, [block_hash]))
+            self._events.append(Stored(parent, [block_hash], tier))
 
-    def removed(self, block_hash: Hash) -> None:
+    def removed(self, block_hash: Hash, tier: str = DEVICE) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(last, Removed):
+        if isinstance(last, Removed) and last.tier == tier:
             last.hashes.append(block_hash)
         else:
-            self._events.append(Removed([block_hash]))
+            self._events.append(Removed([block_hash], tier))
 
     def cleared(self) -> None:
         """Whatever came before no longer matters."""
@@ -120,6 +133,6 @@ class EventPublisher:
         self._sequence += 1
         return EventBatch(self._sequence, events)
 
-    def dump(self, hashes: Iterable[Hash]) -> Dump:
+    def dump(self, hashes: Iterable[Hash], tiers: dict[str, list[Hash]] | None = None) -> Dump:
         """The pool's state now. Events not taken yet are in it too; to apply them again is safe."""
-        return Dump(self._sequence, list(hashes))
+        return Dump(self._sequence, list(hashes), tiers or {})

@@ -322,25 +322,29 @@ class EngineStats:
     num_gpus: int = 0  # or, on CPU, processes that compute
     gpu_s: float = 0.0  # time that has passed, times GPUs
     gpu_idle_s: float = 0.0  # of it, without a request to compute
+    num_loading: int = 0  # requests whose KV comes back from a tier
+    tiers: dict[str, float] = field(default_factory=dict)  # of kv/tiers/offloading.py
 
 
+_BY_NAME = ("num_finished", "tiers")
 _BY_POSITION = ("num_drafted", "num_accepted", "step_sums")
 _RATIOS = ("rank_imbalance", "rank_imbalance_before")
 
 
 def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
     """The sums of two engines' stats; of ratios the larger one."""
-    finished = dict(a.num_finished)
-    for reason, num in b.num_finished.items():
-        finished[reason] = finished.get(reason, 0) + num
-    other = ("num_finished", *_BY_POSITION)
+    other = (*_BY_NAME, *_BY_POSITION)
     names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
-    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
+    sums: dict[str, Any] = {name: getattr(a, name) + getattr(b, name) for name in names}
     sums |= {name: max(getattr(a, name), getattr(b, name)) for name in _RATIOS}
     for name in _BY_POSITION:
         pairs = zip_longest(getattr(a, name), getattr(b, name), fillvalue=0)
         sums[name] = [sum(counts) for counts in pairs]
-    return EngineStats(**sums, num_finished=finished)
+    for name in _BY_NAME:
+        sums[name] = dict(getattr(a, name))
+        for key, num in getattr(b, name).items():
+            sums[name][key] = sums[name].get(key, 0) + num
+    return EngineStats(**sums)
 
 
 def no_room(num_prompt_tokens: int, max_model_len: int) -> str:

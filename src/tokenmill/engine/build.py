@@ -40,6 +40,7 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
 from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
 from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
+from tokenmill.engine.open_tiers import open_tiers
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.ranks.rank_messages import Order
@@ -51,6 +52,7 @@ from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.features import FeatureReader
+from tokenmill.kv.tiers.page_copies import STAGED_BYTES
 from tokenmill.layers.linear import ComputeType, activation_dtype
 from tokenmill.models import family_of
 from tokenmill.models.checkpoints.shards import local_spec, plan_layout, wanted
@@ -201,6 +203,8 @@ def load_part(
     network = _load(checkpoint, loaded, max_len, device, layout, progress, alone)
     mtp = _load_draft(draft_files, network, loaded) if has_module else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
+    if cache.offloading is not None:
+        reserve += 2 * STAGED_BYTES
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
     groups = plan_groups(cached.layer_windows, cached.num_layers - network.spec.num_layers)
@@ -256,7 +260,8 @@ def make_engine(
     # Ranks that schedule for themselves count their own time, rank 0 that of all others.
     num_gpus = 1 if setup.parallel.attention_dp else setup.parallel.num_ranks
     meter = StepMeter(WorkWeights.of(spec, setup.model.device), num_gpus)
-    policy = make_scheduler(scheduler, pool, eos, execution, part.link is not None, meter)
+    moves_kv = part.link is not None or cache.offloading is not None
+    policy = make_scheduler(scheduler, pool, eos, execution, moves_kv, meter)
     policy.looks_up = setup.model.draft == NGRAM
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
@@ -272,6 +277,7 @@ def make_engine(
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
         kv=kv,
+        tiers=open_tiers(setup, policy, kv_cache, part.cached),
         features=features,
         drafting=_drafting(execution, policy.looks_up),
         vision=spec.vision,

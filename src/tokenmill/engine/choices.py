@@ -46,6 +46,7 @@ def resolve_setup(asked: Setup) -> Setup:
     model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
     set_mode(execution)
     _check_drafts(model, execution)
+    _check_offloading(asked)
     path = store.resolve(model.model)
     spec = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed).spec
     size = parallel.num_ranks
@@ -95,6 +96,21 @@ def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
     for name, value in given.items():
         if value is not None and not execution.mtp:
             raise ModelLoadError(f"--{name} {value} needs --mtp N, the tokens to draft in a step")
+
+
+def _check_offloading(asked: Setup) -> None:
+    """Refuse flags that leave --kv-offloading without a use."""
+    if asked.cache.offloading is None:
+        return
+    problem = None
+    if not asked.cache.prefix_cache:
+        problem = "the prefix cache: leave out --no-prefix-cache"
+    elif not asked.scheduler.chunked_prefill:
+        problem = "chunked prefill: leave out --no-chunked-prefill"
+    elif asked.parallel.num_ranks > 1:
+        problem = f"an engine of one rank, not {asked.parallel.num_ranks}: leave out --tp and --ep"
+    if problem:
+        raise ModelLoadError(f"--kv-offloading {asked.cache.offloading} needs {problem}")
 
 
 def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:

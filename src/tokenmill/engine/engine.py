@@ -23,6 +23,7 @@ from tokenmill.core.types import (
 from tokenmill.engine.drafts.drafting import Drafting
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.structured import StructuredOutputs, follow
+from tokenmill.kv.tiers.offloading import KVTiers
 from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.routing.step_rates import StepSums
@@ -75,6 +76,7 @@ class LanguageEngine:
         clock: Callable[[], int] = time.monotonic_ns,
         launcher: Launcher | None = None,
         kv: KVTransfer | None = None,
+        tiers: KVTiers | None = None,
         features: FeatureReader | None = None,
         drafting: Drafting | None = None,
         vision: VisionSpec | None = None,
@@ -84,6 +86,7 @@ class LanguageEngine:
         self._runner = runner
         self._launcher = launcher
         self.kv = kv
+        self.tiers = tiers
         self.features = features  # of images that others encode
         # Launched at a time, its tokens not known yet.
         self._in_flight: tuple[Batch, Launched, int] | None = None
@@ -130,6 +133,8 @@ class LanguageEngine:
             self._meter.idle(now_ns)
         if self.kv is not None:
             self.kv.poll(now_ns, self._lose)
+        if self.tiers is not None:
+            self.tiers.poll()
         if self.features is not None:
             self.features.poll(self._lose)
         self._admit(now_ns)
@@ -139,6 +144,8 @@ class LanguageEngine:
         outputs = [] if overlap else self._collect()
         batch = self._scheduler.schedule(now_ns, hold_context)
         batch.num_to_draft = to_draft
+        if self.tiers is not None:
+            self.tiers.exchange()
         outputs += self._take_finished()
         if self._launcher is not None and overlap:
             outputs += self._launch(batch, self._launcher)
@@ -163,6 +170,7 @@ class LanguageEngine:
         """True while a step() would do something."""
         waiting = bool(self._finished or self._structured.num_waiting or self._in_flight)
         reading = self.features is not None and self.features.busy
+        reading = reading or (self.tiers is not None and self.tiers.busy)
         return waiting or reading or self._scheduler.has_work()
 
     def drain(self) -> None:
@@ -176,6 +184,7 @@ class LanguageEngine:
         stats = self._scheduler.stats()
         stats.num_waiting += self._structured.num_waiting
         stats.step_sums = self._steps.values
+        stats.tiers = {} if self.tiers is None else self.tiers.stats()
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count
         return stats
@@ -200,7 +209,8 @@ class LanguageEngine:
 
     def kv_dump(self) -> Dump:
         """Return all blocks that are cached now."""
-        return self.kv_events().dump(self._scheduler.pool.cached_hashes())
+        stored = {} if self.tiers is None else self.tiers.hashes()
+        return self.kv_events().dump(self._scheduler.pool.cached_hashes(), stored)
 
     # Requests come and go outside the scheduler.
 
@@ -302,7 +312,7 @@ class LanguageEngine:
         """Give others a moment instead of spinning: compile threads, engines that read blocks."""
         if self._structured.num_waiting:
             self._structured.wait()
-        elif (self.kv is not None or self.features is not None) and self.has_work():
+        elif (self.kv, self.features, self.tiers) != (None, None, None) and self.has_work():
             time.sleep(_BLOCKED_WAIT_S)
 
     def _execute(self, batch: Batch) -> list[RequestOutput]:

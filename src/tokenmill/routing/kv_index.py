@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from tokenmill.core.kv_events import Dump, Event, EventBatch, Removed, Stored
+from tokenmill.core.tier_sizes import DEVICE, DISK, HOST
 from tokenmill.sched.cache.blocks import U64
 
 MAX_PENDING = 256  # batches kept while a dump is on its way
@@ -39,6 +41,8 @@ class KVIndex:
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
+        # The same of tiers behind the devices; together with them a worker holds whole prefixes.
+        self._tiers: dict[str, dict[int, int]] = {HOST: {}, DISK: {}}
         self._masks: dict[int, int] = {}  # equal masks are one object
         self._workers: dict[str, _Worker] = {}
         self._names: dict[int, str] = {}  # by bit number
@@ -97,19 +101,22 @@ class KVIndex:
         pending, worker.pending = worker.pending or (), None
         self._clear(name, worker)
         self._store(worker, dump.hashes)
+        for tier, hashes in dump.tiers.items():
+            self._store(worker, hashes, tier)
         worker.sequence = dump.sequence
         return all([self.apply(name, batch) for batch in pending])
 
     def _apply(self, name: str, worker: _Worker, event: Event) -> None:
         if isinstance(event, Stored):
-            self._store(worker, event.hashes)
+            self._store(worker, event.hashes, event.tier)
         elif isinstance(event, Removed):
-            self._remove(worker, event.hashes)
+            self._remove(worker, event.hashes, event.tier)
         else:
             self._clear(name, worker)
 
-    def _store(self, worker: _Worker, hashes: Iterable[int]) -> None:
-        holders, masks, bit = self._holders, self._masks, worker.bit
+    def _store(self, worker: _Worker, hashes: Iterable[int], tier: str = DEVICE) -> None:
+        holders = self._holders if tier == DEVICE else self._tiers[tier]
+        masks, bit = self._masks, worker.bit
         known = holders.get
         added = 0
         for block_hash in hashes:
@@ -119,18 +126,19 @@ class KVIndex:
             added += 1
             mask |= bit
             holders[block_hash] = masks.setdefault(mask, mask)
-        worker.num_blocks += added
+        worker.num_blocks += added if tier == DEVICE else 0
         if len(masks) > MAX_MASKS:
             masks.clear()
 
-    def _remove(self, worker: _Worker, hashes: Iterable[int]) -> None:
-        holders, masks, bit, live = self._holders, self._masks, worker.bit, self._live
+    def _remove(self, worker: _Worker, hashes: Iterable[int], tier: str = DEVICE) -> None:
+        holders = self._holders if tier == DEVICE else self._tiers[tier]
+        masks, bit, live = self._masks, worker.bit, self._live
         known = holders.get
         for block_hash in hashes:
             mask = known(block_hash, 0)
             if not mask & bit:
                 continue
-            worker.num_blocks -= 1
+            worker.num_blocks -= tier == DEVICE
             mask = (mask ^ bit) & live
             if mask:
                 holders[block_hash] = masks.setdefault(mask, mask)
@@ -161,11 +169,16 @@ class KVIndex:
         """Drop the retired bits everywhere."""
         live, masks = self._live, self._masks
         masks.clear()
-        kept = ((block_hash, mask & live) for block_hash, mask in self._holders.items())
-        self._holders = {h: masks.setdefault(mask, mask) for h, mask in kept if mask}
+        self._holders = self._swept(self._holders)
+        self._tiers = {tier: self._swept(holders) for tier, holders in self._tiers.items()}
         self._predicted = {h: mask & live for h, mask in self._predicted.items()}
         self._ends = deque(end for end in self._ends if end[1] & live)
         self._retired = 0
+
+    def _swept(self, holders: dict[int, int]) -> dict[int, int]:
+        live, masks = self._live, self._masks
+        kept = ((block_hash, mask & live) for block_hash, mask in holders.items())
+        return {h: masks.setdefault(mask, mask) for h, mask in kept if mask}
 
     # Without events, or before the first one.
 
@@ -239,12 +252,43 @@ class KVIndex:
                     self._note(found, further, _depth(first + more))
         return found
 
+    def tier_overlaps(self, chain: U64) -> Iterator[tuple[str, dict[str, int]]]:
+        """By tier, the nearest first: how many leading blocks a worker has there or nearer."""
+        together = [self._holders]
+        for tier, holders in self._tiers.items():
+            if not holders:
+                continue
+            together = [*together, holders]
+            found: dict[str, int] = {}
+            for depth, mask in by_depth(_Together(together), chain, self._live):
+                self._note(found, mask, depth)
+            yield tier, found
+
     def _note(self, found: dict[str, int], mask: int, depth: int) -> None:
         names = self._names
         while mask:
             number = mask.bit_length() - 1
             found[names[number]] = depth
             mask ^= 1 << number
+
+
+class _Holders(Protocol):
+    """Block hash -> mask."""
+
+    def get(self, key: int, default: int, /) -> int: ...
+
+
+class _Together:
+    """Holders of a block in any of several tiers."""
+
+    def __init__(self, tiers: list[dict[int, int]]) -> None:
+        self._tiers = tiers
+
+    def get(self, key: int, default: int, /) -> int:
+        mask = default
+        for holders in self._tiers:
+            mask |= holders.get(key, 0)
+        return mask
 
 
 def _marks(chain: U64) -> U64:
@@ -262,7 +306,7 @@ def _depth(num_marks: int) -> int:
     return num_marks if num_marks < STRIDE else STRIDE * (num_marks - STRIDE + 1)
 
 
-def by_depth(holders: dict[int, int], chain: U64, among: int) -> Iterator[tuple[int, int]]:
+def by_depth(holders: _Holders, chain: U64, among: int) -> Iterator[tuple[int, int]]:
     """By bisection: (depth, mask of those `among` that hold exactly so many blocks, but some)."""
     known, item = holders.get, chain.item
     last = len(chain) - 1

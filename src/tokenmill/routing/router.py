@@ -32,6 +32,7 @@ import numpy as np
 
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
+from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.load_report import Announcement, LoadReport
@@ -46,6 +47,9 @@ MEMORY = 256  # answers whose mean length is expected
 MAX_PREFIXES = 4096  # whose uses are counted
 USE_DECAY = 0.5 ** (1 / 256)  # of a use with each decision
 AHEAD = 16  # requests of each worker that a copy of a prefix is made for
+# What a token takes that comes back from a tier, as a share of its computation: copies of host
+# memory are ten times as fast or more, and a disk is slower by as much as it varies.
+TIER_PRICES = {HOST: 0.1, DISK: 0.3}
 FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, before any was routed
 
 
@@ -249,7 +253,7 @@ class Router:
         chain = hash_chain(token_ids, size, salt=salt) if self.policy.knows_blocks else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
         held = max(cached.values(), default=0)
-        prefix = chain.item(held // size - 1) if chain is not None and held else None
+        prefix = chain.item(held // size - 1) if chain is not None and held >= size else None
         num_uses = 1.0 if chain is None else self._num_uses(prefix, cached)
         num_waiting = 1.0 + self._waited_tokens / self._own_tokens
         copy_ms = self._prices.uncached * num_waiting / num_uses
@@ -372,7 +376,10 @@ class Router:
         self._lines[slot] = self._prices.line(load)
 
     def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
-        """Prompt tokens that each worker has cached, as far as is known; one is always computed."""
+        """Prompt tokens that each worker has cached, as far as is known; one is always computed.
+
+        Tokens in a tier behind the device count as far as they are cheaper than computed ones.
+        """
         if self.config.events:
             self.index.expire(now_s)
         else:
@@ -380,7 +387,16 @@ class Router:
         size = self.config.block_size
         most = (num_tokens - 1) // size * size
         overlaps = self.index.overlaps(chain)
-        return {name: min(depth * size, most) for name, depth in overlaps.items()}
+        cached = {name: min(depth * size, most) for name, depth in overlaps.items()}
+        reached = cached.copy()
+        for tier, found in self.index.tier_overlaps(chain):
+            for name, depth in found.items():
+                more = min(depth * size, most) - reached.get(name, 0)
+                if more > 0:
+                    worth = round(more * (1.0 - TIER_PRICES[tier]))
+                    cached[name] = cached.get(name, 0) + worth
+                    reached[name] = reached.get(name, 0) + more
+        return cached
 
     def _assume_others(self, now_s: float) -> None:
         """Place what other fronts are taken to have sent, where it costs least."""

@@ -10,6 +10,7 @@ from tokenmill.sched.cache.block_ledger import BlockLedger
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.cache.encoder_cache import EncoderCache
 from tokenmill.sched.cache.prefix import cache_blocks, match_prefix
+from tokenmill.sched.loading import Loading, StoredPrefix, find_stored
 from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
@@ -83,6 +84,7 @@ class Admission:
         queues: RequestQueues,
         ledger: BlockLedger,
         receiving: Receiving,
+        loading: Loading,
         images: EncoderCache,
         counters: EngineStats,
         meter: StepMeter,
@@ -93,6 +95,7 @@ class Admission:
         self._queues = queues
         self._ledger = ledger
         self._receiving = receiving
+        self._loading = loading
         self._pool = ledger.pool
         self._counters = counters
 
@@ -140,6 +143,10 @@ class Admission:
                 return
             if seq.remote:
                 if not self._receive(seq, step.now_ns):
+                    return
+                continue
+            if self._pool.tiers is not None and (stored := find_stored(self._pool, seq)):
+                if not self._load(seq, stored):
                     return
                 continue
             num_new = self._start(seq, step.budget, step)
@@ -191,13 +198,25 @@ class Admission:
         self._receiving.start(seq)
         return True
 
+    def _load(self, seq: Sequence, stored: StoredPrefix) -> bool:
+        """Let tiers fill the first waiting sequence's blocks; False if it has to wait."""
+        total, ledger = -(-seq.num_tokens // self._pool.block_size), self._ledger
+        alone = not self._queues.running
+        if not ledger.fits(seq, stored.matched, total, alone, stored.end):
+            return False
+        self._queues.waiting.pop()
+        self._loading.start(seq, stored)
+        ledger.reserve(total - stored.end)
+        return True
+
     def _occupy(self, seq: Sequence, matched: list[int], total: int, now_ns: int) -> None:
         self._queues.waiting.pop()
         self._ledger.occupy(seq, matched, total)
         if not seq.started:
-            self._count_start(seq, now_ns)
+            self.count_start(seq, now_ns)
 
-    def _count_start(self, seq: Sequence, now_ns: int) -> None:
+    def count_start(self, seq: Sequence, now_ns: int) -> None:
+        """Count a request that begins to run, and what of its prompt was cached."""
         seq.started = True
         seq.scheduled_ns = now_ns
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)

@@ -265,8 +265,9 @@ def make_scheduler(
         return Scheduler(config, pool, eos_token_ids, meter)
     if moves_kv:
         raise TokenmillError(
-            "--record does not go with a KV connector: prompts that another worker computes are "
-            "not recorded; leave out --prefill and --decode, or --record"
+            "--record does not go with a KV connector or --kv-offloading: what is computed "
+            "elsewhere or loaded is not recorded; leave out --prefill, --decode and "
+            "--kv-offloading, or --record"
         )
     path = Path(execution.record_path).expanduser()
     try:

@@ -22,9 +22,11 @@ from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.cache.encoder_cache import EncoderCache
 from tokenmill.sched.cache.leases import Leases
 from tokenmill.sched.cache.prefix import cache_blocks, cache_computed
+from tokenmill.sched.cache.tiers import Page
 from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
 from tokenmill.sched.endings import Endings
 from tokenmill.sched.leap import Quiet, leap, look_ahead
+from tokenmill.sched.loading import Load, Loading
 from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.receiving import Receiving
 from tokenmill.sched.request_queues import RequestQueues
@@ -57,6 +59,9 @@ class Scheduler:
 
     A sequence whose prompt another engine computes is `receiving` outside the batch until its KV is
     here. The engine that computes such a prompt announces its blocks and holds them in `leases`.
+
+    With tiers a sequence whose prefix they hold is `loading` in the same way. What schedule()
+    evicts is in take_evicted() until the batch runs.
 
     Drafts are tokens after the known ones: they take budget and blocks that nobody else needs, and
     update() counts the accepted ones as computed. A caller that overlaps must not bring drafts.
@@ -93,10 +98,11 @@ class Scheduler:
         self.meter = meter or StepMeter()  # the caller tells it when time has passed
         self._endings = Endings(*holders, self.leases, self._counters, self.meter)
         self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
+        self.loading = Loading(*holders)
         # A prompt that may not be split takes its images as they are.
         self.images = EncoderCache(config.encoder_budget if config.chunked_prefill else None)
         self._admission = Admission(
-            config, *holders, self.receiving, self.images, self._counters, self.meter
+            config, *holders, self.receiving, self.loading, self.images, self._counters, self.meter
         )
 
     @property
@@ -156,7 +162,8 @@ class Scheduler:
             num_kv_blocks_used=self.pool.num_used,
             num_kv_blocks_slid=self._ledger.num_slid,
             num_finished=dict(self._counters.num_finished),
-            num_receiving=len(self.receiving),
+            num_receiving=len(self.receiving) - self.loading.num_live,
+            num_loading=self.loading.num_live,
             num_leases=len(self.leases),
             num_leases_expired=self.leases.num_expired,
             num_drafted=list(self._counters.num_drafted),
@@ -217,6 +224,8 @@ class Scheduler:
         self._queues.sweep()
         self.images.begin()
         ledger.reserved = 0
+        if self.loading:
+            self.loading.reserve()
         if self._budget < self._full_budget and ledger.num_launched % _RECOVERY_STEPS == 0:
             self._budget = min(2 * self._budget, self._full_budget)
         step = Step(now_ns, self._budget, hold_context)
@@ -233,6 +242,20 @@ class Scheduler:
         batch = Batch(step.singles + step.chunks, num_tokens, ledger.launch())
         batch.dropped_images = self.images.take_dropped()
         return batch
+
+    def take_evicted(self) -> list[Page]:
+        """What schedule() has evicted, but for what a batch in flight may still write."""
+        unsure = {block_id for _, ids in self._ledger.behind.values() for block_id in ids}
+        unsure.update(self._ledger.dropped)
+        return [page for page in self.pool.take_evicted() if unsure.isdisjoint(page.block_ids)]
+
+    def end_load(self, load: Load, loaded: bool) -> None:
+        """Run the sequence of a load, or let it wait again where that failed."""
+        seq = load.seq
+        if self.loading.over(load, loaded):
+            if not seq.started:
+                self._admission.count_start(seq, self._now_ns)
+            self.meter.takes(seq, seq.num_tokens - seq.num_computed_tokens)
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):
@@ -430,7 +453,11 @@ class Scheduler:
         divisible = batch.num_tokens if self.config.chunked_prefill else len(batch.items)
         if divisible <= 1 or batch.samples is not None:
             return self.fail(batch, message)
-        lost = [seq for seq in self._readers(batch) if seq.remote]
+        readers = self._readers(batch)
+        lost = [seq for seq in readers if seq.remote]
+        for seq in readers:
+            if not seq.remote:
+                self.loading.spoil(seq)
         for seq in [seq for seq, _ in batch.items] + lost:
             self.pool.forget(seq.block_ids + seq.window_ids)
         self._ledger.collect(batch)

@@ -23,6 +23,7 @@ class Sequence:
         "chain",
         "cost",
         "decoding",
+        "digests",
         "draft_ids",
         "finished",
         "image_end",
@@ -80,6 +81,7 @@ class Sequence:
         self.window_first = 0
         # chain[0] is the salt's seed, chain[j + 1] the hash of block j.
         self.chain = [chain_seed(request.cache_salt)]
+        self.digests: list[bytes] = []  # of blocks, where tiers hold what leaves the device
         # block_ids[:num_inserted_blocks] are cached under `parent`, the identity of the last one.
         self.num_inserted_blocks = 0
         self.parent: int | str = request.cache_salt

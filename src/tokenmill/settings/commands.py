@@ -388,6 +388,17 @@ COMMANDS = (
     Setting("num-running", "Requests that decode at once.", count(1), default=512),
     Setting("num-steps", "Steps to measure.", count(1), default=200),
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
+    Setting("conversations", "Conversations, which take turns.", count(1), default=32),
+    Setting("conversation-turns", "Turns of each conversation.", count(1), default=4),
+    Setting("turn-tokens", "Tokens that a user adds in a turn.", count(1), default=112),
+    Setting("answer-tokens", "Tokens of each answer.", count(1), default=16),
+    Setting("num-users", "Requests in flight at a time.", count(1), default=2),
+    Setting(
+        "working-set",
+        "Times that the KV of all conversations is larger than the device's.",
+        number(0.1, 1000),
+        default=4.0,
+    ),
     Setting(
         "decode-batch",
         "Sequences of a step; several sizes are measured one after another.",

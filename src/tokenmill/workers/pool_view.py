@@ -45,6 +45,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float | None = None  # computed there, over ten seconds; None: not known
     warnings: list[str] = []  # that it started with
     kv_tokens: int | None = None  # of one request that its KV cache holds; None: not known
+    tiers: dict[str, float] = {}  # of --kv-offloading: blocks, hits, bytes and seconds
 
     @property
     def up(self) -> bool:
@@ -191,4 +192,5 @@ def worker_view(slot: WorkerSlot, router: Router, entries: list[OpenRequest]) ->
         prompt_tokens_per_s=round(slot.prompt_tokens.per_s(), 1),
         warnings=[] if slot.facts is None else slot.facts.warnings,
         kv_tokens=None if slot.facts is None else slot.facts.kv_tokens,
+        tiers=stats.tiers,
     )

@@ -216,5 +216,7 @@ def _counters(stats: EngineStats) -> EngineStats:
     """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
     stats.num_receiving = stats.num_leases = stats.num_gpus = 0
+    stats.num_loading = 0
     stats.rank_imbalance = stats.rank_imbalance_before = 0.0
+    stats.tiers = {name: n for name, n in stats.tiers.items() if not name.endswith("_blocks")}
     return stats

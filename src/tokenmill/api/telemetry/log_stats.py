@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.core.types import EngineStats
 
 EVERY_S = 10.0
@@ -59,6 +60,9 @@ class StatsLog:
         ]
         if stats.num_kv_blocks:
             parts.append(f"KV cache {stats.num_kv_blocks_used / stats.num_kv_blocks:.1%} used")
+        if tiers := stats.tiers:
+            host, disk = (tiers.get(f"{tier}_blocks", 0) for tier in (HOST, DISK))
+            parts.append(f"{host:.0f} KV blocks in host memory, {disk:.0f} on disk")
         if (queries := now.prefix_queries - before.prefix_queries) > 0:
             parts.append(f"prefix hits {(now.prefix_hits - before.prefix_hits) / queries:.1%}")
         return "; ".join(parts)

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from tokenmill.core.cost import usd_of
 from tokenmill.core.metrics import RequestTimes, acceptance, summarize
+from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.core.types import EngineStats
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.report import FrontCounts
@@ -260,6 +261,7 @@ class ServerMetrics:
             ("num_requests_running", "Requests in the running batch.", s.num_running),
             ("num_requests_waiting", "Requests waiting to run.", s.num_waiting),
             ("num_requests_receiving", "Requests whose KV is on its way.", s.num_receiving),
+            ("num_requests_loading", "Requests whose KV comes from a tier.", s.num_loading),
             ("kv_leases", "Prompts whose KV is held for another engine.", s.num_leases),
             ("kv_cache_usage", "Share of KV blocks held by running requests, 0 to 1.", usage),
             ("prefix_cache_hit_rate", "Prompt tokens found in the cache / looked up.", rate),
@@ -312,8 +314,33 @@ class ServerMetrics:
             for position, count in enumerate(counts, 1):
                 drafts.add_metric([self._model, str(position)], float(count))
             yield drafts
+        yield from self._tiers()
         yield from self._images()
         yield from self.own_counters()
+
+    def _tiers(self) -> Iterator[Metric]:
+        """What `--kv-offloading` holds, copies and finds; nothing without it."""
+        counts = self._stats.tiers
+        if not counts:
+            return
+        labels = ["model_name", "tier"]
+        held = GaugeMetricFamily("tokenmill_kv_tier_blocks", "KV blocks in a tier.", labels=labels)
+        for tier in (HOST, DISK):
+            held.add_metric([self._model, tier], counts.get(f"{tier}_blocks", 0.0))
+        yield held
+        hits: Counts = {(tier,): counts.get(f"{tier}_hit_tokens", 0.0) for tier in (HOST, DISK)}
+        yield self._labelled("kv_tier_hit_tokens", "Prompt tokens from a tier.", ["tier"], hits)
+        ways = {"save": "saved", "load": "loaded", "disk_write": "disk_written"}
+        ways["disk_read"] = "disk_read"
+        copied: Counts = {(way,): counts.get(f"{key}_bytes", 0.0) for way, key in ways.items()}
+        yield self._labelled("kv_tier_bytes", "Bytes of KV that were copied.", ["way"], copied)
+        seconds: Counts = {(way,): counts.get(f"{way}_s", 0.0) for way in ("save", "load")}
+        yield self._labelled("kv_tier_copy_seconds", "Time that copies took.", ["way"], seconds)
+        lost: Counts = {
+            ("dropped",): counts.get("dropped", 0.0),
+            ("corrupt",): counts.get("disk_corrupt", 0.0),
+        }
+        yield self._labelled("kv_tier_lost_blocks", "Blocks that tiers lost.", ["why"], lost)
 
     def _images(self) -> Iterator[Metric]:
         """Images on their way from a call to a step."""

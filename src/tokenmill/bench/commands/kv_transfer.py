@@ -1,10 +1,13 @@
-"""tokenmill bench kv-transfer."""
+"""tokenmill bench kv-transfer and kv-tiers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.settings import SETTINGS, Settings
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, SETTINGS, Settings
 
 PANELS = {
     "Benchmark": tuple(
@@ -42,4 +45,60 @@ def kv_transfer(settings: Settings) -> None:
     console.print_json(report)
 
 
-COMMANDS = (BenchCommand("kv-transfer", kv_transfer, PANELS),)
+OWN = ("conversations", "conversation-turns", "turn-tokens", "answer-tokens", "num-users",
+       "working-set")  # fmt: skip
+TIER_PANELS = {
+    "Benchmark": tuple(SETTINGS[key] for key in (*OWN, "json-only")),
+    "Model": MODEL,
+    "KV cache": CACHE,
+    "Scheduler": SCHEDULER,
+    "Execution": EXECUTION,
+}
+DEFAULT_TIERS = "host=1GiB"
+
+
+def kv_tiers(settings: Settings) -> None:
+    """TTFT of conversations that the device cannot hold, with KV tiers and without.
+
+    The KV of all conversations is 4 times the device's (--working-set), and each
+    comes back after all others have spoken: without tiers its prompt is computed
+    anew. The same engine runs twice, first without --kv-offloading, then with it.
+    Copies of blocks are measured beside a plain copy of as many bytes.
+
+    tokenmill bench kv-tiers
+    tokenmill bench kv-tiers --kv-offloading host=64MiB,disk=/var/kv:10GiB
+    """
+    from tokenmill.bench.commands.throughput import model_path
+    from tokenmill.bench.kv_tiers_run import Conversations, measure
+    from tokenmill.engine.choices import resolve_setup
+
+    asked = settings.setup()
+    model = replace(asked.model, model=str(model_path(asked.model)))
+    cache = replace(asked.cache, offloading=asked.cache.offloading or DEFAULT_TIERS)
+    setup = resolve_setup(replace(asked, model=model, cache=cache))
+    load = Conversations(*(settings.get(key) for key in OWN[:-1]))
+    report = measure(setup, load, settings.get("working-set"))
+    if not settings.get("json-only"):
+        _print(report)
+    console.print_json(report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    rows = [["tiers", "TTFT mean", "p99", "prompt tokens", "computed", "seconds"]]
+    for name, run in report["runs"].items():
+        ttft = run["ttft_ms"]
+        rows.append([name, f"{ttft['mean']:.0f} ms", f"{ttft['p99']:.0f} ms",
+                     f"{run['prompt_tokens']:,}", f"{run['computed_tokens']:,}",
+                     f"{run['seconds']:.1f}"])  # fmt: skip
+    console.print_table(rows)
+    copies = report["copies"]
+    console.note(
+        f"blocks to host memory {copies['save_gb_s']:.2f} GB/s, back {copies['load_gb_s']:.2f} "
+        f"GB/s, a plain copy {copies['plain_gb_s']:.2f} GB/s"
+    )
+
+
+COMMANDS = (
+    BenchCommand("kv-transfer", kv_transfer, PANELS),
+    BenchCommand("kv-tiers", kv_tiers, TIER_PANELS),
+)

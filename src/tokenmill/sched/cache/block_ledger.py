@@ -38,11 +38,21 @@ class BlockLedger:
         self._deferred: list[tuple[int, Sequence]] = []
         self._abandoned: list[Sequence] = []  # ended, but a transfer may still write to its blocks
 
-    def fits(self, seq: Sequence, matched: list[int], total: int, alone: bool) -> bool:
-        """Whether `total` blocks, the matched ones among them, fit beside the running ones."""
+    def fits(
+        self,
+        seq: Sequence,
+        matched: list[int],
+        total: int,
+        alone: bool,
+        stored_end: int | None = None,
+    ) -> bool:
+        """Whether `total` blocks, the matched ones among them, fit beside the running ones.
+
+        Up to `stored_end` tiers hold what the device has not matched.
+        """
         needed = total - len(matched) + self.pool.num_revived(matched)
         if self._num_groups:
-            first, beside = self._seen(seq, matched)
+            first, beside = self._seen(seq, matched, stored_end)
             num_seen = min(total - first, self._most_seen)
             needed += num_seen * self._num_groups - len(beside)
             needed += self.pool.num_revived(beside)
@@ -50,7 +60,9 @@ class BlockLedger:
             needed += self.reserved + self.watermark
         return needed <= self.pool.num_free
 
-    def _seen(self, seq: Sequence, matched: list[int]) -> tuple[int, list[int]]:
+    def _seen(
+        self, seq: Sequence, matched: list[int], stored_end: int | None = None
+    ) -> tuple[int, list[int]]:
         """The first block that sliding layers see after the matched ones, and what is cached of it.
 
         Of a sequence that another engine computes: after its prompt, and nothing.
@@ -58,7 +70,8 @@ class BlockLedger:
         size = self.pool.block_size
         if seq.remote:
             return self._sliding.first_block(seq.num_tokens, size), []
-        first = self._sliding.first_block(len(matched) * size, size)
+        end = len(matched) if stored_end is None else stored_end
+        first = self._sliding.first_block(end * size, size)
         return first, [b for block_id in matched[first:] for b in self.pool.beside(block_id)]
 
     def reserve(self, num_blocks: int) -> None:
@@ -76,10 +89,37 @@ class BlockLedger:
             num_more = (total - first) * groups - len(beside)
             seq.window_first, seq.window_ids = first, beside + pool.allocate(num_more)
         seq.block_ids = matched + pool.allocate(total - len(matched))
-        seq.capacity = total * pool.block_size
-        seq.num_computed_tokens = len(matched) * pool.block_size
+        self._begin(seq, matched)
+
+    def occupy_stored(
+        self, seq: Sequence, matched: list[int], end: int
+    ) -> list[tuple[int, list[int]]]:
+        """Give a sequence `end` blocks; returns those of sliding layers that are to be loaded.
+
+        They are (index, blocks) of what the next token sees and the device does not cache.
+        """
+        pool, groups, absent = self.pool, self._num_groups, []
+        pool.acquire(matched)
+        if groups:
+            first, beside = self._seen(seq, matched, end)
+            pool.acquire(beside)
+            seq.window_first, seq.window_ids = first, []
+            for index in range(first, end):
+                ids = list(pool.beside(matched[index])) if index < len(matched) else []
+                if not ids:
+                    ids = pool.allocate(groups)
+                    absent.append((index, ids))
+                seq.window_ids += ids
+        seq.block_ids = matched + pool.allocate(end - len(matched))
+        self._begin(seq, matched)
+        return absent
+
+    def _begin(self, seq: Sequence, matched: list[int]) -> None:
+        size = self.pool.block_size
+        seq.capacity = len(seq.block_ids) * size
+        seq.num_computed_tokens = len(matched) * size
         seq.num_inserted_blocks = len(matched)
-        seq.parent = pool.identity(matched[-1]) if matched else seq.request.cache_salt
+        seq.parent = self.pool.identity(matched[-1]) if matched else seq.request.cache_salt
 
     def take_slot(self, seq: Sequence) -> None:
         """Give a sequence a row, and tell the runner of all its blocks."""
@@ -229,7 +269,7 @@ class BlockLedger:
         assert all(seq.block_ids for seq in holders), "an ended sequence gave its blocks back early"
         slots = [seq.slot for seq in holders] + self._free_slots
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or held twice"
-        assert all(seq.remote and seq.slot == -1 for seq in receiving + self._abandoned)
+        assert all(seq.slot == -1 for seq in receiving + self._abandoned)
         holders += receiving + self._abandoned
         self.pool.check_integrity([seq.block_ids + seq.window_ids for seq in holders] + leased)
 

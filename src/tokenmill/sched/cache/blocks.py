@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tokenmill.core.kv_events import EventJournal
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
+from tokenmill.sched.cache.tiers import WINDOW, Page, Tiers
 
 U64 = npt.NDArray[np.uint64]
 
@@ -166,11 +167,19 @@ class BlockPool:
         self._next_identity = 1
         self._beside: dict[int, tuple[int, ...]] = {}  # identity: blocks of sliding layers
         self._journal: EventJournal | None = None
+        self.tiers: Tiers | None = None  # they hold what is evicted
+        # With tiers: the names of cached blocks by identity, and what is evicted and still there.
+        self._names: dict[int, bytes] = {}
+        self._evicted: dict[bytes, Page] = {}
 
     def record_events(self) -> EventJournal:
         """The journal of what is cached and forgotten from now on; without one nobody listens."""
         if self._journal is None:
             self._journal = EventJournal()
+        return self._journal
+
+    @property
+    def journal(self) -> EventJournal | None:
         return self._journal
 
     def cached_hashes(self) -> list[int]:
@@ -202,10 +211,31 @@ class BlockPool:
                 block_id = plain.pop()
             else:
                 block_id, _ = self._evictable.popitem(last=False)
+                if self._names:
+                    self._note_evicted(block_id)
                 self._forget(block_id)
             self._refs[block_id] = 1
             taken.append(block_id)
         return taken
+
+    def _note_evicted(self, block_id: int) -> None:
+        identity = self._identities[block_id]
+        name = self._names.get(identity)
+        if name is None:
+            return
+        if self._tokens[block_id]:
+            self._evicted[name] = Page(name, (block_id,))
+        if identity in self._beside:
+            self._evicted[name + WINDOW] = Page(name + WINDOW, self._beside[identity])
+
+    def take_evicted(self) -> list[Page]:
+        """What was evicted since the last call; the next batch may overwrite it."""
+        evicted, self._evicted = self._evicted, {}
+        return list(evicted.values())
+
+    def is_leaving(self, name: bytes) -> bool:
+        """Whether take_evicted() will have it."""
+        return name in self._evicted
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one reference to each block, tail first so that prefixes are evicted last."""
@@ -260,11 +290,13 @@ class BlockPool:
         parent: int | str,
         tokens: tuple[int, ...],
         parent_hash: int | None = None,
+        name: bytes | None = None,
     ) -> int:
         """Cache a full, referenced block; returns the identity that its child names as parent.
 
         Of two blocks with equal content the first stays cached. Another block with the same hash
-        is a collision or hangs on an evicted parent: the newcomer takes its place.
+        is a collision or hangs on an evicted parent: the newcomer takes its place. `name` is that
+        of the block in tiers, if there are any.
         """
         holder = self._by_hash.get(block_hash)
         if holder is not None:
@@ -278,6 +310,8 @@ class BlockPool:
         self._tokens[block_id] = tokens
         self._parents[block_id] = parent
         self._identities[block_id] = identity
+        if name is not None:
+            self._names[identity] = name
         if self._journal is not None:
             self._journal.stored(parent_hash, block_hash)
         return identity
@@ -311,6 +345,7 @@ class BlockPool:
         if self._tokens[block_id]:
             block_hash = self._hashes[block_id]
             del self._by_hash[block_hash]
+            self._names.pop(self._identities[block_id], None)
             self._uncache(block_id)
             if self._journal is not None:
                 self._journal.removed(block_hash)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from struct import pack
+
 from tokenmill.core.images import content_ids
 from tokenmill.sched.cache.blocks import BlockPool, block_hashes, next_block_hashes
+from tokenmill.sched.cache.tiers import block_name, next_digest, root_digest
 from tokenmill.sched.sequence import Item, Sequence
 
 
@@ -13,6 +17,14 @@ def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
     One token is left to compute, unless another engine does it. Then blocks of sliding layers come
     from there, too; else they must be cached, as far as the next token sees.
     """
+    matched = match_full(pool, seq)
+    if pool.sliding.num_groups and not seq.remote:
+        del matched[num_seen(pool, len(matched), lambda i: bool(pool.beside(matched[i]))) :]
+    return matched
+
+
+def match_full(pool: BlockPool, seq: Sequence) -> list[int]:
+    """The cached blocks of full layers, whatever is cached of sliding ones."""
     if not pool.prefix_cache:
         return []
     chain, size = seq.chain, pool.block_size
@@ -23,23 +35,31 @@ def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
     if seq.prompt_logprobs is not None:  # each prompt position has to be computed
         return []
     limit = (seq.num_tokens - (not seq.remote)) // size
-    matched = pool.match(_contents(seq), chain[1 : limit + 1], seq.request.cache_salt)
-    if pool.sliding.num_groups and not seq.remote:
-        del matched[_num_seen(pool, matched) :]
-    return matched
+    return pool.match(_contents(seq), chain[1 : limit + 1], seq.request.cache_salt)
 
 
-def _num_seen(pool: BlockPool, matched: list[int]) -> int:
+def num_seen(pool: BlockPool, end: int, has_window: Callable[[int], bool]) -> int:
     """The most of these blocks after which sliding layers find all that the next token sees."""
     sliding, size = pool.sliding, pool.block_size
-    end = len(matched)
     first = sliding.first_block(end * size, size)
-    for index in range(len(matched) - 1, -1, -1):
+    for index in range(end - 1, -1, -1):
         if index < first:
             break
-        if not pool.beside(matched[index]):
+        if not has_window(index):
             end, first = index, sliding.first_block(index * size, size)
     return end
+
+
+def name_in_tiers(pool: BlockPool, seq: Sequence, index: int) -> bytes:
+    """The name of one of a sequence's full blocks, of which the chain is hashed."""
+    assert pool.tiers is not None
+    digests, size = seq.digests, pool.block_size
+    above = digests[-1] if digests else root_digest(pool.tiers.root, seq.request.cache_salt)
+    for number in range(len(digests), index + 1):
+        contents = pack(f"<{size}q", *_contents(seq, number * size, (number + 1) * size))
+        above = next_digest(above, contents)
+        digests.append(above)
+    return block_name(digests[index], seq.chain[index + 1])
 
 
 def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
@@ -51,7 +71,8 @@ def cache_blocks(pool: BlockPool, filled: list[Item]) -> None:
         for index in range(seq.num_inserted_blocks, end // size):
             tokens = tuple(_contents(seq, index * size, (index + 1) * size))
             above, own = seq.chain[index : index + 2]
-            parent = pool.insert(seq.block_ids[index], own, parent, tokens, above)
+            name = None if pool.tiers is None else name_in_tiers(pool, seq, index)
+            parent = pool.insert(seq.block_ids[index], own, parent, tokens, above, name)
             if groups and index >= seq.window_first:
                 first = (index - seq.window_first) * groups
                 pool.put_beside(parent, seq.window_ids[first : first + groups])

@@ -1,0 +1,88 @@
+"""Opens the tiers that `--kv-offloading` asks for around an engine's cache."""
+
+from __future__ import annotations
+
+import platform
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+import tokenmill
+from tokenmill.core.config import Setup
+from tokenmill.core.specs.spec import ModelSpec
+from tokenmill.core.tier_sizes import parse_tiers
+from tokenmill.core.types import ModelLoadError
+from tokenmill.engine.choices import available_bytes
+from tokenmill.kernels import cpu_kernels
+from tokenmill.kv.connectors import geometry
+from tokenmill.kv.tiers.disk_tier import DiskTier
+from tokenmill.kv.tiers.offloading import KVTiers
+from tokenmill.kv.tiers.page_copies import open_copies, page_bytes
+from tokenmill.sched.scheduler import Scheduler
+
+_STAGED_SLOTS = 64  # blocks in host memory on their way to disk, where that is the only tier
+_COMPUTE = ("kernels", "layers", "models")  # packages by which keys and values are computed
+
+
+def open_tiers(
+    setup: Setup,
+    scheduler: Scheduler,
+    kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
+    spec: ModelSpec,
+) -> KVTiers | None:
+    """Tiers behind an engine's cache, if any are asked for."""
+    if setup.cache.offloading is None:
+        return None
+    sizes = parse_tiers(setup.cache.offloading)
+    # Layers of different groups share tensors.
+    tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
+    num_slots = _num_slots(sizes.host_bytes, page_bytes(tensors), scheduler)
+    block_size, root = scheduler.pool.block_size, _root(setup, spec, tensors)
+    assert setup.cache.block_size == block_size
+    disk = None
+    if sizes.folder is not None:
+        disk = DiskTier(sizes.folder, sizes.disk_bytes, root)
+    return KVTiers(scheduler, open_copies(tensors, num_slots), disk, root)
+
+
+def _num_slots(host_bytes: int, size: int, scheduler: Scheduler) -> int:
+    """Pages that host memory holds."""
+    pool, free = scheduler.pool, available_bytes()
+    if host_bytes > free:
+        raise ModelLoadError(
+            f"--kv-offloading host={host_bytes / 2**30:.1f}GiB: only {free / 2**30:.1f} GiB of "
+            "memory are free beside the model and its KV cache"
+        )
+    least = size * pool.sliding.pages_per_block
+    if host_bytes and host_bytes < least:
+        raise ModelLoadError(
+            f"--kv-offloading host={host_bytes}: one block of {pool.block_size} tokens takes "
+            f"{least} bytes; give it more"
+        )
+    return host_bytes // size if host_bytes else _STAGED_SLOTS * pool.sliding.pages_per_block
+
+
+def _root(setup: Setup, spec: ModelSpec, tensors: list[torch.Tensor]) -> bytes:
+    """A digest of all that the bytes of a block depend on, but for tokens, images and salt."""
+    model, execution, device = setup.model, setup.execution, tensors[0].device
+    machine = platform.machine()
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    package = Path(tokenmill.__file__).parent
+    facts = (
+        geometry(spec, tensors, setup.cache.dtype, setup.cache.block_size or 0),
+        _files(Path(model.model), "*"),
+        [_files(package / name, "*.py") for name in _COMPUTE],
+        (model.dtype, model.random_weights, model.seed, model.draft, execution.mtp > 0),
+        (execution.fused_kernels, execution.batch_invariant, cpu_kernels()),
+        (machine, torch.__version__),
+    )
+    return blake2b(repr(facts).encode(), digest_size=16).digest()
+
+
+def _files(path: Path, pattern: str) -> list[tuple[str, int, int]]:
+    """What tells files apart from others: path, bytes and time of change."""
+    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
+    stats = [(file, file.stat()) for file in files if file.is_file()]
+    return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats]

@@ -1,0 +1,268 @@
+"""Keeps evicted KV blocks in host memory and on disk, and brings back those that requests need.
+
+The engine's thread calls it: exchange() between the choice of a batch and its launch, poll() at the
+start of a step. What was evicted is in host memory before the batch overwrites it. The least
+recently used blocks of host memory move on to disk ahead of time; where the disk cannot keep up
+they are dropped, and computed again if somebody asks for them. A block that cannot be read back is
+computed, too: its request waits again, and does not find it any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tokenmill.core.tier_sizes import DISK, HOST
+from tokenmill.kv.tiers.disk_tier import DiskTier
+from tokenmill.kv.tiers.host_tier import HostTier, Slots
+from tokenmill.kv.tiers.page_copies import PageCopies
+from tokenmill.kv.transfer import Read
+from tokenmill.sched.cache.tiers import Page, hash_of, is_full
+from tokenmill.sched.loading import Load
+from tokenmill.sched.scheduler import Scheduler
+
+_MOST_WRITES = 64  # blocks that are on their way to disk at a time
+_SPARE = 8  # with a disk, one slot in so many is kept free
+_COUNTERS = (
+    "host_hit_tokens", "disk_hit_tokens", "saved_bytes", "save_s", "loaded_bytes", "load_s",
+    "disk_written_bytes", "disk_read_bytes", "dropped",
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A load on its way: blocks come from disk to claimed slots first, then all to the device."""
+
+    load: Load
+    began_ns: int
+    slots: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    pinned: list[bytes] = field(default_factory=list)  # in host memory
+    reads: list[tuple[bytes, Slots, Future[bool]]] = field(default_factory=list)
+    copy: Read | None = None
+    failed: bool = False  # a block was gone before its read began
+
+    def add(self, slots: Slots, page: Page) -> None:
+        self.slots += slots
+        self.block_ids += page.block_ids
+
+    def reading(self) -> bool:
+        return not all(read.done() for _, _, read in self.reads)
+
+
+class KVTiers:
+    """Tiers behind the cache of one engine."""
+
+    def __init__(
+        self, scheduler: Scheduler, copies: PageCopies, disk: DiskTier | None, root: bytes
+    ) -> None:
+        self.root = root
+        self._scheduler, self.copies, self._disk = scheduler, copies, disk
+        self._page_bytes = int(copies.host.shape[1])
+        self.host = HostTier(
+            len(copies.host), self._left, lambda name, held: self._tell(HOST, name, held)
+        )
+        self._copying: list[_Copy] = []
+        self._writes: list[tuple[bytes, Future[bool]]] = []
+        self._writer, self._readers = ThreadPoolExecutor(1), ThreadPoolExecutor(2)
+        self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
+        scheduler.pool.tiers = self
+
+    # What the scheduler asks.
+
+    def holds(self, name: bytes) -> bool:
+        """Whether a block is in host memory, on its way there, or on disk."""
+        if name in self.host or self._scheduler.pool.is_leaving(name):
+            return True
+        return self._disk is not None and name in self._disk
+
+    def num_loadable(self, sizes: Sequence[tuple[bytes, int]]) -> int:
+        """How many of these (name, blocks), which are held, fit into one load, in order."""
+        return self.host.num_loadable(sizes)
+
+    # What the engine calls.
+
+    @property
+    def busy(self) -> bool:
+        """True while a load is under way."""
+        return bool(self._copying)
+
+    def exchange(self) -> None:
+        """Save what the next batch overwrites, and start the loads of admitted requests."""
+        evicted = self._scheduler.take_evicted()
+        if evicted:
+            self._save(evicted)
+        for load in self._scheduler.loading.take_started():
+            self._copying.append(self._start(load))
+        if self._disk is not None:
+            self._demote(self._disk)
+
+    def poll(self) -> None:
+        """Run the requests whose blocks have arrived, and free slots whose blocks are on disk."""
+        if self._writes:
+            self._writes = [entry for entry in self._writes if not self._end_write(*entry)]
+        if self._disk is not None:
+            while self._disk.changes:
+                self._tell(DISK, *self._disk.changes.popleft())
+        if self._copying:
+            self._copying = [copy for copy in self._copying if not self._advance(copy)]
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start, and how many blocks each tier holds."""
+        held: dict[str, float] = {"host_blocks": len(self.host)}
+        if self._disk is not None:
+            held |= {"disk_blocks": len(self._disk), "disk_corrupt": self._disk.num_corrupt}
+        return self._counts | held
+
+    def hashes(self) -> dict[str, list[int]]:
+        """The blocks of each tier, as routers know them."""
+        names = {HOST: self.host.names(), DISK: [] if self._disk is None else self._disk.names()}
+        return {tier: [hash_of(n) for n in some if is_full(n)] for tier, some in names.items()}
+
+    def _tell(self, tier: str, name: bytes, held: bool) -> None:
+        """Let routers know where a block is."""
+        journal = self._scheduler.pool.journal
+        if journal is None or not is_full(name):
+            return
+        if held:
+            journal.stored(None, hash_of(name), tier)
+        else:
+            journal.removed(hash_of(name), tier)
+
+    def close(self) -> None:
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self.copies.close()
+
+    # To host memory.
+
+    def _save(self, evicted: list[Page]) -> None:
+        """Copy what is not in host memory to slots."""
+        began_ns = time.perf_counter_ns()
+        block_ids: list[int] = []
+        slots: list[int] = []
+        for page in evicted:
+            if page.name in self.host:
+                self.host.touch(page.name)
+                continue
+            claimed = self.host.claim(len(page.block_ids))
+            if claimed is None:
+                self._counts["dropped"] += 1
+                continue
+            self.host.put(page.name, claimed)
+            block_ids += page.block_ids
+            slots += claimed
+        if slots:
+            self.copies.save(block_ids, slots)
+            self._counts["saved_bytes"] += len(slots) * self._page_bytes
+            self._counts["save_s"] += (time.perf_counter_ns() - began_ns) * 1e-9
+
+    def _left(self, name: bytes) -> None:
+        """A block made room in host memory for others."""
+        if self._disk is None or name not in self._disk:
+            self._counts["dropped"] += 1
+
+    # To disk.
+
+    def _demote(self, disk: DiskTier) -> None:
+        """Write the least recently used blocks to disk, so that some slots are always free."""
+        host = self.host
+        spare = max(1, host.num_slots // _SPARE)
+        while host.num_free + len(self._writes) < spare and len(self._writes) < _MOST_WRITES:
+            name = host.oldest()
+            if name is None:
+                return
+            if name in disk:
+                host.drop(name)
+                continue
+            slots = host.pin(name)
+            self._writes.append((name, self._writer.submit(self._write, disk, name, slots)))
+
+    def _write(self, disk: DiskTier, name: bytes, slots: Slots) -> bool:
+        self.copies.settle()
+        return disk.write(name, [self.copies.host[slot] for slot in slots])
+
+    def _end_write(self, name: bytes, write: Future[bool]) -> bool:
+        """Drop a block from host memory that was written or cannot be; False while it is not."""
+        if not write.done():
+            return False
+        self.host.unpin(name)
+        written = write.exception() is None and write.result()
+        if not self.host.is_pinned(name):  # else a load uses it
+            num_slots = len(self.host.drop(name))
+            self._counts["disk_written_bytes"] += written * num_slots * self._page_bytes
+            self._counts["dropped"] += not written
+        return True
+
+    # Back to the device.
+
+    def _start(self, load: Load) -> _Copy:
+        """Pin what is in host memory, and read the rest from disk to slots."""
+        copy = _Copy(load, time.perf_counter_ns())
+        absent = []
+        for page in load.pages:
+            if page.name in self.host:
+                copy.pinned.append(page.name)
+                copy.add(self.host.pin(page.name), page)
+            else:
+                absent.append(page)
+        for page in absent:
+            self._read(copy, page)
+        if not copy.reads and not copy.failed:
+            copy.copy = self.copies.load(copy.slots, copy.block_ids)
+        return copy
+
+    def _read(self, copy: _Copy, page: Page) -> None:
+        """Read a block from disk; what was saved meanwhile may have taken its place or its room."""
+        claimed = None
+        if self._disk is not None and page.name in self._disk:
+            claimed = self.host.claim(len(page.block_ids))
+        if claimed is None or self._disk is None:
+            copy.failed = True
+            return
+        pages = [self.copies.host[slot] for slot in claimed]
+        read = self._readers.submit(self._disk.read, page.name, pages)
+        copy.reads.append((page.name, claimed, read))
+        copy.add(claimed, page)
+
+    def _advance(self, copy: _Copy) -> bool:
+        """Take a load one step on; True if it is over."""
+        if copy.copy is None:
+            if copy.reading():
+                return False
+            if copy.failed or not all(_succeeded(read) for _, _, read in copy.reads):
+                return self._end(copy, loaded=False)
+            copy.copy = self.copies.load(copy.slots, copy.block_ids)
+        if not copy.copy.done():
+            return False
+        return self._end(copy, loaded=copy.copy.exception() is None)
+
+    def _end(self, copy: _Copy, loaded: bool) -> bool:
+        """Keep what came from disk in host memory, and tell the scheduler."""
+        for name in copy.pinned:
+            self.host.unpin(name)
+        for name, slots, read in copy.reads:
+            if _succeeded(read) and name not in self.host:
+                self.host.put(name, slots)
+            else:
+                self.host.give_back(slots)
+            if not _succeeded(read) and self._disk is not None:
+                self._disk.forget(name)
+        if loaded:
+            self._count_load(copy)
+        self._scheduler.end_load(copy.load, loaded)
+        return True
+
+    def _count_load(self, copy: _Copy) -> None:
+        counts, size = self._counts, self._scheduler.pool.block_size
+        for tier, names in ((HOST, copy.pinned), (DISK, [name for name, _, _ in copy.reads])):
+            counts[f"{tier}_hit_tokens"] += size * sum(map(is_full, names))
+        counts["disk_read_bytes"] += sum(len(s) for _, s, _ in copy.reads) * self._page_bytes
+        counts["loaded_bytes"] += len(copy.slots) * self._page_bytes
+        counts["load_s"] += (time.perf_counter_ns() - copy.began_ns) * 1e-9
+
+
+def _succeeded(read: Future[bool]) -> bool:
+    return read.exception() is None and read.result()

@@ -1,0 +1,187 @@
+"""Copies pages between the device's KV cache and slots of host memory.
+
+On CPU a save is a plain copy and a load runs in a thread. On a GPU both go through a buffer on the
+device: the engine's stream gathers what is to be saved, in order between two steps, and streams of
+their own move it over the bus, so that no step waits for the bus.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenmill.kv.transfer import Read
+
+Bytes = NDArray[np.uint8]
+STAGED_BYTES = 2**28  # of a GPU's memory, for each way
+
+_log = logging.getLogger(__name__)
+
+
+class PageCopies(Protocol):
+    """Moves pages between the cache and host memory."""
+
+    host: Bytes  # [slots, bytes of a page]
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy pages to slots, before any step that is launched after this call writes to them."""
+
+    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Read:
+        """Start to copy slots to pages that no step under way uses."""
+
+    def settle(self) -> None:
+        """Wait until what was saved can be read from host memory; any thread may call it."""
+
+    def close(self) -> None: ...
+
+
+def page_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of a block in all tensors [blocks, ...]."""
+    return sum(tensor.nbytes // tensor.shape[0] for tensor in tensors)
+
+
+def open_copies(tensors: Sequence[torch.Tensor], num_slots: int) -> PageCopies:
+    """Copies for the device that the cache lies on."""
+    kind = CudaCopies if tensors[0].device.type == "cuda" else CpuCopies
+    return kind(tensors, num_slots)
+
+
+class CpuCopies:
+    """Plain copies; a thread does those that a step need not wait for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], num_slots: int) -> None:
+        self._rows = [_rows(tensor).numpy() for tensor in tensors]
+        # Pages of the system, which take no memory before their first use.
+        self.host: Bytes = np.empty((num_slots, page_bytes(tensors)), np.uint8)
+        self._thread = ThreadPoolExecutor(1, "kv-tiers")
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy pages to slots."""
+        self._copy(list(block_ids), list(slots), to_host=True)
+
+    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Read:
+        """Start to copy slots to pages."""
+        return self._thread.submit(self._copy, list(block_ids), list(slots), to_host=False)
+
+    def _copy(self, block_ids: list[int], slots: list[int], to_host: bool) -> None:
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            page, first = self.host[slot], 0
+            for rows in self._rows:
+                row = rows[block_id]
+                part = page[first : first + row.size]
+                if to_host:
+                    part[:] = row
+                else:
+                    row[:] = part
+                first += row.size
+
+    def settle(self) -> None:
+        """A save is over when it returns."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class _Arrival:
+    """A load on a stream, as a Read."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def exception(self) -> BaseException | None:
+        return None
+
+
+class CudaCopies:
+    """Copies over the bus on streams of their own, from and to pinned memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], num_slots: int) -> None:
+        device, size = tensors[0].device, page_bytes(tensors)
+        # Gathered by words where that is possible: by bytes it takes eight times as many loads.
+        word = torch.int64 if all(_rows(t).shape[1] % 8 == 0 for t in tensors) else torch.uint8
+        self._rows = [_rows(tensor).view(word) for tensor in tensors]
+        self._device = device
+        self.host = np.empty((num_slots, size), np.uint8)
+        self._host = torch.from_numpy(self.host).view(word)
+        self._pin()
+        shape = max(1, min(num_slots, STAGED_BYTES // size)), self._host.shape[1]
+        self._staged = [torch.empty(shape, dtype=word, device=device) for _ in "io"]
+        self._in, self._out = (torch.cuda.Stream(device) for _ in "io")
+        self._saved = torch.cuda.Event()  # the last save is in host memory
+        self._saved.record(self._out)
+
+    def _pin(self) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.nbytes, 0)
+        if int(code) != 0:
+            _log.warning("--kv-offloading: host memory is not pinned (CUDA error %s), so copies "
+                         "are slower", int(code))  # fmt: skip
+
+    @torch.inference_mode()
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Gather pages on the engine's stream, and send them on another."""
+        staged, engine = self._staged[1], torch.cuda.current_stream(self._device)
+        for first in range(0, len(block_ids), len(staged)):
+            some = self._indices(block_ids[first : first + len(staged)])
+            engine.wait_event(self._saved)  # the buffer is empty
+            for rows, part in self._parts(staged[: len(some)]):
+                part.copy_(rows.index_select(0, some))
+            self._out.wait_stream(engine)
+            with torch.cuda.stream(self._out):
+                for index, slot in enumerate(slots[first : first + len(some)]):
+                    self._host[slot].copy_(staged[index], non_blocking=True)
+                self._saved = torch.cuda.Event()
+                self._saved.record()
+
+    @torch.inference_mode()
+    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Read:
+        """Send slots to the device and scatter them, after all that is launched so far."""
+        staged, engine = self._staged[0], torch.cuda.current_stream(self._device)
+        launched = torch.cuda.Event()
+        launched.record(engine)
+        self._in.wait_event(self._saved)
+        with torch.cuda.stream(self._in):
+            for first in range(0, len(slots), len(staged)):
+                some = self._indices(block_ids[first : first + len(staged)])
+                for index, slot in enumerate(slots[first : first + len(some)]):
+                    staged[index].copy_(self._host[slot], non_blocking=True)
+                self._in.wait_event(launched)  # a step under way may use these pages
+                for rows, part in self._parts(staged[: len(some)]):
+                    rows.index_copy_(0, some, part)
+            event = torch.cuda.Event()
+            event.record()
+        return _Arrival(event)
+
+    def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
+        host = torch.tensor(block_ids, dtype=torch.int64).pin_memory()  # else the copy would wait
+        return host.to(self._device, non_blocking=True)
+
+    def _parts(self, staged: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor's rows, and where they lie in staged pages."""
+        parts, first = [], 0
+        for rows in self._rows:
+            parts.append((rows, staged[:, first : first + rows.shape[1]]))
+            first += rows.shape[1]
+        return parts
+
+    def settle(self) -> None:
+        self._saved.synchronize()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A cache [blocks, ...] as the bytes of its blocks."""
+    rows: torch.Tensor = tensor.reshape(tensor.shape[0], -1).view(torch.uint8)
+    assert rows.data_ptr() == tensor.data_ptr(), "the cache is not contiguous"
+    return rows

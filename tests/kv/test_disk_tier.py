@@ -1,0 +1,176 @@
+"""Blocks on disk: shared by engines, bounded, and never served torn or altered."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from driver import Answer
+from kv.conversations import ask, assert_same_words, engine, hits
+from tiny_models import make_model, save, tame
+from tokenmill.core.types import ModelLoadError
+from tokenmill.engine.build import BuiltEngine
+from tokenmill.kv.tiers import disk_tier
+from tokenmill.kv.tiers.disk_tier import DiskTier
+from tokenmill.sched.cache.tiers import WINDOW, block_name, hash_of, is_full
+
+ROOT = bytes(16)
+BLOCK = 4096  # bytes of a block of the tiny model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tame(make_model("llama"), 0.3), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Answer]:
+    return one_by_one(engine(folder, num_blocks=400))
+
+
+class AtOnce:
+    """Writes when it is asked to: which blocks are on disk is not a matter of time."""
+
+    def submit(self, write: Callable[..., bool], *args: Any) -> Future[bool]:
+        future: Future[bool] = Future()
+        future.set_result(write(*args))
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+def with_disk(folder: Path, tiers: str) -> BuiltEngine:
+    built = engine(folder, tiers)
+    built.engine.tiers._writer = AtOnce()
+    return built
+
+
+def one_by_one(built: BuiltEngine) -> list[Answer]:
+    """Eight prompts of nine blocks; the device has room for two of them, and host memory, too."""
+    source = random.Random(7)
+    texts = [[source.randrange(3, 60) for _ in range(144)] for _ in range(8)]
+    return [ask(built, [(text, "")], str(i))[0] for i, text in enumerate(texts)]
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != "usage"]
+
+
+def name(number: int) -> bytes:
+    return block_name(number.to_bytes(16, "big"), number)
+
+
+def page(number: int, size: int = 1000) -> list[np.ndarray]:
+    return [np.full(size, number % 256, np.uint8)]
+
+
+def test_engines_share_a_folder(folder: Path, expected: list[Answer], tmp_path: Path) -> None:
+    tiers = f"host={24 * BLOCK},disk={tmp_path / 'kv'}:64MiB"
+    first, second = with_disk(folder, tiers), with_disk(folder, tiers)
+    assert_same_words(one_by_one(first), expected)
+    assert first.engine.stats().tiers["dropped"] == 0
+    assert_same_words(one_by_one(first), expected)
+    assert hits(first, "disk") > 0
+    found = one_by_one(second)
+    assert_same_words(found, expected)
+    assert found[0].num_cached_tokens == 128, "the second engine computed what the first had"
+    other = save(tame(make_model("llama"), 0.2), tmp_path / "other")
+    assert one_by_one(with_disk(other, tiers))[0].num_cached_tokens == 0, "two models share a block"
+
+
+def test_torn_altered_and_lost_files(folder: Path, expected: list[Answer], tmp_path: Path) -> None:
+    tiers = f"host={24 * BLOCK},disk={tmp_path / 'kv'}:64MiB"
+    one_by_one(with_disk(folder, tiers))
+    found = files(tmp_path / "kv")
+    assert len(found) > 20
+    for index, path in enumerate(found):
+        data = bytearray(path.read_bytes())
+        if index % 2:
+            path.write_bytes(data[: len(data) // 2])
+        else:
+            data[-7] ^= 1
+            path.write_bytes(data)
+    second, third = with_disk(folder, tiers), with_disk(folder, tiers)
+    assert_same_words(one_by_one(second), expected)
+    assert second.engine.stats().tiers["disk_corrupt"] > 0
+    for path in files(tmp_path / "kv"):
+        path.unlink()
+    assert_same_words(one_by_one(third), expected)
+    assert hits(third, "disk") == 0
+
+
+def test_a_full_disk_stops_the_growth(
+    folder: Path,
+    expected: list[Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    built = with_disk(folder, f"host={2 * BLOCK},disk={tmp_path}:64MiB")
+
+    def rename(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with caplog.at_level(logging.WARNING):
+        assert_same_words(one_by_one(built), expected)
+    built.engine.tiers.close()
+    assert not files(tmp_path)
+    assert sum("No space left" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_folder_stays_within_its_bound(tmp_path: Path) -> None:
+    one, other = (DiskTier(str(tmp_path), 20_000, ROOT) for _ in range(2))
+    for number in range(60):
+        tier = (one, other)[number % 2]
+        assert tier.write(name(number), page(number))
+        total = sum(path.stat().st_size for path in files(tmp_path))
+        assert total <= 20_000
+        assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == total
+    assert total > 15_000
+    out = page(0)
+    assert other.read(name(59), out) and out[0][0] == 59
+    assert name(59) in one, "one worker does not see what another has written"
+    assert not one.read(name(0), out) and name(0) not in other
+    assert not one.write(name(99), page(1, 30_000))
+
+
+def test_a_crash_leaves_nothing_that_is_served(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), 20_000, ROOT)
+    assert tier.write(name(1), page(1)) and tier.write(name(1), page(1))
+    path = files(tmp_path)[0]
+    left = path.with_name(f".{path.name}.1.1")
+    shutil.copy(path, left)
+    os.utime(left, (0, 0))
+    path.write_bytes(path.read_bytes() + b"x")
+    (tmp_path / "usage").write_bytes(b"abc")
+    again = DiskTier(str(tmp_path), 20_000, ROOT)
+    assert not left.exists() and again.names() == [name(1)]
+    assert not again.read(name(1), page(0)) and not path.exists()
+    assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelLoadError, match=r"disk=.*file/kv: Not a directory"):
+        DiskTier(str(tmp_path / "file" / "kv"), 1000, ROOT)
+    with pytest.raises(ModelLoadError, match=r"are asked for, but only .* are free"):
+        DiskTier(str(tmp_path), 2**62, ROOT)
+
+
+def test_names() -> None:
+    assert hash_of(name(7)) == 7 == hash_of(name(7) + WINDOW)
+    assert is_full(name(7)) and not is_full(name(7) + WINDOW)
+    assert disk_tier._name(Path((name(7) + WINDOW).hex())) == name(7) + WINDOW
+    assert disk_tier._name(Path("usage")) is None and disk_tier._name(Path("ab")) is None

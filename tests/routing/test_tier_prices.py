@@ -1,0 +1,97 @@
+"""Blocks behind the device: routers hear of them, and price them between cached and computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kv.conversations import converse, engine, hits
+from tiny_models import make_model, save, tame
+from tokenmill.core.config import RouterConfig
+from tokenmill.core.kv_events import (
+    Dump,
+    EventBatch,
+    EventJournal,
+    Removed,
+    Stored,
+    pack_events,
+    unpack_events,
+)
+from tokenmill.core.tier_sizes import DISK, HOST
+from tokenmill.routing.router import Router
+from tokenmill.sched.cache.blocks import block_hashes, hash_chain
+
+PROMPT = list(range(161))
+HASHES = block_hashes(PROMPT, 16)  # ten blocks
+
+
+def router(**held: tuple[int, int, int]) -> Router:
+    """Workers with so many blocks on the device, then in host memory, then on disk."""
+    made = Router(RouterConfig(block_size=16))
+    for name, (device, host, disk) in held.items():
+        made.add_worker(name)
+        tiers = {HOST: HASHES[device : device + host], DISK: HASHES[device + host :][:disk]}
+        assert made.load(name, Dump(0, HASHES[:device], tiers))
+    return made
+
+
+def cached(made: Router) -> dict[str, int]:
+    """What events have told; a decision predicts what it will cache, for a few seconds."""
+    return made._cached(len(PROMPT), hash_chain(PROMPT, 16), 0.0)
+
+
+def test_a_nearer_tier_is_worth_more() -> None:
+    found = cached(router(a=(10, 0, 0), b=(0, 10, 0), c=(0, 0, 10), d=(2, 4, 4), e=(0, 0, 0)))
+    assert found == {"a": 160, "b": 144, "c": 112, "d": 32 + round(64 * 0.9) + round(64 * 0.7)}
+    for better, worse in (("a", "b"), ("b", "c"), ("c", "e")):
+        amounts = {"a": (10, 0, 0), "b": (0, 10, 0), "c": (0, 0, 10), "e": (0, 0, 0)}
+        made = router(**{name: amounts[name] for name in (worse, better)})
+        assert made.route("x", PROMPT, 0.0).worker == better
+
+
+def test_blocks_move_from_tier_to_tier() -> None:
+    made = router(a=(3, 0, 0))
+    assert made.apply("a", EventBatch(1, [Stored(None, HASHES[3:6], HOST)]))
+    assert cached(made) == {"a": 48 + round(48 * 0.9)}
+    moved = [Removed(HASHES[4:6], HOST), Stored(None, HASHES[4:6], DISK)]
+    assert made.apply("a", EventBatch(2, moved))
+    assert cached(made) == {"a": 48 + round(16 * 0.9) + round(32 * 0.7)}
+    assert made.apply("a", EventBatch(3, [Removed(HASHES[4:6], DISK), Removed(HASHES[3:4], HOST)]))
+    assert cached(made) == {"a": 48} and made.index.num_blocks("a") == 3
+    made.remove_worker("a")
+    made.add_worker("a")
+    assert cached(made) == {}
+
+
+def test_events_carry_their_tier() -> None:
+    journal = EventJournal()
+    journal.stored(1, 2)
+    journal.stored(2, 3)
+    journal.stored(None, 4, HOST)
+    journal.stored(None, 9, HOST)
+    journal.removed(4, HOST)
+    journal.removed(5)
+    events = journal.take()
+    assert events == [
+        Stored(1, [2, 3]),
+        Stored(None, [4, 9], HOST),
+        Removed([4], HOST),
+        Removed([5]),
+    ]
+    assert unpack_events(pack_events(events)) == events
+
+
+def test_a_router_follows_an_engine(tmp_path: Path) -> None:
+    model = save(tame(make_model("llama"), 0.3), tmp_path / "model")
+    built = engine(model, f"host={12 * 4096},disk={tmp_path / 'kv'}:64MiB")
+    made, publisher = router(a=(0, 0, 0)), built.engine.kv_events()
+    converse(built)
+    assert hits(built) > 0
+    built.engine.tiers.close()
+    built.engine.tiers.poll()
+    while (batch := publisher.take()) is not None:
+        assert made.apply("a", batch)
+    fresh = Router(RouterConfig(block_size=16))
+    fresh.add_worker("a")
+    assert fresh.load("a", built.engine.kv_dump())
+    assert made.index._tiers == fresh.index._tiers and made.index._tiers[HOST]
+    assert made.index._holders.keys() == fresh.index._holders.keys()
