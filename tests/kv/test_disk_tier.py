@@ -159,6 +159,10 @@ def test_a_crash_leaves_nothing_that_is_served(tmp_path: Path) -> None:
     assert not left.exists() and again.names() == [name(1)]
     assert not again.read(name(1), page(0)) and not path.exists()
     assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
+    path.mkdir()  # there is something that cannot be read
+    assert name(1) in tier and not tier.read(name(1), page(0))
+    tier.forget(name(1))
+    assert name(1) not in tier, "a request would wait for it again and again"
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

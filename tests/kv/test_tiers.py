@@ -64,7 +64,7 @@ def test_a_request_that_ends_while_it_loads_gives_its_blocks_back(folder: Path) 
     converse(built)
     source = random.Random(5)
     prompt = [source.randrange(3, 60) for _ in range(40)]
-    ask(built, [([9] * 300, "")], "other")
+    ask(built, [([9] * 200, "")], "other")
     built.engine.submit(Request("x", prompt, GREEDY))
     scheduler, tiers = built.engine._scheduler, built.engine.tiers
     scheduler.schedule(0)
@@ -134,7 +134,7 @@ def test_images_are_told_apart(tmp_path: Path) -> None:
     model = save(tame(make_model("qwen3-vl"), 0.3), tmp_path / "model")
     prompts = [prompt(2, 20, image(seed, (1, 12, 10)), 40) for seed in (3, 9)]
     big, built = engine(model, num_blocks=400), engine(model, "host=64MiB")
-    other = [(([5 + i] * 300), "") for i in range(2)]
+    other = [([5 + i] * 200, "") for i in range(3)]
 
     def see(built: BuiltEngine, turn: int) -> list[Answer]:
         asked = [(each.token_ids, "") for each in prompts]

@@ -23,7 +23,6 @@ from tokenmill.core.types import (
 from tokenmill.engine.drafts.drafting import Drafting
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.sampling.structured import StructuredOutputs, follow
-from tokenmill.kv.tiers.offloading import KVTiers
 from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.routing.step_rates import StepSums
@@ -31,6 +30,7 @@ from tokenmill.sched.scheduler import Batch, Scheduler
 
 if TYPE_CHECKING:
     from tokenmill.kv.features import FeatureReader
+    from tokenmill.kv.tiers.offloading import KVTiers
 
 _BLOCKED_WAIT_S = 0.001  # how long a step without a batch waits for blocks that others free
 

@@ -163,8 +163,9 @@ class Loading:
         seq.num_computed_tokens = end * size
         for index in range(seq.window_first, num_matched if groups else 0):
             first = (index - seq.window_first) * groups
-            identity = pool.identity(seq.block_ids[index])
-            pool.put_beside(identity, seq.window_ids[first : first + groups])
+            block_id = seq.block_ids[index]
+            if pool.is_cached(block_id):  # a step that failed may have made it unfindable
+                pool.put_beside(pool.identity(block_id), seq.window_ids[first : first + groups])
         cache_blocks(pool, [(seq, end * size)])
         self._ledger.take_slot(seq)
         self._queues.run(seq)

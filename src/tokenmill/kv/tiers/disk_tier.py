@@ -47,6 +47,7 @@ class DiskTier:
         self._folder = self._top / root.hex()
         self.max_bytes = max_bytes
         self._known: set[bytes] = set()
+        self._lost: set[bytes] = set()  # that could not be read, until they are written again
         self.changes: deque[tuple[bytes, bool]] = deque()  # (name, whether it is here now)
         self._lock = threading.Lock()  # of this process; the file's lock is for others
         self.num_corrupt = 0  # files that were torn or altered
@@ -88,7 +89,7 @@ class DiskTier:
         """Whether a block is here, as far as is known; another worker may have written it."""
         if name in self._known:
             return True
-        if self._path(name).exists():
+        if name not in self._lost and self._path(name).exists():
             self._note(name, here=True)
             return True
         return False
@@ -100,11 +101,16 @@ class DiskTier:
         return list(self._known)
 
     def forget(self, name: bytes) -> None:
-        """A block turned out to be gone."""
+        """A block could not be read: it is not looked for again."""
+        self._lost.add(name)
         self._note(name, here=False)
 
     def _note(self, name: bytes, here: bool) -> None:
-        (self._known.add if here else self._known.discard)(name)
+        if here:
+            self._known.add(name)
+            self._lost.discard(name)
+        else:
+            self._known.discard(name)
         self.changes.append((name, here))
 
     # What other threads do.

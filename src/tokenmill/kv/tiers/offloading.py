@@ -13,15 +13,18 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
-from tokenmill.kv.tiers.page_copies import PageCopies
 from tokenmill.kv.transfer import Read
 from tokenmill.sched.cache.tiers import Page, hash_of, is_full
 from tokenmill.sched.loading import Load
 from tokenmill.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tokenmill.kv.tiers.page_copies import PageCopies
 
 _MOST_WRITES = 64  # blocks that are on their way to disk at a time
 _SPARE = 8  # with a disk, one slot in so many is kept free

@@ -279,6 +279,9 @@ class BlockPool:
                 del self._evictable[block_id]
             refs[block_id] += 1
 
+    def is_cached(self, block_id: int) -> bool:
+        return self._tokens[block_id] is not None
+
     def identity(self, block_id: int) -> int:
         """The identity under which a cached block's children are stored."""
         return self._identities[block_id]
