@@ -319,10 +319,8 @@ class ServerMetrics:
         yield from self.own_counters()
 
     def _tiers(self) -> Iterator[Metric]:
-        """What `--kv-offloading` holds, copies and finds; nothing without it."""
+        """What `--kv-offloading` holds, copies and finds; zeros without it."""
         counts = self._stats.tiers
-        if not counts:
-            return
         labels = ["model_name", "tier"]
         held = GaugeMetricFamily("tokenmill_kv_tier_blocks", "KV blocks in a tier.", labels=labels)
         for tier in (HOST, DISK):
