@@ -44,6 +44,8 @@ from tokenmill.core.types import (
     StructuredOutput,
     TokenLogprobs,
 )
+from tokenmill.core.video import VideoParams
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.ranks import group as group
@@ -330,6 +332,7 @@ OUTPUT = RequestOutput("r", [1], [ENTRY], [None, ENTRY], FinishReason.STOP, "x",
 EVENTS = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
 STATS = EngineStats(num_finished={"stop": 2}, num_drafted=[3, 1], step_sums=[0.5])
 NOTICE = KVNotice("r", 2, [5, 6], 9, engine_id="e")
+VIDEO_JOB = Request("v", [1], video=VideoParams(size=(32, 16), latent="x.pt", seed=-3))
 MESSAGES: list[Message] = [
     rank_messages.Machine("here"),
     rank_messages.Place(1, 2, "gloo", "cpu", file="/store"),
@@ -360,6 +363,13 @@ MESSAGES: list[Message] = [
     rank_messages.ConnectPeer(PEER),
     rank_messages.DisconnectPeer("e"),
     rank_messages.PeerAnswer("not here"),
+    rank_messages.VideoOrder(ModelConfig("wan"), True, VideoParallel(2, 4)),
+    rank_messages.Loaded(),
+    rank_messages.SubmitVideo(VIDEO_JOB),
+    rank_messages.AbortVideo("v"),
+    rank_messages.StepVideo(),
+    rank_messages.VideoStepOver(1),
+    rank_messages.MeasureVideo(VIDEO_JOB, None),
 ]
 
 

@@ -13,7 +13,15 @@ from tokenmill import console
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenmillError
 from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
-from tokenmill.settings import SETTINGS, VIDEO, Settings, SettingsError, video_model
+from tokenmill.core.video_parallel import VideoParallel
+from tokenmill.settings import (
+    SETTINGS,
+    VIDEO,
+    VIDEO_PARALLEL,
+    Settings,
+    SettingsError,
+    video_model,
+)
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
@@ -26,6 +34,7 @@ PANELS = {
     "Output": (SETTINGS["out"], SETTINGS["json"]),
     "Video": (*VIDEO, SETTINGS["negative-prompt"], SEED),
     "Model": video_model(),
+    "Parallelism": VIDEO_PARALLEL,
 }
 
 
@@ -46,6 +55,7 @@ def video(
 
     tokenmill video "a red fox in snow" --out fox.mp4
     tokenmill video "a red fox in snow" --size 832x480 --seed 7 --offload
+    tokenmill video "a red fox in snow" --cfg-parallel 2 --ulysses 4
     tokenmill video "noise" --random-weights --model wan-tiny --size 64x64 --frames 33
     """
     from tokenmill.video.pipeline import open_pipeline
@@ -60,7 +70,7 @@ def video(
     config = settings.build(ModelConfig)
     checkpoint = open_pipeline(config)
     request = _request(settings, checkpoint, text)
-    check_job(request, checkpoint.spec)
+    check_job(request, checkpoint.spec, settings.build(VideoParallel))
     pipeline = _load(settings, checkpoint, config)
     made = make(pipeline, request)
     write_video(made, target)
@@ -83,12 +93,13 @@ def _request(settings: Settings, checkpoint: WanCheckpoint, text: str) -> Reques
 
 def _load(settings: Settings, checkpoint: WanCheckpoint, config: ModelConfig) -> Pipeline:
     """The model's weights, with a bar."""
-    from tokenmill.video.pipeline import load_pipeline
+    from tokenmill.video.video_ranks import load_ranks
 
     if checkpoint.tokenizer is None:
         console.note(f"{checkpoint.name}: the video will be noise, whatever the prompt says")
+    parallel = settings.build(VideoParallel)
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        return load_pipeline(checkpoint, config, settings.get("offload"), loaded)
+        return load_ranks(checkpoint, config, parallel, settings.get("offload"), loaded)
 
 
 def prompt_ids(checkpoint: WanCheckpoint, text: str) -> list[int]:
@@ -101,9 +112,9 @@ def prompt_ids(checkpoint: WanCheckpoint, text: str) -> list[int]:
 
 def make(pipeline: Pipeline, request: Request) -> Video:
     """Run one job to its end, with a bar of its steps."""
-    from tokenmill.video.video_engine import VideoEngine
+    from tokenmill.video.video_ranks import make_engine
 
-    engine = VideoEngine(pipeline)
+    engine = make_engine(pipeline)
     engine.submit(request)
     with console.progress("Denoising and decoding") as update:
         while engine.has_work():
@@ -125,6 +136,8 @@ def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, o
     return {
         "model": pipeline.name,
         "dtype": pipeline.dtype,
+        "cfg_parallel": pipeline.parallel.cfg,
+        "ulysses": pipeline.parallel.ulysses,
         "size": f"{made.width}x{made.height}",
         "num_frames": made.num_frames,
         "fps": made.fps,

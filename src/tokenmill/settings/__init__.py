@@ -30,6 +30,7 @@ from tokenmill.core.config import (
 from tokenmill.core.flags import IMAGE_SIZE, split_list
 from tokenmill.core.types import SamplingParams
 from tokenmill.core.video import VideoParams, VideoServerConfig
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import commands
 from tokenmill.settings.setting import Setting as Setting
@@ -43,6 +44,7 @@ SERVER, POOL = settings_of(ServerConfig), (*settings_of(PoolConfig), *commands.P
 ROUTER, ROUTE = settings_of(RouterConfig), settings_of(RouteConfig)
 VISION, VIDEO = settings_of(VisionConfig), settings_of(VideoParams)
 VIDEO_SERVER = settings_of(VideoServerConfig)
+VIDEO_PARALLEL = settings_of(VideoParallel)
 BENCH, ENDPOINT = settings_of(BenchConfig), settings_of(EndpointConfig)
 
 
@@ -68,7 +70,7 @@ SETTINGS: dict[str, Setting] = {
     for group in (  # of two with one key the config's is the last
         *(value for value in vars(commands).values() if isinstance(value, tuple)),
         *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
-        *(POOL, ROUTER, ROUTE, VISION, VIDEO, VIDEO_SERVER, BENCH, ENDPOINT),
+        *(POOL, ROUTER, ROUTE, VISION, VIDEO, VIDEO_SERVER, VIDEO_PARALLEL, BENCH, ENDPOINT),
     )
     for s in group
 }

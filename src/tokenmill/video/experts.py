@@ -12,6 +12,7 @@ import torch
 from tokenmill.core.specs.wan import WanTransformerSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.layers.linear import ComputeType
+from tokenmill.models.wan.wan_split import TokenSplit
 from tokenmill.models.wan.wan_transformer import WanTransformer, host_types, transformer_tensors
 
 _ALIGNMENT = 64  # bytes, of every tensor in an expert's block of host memory
@@ -28,7 +29,9 @@ class Experts:
         dtype: ComputeType,
         device: torch.device,
         offload: bool = False,
+        split: TokenSplit | None = None,
     ) -> None:
+        self.split = split or TokenSplit()
         self.spec, self.dtype, self.device, self.offload = spec, dtype, device, offload
         self.load_s = 0.0  # time that moving experts to the device has taken
         self._host: list[dict[str, torch.Tensor]] = []
@@ -37,19 +40,20 @@ class Experts:
             self._host = [self._to_host(source) for source in sources]
             return
         for index, source in enumerate(sources):
-            self._loaded[index] = WanTransformer(spec, source, dtype, device)
+            self._loaded[index] = self._make(source)
 
     def __getitem__(self, index: int) -> WanTransformer:
         """An expert, moved to the device if it is not there."""
         if index not in self._loaded:
             self.unload()  # its memory is free before the other one comes
             start = time.perf_counter()
-            self._loaded[index] = WanTransformer(
-                self.spec, self._host[index], self.dtype, self.device
-            )
+            self._loaded[index] = self._make(self._host[index])
             synchronize(self.device)
             self.load_s += time.perf_counter() - start
         return self._loaded[index]
+
+    def _make(self, source: Mapping[str, torch.Tensor]) -> WanTransformer:
+        return WanTransformer(self.spec, source, self.dtype, self.device, self.split)
 
     def unload(self) -> None:
         """Take what is offloaded off the device."""

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.layers.linear import ComputeType, plain_type
 from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint, open_wan, random_wan
 from tokenmill.models.checkpoints.store import resolve_pipeline
 from tokenmill.models.checkpoints.weights import Progress
 from tokenmill.models.wan.umt5_encoder import TextEncoder
+from tokenmill.models.wan.wan_split import ColumnSplit, TokenSplit
 from tokenmill.models.wan.wan_vae import VideoDecoder
+from tokenmill.parallel import ONE, Ranks
 from tokenmill.video.experts import Experts
+
+if TYPE_CHECKING:
+    from tokenmill.engine.ranks.group import RankGroup
+
+ONE_RANK = VideoParallel()
 
 _BYTES_PER_WIDTH = 24  # of activations at their peak, for each channel of a token in the stream
 _BYTES_PER_INNER = 6  # and in the MLP
@@ -38,6 +46,13 @@ class Pipeline:
     name: str
     tokenizer: Path | None = None  # None: random weights, prompts are their bytes
     memory_bytes: int | None = None  # of the device beside the weights; None: no limit is known
+    parallel: VideoParallel = ONE_RANK
+    group: RankGroup | None = None  # on rank 0 of several: the others
+
+    @property
+    def split(self) -> TokenSplit:
+        """The part of a video that this rank computes."""
+        return self.experts.split
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Embeddings of prompts, [prompts, TEXT_TOKENS, dim]."""
@@ -67,13 +82,15 @@ def load_pipeline(
     config: ModelConfig,
     offload: bool = False,
     progress: Progress | None = None,
+    parallel: VideoParallel = ONE_RANK,
+    ranks: Ranks = ONE,
 ) -> Pipeline:
-    """Read, or draw, the weights."""
+    """Read, or draw, the weights: all of them on every rank, since ranks divide tokens alone."""
     device, dtype = choose_device(config), choose_dtype(config)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     try:
-        return build_pipeline(checkpoint, device, dtype, offload, progress)
+        return build_pipeline(checkpoint, device, dtype, offload, progress, parallel, ranks)
     except torch.OutOfMemoryError as error:
         hint = "" if offload else f"; {_OFFLOAD}"
         problem = f"the weights do not fit the GPU's memory{hint}"
@@ -86,14 +103,17 @@ def build_pipeline(
     dtype: ComputeType,
     offload: bool = False,
     progress: Progress | None = None,
+    parallel: VideoParallel = ONE_RANK,
+    ranks: Ranks = ONE,
 ) -> Pipeline:
     """The parts of a checkpoint on a device, read tensor by tensor."""
     spec, readers = checkpoint.spec, checkpoint.readers(device, progress)
     sources = [readers[part] for part in checkpoint.experts]
     with torch.inference_mode():
-        experts = Experts(spec.transformer, sources, dtype, device, offload)
+        split = TokenSplit(ranks, parallel.cfg)
+        experts = Experts(spec.transformer, sources, dtype, device, offload, split)
         encoder = TextEncoder(spec.text, readers["text_encoder"], plain_type(dtype), device)
-        decoder = VideoDecoder(spec.vae, readers["vae"], device)
+        decoder = VideoDecoder(spec.vae, readers["vae"], device, split=ColumnSplit(ranks))
     return Pipeline(
         spec,
         encoder,
@@ -104,6 +124,7 @@ def build_pipeline(
         checkpoint.name,
         checkpoint.tokenizer,
         _memory_beside(experts),
+        parallel,
     )
 
 

@@ -45,7 +45,11 @@ class VideoEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one denoising step, or decode one latent frame; [] when there is nothing to do."""
-        self._expire()
+        self.expire()
+        return self.advance()
+
+    def advance(self) -> list[RequestOutput]:
+        """A step without a look at the clock, which ranks may see differently."""
         if self.running is None and self._waiting:
             self.running = min(self._waiting, key=lambda job: job.request.priority)
             self._waiting.remove(self.running)
@@ -74,20 +78,28 @@ class VideoEngine:
             num_running=int(self.running is not None),
             num_steps=self._num_steps,
             num_finished=dict(self._num_finished),
-            num_gpus=1,
-            gpu_s=passed,
-            gpu_idle_s=max(0.0, passed - self._busy_s),
+            num_gpus=self.pipeline.parallel.num_ranks,
+            gpu_s=passed * self.pipeline.parallel.num_ranks,
+            gpu_idle_s=max(0.0, passed - self._busy_s) * self.pipeline.parallel.num_ranks,
         )
+
+    @property
+    def num_failed(self) -> int:
+        """Jobs that ended in an error."""
+        return self._num_finished[FinishReason.ERROR.value]
 
     def _jobs(self) -> list[VideoJob]:
         return [*([self.running] if self.running else []), *self._waiting]
 
-    def _expire(self) -> None:
-        now = time.monotonic_ns()
+    def expire(self) -> list[str]:
+        """End the jobs whose deadline has passed; their ids."""
+        now, ended = time.monotonic_ns(), []
         for job in self._jobs():
             deadline = job.request.deadline_ns
             if deadline is not None and now > deadline:
                 self._drop(job, End(FinishReason.ABORT, "deadline"))
+                ended.append(job.request.request_id)
+        return ended
 
     def _advance(self, job: VideoJob) -> None:
         end: End | None = None

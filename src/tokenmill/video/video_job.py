@@ -18,6 +18,7 @@ from tokenmill.core.specs.wan import WanSpec
 from tokenmill.core.types import InvalidRequestError, Request
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.core.video_checks import check_video
+from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
 from tokenmill.models.wan.wan_vae import Tiles
 from tokenmill.video.experts import synchronize
@@ -35,8 +36,9 @@ class VideoJob:
         self.request, self.pipeline = request, pipeline
         self.params = check_video(request, pipeline.spec)
         width, height = self.params.size
+        _check_latent(self.params, pipeline.spec)
         self.grid = pipeline.spec.grid(self.params.num_frames, height, width)
-        self.noise = _noise(self.params, pipeline.spec)
+        check_division(pipeline.parallel, self.params, pipeline.spec)
         self.latents: torch.Tensor | None = None  # after the last step so far
         self.video: Video | None = None
         self.num_skipped = 0  # steps that the step cache skipped
@@ -47,6 +49,11 @@ class VideoJob:
         self._keys: list[TextKV] = []  # of each batch of branches
         self._caches: list[StepCache] = []
         self.steps = self._run()
+
+    @property
+    def noise(self) -> torch.Tensor:
+        """What it starts from, drawn anew each time: jobs that wait hold no memory."""
+        return _noise(self.params, self.pipeline.spec)
 
     @property
     def progress(self) -> float:
@@ -80,10 +87,11 @@ class VideoJob:
         self.video = Video(width, height, fps, count, data, seconds, self.num_skipped)
 
     def decode(self, latents: torch.Tensor) -> Iterator[bytes]:
-        """RGB bytes of each latent frame's frames."""
+        """RGB bytes of each latent frame's frames; nothing on ranks other than the first."""
         tiles = Tiles() if self.params.vae_tiles else None
+        leads = self.pipeline.split.ranks.rank == 0
         for frames in self.pipeline.decoder.frames(latents, tiles):
-            yield _to_bytes(frames)
+            yield _to_bytes(frames) if leads else b""
 
     def _denoise(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """The latents after each step."""
@@ -131,10 +139,12 @@ class VideoJob:
         prompts = [self.request.prompt_token_ids]
         if self.params.guided:
             prompts.append(list(self.params.negative_token_ids))
+        split = self.pipeline.split
+        if split.cfg > 1:
+            prompts = [prompts[split.branch]]
         text = self.pipeline.encode(prompts)
-        together = self.pipeline.batches_guidance(
-            self.pipeline.spec.transformer.num_tokens(self.grid)
-        )
+        num_tokens = self.pipeline.spec.transformer.num_tokens(self.grid)
+        together = self.pipeline.batches_guidance(num_tokens // split.size)
         return [text] if together else list(text.split(1))
 
     def _expert_index(self, timestep: int) -> int:
@@ -178,23 +188,39 @@ def _to_bytes(frames: torch.Tensor) -> bytes:
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy().tobytes()
 
 
-def check_job(request: Request, spec: WanSpec) -> None:
+def check_job(request: Request, spec: WanSpec, parallel: VideoParallel | None = None) -> None:
     """Raise what a job of the request would, before any weights are read."""
-    _noise(check_video(request, spec), spec)
+    params = check_video(request, spec)
+    _check_latent(params, spec)
+    if parallel is not None:
+        check_ranks(parallel, spec)
+        check_division(parallel, params, spec)
 
 
 def _noise(params: VideoParams, spec: WanSpec) -> torch.Tensor:
     """The latents to start from, fp32 on the host, so that every device has the same."""
+    if params.latent is not None:
+        return _fixed_latent(params.latent, _latent_shape(params, spec))
+    generator = torch.Generator().manual_seed(params.seed)
+    return torch.randn(_latent_shape(params, spec), generator=generator)
+
+
+def _check_latent(params: VideoParams, spec: WanSpec) -> None:
+    if params.latent is not None:
+        _fixed_latent(params.latent, _latent_shape(params, spec))
+
+
+def _latent_shape(params: VideoParams, spec: WanSpec) -> tuple[int, ...]:
     width, height = params.size
-    shape = (spec.vae.z_dim, *spec.grid(params.num_frames, height, width))
-    if params.latent is None:
-        generator = torch.Generator().manual_seed(params.seed)
-        return torch.randn(shape, generator=generator)
-    latents = _read_latent(Path(params.latent)).float()
+    return (spec.vae.z_dim, *spec.grid(params.num_frames, height, width))
+
+
+def _fixed_latent(file: str, shape: tuple[int, ...]) -> torch.Tensor:
+    latents = _read_latent(Path(file)).float()
     found = latents[0] if latents.dim() == 5 and len(latents) == 1 else latents
     if found.shape != shape:
         problem = f"has the shape {list(latents.shape)}, the video needs {[1, *shape]}"
-        raise InvalidRequestError(f"latent {params.latent} {problem}", "latent")
+        raise InvalidRequestError(f"latent {file} {problem}", "latent")
     return found
 
 

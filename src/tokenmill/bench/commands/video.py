@@ -15,7 +15,8 @@ from tokenmill.core.cost import usd_of
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.types import Request
 from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams, byte_token_ids
-from tokenmill.settings import SETTINGS, VIDEO, Settings, video_model
+from tokenmill.core.video_parallel import VideoParallel
+from tokenmill.settings import SETTINGS, VIDEO, VIDEO_PARALLEL, Settings, video_model
 
 if TYPE_CHECKING:
     from tokenmill.video.measure import VideoTimes
@@ -27,6 +28,7 @@ PANELS = {
     "Benchmark": tuple(SETTINGS[key] for key in KEYS),
     "Video": tuple(setting for setting in VIDEO if setting.key not in UNUSED),
     "Model": video_model(),
+    "Parallelism": VIDEO_PARALLEL,
 }
 DEFAULTS = {"model": "wan2.2-t2v-a14b"}
 PROMPT = "a red fox in snow"
@@ -44,15 +46,17 @@ def video(settings: Settings) -> None:
     tokenmill bench video --random-weights --model wan-tiny --size 64x64 --frames 9
     """
     from tokenmill.bench.ceiling import measure_machine, peak_memory_mib
-    from tokenmill.video.pipeline import load_pipeline, open_pipeline
+    from tokenmill.video.pipeline import open_pipeline
     from tokenmill.video.video_job import check_job
+    from tokenmill.video.video_ranks import load_ranks
 
     config = settings.build(ModelConfig)
     checkpoint = open_pipeline(config)
     request = _request(settings, checkpoint.spec)
-    check_job(request, checkpoint.spec)
+    parallel = settings.build(VideoParallel)
+    check_job(request, checkpoint.spec, parallel)
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        pipeline = load_pipeline(checkpoint, config, settings.get("offload"), loaded)
+        pipeline = load_ranks(checkpoint, config, parallel, settings.get("offload"), loaded)
     console.note("Measuring the machine")
     threads = config.num_threads or os.cpu_count() or 1
     machine = measure_machine(pipeline.spec.transformer, threads, pipeline.device.type)
@@ -63,6 +67,8 @@ def video(settings: Settings) -> None:
         "device": machine.name,
         "dtype": pipeline.dtype,
         "offload": settings.get("offload"),
+        "cfg_parallel": parallel.cfg,
+        "ulysses": parallel.ulysses,
         **_job(_params(request)),
         **_times(pipeline, request, machine, runs, settings.get("gpu-price")),
         "peak_memory_mib": peak_memory_mib(pipeline.device.type),
@@ -82,14 +88,14 @@ def _request(settings: Settings, spec: WanSpec) -> Request:
 
 def _measure(settings: Settings, pipeline: Pipeline, request: Request) -> list[VideoTimes]:
     """Videos of seeds one after the other, once warm."""
-    from tokenmill.video.measure import measure_video
+    from tokenmill.video.video_ranks import measure_ranks
 
     console.note("Warming up: one step and a decode")
-    measure_video(pipeline, request, 1)
+    measure_ranks(pipeline, request, 1)
     params, runs = _params(request), []
     for number in range(settings.get("num-videos")):
         own = replace(request, video=replace(params, seed=params.seed + number))
-        runs.append(measure_video(pipeline, own, settings.get("measured-steps")))
+        runs.append(measure_ranks(pipeline, own, settings.get("measured-steps")))
     return runs
 
 
@@ -104,7 +110,10 @@ def _times(
         "num_videos": len(runs),
         "measured_steps": len(steps) // len(runs),
         "whole_videos": all(run.whole for run in runs),
-        **figures(pipeline.spec, request, pipeline.dtype, machine, parts),
+        **figures(
+            *(pipeline.spec, request, pipeline.dtype, machine, parts),
+            pipeline.parallel.num_ranks,
+        ),
         "s_per_step": round(median(steps), 4),
         "usd_per_video": round(usd_of(sum(parts.values()), price), 6),
         "usd_per_hour": price,
@@ -126,10 +135,16 @@ def _job(params: VideoParams) -> dict[str, Any]:
 
 
 def figures(
-    spec: WanSpec, request: Request, dtype: str, machine: Machine, parts: dict[str, float]
+    spec: WanSpec,
+    request: Request,
+    dtype: str,
+    machine: Machine,
+    parts: dict[str, float],
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
-    """Seconds and shares of the parts, beside their roofline."""
+    """Seconds and shares of the parts, beside their roofline; ranks divide all but the text."""
     total, least = sum(parts.values()), least_seconds(spec, request, dtype, machine)
+    least |= {name: least[name] / num_ranks for name in ("denoise", "decode")}
     params = _params(request)
     return {
         "s_per_video": round(total, 3),
@@ -190,7 +205,12 @@ def _print(report: dict[str, Any]) -> None:
         asked += f", of which {report['measured_steps']} were run and the others taken as long"
     loose = [key for key in ("step_cache", "vae_tiles") if report[key]]
     flags = " and ".join("--" + key.replace("_", "-") for key in loose)
-    out(asked + (f"; not exact, by {flags}" if loose else ""))
+    num_ranks = report["cfg_parallel"] * report["ulysses"]
+    out(
+        asked
+        + (f"; not exact, by {flags}" if loose else "")
+        + (f"; on {num_ranks} ranks" if num_ranks > 1 else "")
+    )
     out(
         f"{report['s_per_video']:,.2f} s a video, {report['s_per_step']:.3f} s a step, "
         f"{report['tflop_s']:,.2f} TFLOP/s, {report['share_of_ceiling']:.0%} of its ceiling"

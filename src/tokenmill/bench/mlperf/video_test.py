@@ -31,12 +31,14 @@ from tokenmill.core.cost import usd_of
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
 from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
     MODEL,
     SCHEDULER,
     SETTINGS,
+    VIDEO_PARALLEL,
     Setting,
     Settings,
     SettingsError,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 SHAPE = ("size", "frames", "steps")  # what a quick run may have smaller
 LOOSE = ("step-cache", "vae-tiles")  # what is not exact
 KEYS = (*SHAPE, "latent", *LOOSE, "offload", "gpu-price")
-PANEL: tuple[Setting, ...] = tuple(SETTINGS[key] for key in KEYS)
+PANEL: tuple[Setting, ...] = (*(SETTINGS[key] for key in KEYS), *VIDEO_PARALLEL)
 MODES = ("performance", "accuracy", "submission", "TEST04")
 NOT_HERE = ("url", "length-scale", "compliance-dataset")
 # The defaults of a quick run on a CPU, where a video of full size would take days.
@@ -158,16 +160,17 @@ def video_of(output: RequestOutput) -> Video:
 
 def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     """Run the test; its logs are in --submission-dir afterwards, and videos below them."""
-    from tokenmill.video.pipeline import load_pipeline, open_pipeline
-    from tokenmill.video.video_engine import VideoEngine
+    from tokenmill.video.pipeline import open_pipeline
     from tokenmill.video.video_job import check_job
+    from tokenmill.video.video_ranks import load_ranks, make_engine
 
     config, params = job_of(settings)
     checkpoint = open_pipeline(config)
     samples = make_samples(settings, run, checkpoint, params)
-    check_job(samples[0].request, checkpoint.spec)
-    pipeline = load_pipeline(checkpoint, config, settings.get("offload"))
-    engine = VideoEngine(pipeline)
+    parallel = settings.build(VideoParallel)
+    check_job(samples[0].request, checkpoint.spec, parallel)
+    pipeline = load_ranks(checkpoint, config, parallel, settings.get("offload"))
+    engine = make_engine(pipeline)
     warm_up(engine, samples[0].request)
     mode, folder = settings.get("test-mode"), Path(settings.get("submission-dir"))
     keep = folder / VIDEOS if mode == "accuracy" else None
@@ -295,14 +298,12 @@ def price_of(run: bench.Run, report: MlperfReport, usd_per_hour: float) -> Mlper
 def _facts(
     settings: Settings, run: bench.Run, pipeline: Pipeline, params: VideoParams, num_samples: int
 ) -> MlperfReport:
-    from tokenmill.bench.ceiling import accelerator
-
     width, height = params.size
     return {
         "model": pipeline.name,
         "dtype": pipeline.dtype,
         "device": pipeline.device.type,
-        "accelerator": accelerator(pipeline.device.type),
+        "accelerator": _accelerators(pipeline),
         "num_samples": num_samples,
         "synthetic": "dataset" not in settings,
         "quick": run.quick,
@@ -311,9 +312,20 @@ def _facts(
             "num_frames": params.num_frames,
             "num_steps": params.num_steps,
             "schedule": params.schedule,
+            "cfg_parallel": pipeline.parallel.cfg,
+            "ulysses": pipeline.parallel.ulysses,
         },
         "notices": notices(settings, run, params, random=pipeline.tokenizer is None),
     }
+
+
+def _accelerators(pipeline: Pipeline) -> dict[str, str]:
+    from tokenmill.bench.ceiling import accelerator
+
+    found = accelerator(pipeline.device.type)
+    if pipeline.device.type == "cuda":
+        found["accelerators_per_node"] = str(pipeline.parallel.num_ranks)
+    return found
 
 
 def notices(settings: Settings, run: bench.Run, params: VideoParams, random: bool) -> list[str]:

@@ -41,6 +41,7 @@ from tokenmill.kv.shared_memory import host_identity
 from tokenmill.parallel import Ranks, connect, connected, disconnect, file_store, open_store
 
 ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_RANK_ADDRESS", "TOKENMILL_RANK_KEY"
+LANGUAGE_RANK = "tokenmill.engine.ranks.rank_process"
 START_TIMEOUT_S = 300.0  # for all ranks to call
 Kind = TypeVar("Kind", bound=Message)
 END_TIMEOUT_S = 5.0  # for a child to end by itself
@@ -49,8 +50,9 @@ END_TIMEOUT_S = 5.0  # for a child to end by itself
 class RankGroup:
     """Rank 0's connections to the others, in the order of their ranks from 1 on."""
 
-    def __init__(self, size: int, device: str) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: int, device: str, program: str = LANGUAGE_RANK) -> None:
+        """`program` is the module that the other ranks run."""
+        self.size, self.device, self._program = size, device, program
         self._children: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         if connected():
@@ -111,9 +113,13 @@ class RankGroup:
     def agree(self, num_blocks: int) -> int:
         """The least that any rank has room for; all have loaded their part then."""
         least = min(num_blocks, *(blocks.count for blocks in self.hear(NumBlocks)))
-        self._folder.cleanup()  # all have met: a sudden death leaves nothing behind
+        self.forget_place()
         self.tell(NumBlocks(least))
         return least
+
+    def forget_place(self) -> None:
+        """Remove where ranks met, now that all have: a sudden death leaves nothing behind."""
+        self._folder.cleanup()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -159,7 +165,7 @@ class RankGroup:
 
     def _start_children(self, address: str, key: bytes) -> None:
         # -P: a folder named tokenmill in the working directory is not the package.
-        command = [sys.executable, "-P", "-m", "tokenmill.engine.ranks.rank_process", address]
+        command = [sys.executable, "-P", "-m", self._program, address]
         env = os.environ | {KEY_VARIABLE: key.hex()}
         for _ in range(self.size - 1):
             child = subprocess.Popen(
@@ -243,6 +249,31 @@ def call(address: str) -> Connection:
             time.sleep(0.2)  # rank 0 is not there yet
     send(link, Machine(host_identity()))
     return link
+
+
+class Inbox:
+    """What rank 0 says, in order; the process ends as soon as rank 0 has."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._messages.put(receive(self._connection))
+            except (EOFError, OSError):
+                os._exit(0)  # be it in the middle of a collective that will never end
+
+    def next(self) -> Message:
+        return self._messages.get()
+
+    def next_of(self, kind: type[Kind]) -> Kind:
+        """The next message, which must be of this type."""
+        message = self.next()
+        assert isinstance(message, kind), message
+        return message
 
 
 @contextlib.contextmanager

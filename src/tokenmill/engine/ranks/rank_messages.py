@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 
 from tokenmill.core.codec import dumps, loads
-from tokenmill.core.config import Setup
+from tokenmill.core.config import ModelConfig, Setup
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.core.kv_events import PackedEvent
 from tokenmill.core.types import EngineStats, GrammarVocab, Request, RequestOutput
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.kv.transfer import Run
 from tokenmill.parallel import Backend
@@ -188,10 +189,62 @@ class PeerAnswer:
     problem: str | None
 
 
+# Where ranks divide a video.
+
+
+@dataclass(frozen=True, slots=True)
+class VideoOrder:
+    """What every rank is to load."""
+
+    model: ModelConfig
+    offload: bool
+    parallel: VideoParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank has its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitVideo:
+    """A job that all ranks have, in the same order."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AbortVideo:
+    """A job that all ranks drop."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepVideo:
+    """One step of every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class VideoStepOver:
+    """A rank has done a step; so many jobs have failed on it so far."""
+
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureVideo:
+    """A video to be measured, or some of its steps."""
+
+    request: Request
+    num_steps: int | None
+
+
 Message = (
     Machine | Place | Order | NumBlocks | Failed | KVReachable
     | Step | Rows | KVCall | KVCallOver
     | Round | RoundOver | ConnectPeer | DisconnectPeer | PeerAnswer
+    | VideoOrder | Loaded | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
 )  # fmt: skip
 
 

@@ -5,57 +5,27 @@ python -m tokenmill.engine.ranks.rank_process ADDRESS
 
 from __future__ import annotations
 
-import os
-import queue
 import sys
-import threading
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from tokenmill.core.config import Setup
 from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
 from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
-from tokenmill.engine.ranks.group import Kind, call, join
+from tokenmill.engine.ranks.group import Inbox, call, join
 from tokenmill.engine.ranks.leader import OwnEngine
 from tokenmill.engine.ranks.rank_messages import (
     Failed,
     KVReachable,
-    Message,
     NumBlocks,
     Order,
     Place,
-    receive,
     send,
 )
 from tokenmill.engine.ranks.rank_models import RANK_GONE, Follower, OwnModel, all_or_none
 from tokenmill.engine.ranks.shared_kv import RankReader
 from tokenmill.kv.connectors import KVLink
 from tokenmill.parallel import Ranks
-
-
-class Inbox:
-    """What rank 0 says, in order; the process ends as soon as rank 0 has."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                self._messages.put(receive(self._connection))
-            except (EOFError, OSError):
-                os._exit(0)  # be it in the middle of a collective that will never end
-
-    def next(self) -> Message:
-        return self._messages.get()
-
-    def next_of(self, kind: type[Kind]) -> Kind:
-        """The next message, which must be of this type."""
-        message = self.next()
-        assert isinstance(message, kind), message
-        return message
 
 
 def main(address: str) -> None:

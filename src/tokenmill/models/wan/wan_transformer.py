@@ -19,12 +19,14 @@ from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.modulation import add_gated, gelu_rows, norm_modulate
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype, plain_type
 from tokenmill.models.family import Shape
+from tokenmill.models.wan.wan_split import TokenSplit
 
 Grid = tuple[int, int, int]
 Rows = torch.Tensor | QuantizedRows  # rows that a linear reads, in fp8 where it asks for it
 TextKV = list[tuple[torch.Tensor, torch.Tensor]]  # of each block, [branches, tokens, heads, dim]
 _THETA = 10_000.0
 _MAX_PERIOD = 10_000.0
+_WHOLE = TokenSplit()
 
 
 def transformer_tensors(spec: WanTransformerSpec) -> dict[str, Shape]:
@@ -102,20 +104,24 @@ class _Tensors:
 class SelfAttention:
     """All patches see all patches; queries and keys are normed over all heads, then rotated."""
 
-    def __init__(self, tensors: _Tensors, name: str, spec: WanTransformerSpec) -> None:
+    def __init__(
+        self, tensors: _Tensors, name: str, spec: WanTransformerSpec, split: TokenSplit
+    ) -> None:
+        self.split = split
         self.qkv = tensors.linear(*(f"{name}.to_{part}" for part in "qkv"))
         self.out = tensors.linear(f"{name}.to_out.0")
         self.norms = [tensors.fp32(f"{name}.norm_{part}.weight") for part in "qk"]
         self.num_heads, self.eps = spec.num_heads, spec.eps
 
     def __call__(self, x: Rows, rotation: Rotation, branches: int) -> torch.Tensor:
-        """[branches * n, k] -> the same shape."""
+        """[branches * n, k] -> the same shape; n are the tokens of this rank."""
         q, k, v = self.qkv(x).unflatten(0, (branches, -1)).chunk(3, dim=-1)
         q, k = (
             norm_rotate(part, weight, self.eps, self.num_heads, rotation)
             for part, weight in zip((q, k), self.norms, strict=True)
         )
-        seen = attend(q, k, v.unflatten(-1, (self.num_heads, -1)))
+        q, k, v = self.split.to_heads(q, k, v.unflatten(-1, (self.num_heads, -1)))
+        seen = self.split.to_tokens(attend(q, k, v))
         return self.out(seen.flatten(2).flatten(0, 1))
 
 
@@ -157,8 +163,10 @@ class FeedForward:
 class WanBlock:
     """Self-attention, attention to the text and an MLP; the timestep modulates first and last."""
 
-    def __init__(self, tensors: _Tensors, name: str, spec: WanTransformerSpec) -> None:
-        self.attention = SelfAttention(tensors, f"{name}.attn1", spec)
+    def __init__(
+        self, tensors: _Tensors, name: str, spec: WanTransformerSpec, split: TokenSplit
+    ) -> None:
+        self.attention = SelfAttention(tensors, f"{name}.attn1", spec, split)
         self.text = TextAttention(tensors, f"{name}.attn2", spec)
         self.ffn, self.eps = FeedForward(tensors, f"{name}.ffn"), spec.eps
         self.table = tensors.fp32(f"{name}.scale_shift_table")[0]
@@ -196,8 +204,10 @@ class WanTransformer:
         tensors: Mapping[str, torch.Tensor],
         dtype: ComputeType,
         device: Device,
+        split: TokenSplit = _WHOLE,
     ) -> None:
         self.spec, self.dtype, self.device = spec, activation_dtype(dtype), torch.device(device)
+        self.split = split
         own = _Tensors(tensors, dtype, device)
         names = ("time_embedder.linear_1", "time_embedder.linear_2", "time_proj")
         self._time = [
@@ -207,7 +217,7 @@ class WanTransformer:
         embedder = "condition_embedder.text_embedder.linear"
         self._text = [own.linear(f"{embedder}_{number}", plain=True) for number in (1, 2)]
         self.patches = own.linear("patch_embedding", plain=True)
-        self.blocks = [WanBlock(own, f"blocks.{i}", spec) for i in range(spec.num_layers)]
+        self.blocks = [WanBlock(own, f"blocks.{i}", spec, split) for i in range(spec.num_layers)]
         self.table = own.fp32("scale_shift_table")[0]
         self.out = own.linear("proj_out", plain=True)
         self._rotation: tuple[Grid, Rotation] | None = None
@@ -243,11 +253,12 @@ class WanTransformer:
         return frames // first, height // second, width // third
 
     def embed_patches(self, latents: torch.Tensor, branches: int) -> torch.Tensor:
-        """Rows of all patches, the same for each branch: [branches * n, k]."""
+        """Rows of this rank's patches, the same for each branch: [branches * n, k]."""
         (frames, rows, columns), (t, h, w) = self.grid(latents), self.spec.patch_size
         parts = latents.to(self.device, self.dtype).reshape(-1, frames, t, rows, h, columns, w)
         patches = parts.permute(1, 3, 5, 0, 2, 4, 6).reshape(frames * rows * columns, -1)
-        return self.patches(patches).repeat(branches, 1)
+        own = patches[self.split.own(len(patches))]
+        return self.patches(own).repeat(branches, 1)
 
     def run_blocks(
         self, x: torch.Tensor, time: torch.Tensor, grid: Grid, text: TextKV
@@ -259,20 +270,24 @@ class WanTransformer:
         return x
 
     def project(self, x: torch.Tensor, embedding: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Rows of patches -> fp32 [branches, channels, frames, height, width]."""
+        """Rows of patches -> fp32 [branches of all ranks, channels, frames, height, width]."""
         shift, scale = self.table + embedding
         x = self.out(norm_modulate(x, 1 + scale, shift, self.spec.eps)).float()
         t, h, w = self.spec.patch_size
         frames, height, width = shape[1:]
+        num_patches = frames * height * width // (t * h * w)
+        x = self.split.gather(x, len(x) * self.split.size // num_patches)
         parts = x.reshape(-1, frames // t, height // h, width // w, t, h, w, self.spec.out_channels)
         return parts.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(
             -1, self.spec.out_channels, frames, height, width
         )
 
     def rotation(self, grid: Grid) -> Rotation:
-        """Cosines and sines of a grid's patches; those of the last grid are kept."""
+        """Cosines and sines of this rank's patches; those of the last grid are kept."""
         if self._rotation is None or self._rotation[0] != grid:
-            self._rotation = grid, rotation_of(self.spec, grid, self.device)
+            cos, sin = rotation_of(self.spec, grid, self.device)
+            own = self.split.own(len(cos))
+            self._rotation = grid, (cos[own], sin[own])
         return self._rotation[1]
 
 

@@ -17,7 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from tokenmill.core.specs.wan import VaeSpec
 from tokenmill.layers.linear import Device
 from tokenmill.models.family import Shape
+from tokenmill.models.wan.wan_split import ColumnSplit
 
+_WHOLE = ColumnSplit()
 _SEEN = 2  # frames that a convolution of three frames looks back
 Seen = dict[str, torch.Tensor]  # the last frames that each convolution has had
 
@@ -78,7 +80,9 @@ class VideoDecoder:
         tensors: Mapping[str, torch.Tensor],
         device: Device,
         dtype: torch.dtype = torch.float32,
+        split: ColumnSplit = _WHOLE,
     ) -> None:
+        self.split = split
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self._tensors = {name: tensors[name].to(device, dtype) for name in decoder_tensors(spec)}
         shape = (1, spec.z_dim, 1, 1, 1)
@@ -88,29 +92,35 @@ class VideoDecoder:
     def frames(self, latents: torch.Tensor, tiles: Tiles | None = None) -> Iterator[torch.Tensor]:
         """Latents [channels, frames, height, width] -> fp32 [frames, 3, height, width] in [-1, 1].
 
-        One piece for each latent frame: one frame, then four at a time.
+        One piece for each latent frame: one frame, then four at a time. Of several ranks, which
+        have no tiles, rank 0 gets whole frames.
         """
         z = latents.to(self.device, torch.float32)[None] * self._std + self._mean
         z = self._conv3d(z.to(self.dtype), "post_quant_conv", None)
-        places = _places(z.shape[-2:], tiles)
+        columns = z.shape[-1]
+        own = self.split.own(z)
+        places = _places(own.shape[-2:], tiles)
         seen: list[list[Seen]] = [[{} for _ in row] for row in places]
-        for frame in z.split(1, dim=2):
+        for frame in own.split(1, dim=2):
             rows = [
                 [
-                    self._decode(frame[..., top:bottom, left:right], own)
-                    for (top, bottom, left, right), own in zip(row, kept, strict=True)
+                    self._decode(frame[..., top:bottom, left:right], state, columns)
+                    for (top, bottom, left, right), state in zip(row, kept, strict=True)
                 ]
                 for row, kept in zip(places, seen, strict=True)
             ]
-            whole = rows[0][0] if tiles is None else self._join(rows, tiles)
+            if tiles is None:
+                whole = self.split.join(rows[0][0], columns)
+            else:
+                whole = self._join(rows, tiles)
             height, width = (side * self.spec.spatial_stride for side in z.shape[-2:])
             yield whole[0, :, :, :height, :width].float().clamp(-1.0, 1.0).transpose(0, 1)
 
-    def _decode(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """One latent frame [1, z, 1, h, w] -> [1, 3, frames, 8h, 8w]."""
+    def _decode(self, x: torch.Tensor, seen: Seen, columns: int) -> torch.Tensor:
+        """One latent frame [1, z, 1, h, w] -> [1, 3, frames, 8h, 8w]; `columns` are all ranks'."""
         x = self._conv3d(x, "decoder.conv_in", seen)
         x = self._res_block(x, "decoder.mid_block.resnets.0", seen)
-        x = self._attend(x, "decoder.mid_block.attentions.0")
+        x = self._attend(x, "decoder.mid_block.attentions.0", columns)
         x = self._res_block(x, "decoder.mid_block.resnets.1", seen)
         temporal = self.spec.temporal_downsample[::-1]
         for index in range(len(self.spec.dim_mult)):
@@ -125,11 +135,18 @@ class VideoDecoder:
         """A convolution that sees its frame and, in a kernel of three, the two before it."""
         weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
         depth, rows, columns = weight.shape[2:]
+        x, padding = self._with_neighbours(x, columns // 2)
         if depth > 1:
             assert seen is not None
             x = torch.cat([seen[name], x], 2) if name in seen else pad(x, (0,) * 4 + (_SEEN, 0))
             seen[name] = x[:, :, -_SEEN:].clone()
-        return conv3d(x, weight, bias, padding=(0, rows // 2, columns // 2))
+        return conv3d(x, weight, bias, padding=(0, rows // 2, padding))
+
+    def _with_neighbours(self, x: torch.Tensor, columns: int) -> tuple[torch.Tensor, int]:
+        """x with the columns that a convolution sees of other ranks, and the padding beside it."""
+        if self.split.ranks.size == 1 or not columns:
+            return x, columns
+        return self.split.with_neighbours(x), 0
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Each position divided by its root mean square over the channels."""
@@ -143,18 +160,23 @@ class VideoDecoder:
         x = self._conv3d(silu(self._norm(x, f"{name}.norm1")), f"{name}.conv1", seen)
         return shortcut + self._conv3d(silu(self._norm(x, f"{name}.norm2")), f"{name}.conv2", seen)
 
-    def _attend(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, name: str, columns: int) -> torch.Tensor:
         """Attention of one head over the positions of each frame."""
         frames = x[0].transpose(0, 1)
         qkv = self._conv2d(self._norm(frames, f"{name}.norm"), f"{name}.to_qkv")
-        q, k, v = qkv.flatten(2).transpose(1, 2).chunk(3, dim=-1)
+        dim = frames.shape[1]
+        q = qkv[:, :dim].flatten(2).transpose(1, 2)
+        kv = self.split.all_columns(qkv[:, dim:], columns)
+        k, v = kv.flatten(2).transpose(1, 2).chunk(2, dim=-1)
         seen = attention(q[:, None], k[:, None], v[:, None])[:, 0]
         out = self._conv2d(seen.transpose(1, 2).reshape(frames.shape), f"{name}.proj")
         return x + out.transpose(0, 1)[None]
 
     def _conv2d(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self._tensors[f"{name}.weight"]
-        return conv2d(x, weight, self._tensors[f"{name}.bias"], padding=weight.shape[-1] // 2)
+        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
+        rows, columns = weight.shape[2:]
+        x, padding = self._with_neighbours(x, columns // 2)
+        return conv2d(x, weight, bias, padding=(rows // 2, padding))
 
     def _upsample(self, x: torch.Tensor, name: str, seen: Seen, in_time: bool) -> torch.Tensor:
         """Twice as high and wide; in time as well, but for the first latent frame."""
