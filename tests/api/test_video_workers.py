@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from api.video_app import VideoApp, in_loop, video_app
+from tokenmill.__main__ import run
 from tokenmill.core.config import PoolConfig
 from tokenmill.workers.jobs.job_pool import JobPool
 
@@ -80,3 +81,23 @@ async def test_an_abort_between_steps_frees_the_worker(tmp_path: Path) -> None:
         await app.call("DELETE", f"/v1/videos/{endless}")
         assert await content(app, short) == random.Random(3).randbytes(64)
         assert app.pool.num_open == 0 and app.pool.num_restarts == 0
+
+
+@in_loop
+async def test_workers_are_seen_and_scaled_and_the_queue_goes_to_the_new_one(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, workers=1) as app:
+        names = [await app.create(num_inference_steps=1000) for _ in range(3)]
+        view = (await app.call("GET", "/workers")).json
+        assert (view["task"], view["num_open"], view["num_held"]) == ("video", 3, 2)
+        assert [worker["num_open"] for worker in view["workers"]] == [1]
+        wrong = await app.call("POST", "/workers/scale", {"decode": 1})
+        assert (wrong.status, wrong.error["param"]) == (400, "workers")
+        view = (await app.call("POST", "/workers/scale", {"workers": 2})).json
+        assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
+        assert await worker_of(app, names[0]) != await worker_of(app, names[1])
+        console = ["status", "--url", app.url]
+        assert await asyncio.to_thread(run, console) == 0
+        for name in names:
+            assert (await app.call("DELETE", f"/v1/videos/{name}")).status == 200

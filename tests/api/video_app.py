@@ -96,6 +96,8 @@ class VideoApp:
 
     async def call(self, method: str, path: str, body: Any = None, key: str = "") -> Answer:
         headers = {"authorization": f"Bearer {key}"} if key else {}
+        if isinstance(body, dict):
+            headers["content-type"] = "application/json"
         return await asyncio.to_thread(self._server.call, method, path, body, headers)
 
     async def create(self, key: str = "", **fields: Any) -> str:

@@ -78,8 +78,8 @@ def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page
     async def docs() -> Response:
         return HTMLResponse(docs_page(app.openapi()))
 
-    _add_models(app, state)
-    _add_workers(app, state)
+    add_model(app, state.config, state.model, state.max_model_len)
+    add_job_workers(app, state.config, state.pool, lambda: view_of(state))
     started_s = time.monotonic()
     add_job_page(app, state.config, page, lambda: view_of(state, time.monotonic() - started_s))
     return app
@@ -108,12 +108,10 @@ def view_of(state: JobState, uptime_s: float = 0.0) -> JobsView:
     )
 
 
-def _add_models(app: FastAPI, state: JobState) -> None:
-    guard = [Depends(authorizer(state.config))]
-    length = state.max_model_len
-    card = ModelCard(
-        id=state.model, created=int(time.time()), root=state.model, max_model_len=length
-    )
+def add_model(app: FastAPI, config: ServerConfig, name: str, max_model_len: int) -> None:
+    """Add GET /v1/models for the only model of a server."""
+    guard = [Depends(authorizer(config))]
+    card = ModelCard(id=name, created=int(time.time()), root=name, max_model_len=max_model_len)
 
     @app.get("/v1/models", dependencies=guard)
     async def models() -> Response:
@@ -121,44 +119,47 @@ def _add_models(app: FastAPI, state: JobState) -> None:
 
     @app.get("/v1/models/{model_id:path}", dependencies=guard)
     async def model(model_id: str) -> Response:
-        state.check_model(model_id)
+        if model_id != name:
+            raise unknown_model(model_id, name)
         return json_response(card)
 
 
-def _add_workers(app: FastAPI, state: JobState) -> None:
+def add_job_workers(
+    app: FastAPI, config: ServerConfig, pool: JobPool, view: Callable[[], JobsView]
+) -> None:
     """Add GET /workers, POST /workers/scale and /workers/drain."""
 
     async def show(request: Request) -> Response:
-        await state.pool.stats()
-        return json_response(view_of(state))
+        await pool.stats()
+        return json_response(view())
 
     async def scale(request: Request) -> Response:
         counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
         if set(counts) != {"both"}:
-            message = f"workers: send how many there shall be; --task {state.task} has no others"
+            message = f"workers: send how many there shall be; --task {view().task} has no others"
             raise ApiError(400, message, "workers", "invalid_value")
         try:
-            await state.pool.scale(counts["both"])
+            await pool.scale(counts["both"])
         except PoolError as error:
             raise ApiError(400, str(error), "workers", "invalid_value") from None
         except WorkerStartError as error:
             raise ApiError(503, f"a worker did not start: {error}", code="no_worker") from None
-        return json_response(view_of(state))
+        return json_response(view())
 
     async def drain(request: Request) -> Response:
         call = await read_body(request, DrainRequest, MAX_BODY_BYTES)
         try:
-            await state.pool.drain_worker(call.worker, state.config.drain_timeout_s)
+            await pool.drain_worker(call.worker, config.drain_timeout_s)
         except PoolError as error:
             raise ApiError(400, str(error), "worker", "invalid_value") from None
-        return json_response(view_of(state))
+        return json_response(view())
 
     for method, path, handler in (
         ("GET", "", show),
         ("POST", "/scale", scale),
         ("POST", "/drain", drain),
     ):
-        add_guarded(app, state.config, method, path, handler)
+        add_guarded(app, config, method, path, handler)
 
 
 def answer(value: object, msgpack: bool) -> Response:

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, authorizer
-from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.access import Calls
+from tokenmill.api.errors import ApiError
+from tokenmill.api.jobs.job_app import add_job_workers, add_model
 from tokenmill.api.middleware import Front
 from tokenmill.api.openapi import docs_page
-from tokenmill.api.operations import add_operations, exception_handlers, json_response
-from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
+from tokenmill.api.operations import add_operations, exception_handlers
+from tokenmill.api.protocol.answers import Service
 from tokenmill.api.server import (
     GAVE_UP,
     ServerError,
@@ -34,6 +35,7 @@ from tokenmill.api.server import (
     run_in_loop,
     url_of,
 )
+from tokenmill.api.telemetry.job_dashboard import JobsView
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
 from tokenmill.api.videos.video_openapi import video_document
@@ -154,27 +156,11 @@ def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> Fas
     needs_key = bool(state.config.api_keys)
     app.openapi = cache(partial(video_document, __version__, state.model, needs_key))  # type: ignore[method-assign]
     add_videos(app, state)
-    _add_models(app, state)
+    add_model(app, state.config, state.model, TEXT_TOKENS)
+    add_job_workers(app, state.config, client, lambda: _workers_view(client, state))
     _add_operations(app, client, state)
     add_video_page(app, client, state, facts)
     return app
-
-
-def _add_models(app: FastAPI, state: VideoState) -> None:
-    guard = [Depends(authorizer(state.config))]
-    card = ModelCard(
-        id=state.model, created=int(time.time()), root=state.model, max_model_len=TEXT_TOKENS
-    )
-
-    @app.get("/v1/models", dependencies=guard)
-    async def models() -> Response:
-        return json_response(ModelList(data=[card]))
-
-    @app.get("/v1/models/{model_id:path}", dependencies=guard)
-    async def model(model_id: str) -> Response:
-        if model_id != state.model:
-            raise unknown_model(model_id, state.model)
-        return json_response(card)
 
 
 def _add_operations(app: FastAPI, client: JobPool, state: VideoState) -> None:
@@ -192,3 +178,26 @@ def _add_operations(app: FastAPI, client: JobPool, state: VideoState) -> None:
     @app.get("/docs")
     async def docs() -> Response:
         return HTMLResponse(docs_page(app.openapi()))
+
+
+def _workers_view(client: JobPool, state: VideoState) -> JobsView:
+    """The server for /workers; the live page has a view of its own."""
+    counts = state.jobs.counts()
+    return JobsView(
+        task="video",
+        model=state.model,
+        version=__version__,
+        time_s=time.time(),
+        uptime_s=0.0,
+        draining=state.calls.draining,
+        num_open=counts["queued"] + counts["in_progress"],
+        num_held=counts["queued"],
+        max_open=state.preparer.config.max_video_jobs,
+        migrations=client.num_migrations,
+        answered=state.metrics.ended["completed"],
+        latency_ms={},
+        rejected=dict(state.metrics.rejected),
+        figures=client.known_stats(),
+        workers=client.view(),
+        facts=client.facts,
+    )
