@@ -28,6 +28,7 @@ from playwright.sync_api import expect
 from pages import Opened, open_browser
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.__main__ import run
+from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model_files import load_model, save_model
 from tokenmill.ranking.request_json import read_request
 
@@ -291,6 +292,37 @@ def test_requests_of_a_killed_worker_are_answered_by_another(server: Server) -> 
     view = server.view()
     assert view["migrations"] >= 1 and view["num_open"] == 0
     assert sum(worker["restarts"] for worker in view["workers"]) == 1
+
+
+@pytest.mark.parametrize("flags", [["accuracy"], ["performance", "--scenario", "Server"]])
+def test_loadgen_drives_the_server(
+    server: Server, folder: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    file, labels = tmp_path / "requests.jsonl", [[1, 0, 0, 1, 1, 0], [0, 1, 1, 0]]
+    samples = [
+        one | {"candidates": one["candidates"] | {"labels": truth}}
+        for one, truth in zip(USERS, labels, strict=False)
+    ]
+    file.write_text("\n".join(map(json.dumps, samples)), encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "tokenmill", "bench", "mlperf-test", "--json-only"]
+    command += ["--benchmark", "dlrm-v3", "--quick", "--quick-samples", "2", "--model", str(folder)]
+    command += ["--dataset", str(file), "--url", server.url, "--api-key", KEY]
+    command += ["--max-in-flight", "4", "--target-qps", "20", "--test-mode", *flags]
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    done = subprocess.run(
+        [*command, "--submission-dir", str(logs)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["num_failed"], report["url"]) == (0, f"{server.url}/v1/rank")
+    if flags == ["accuracy"]:
+        found = [each["scores"] for each in server.scores(USERS[:2])]
+        expected = rank_metrics([np.array(each) for each in found], list(map(np.array, labels)))
+        told = [report["accuracy"][name] for name in ("ne", "accuracy", "gauc")]
+        assert told == pytest.approx(expected, abs=1e-3)
+    else:
+        assert report["limits_ms"] == {"latency": 80} and report["metric"]["value"] > 0
 
 
 def test_operations_are_those_of_every_server(

@@ -39,7 +39,7 @@ def test_accuracy_run_has_the_models_own_metrics(folder: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     model = load_model(folder / "model")
-    samples = ranking_test.read_samples(folder / "requests.jsonl", model)[:8]
+    samples = ranking_test.read_samples(folder / "requests.jsonl", model.spec)[:8]
     scores = [found[:, 0] for found in model.score([sample.request for sample in samples])]
     expected = rank_metrics(scores, [sample.labels for sample in samples])
     found = report["accuracy"]
@@ -83,7 +83,7 @@ def test_metrics_and_the_limit_of_80_ms() -> None:
     [
         (["--scenario", "Interactive"], "Offline and Server only"),
         (["--test-mode", "TEST06"], "performance and accuracy only"),
-        (["--url", "http://127.0.0.1:1/v1", "--model", "m"], "--url does not go with"),
+        (["--url", "http://127.0.0.1:1", "--model", "m", "--dtype", "bf16"], "not for --url"),
         (["--max-num-seqs", "8"], "--max-num-seqs is for language models"),
         (["--num-threads", "1"], "--num-threads is for language models"),
         ([], "needs --model DIR"),
@@ -111,4 +111,4 @@ def test_a_wrong_line_of_the_dataset_is_named(folder: Path, tmp_path: Path) -> N
     text = json.dumps(line) + "\n" + json.dumps(line | {"user_id": 12})
     file.write_text(text, encoding="utf-8")
     with pytest.raises(BenchError, match=r"line 2: user_id: 12 is unknown"):
-        ranking_test.read_samples(file, load_model(folder / "model"))
+        ranking_test.read_samples(file, load_model(folder / "model").spec)

@@ -46,7 +46,10 @@ from tokenmill.settings.commands import MLPERF, RANK
 
 CHILD = "mlperf-test"
 SERVER = (
-    endpoint.here("url", "An OpenAI-compatible server as the system under test."),
+    endpoint.here(
+        "url",
+        "An OpenAI-compatible server as the system under test; for dlrm-v3 `serve --task rank`.",
+    ),
     endpoint.here("api-key", "Key to send."),
     endpoint.here("api", "Route to call (completions); chat gets texts, not token ids."),
     endpoint.here("tokenizer", "Model whose tokenizer the server has: datasets go as token ids."),

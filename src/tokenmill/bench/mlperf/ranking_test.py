@@ -17,8 +17,10 @@ from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError
+from tokenmill.settings.commands import RANK
 
 if TYPE_CHECKING:
+    from tokenmill.core.specs.hstu import HstuSpec
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.model import RankingModel
     from tokenmill.ranking.requests import RankOutput, RankRequest
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 2**31
 NO_HURRY_MS = 3.6e6  # Offline: batches are as large as their tokens allow
 WARM_UP = 3
-NOT_HERE = ("url", "compliance", "compliance-dataset", "submission-dir")
+NOT_HERE = ("compliance", "compliance-dataset", "submission-dir")
 TAKEN = ("model", "dtype", "device", "random-weights")  # of an engine's settings
 RANDOM_NOTICE = "Requests are random ids in the benchmark's lengths, not its dataset."
 WEIGHTS_NOTICE = "Weights are random: the scores mean nothing."
@@ -50,6 +52,9 @@ def check_settings(settings: Settings) -> None:
         # A test's own process has its folder of logs in --submission-dir.
         if settings.values.get(key) and not (key == "submission-dir" and settings.get("json-only")):
             raise SettingsError(f"--{key} does not go with --benchmark dlrm-v3")
+    if settings.get("url"):
+        for key in (setting.key for setting in RANK if setting.key in settings):
+            raise SettingsError(f"--{key} is for an engine of this process, not for --url")
     for setting in (*MODEL, *CACHE, *SCHEDULER, *EXECUTION):
         if setting.key in settings and setting.key not in TAKEN:
             raise SettingsError(
@@ -81,15 +86,16 @@ class RankingUnderTest(loadgen.SteppedSystem):
             query_id, index, times = self._open.pop(output.request_id)
             times.record(now_ns, 1)
             self.times.append(times)
-            answers.append((query_id, self._data(index, output), 1))
+            scores = output.scores[:, 0].tolist()
+            answers.append((query_id, answer_data(self._samples, index, scores), 1))
         loadgen.respond(self._library, self._library.QuerySamplesComplete, answers)
 
-    def _data(self, index: int, output: RankOutput) -> Any:
-        """As the reference has it: timestamp, sample, scores, labels, weights, their number."""
-        scores = output.scores[:, 0].tolist()
-        labels = self._samples[index].labels
-        truth = [0.0] * len(scores) if labels is None else labels.tolist()
-        return array("f", [0.0, index, *scores, *truth, *[1.0] * len(scores), len(scores)])
+
+def answer_data(samples: Sequence[RankSample], index: int, scores: Sequence[float]) -> Any:
+    """As the reference has it: timestamp, sample, scores, labels, weights, their number."""
+    labels = samples[index].labels
+    truth = [0.0] * len(scores) if labels is None else labels.tolist()
+    return array("f", [0.0, index, *scores, *truth, *[1.0] * len(scores), len(scores)])
 
 
 def check_done(outputs: Sequence[RankOutput]) -> None:
@@ -101,30 +107,90 @@ def check_done(outputs: Sequence[RankOutput]) -> None:
 
 def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     """Run the test; its logs are in --submission-dir afterwards."""
+    if settings.get("url"):
+        return _server_report(settings, run)
     accuracy = settings.get("test-mode") == "accuracy"
     model, notices = _model(settings)
-    samples = _samples(settings, run, model, accuracy)
-    if "dataset" not in settings:
-        notices.append(RANDOM_NOTICE)
+    samples = _samples(settings, run, model.spec, accuracy)
     folder = Path(settings.get("submission-dir"))
     sut = RankingUnderTest(_engine(settings, run, model, samples), samples)
     bench.execute(sut, len(samples), run, folder, accuracy)
-    facts: MlperfReport = {
-        "model": settings.get("model"),
-        "dtype": str(model.dense.dtype).removeprefix("torch."),
-        "device": model.dense.device.type,
-        "num_samples": len(samples),
-        "synthetic": "dataset" not in settings,
-        "quick": run.quick,
-        "notices": [*notices, *bench.notices(run, False, 1.0)],
+    facts = _facts(settings, run, samples, notices)
+    facts["dtype"] = str(model.dense.dtype).removeprefix("torch.")
+    facts["device"] = model.dense.device.type
+    return facts | _result(run, folder, accuracy, sut.times)
+
+
+def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
+    """The same of a server; the folder of --model tells which ids there are."""
+    from tokenmill.bench.client.records import Target
+    from tokenmill.bench.mlperf.loadgen_url import GivenUp
+    from tokenmill.bench.mlperf.ranking_url import RankingServerUnderTest, rank_url
+    from tokenmill.ranking.model_files import read_spec
+
+    accuracy = settings.get("test-mode") == "accuracy"
+    samples = _samples(settings, run, read_spec(Path(settings.get("model"))), accuracy)
+    target = Target(
+        url=rank_url(settings.get("url")),
+        model="",
+        api_key=next(iter(settings.values.get("api-key", ())), None),
+        timeout_s=settings.get("timeout"),
+        insecure=settings.get("insecure"),
+    )
+    folder = Path(settings.get("submission-dir"))
+    sut = RankingServerUnderTest(
+        target,
+        [sample.request for sample in samples],
+        lambda index, scores: answer_data(samples, index, scores),
+        settings.get("max-in-flight"),
+    )
+    facts = _facts(settings, run, samples, []) | {
+        "url": target.url,
+        "dtype": "as served",
+        "device": "remote",
+        "accelerator": {},
     }
+    try:
+        bench.execute(sut, len(samples), run, folder, accuracy)
+    except GivenUp as error:
+        return facts | bench.given_up_report(run, str(error), sut.times)
+    facts |= {"num_failed": sut.tally.num_failed, "errors": sut.tally.errors}
+    facts["client_cpu_share"] = round(sut.cpu_share, 3)
+    failures = [
+        f"{entry['count']} queries failed, {name}: {entry['first']}"
+        for name, entry in sut.tally.errors.items()
+    ]
     if accuracy:
-        return facts | _accuracy(run, folder)
+        report = {} if failures else _accuracy(run, folder)
+        return facts | report | {"reasons": failures}
+    return facts | bench.with_reasons(_result(run, folder, False, sut.times), failures)
+
+
+def _facts(
+    settings: Settings, run: bench.Run, samples: Sequence[RankSample], notices: list[str]
+) -> MlperfReport:
+    synthetic = "dataset" not in settings
+    told = [*notices, *([RANDOM_NOTICE] if synthetic else []), *bench.notices(run, False, 1.0)]
+    return {
+        "model": settings.get("model"),
+        "num_samples": len(samples),
+        "synthetic": synthetic,
+        "quick": run.quick,
+        "notices": told,
+    }
+
+
+def _result(
+    run: bench.Run, folder: Path, accuracy: bool, times: list[RequestTimes]
+) -> MlperfReport:
+    """What LoadGen's logs say."""
+    if accuracy:
+        return _accuracy(run, folder)
     values, errors = loadgen.read_detail(folder)
-    report = bench.performance_report(run, values, errors, sut.times)
+    report = bench.performance_report(run, values, errors, times)
     if run.scenario == "Server":
         report["limits_ms"] = {"latency": run.preset.latency_ms or 0}
-    return facts | report | {"ttft_ms": {}, "tpot_ms": {}, "num_output_tokens": 0}
+    return report | {"ttft_ms": {}, "tpot_ms": {}, "num_output_tokens": 0}
 
 
 def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
@@ -144,12 +210,12 @@ def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
 
 
 def _samples(
-    settings: Settings, run: bench.Run, model: RankingModel, accuracy: bool
+    settings: Settings, run: bench.Run, spec: HstuSpec, accuracy: bool
 ) -> list[RankSample]:
     from tokenmill.ranking.synthetic import benchmark_requests
 
     if "dataset" in settings:
-        found = read_samples(Path(settings.get("dataset")), model)
+        found = read_samples(Path(settings.get("dataset")), spec)
         if accuracy and any(sample.labels is None for sample in found):
             raise BenchError(f"{settings.get('dataset')}: --test-mode accuracy needs labels")
         if run.quick_samples:
@@ -161,11 +227,11 @@ def _samples(
             )
         return found
     count = run.quick_samples or run.preset.num_samples
-    requests = benchmark_requests(model.spec, count, run.length_scale)
+    requests = benchmark_requests(spec, count, run.length_scale)
     return [RankSample(request) for request in requests]
 
 
-def read_samples(path: Path, model: RankingModel) -> list[RankSample]:
+def read_samples(path: Path, spec: HstuSpec) -> list[RankSample]:
     """The lines of a dataset, each checked against the model; an error names the line."""
     from tokenmill.ranking.request_json import read_labels, read_request
     from tokenmill.ranking.requests import check_request
@@ -175,7 +241,7 @@ def read_samples(path: Path, model: RankingModel) -> list[RankSample]:
         try:
             data = json.loads(line)
             request = read_request(data, f"line-{number}")
-            check_request(request, model.spec)
+            check_request(request, spec)
             found.append(RankSample(request, read_labels(data, request.num_candidates)))
         except (json.JSONDecodeError, InvalidRequestError) as wrong:
             raise BenchError(f"{path}, line {number}: {wrong}") from None
