@@ -14,7 +14,7 @@ from driver import Answer, assert_same, build
 from kv.conversations import GREEDY, ask, assert_same_words, converse, engine, grow, hits
 from tiny_images import image, prompt
 from tiny_models import make_model, save, tame
-from tokenmill.core.tier_sizes import TierSizes, parse_tiers
+from tokenmill.core.kv import TierSizes, parse_tiers
 from tokenmill.core.types import ModelLoadError, Request
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.kv.tiers.page_copies import CpuCopies

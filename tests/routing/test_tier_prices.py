@@ -7,6 +7,7 @@ from pathlib import Path
 from kv.conversations import converse, engine, hits
 from tiny_models import make_model, save, tame
 from tokenmill.core.config import RouterConfig
+from tokenmill.core.kv import DISK, HOST
 from tokenmill.core.kv_events import (
     Dump,
     EventBatch,
@@ -16,7 +17,6 @@ from tokenmill.core.kv_events import (
     pack_events,
     unpack_events,
 )
-from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.routing.router import Router
 from tokenmill.sched.cache.blocks import block_hashes, hash_chain
 

@@ -15,8 +15,7 @@ from tokenmill.core.flags import (
     number,
     setting,
 )
-from tokenmill.core.kv import LEASE_S
-from tokenmill.core.tier_sizes import OFFLOADING
+from tokenmill.core.kv import LEASE_S, OFFLOADING
 
 GIB = 2**30
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64

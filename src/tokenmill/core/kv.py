@@ -1,12 +1,15 @@
-"""Descriptions of KV that moves between engines: its layout, its address and its ready blocks."""
+"""Descriptions of KV that moves: its layout, address and ready blocks, and tiers that keep it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
+
+from tokenmill.core.flags import Kind, parse_size
 
 LEASE_S = 30.0  # how long computed blocks are held for another engine, unless told otherwise
+DEVICE, HOST, DISK = "device", "host", "disk"  # where blocks lie: `--kv-offloading`
 SHM, NIXL = "shm", "nixl"  # the connectors of one host, and of all
 FEATURES = "features [layer, token, channel]"  # layout of blocks with encoded images
 PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
@@ -163,3 +166,44 @@ class KVExchange(Protocol):
         """How long a worker without other work may sleep; None: until a message comes."""
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Bytes of host memory, and a folder with the bytes that it may take."""
+
+    host_bytes: int = 0
+    folder: str | None = None
+    disk_bytes: int = 0
+
+
+def parse_tiers(text: str) -> TierSizes:
+    """Read "host=8GiB,disk=/var/kv:100GiB", or "8GiB" of host memory; raises ValueError."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        name, value = (name, value) if equals else (HOST, name)
+        if name not in (HOST, DISK) or name in found:
+            raise ValueError(text)
+        found[name] = value
+    folder, _, size = found.get(DISK, "").rpartition(":")
+    if DISK in found and not folder:
+        raise ValueError(text)
+    return TierSizes(
+        parse_size(found[HOST]) if HOST in found else 0,
+        folder or None,
+        parse_size(size) if folder else 0,
+    )
+
+
+def _read(value: Any) -> str:
+    text = str(value)
+    parse_tiers(text)
+    return text
+
+
+OFFLOADING = Kind(
+    _read,
+    "host=SIZE, disk=FOLDER:SIZE or both with a comma, such as host=8GiB,disk=/var/kv:100GiB",
+    "TIERS",
+)

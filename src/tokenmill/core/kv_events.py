@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tokenmill.core.tier_sizes import DEVICE
+from tokenmill.core.kv import DEVICE
 
 Hash = int
 

@@ -10,8 +10,8 @@ import torch
 
 import tokenmill
 from tokenmill.core.config import Setup
+from tokenmill.core.kv import parse_tiers
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.core.tier_sizes import parse_tiers
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.choices import available_bytes
 from tokenmill.kernels import cpu_kernels

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
+from tokenmill.core.kv import DEVICE, DISK, HOST
 from tokenmill.core.kv_events import Dump, Event, EventBatch, Removed, Stored
-from tokenmill.core.tier_sizes import DEVICE, DISK, HOST
 from tokenmill.sched.cache.blocks import U64
 
 MAX_PENDING = 256  # batches kept while a dump is on its way

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill.core.config import RouterConfig
+from tokenmill.core.kv import DISK, HOST
 from tokenmill.core.kv_events import Dump, EventBatch
-from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.load_report import Announcement, LoadReport

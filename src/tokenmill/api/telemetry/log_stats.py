@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill.api.telemetry.prometheus import ServerMetrics
-from tokenmill.core.tier_sizes import DISK, HOST
+from tokenmill.core.kv import DISK, HOST
 from tokenmill.core.types import EngineStats
 
 EVERY_S = 10.0

@@ -14,8 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from tokenmill.core.cost import usd_of
+from tokenmill.core.kv import DISK, HOST
 from tokenmill.core.metrics import RequestTimes, acceptance, summarize
-from tokenmill.core.tier_sizes import DISK, HOST
 from tokenmill.core.types import EngineStats
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.report import FrontCounts

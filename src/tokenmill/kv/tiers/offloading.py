@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tokenmill.core.tier_sizes import DISK, HOST
+from tokenmill.core.kv import DISK, HOST
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
 from tokenmill.kv.transfer import Read
