@@ -165,6 +165,23 @@ def test_out_of_memory_ends_that_job_alone(
     assert made is not None and made.data == video(pipeline).data
 
 
+def test_a_job_that_waits_holds_no_noise_and_ends_alone_where_it_does_not_fit(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    engine = VideoEngine(pipeline)
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenmill.video.video_job._noise", full)
+        engine.submit(job("a"))  # the most frames that positions allow would be 275 GB of noise
+        engine.submit(job("b"))
+        (ended,) = engine.step()
+    assert (ended.request_id, ended.stop_reason) == ("a", "out_of_memory")
+    made = run(engine)["b"][-1].video
+    assert made is not None and made.data == video(pipeline).data
+
+
 def test_other_errors_are_not_taken_for_a_full_memory(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

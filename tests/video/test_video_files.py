@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,6 +195,17 @@ def test_mp4_and_png_hold_the_frames(tmp_path: Path) -> None:
         assert container.streams.video[0].average_rate == 8
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert np.abs(np.stack(frames).astype(int) - pixels).mean() < 12  # H.264 loses some
+
+
+def test_frames_are_written_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed
+    video = Video(32, 16, 8, 2, bytes(range(256)) * 12)
+    check_target(tmp_path / "frames")
+    write_video(video, tmp_path / "frames")
+    second = np.asarray(Image.open(tmp_path / "frames" / "frame-0002.png"))
+    assert second.tobytes() == video.frame(1)
+    with pytest.raises(TokenmillError, match=r"mp4 files need PyAV: pip install .*, or give a fo"):
+        check_target(tmp_path / "fox.mp4")
 
 
 def test_a_target_that_cannot_be_written_is_refused_before_the_work(

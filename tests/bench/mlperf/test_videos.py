@@ -162,7 +162,7 @@ def test_test04_fails_where_the_same_sample_is_faster() -> None:
         (["--scenario", "Server"], "Offline and SingleStream only"),
         (["--test-mode", "TEST06"], "--test-mode performance, accuracy, submission, TEST04 only"),
         (["--test-mode", "TEST04"], "use --test-mode performance --compliance"),
-        (["--url", "http://127.0.0.1:1/v1"], "--url does not go with"),
+        (["--url", "http://127.0.0.1:1/v1"], "runs on an engine of this process, not on a server"),
         (["--max-num-seqs", "8"], "--max-num-seqs is for language models"),
         (["--steps", "4"], "--steps other than MLPerf's is for a quick run: add --quick"),
         (["--step-cache", "0.1", "--division", "closed"], "--step-cache is not exact"),

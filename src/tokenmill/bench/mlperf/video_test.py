@@ -54,7 +54,7 @@ LOOSE = ("step-cache", "vae-tiles")  # what is not exact
 KEYS = (*SHAPE, "latent", *LOOSE, "offload", "gpu-price")
 PANEL: tuple[Setting, ...] = (*(SETTINGS[key] for key in KEYS), *VIDEO_PARALLEL)
 MODES = ("performance", "accuracy", "submission", "TEST04")
-NOT_HERE = ("url", "length-scale", "compliance-dataset")
+NOT_HERE = ("length-scale", "compliance-dataset")
 # The defaults of a quick run on a CPU, where a video of full size would take days.
 TINY = {"model": "wan-tiny", "random-weights": True}
 TINY_SHAPE = VideoParams(size=(64, 64), num_frames=9, num_steps=4)
@@ -83,6 +83,9 @@ def check_settings(settings: Settings) -> None:
         raise SettingsError(f"--benchmark {WAN.name} has --scenario Offline and SingleStream only")
     if settings.get("test-mode") not in MODES:
         raise SettingsError(f"--benchmark {WAN.name} has --test-mode {', '.join(MODES)} only")
+    if settings.get("url"):
+        problem = "runs on an engine of this process, not on a server"
+        raise SettingsError(f"--url: --benchmark {WAN.name} {problem}")
     for key in NOT_HERE:
         if settings.values.get(key):
             raise SettingsError(f"--{key} does not go with --benchmark {WAN.name}")
