@@ -17,7 +17,7 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
 from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.specs.wan import TINY
 from tokenmill.core.video import VideoServerConfig
 from tokenmill.text.tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ from tokenmill.api.videos.video_routes import VideoState
 from tokenmill.api.videos.video_server import create_app, running, video_state
 from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.specs.wan import TINY
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoServerConfig

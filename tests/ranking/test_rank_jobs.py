@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tiny_ranking import TINY, tiny_model, tiny_request
-from tokenmill.core.jobs import JobOutput
-from tokenmill.core.rank_job import RankJob, RankScores, pack, unpack
+from tokenmill.core.jobs.job_engine import JobOutput
+from tokenmill.core.jobs.rank_job import RankJob, RankScores, pack, unpack
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.ranking.engine import RankingEngine
 from tokenmill.ranking.policy import BatchLimits

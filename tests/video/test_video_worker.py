@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.types import Request
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.models.checkpoints.diffusers_folder import random_wan

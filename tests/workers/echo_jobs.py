@@ -11,7 +11,7 @@ import json
 import os
 import time
 
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.workers.jobs.job_worker import run_job_worker
 
 STEP_S = 0.005

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tokenmill.core.config import PoolConfig
-from tokenmill.core.jobs import JobOutput, add_figures, is_counter
+from tokenmill.core.jobs.job_engine import JobOutput, add_figures, is_counter
 from tokenmill.workers.jobs.job_pool import JobPool, QueueFull
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerDownError

@@ -7,8 +7,8 @@ from bisect import bisect_left
 
 import numpy as np
 
-from tokenmill.core.jobs import JobOutput
-from tokenmill.core.rank_job import RankJob, RankScores, pack, unpack
+from tokenmill.core.jobs.job_engine import JobOutput
+from tokenmill.core.jobs.rank_job import RankJob, RankScores, pack, unpack
 from tokenmill.ranking.engine import RankingEngine
 from tokenmill.ranking.request_json import best_of
 from tokenmill.ranking.requests import Ids, RankFinish, RankOutput, RankRequest, check_request

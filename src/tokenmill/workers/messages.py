@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.kv import KVAddress, KVNotice
 from tokenmill.core.kv_events import Dump, EventBatch, PackedEvent, pack_events, unpack_events
 from tokenmill.core.types import EngineStats, Request, RequestOutput

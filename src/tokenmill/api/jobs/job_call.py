@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from tokenmill.api.errors import ApiError
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.workers.jobs.job_pool import JobPool
 from tokenmill.workers.link import WorkerDownError
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.answers import Answer
 from tokenmill.api.protocol.requests import INT64_MAX, Schema
-from tokenmill.core.rank_job import RankJob, RankScores
+from tokenmill.core.jobs.rank_job import RankJob, RankScores
 
 Id = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 # A list, or its little-endian int64 values as bytes: in JSON base64, in msgpack binary.

@@ -27,7 +27,7 @@ from tokenmill.api.ranking.rank_protocol import (
 )
 from tokenmill.api.telemetry.job_metrics import JobMetrics
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.rank_job import RankScores, pack, unpack
+from tokenmill.core.jobs.rank_job import RankScores, pack, unpack
 from tokenmill.workers.jobs.job_pool import JobPool
 
 PATH = "/v1/rank"

@@ -26,7 +26,7 @@ from tokenmill.api.videos.video_record import (
     video_object,
 )
 from tokenmill.api.videos.video_store import VideoStore
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult, encode_request
 
 TICK_S = 0.25  # between two looks for workers that have come back

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.core.jobs import JobEngine, JobOutput
+from tokenmill.core.jobs.job_engine import JobEngine, JobOutput
 from tokenmill.core.types import EngineStats
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
 from tokenmill.workers.messages import (

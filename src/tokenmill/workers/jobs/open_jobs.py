@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenmill.core.jobs import JobOutput, add_figures, is_counter
+from tokenmill.core.jobs.job_engine import JobOutput, add_figures, is_counter
 from tokenmill.routing.suspects import Suspects
 from tokenmill.workers.messages import Abort, FromWorker, Job, JobOutputs, Stats, SubmitJobs
 from tokenmill.workers.slot import OnMessage, Role, WorkerSlot

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokenmill.core.jobs import JobOutput
+from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
 from tokenmill.core.video import Video
 

@@ -1,0 +1,1 @@
+"""Engines of jobs: their protocol, and ranking requests as bytes."""
