@@ -86,7 +86,7 @@ class FailingRunner(FakeRunner):
 @pytest.mark.parametrize("failures", [0.0, 0.05])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sliding", [NONE_SLIDE, Sliding(7, 2)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_what_comes_back_is_what_left(
     seed: int, sliding: Sliding, overlap: bool, failures: float
 ) -> None:

@@ -225,8 +225,10 @@ class BlockPool:
             return
         if self._tokens[block_id]:
             self._evicted[name] = Page(name, (block_id,))
-        if identity in self._beside:
-            self._evicted[name + WINDOW] = Page(name + WINDOW, self._beside[identity])
+        beside = self._beside.get(identity, ())
+        # A block that is referenced may be written just now, for another block of equal content.
+        if beside and not any(self._refs[other] for other in beside):
+            self._evicted[name + WINDOW] = Page(name + WINDOW, beside)
 
     def take_evicted(self) -> list[Page]:
         """What was evicted since the last call; the next batch may overwrite it."""
