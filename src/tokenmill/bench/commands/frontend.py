@@ -202,7 +202,9 @@ def run_worker(settings: Settings, address: Annotated[str, typer.Option("--addre
     longest = PROMPT_TOKENS + settings.get("stream-tokens")
     block_size = DEFAULT_BLOCK_SIZE
     num_blocks = num_streams * (longest // block_size + 1)
-    limits = SchedulerConfig(max_num_seqs=num_streams, max_model_len=longest)
+    limits = SchedulerConfig(
+        max_num_seqs=num_streams, max_model_len=longest, max_waiting=num_streams
+    )
     scheduler = Scheduler(limits, BlockPool(num_blocks, block_size), frozenset())
 
     def step_s(batch: Batch) -> float:
