@@ -19,7 +19,9 @@ from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.specs.wan import TINY
+from tokenmill.core.types import InvalidRequestError
 from tokenmill.core.video import VideoServerConfig
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.text.tokenizer import load_tokenizer
 
 PATHS = ("/v1/videos", "/v1/videos/sync", "/v1/videos/generations")
@@ -340,3 +342,11 @@ def test_prompts_are_tokens_of_the_model_and_are_not_cut(tmp_path: Path) -> None
     assert preparer.prepare(unguided)["params"].negative_token_ids == ()
     with pytest.raises(ApiError, match=r"prompt: has .* tokens; the model reads 512 at most"):
         preparer.prepare(VideoRequest(prompt="a b " * 600))
+
+
+def test_what_the_ranks_of_a_worker_cannot_divide_is_refused() -> None:
+    preparer = VideoPreparer(TINY, None, VideoServerConfig(), VideoParallel(cfg=2))
+    call = VideoRequest(prompt="a", guidance_scale=1.0, size="64x32", num_frames=5)
+    with pytest.raises(InvalidRequestError, match="--cfg-parallel 2") as refused:
+        preparer.prepare(call)
+    assert refused.value.param == "guidance_scale"

@@ -131,7 +131,7 @@ async def video_app(
     config = config or ServerConfig(port=0)
     given = VideoServerConfig(video_dir=str(folder), **videos)
     facts: dict[str, Any] = {"tokenizer": None, "dtype": "fp32", "device": "cpu"}
-    facts["spec"] = msgspec.to_builtins(TINY)
+    facts |= {"spec": msgspec.to_builtins(TINY), "parallel": {"cfg": 1, "ulysses": 1}}
     pool = pool or FakePool()
     with (
         contextlib.closing(bind(config.host, config.port)) as listener,

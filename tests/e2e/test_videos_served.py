@@ -95,6 +95,10 @@ def test_the_openai_client_and_a_worker_that_is_killed(tmp_path: Path) -> None:
         (("--task", "video", "--tp", "2"), "--tp has no effect with --task video"),
         (("--task", "video", "--prefill", "1"), "--prefill has no effect with --task video"),
         (("--task", "video", "--max-num-seqs", "4"), "--max-num-seqs has no effect"),
+        (
+            ("--task", "video", "--ulysses", "2", "--placement", "ray"),
+            "--placement ray: a video worker has its ranks on one machine",
+        ),
         (("--video-storage", "1GiB"), "--video-storage needs --task video"),
         (("--task", "audio"), "one of auto, generate"),
     ],

@@ -23,6 +23,7 @@ from tokenmill.cli.serve_rank import (
 )
 from tokenmill.cli.serve_video import (
     VIDEO_ONLY,
+    VIDEO_SETTINGS,
     is_video_model,
     run_video_worker,
     serve_video,
@@ -51,7 +52,6 @@ from tokenmill.settings import (
     SCHEDULER,
     SERVER,
     SETTINGS,
-    VIDEO_SERVER,
     VISION,
     Settings,
     SettingsError,
@@ -79,7 +79,7 @@ ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not ha
 FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
 TASK = SETTINGS["task"]
 # Of the worker alone: what engines of jobs have beside the settings of a language engine.
-JOB_SETTINGS = (TASK, SETTINGS["offload"], *RANK_SETTINGS)
+JOB_SETTINGS = (TASK, *VIDEO_SETTINGS, *RANK_SETTINGS)
 JOB_TASKS = {  # whether a model is one, its server, its worker, and the flags that are its own
     "rank": (is_ranking_model, serve_rank, run_rank_worker, RANK_ONLY),
     "video": (is_video_model, serve_video, run_video_worker, VIDEO_ONLY),
@@ -93,7 +93,7 @@ def register(app: typer.Typer) -> None:
         "Server": (TASK, *SERVER, PRICE),
         "Ranking": RANK_SETTINGS,
         "Images": VISION,
-        "Videos": (*VIDEO_SERVER, SETTINGS["offload"]),
+        "Videos": VIDEO_SETTINGS,
         "Workers": POOL,
         "Router": ROUTER,
         **ENGINE_PANELS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,12 @@ from tokenmill.cli.video import DEFAULTS
 from tokenmill.core.config import ModelConfig, PoolConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.video import VideoServerConfig
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import (
     POOL,
     SERVER,
     SETTINGS,
+    VIDEO_PARALLEL,
     VIDEO_SERVER,
     Settings,
     SettingsError,
@@ -27,11 +29,12 @@ from tokenmill.settings import (
 )
 
 if TYPE_CHECKING:
-    from tokenmill.video.video_engine import VideoEngine
+    from tokenmill.video.pipeline import Pipeline
 
 HANG_TIMEOUT_S = 600.0  # unless given: a step of a large video takes a minute on a slow GPU
-VIDEO_ONLY = tuple(setting.key for setting in (*VIDEO_SERVER, SETTINGS["offload"]))
-WORKER_SETTINGS = (*video_model(), SETTINGS["log-level"])
+VIDEO_SETTINGS = (*VIDEO_SERVER, SETTINGS["offload"], *VIDEO_PARALLEL)
+VIDEO_ONLY = tuple(setting.key for setting in VIDEO_SETTINGS)
+WORKER_SETTINGS = (*video_model(), *VIDEO_PARALLEL, SETTINGS["log-level"])
 _OF_TEXT = (  # of settings that a server of videos has otherwise
     *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
     *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
@@ -39,7 +42,9 @@ _OF_TEXT = (  # of settings that a server of videos has otherwise
     *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
     *("prefill-set", "decode-set"),
 )
-_TAKEN = {s.key for s in (*SERVER, *POOL, *VIDEO_SERVER, *video_model())} - set(_OF_TEXT) | {"task"}
+_TAKEN = {s.key for s in (*SERVER, *POOL, *VIDEO_SETTINGS, *video_model())} - set(_OF_TEXT) | {
+    "task"
+}
 
 
 def is_video_model(model: str) -> bool:
@@ -68,8 +73,18 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
         logger.info(f"{served} is served at {url}/v1/videos{noise}; {url}/docs describes it")
         logger.info(f"dashboard: {url}/dashboard")
 
-    pool, videos = given.build(PoolConfig), settings.build(VideoServerConfig)
+    pool, videos = _pool(given), settings.build(VideoServerConfig)
     serve_videos(_worker_command(given, pool), config, videos, name, on_listening, pool)
+
+
+def _pool(settings: Settings) -> PoolConfig:
+    """The workers; those of several ranks start these themselves, on their machine."""
+    pool = settings.build(PoolConfig)
+    if settings.build(VideoParallel).num_ranks == 1:
+        return pool
+    if pool.placement == "ray" or pool.ray_address is not None:
+        raise SettingsError("--placement ray: a video worker has its ranks on one machine")
+    return replace(pool, placement="process")
 
 
 def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:
@@ -84,22 +99,26 @@ def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:
 def run_video_worker(settings: Settings, address: str) -> None:
     """Load the model and make videos for the API process at an address."""
     from tokenmill.video.preview import frame_picture, latents_picture
+    from tokenmill.video.video_engine import VideoEngine
     from tokenmill.video.video_files import mp4_bytes
+    from tokenmill.video.video_ranks import LeadingVideoEngine
     from tokenmill.workers.jobs.job_worker import run_job_worker
     from tokenmill.workers.jobs.video_worker import VideoWorker
     from tokenmill.workers.worker_process import send_failure
 
     try:
-        engine = _load(settings)
+        pipeline = _load(settings)
     except Exception as error:
         send_failure(address, error)
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
         raise typer.Exit(1) from None
-    pipeline = engine.pipeline
-    worker = VideoWorker(engine, mp4_bytes, frame_picture, lambda: latents_picture(engine))
+    own = VideoEngine(pipeline)
+    engine = own if pipeline.group is None else LeadingVideoEngine(own, pipeline.group)
+    worker = VideoWorker(engine, mp4_bytes, frame_picture, lambda: latents_picture(own))
     facts = {
         "spec": asdict(pipeline.spec),
+        "parallel": asdict(pipeline.parallel),
         "tokenizer": None if pipeline.tokenizer is None else str(pipeline.tokenizer),
         "dtype": pipeline.dtype,
         "device": pipeline.device.type,
@@ -107,11 +126,11 @@ def run_video_worker(settings: Settings, address: str) -> None:
     run_job_worker(worker, address, facts)
 
 
-def _load(settings: Settings) -> VideoEngine:
-    from tokenmill.video.pipeline import load_pipeline, open_pipeline
-    from tokenmill.video.video_engine import VideoEngine
+def _load(settings: Settings) -> Pipeline:
+    from tokenmill.video.pipeline import open_pipeline
+    from tokenmill.video.video_ranks import load_ranks
 
-    config = settings.build(ModelConfig)
+    config, parallel = settings.build(ModelConfig), settings.build(VideoParallel)
     checkpoint = open_pipeline(config)
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        return VideoEngine(load_pipeline(checkpoint, config, settings.get("offload"), loaded))
+        return load_ranks(checkpoint, config, parallel, settings.get("offload"), loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,6 +22,7 @@ from tokenmill.core.video import (
     clean_prompt,
 )
 from tokenmill.core.video_checks import check_video
+from tokenmill.core.video_parallel import VideoParallel, check_division
 from tokenmill.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 32_000  # of a prompt: more than its tokens can have, and soon tokenized
@@ -82,6 +83,7 @@ class VideoPreparer:
     spec: WanSpec
     tokenizer: Tokenizer | None  # None: random weights, prompts are their bytes
     config: VideoServerConfig
+    parallel: VideoParallel = field(default_factory=VideoParallel)  # of each worker
 
     def prepare(self, call: VideoRequest) -> dict[str, Any]:
         """The fields of a record; ApiError or InvalidRequestError names the wrong field."""
@@ -93,6 +95,7 @@ class VideoPreparer:
             params = replace(params, negative_token_ids=ids)
         self._check_pixels(call, params)
         check_video(Request("", prompt_ids, video=params), self.spec)
+        check_division(self.parallel, params, self.spec)
         return {
             "prompt": call.prompt,
             "negative_prompt": call.negative_prompt,

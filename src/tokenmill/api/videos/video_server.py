@@ -46,6 +46,7 @@ from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.video import VideoServerConfig
+from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.http_connection import raise_file_limit
 from tokenmill.text.tokenizer import load_tokenizer
 from tokenmill.workers.jobs.job_pool import JobPool
@@ -139,7 +140,9 @@ def video_state(
     """What the handlers share, for workers that told these facts."""
     metrics = VideoMetrics(model)
     tokenizer = None if facts["tokenizer"] is None else load_tokenizer(facts["tokenizer"])
-    preparer = VideoPreparer(msgspec.convert(facts["spec"], WanSpec), tokenizer, videos)
+    spec = msgspec.convert(facts["spec"], WanSpec)
+    parallel = msgspec.convert(facts["parallel"], VideoParallel)
+    preparer = VideoPreparer(spec, tokenizer, videos, parallel)
     jobs = VideoJobs(client, store, metrics, videos.max_video_jobs)
     return VideoState(config, model, metrics, Calls(config), jobs, preparer)
 
