@@ -15,9 +15,9 @@ from pickle import UnpicklingError
 import torch
 
 from tokenmill.core.specs.wan import WanSpec
+from tokenmill.core.specs.wan_checks import check_video
 from tokenmill.core.types import InvalidRequestError, Request
 from tokenmill.core.video import Video, VideoParams
-from tokenmill.core.video_checks import check_video
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
 from tokenmill.models.wan.wan_vae import Tiles

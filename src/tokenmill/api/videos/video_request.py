@@ -13,6 +13,7 @@ from msgspec import Meta
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.requests import INT64_MAX, Schema, unsupported
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
+from tokenmill.core.specs.wan_checks import check_video
 from tokenmill.core.types import Request
 from tokenmill.core.video import (
     NEGATIVE_PROMPT,
@@ -21,7 +22,6 @@ from tokenmill.core.video import (
     byte_token_ids,
     clean_prompt,
 )
-from tokenmill.core.video_checks import check_video
 from tokenmill.core.video_parallel import VideoParallel, check_division
 from tokenmill.text.tokenizer import Tokenizer
 
