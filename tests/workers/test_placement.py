@@ -138,11 +138,16 @@ async def end_with_a_rank(pool: WorkerPool) -> None:
         await pool.close()
 
 
-def test_roles_on_two_nodes_of_a_cluster() -> None:
-    """Workers of another node reach the front by its address, with the key that they were given."""
+def test_roles_and_fronts_on_two_nodes_of_a_cluster() -> None:
+    """Workers of another node reach the front by its address, with the key that they were given.
+
+    The first front is a child of the server, the second one a process of a Ray actor.
+    """
     script = str(Path(__file__).with_name("two_nodes.py"))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["tokens"] == 20 and answer["transfers"] == 1
     assert answer["host"] != "127.0.0.1"
+    assert answer["children"] == [True, False] and answer["texts"] == 1
+    assert sum(answer["at"]) == 8 * 5

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls
@@ -44,20 +45,30 @@ from tokenmill.http_connection import raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.fronts.control import FrontSetup, OpenCalls, Totals, Welcome
-from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, SpawnFront, front_spawner
+from tokenmill.workers.fronts.front_link import KEY_VARIABLE
+from tokenmill.workers.fronts.front_process import (
+    TICKET_VARIABLE,
+    SpawnFar,
+    SpawnFront,
+    front_spawner,
+)
 from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
 from tokenmill.workers.fronts.owner_link import Membership, OwnerLink
 from tokenmill.workers.fronts.report import Ticket
+from tokenmill.workers.link import LOOPBACK
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
 
 DIVIDES = sys.platform == "linux"  # elsewhere SO_REUSEPORT is missing, or one socket gets all
+ANY_HOST = ("0.0.0.0", "::")
 LISTENER_VARIABLE = "TOKENMILL_FRONT_LISTENER"  # the owner's socket, where all accept from it
 PROBE = 'Fronts must agree on tokens: naïve café 数字 {"x": [1, 2.5]}\n\tdef f(x): return x'
 OWNER_GONE = "the server that this front belongs to has stopped"
 # What the owner of the workers logs is not repeated by every front.
 OWNERS_LOGS = ("tokenmill.workers.lifecycle", "tokenmill.workers.slot")
+
+_log = logging.getLogger(__name__)
 
 Load = Callable[[FrontSetup], tuple[Tokenizer, ImageLoader | None]]
 
@@ -113,7 +124,15 @@ def serve_fronts(
         )
         client = WorkerPool(worker, pool, RouterConfig(events=False), placement.host, prefill)
         spawn = front_spawner(front_argv, passed)
-        run_in_loop(_own(client, setup, config, spawn, url_of(listener), on_listening))
+        far = placement.front_spawner(front_argv) if _spreads(config, pool) else None
+        if far is None and pool.ray_address is not None:
+            _log.info("all fronts run on this host; with --host 0.0.0.0 Ray spreads them")
+        run_in_loop(_own(client, setup, config, (spawn, far), url_of(listener), on_listening))
+
+
+def _spreads(config: ServerConfig, pool: PoolConfig) -> bool:
+    """Fronts go to all nodes of a cluster: each of them can listen at the same address and port."""
+    return DIVIDES and pool.ray_address is not None and config.host in ANY_HOST
 
 
 @contextlib.contextmanager
@@ -139,13 +158,13 @@ async def _own(
     client: WorkerPool,
     setup: FrontSetup,
     config: ServerConfig,
-    spawn: SpawnFront,
+    spawn: tuple[SpawnFront, SpawnFar | None],
     url: str,
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals()
     metrics = FrontSums(setup.model)
-    owner = FrontOwner(client, setup, spawn, config.fronts, metrics.take)
+    owner = FrontOwner(client, setup, spawn[0], config.fronts, metrics.take, spawn[1])
     try:
         facts = await signals.interrupt(client.start())
         if facts is None or await signals.interrupt(started(owner)) is None:
@@ -205,10 +224,15 @@ def run_front(
 ) -> None:
     """Be a front of the owner at the address `join`, until it says so or a signal comes.
 
-    `load` gives tokenizer and images of the model. A front of another host has a `ticket`, an
-    address to listen at in `server`, and a `host` where workers reach it.
+    `load` gives tokenizer and images of the model. A front of another host has a `ticket`, and a
+    `host` where workers reach it; one with an address of its own has that in `server`. One that
+    Ray has placed finds its ticket in the environment, as those of the owner's host do.
     """
     raise_file_limit()
+    if ticket is None and (key := os.environ.get(KEY_VARIABLE)):
+        ticket = Ticket(join, key, os.environ[TICKET_VARIABLE])
+        address = urlsplit(join)
+        host = own_host(address.hostname or "", address.port or 0)
     for name in OWNERS_LOGS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     run_in_loop(_join(join, load, ticket, model, server, host))
@@ -228,14 +252,14 @@ async def _join(
         config = setup.server
         if server is not None:
             config = replace(config, host=server.host, port=server.port)
-        client = MemberPool(welcome, owner, setup.link_host if ticket is None else host)
+        client = MemberPool(welcome, owner, host or setup.link_host)
         client.asked_to_drain = signals.came
         tokenizer, images = load(setup)
         if fingerprint(tokenizer) != setup.fingerprint:
             raise FrontError(f"the tokenizer here is not that of the server's {setup.model!r}")
         with (
             contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
-            contextlib.closing(front_listener(config, ticket is None)) as listener,
+            contextlib.closing(front_listener(config, server is None)) as listener,
         ):
             try:
                 if await signals.interrupt(client.start()) is None:
@@ -268,11 +292,11 @@ async def joined(
         owner.close()
 
 
-def front_listener(config: ServerConfig, is_child: bool) -> socket.socket:
+def front_listener(config: ServerConfig, shared: bool) -> socket.socket:
     """Where a front listens: at the address that it shares, or at one of its own."""
-    if is_child and (number := os.environ.get(LISTENER_VARIABLE)):
+    if shared and (number := os.environ.get(LISTENER_VARIABLE)):
         return socket.socket(fileno=os.dup(int(number)))
-    return bind(config.host, config.port, shared=is_child)
+    return bind(config.host, config.port, shared=shared)
 
 
 def _share(membership: Membership, state: ApiState) -> None:
@@ -289,3 +313,13 @@ def share_calls(membership: Membership, calls: Calls) -> None:
         calls.others = others
 
     membership.on_others = on_others
+
+
+def own_host(host: str, port: int) -> str:
+    """The address of this host that the server, and so its workers, reach."""
+    try:
+        with socket.create_connection((host, port), timeout=10) as probe:
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return LOOPBACK

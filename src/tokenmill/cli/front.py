@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,8 +25,7 @@ PANELS = {
     "Front": tuple(SETTINGS[key] for key in ("model", "host", "port", "log-level")),
     "Server": tuple(SETTINGS[key] for key in ("join", "control-token")),
 }
-CHILD = "ipc://"  # how the server's own fronts are told where it is
-LOOPBACK = "127.0.0.1"
+STARTED = ("ipc://", "tcp://")  # how fronts that the server or Ray started are told where it is
 
 
 def register(app: typer.Typer) -> None:
@@ -45,13 +43,13 @@ def front(settings: Settings) -> None:
     itself. From another host it needs the server's --control-token, and the
     server must listen at an address that this host reaches (--host).
     """
-    from tokenmill.api.front_server import run_front
+    from tokenmill.api.front_server import own_host, run_front
 
     set_log_level(settings.get("log-level"))
     join = settings.get("join")
     if join is None:
         raise SettingsError("--join is missing: give HOST:PORT of the server, as 127.0.0.1:8000")
-    if join.startswith(CHILD):
+    if join.startswith(STARTED):
         run_front(join, load)
         return
     host, port = _address(join)
@@ -62,7 +60,7 @@ def front(settings: Settings) -> None:
     from tokenmill.workers.fronts.report import Ticket
 
     address = urllib.parse.urlsplit(ticket["address"])
-    own = _own_host(host.strip("[]"), port)
+    own = own_host(host.strip("[]"), port)
     reached = f"tcp://{host}:{address.port}"
     run_front(
         reached,
@@ -89,13 +87,3 @@ def _address(join: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise SettingsError(f"--join must be HOST:PORT, such as 127.0.0.1:8000, got {join!r}")
     return host, int(port)
-
-
-def _own_host(host: str, port: int) -> str:
-    """The address of this host that the server, and so its workers, reach."""
-    try:
-        with socket.create_connection((host, port), timeout=10) as probe:
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError:
-        return LOOPBACK

@@ -161,8 +161,8 @@ def _show(view: dict[str, Any], settings: Settings) -> None:
 def _front(front: dict[str, Any]) -> str:
     restarts = f", restarted {front['restarts']} times" if front["restarts"] else ""
     return (
-        f"front {front['name']} is {front['state']}: {front['url']}, process {front['pid']}, "
-        f"{front['num_open']} calls{restarts}"
+        f"front {front['name']} is {front['state']}: {front['url']}, process {front['pid']} on "
+        f"{front['host'] or 'this host'}, {front['num_open']} calls{restarts}"
     )
 
 

@@ -178,7 +178,7 @@ async def _join(join: str, load: Load) -> None:
         tokenizer, processor = load(setup)
         with (
             closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
-            closing(front_listener(config, is_child=True)) as listener,
+            closing(front_listener(config, shared=True)) as listener,
         ):
             backends = Backends(setup.route, router, welcome.link, owner.send)
             calls = Calls(config)

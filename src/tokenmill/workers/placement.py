@@ -15,12 +15,14 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.workers.fronts.front_link import KEY_VARIABLE
+from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, FrontProcess, SpawnFar
+from tokenmill.workers.fronts.report import Ticket
 from tokenmill.workers.link import LOOPBACK, Spawn, WorkerProcess, WorkerStartError
 
 PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
@@ -50,6 +52,9 @@ class Placement(Protocol):
 
     def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
         """What starts a worker of so many ranks: `argv` followed by "--address ADDRESS"."""
+
+    def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
+        """What starts a front on any host: `argv` followed by "--join ADDRESS"; None: this one."""
 
 
 @contextlib.contextmanager
@@ -91,6 +96,10 @@ class ProcessPlacement:
 
         return spawn
 
+    def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
+        """Fronts are processes of this host, and their owner starts them."""
+        return None
+
 
 class RayPlacement:
     """Workers are processes of Ray actors, spread over the nodes; each has a GPU if there are.
@@ -103,44 +112,63 @@ class RayPlacement:
 
         self.host = host
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
-        self._actor: Any = ray.remote(_WorkerHost).options(
-            num_cpus=0,
-            num_gpus=min(1.0, int(1000 * num_gpus / num_processes) / 1000),
-            max_concurrency=4,  # kill() comes while wait() waits
-            scheduling_strategy="SPREAD",
-        )
+        host_of = ray.remote(_WorkerHost).options
+        # kill() comes while wait() waits
+        common = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": "SPREAD"}
+        share = min(1.0, int(1000 * num_gpus / num_processes) / 1000)
+        self._actor: Any = host_of(num_gpus=share, **common)
+        self._front_actor: Any = host_of(num_gpus=0, **common)
 
     def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
         """What starts a worker and its further ranks."""
         return lambda address: self._spawn(list(argv), address, num_ranks)
 
-    async def _spawn(self, argv: list[str], address: str, num_ranks: int) -> WorkerProcess:
-        import ray
+    def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
+        """What starts a front on a node that Ray chooses."""
 
+        async def spawn(ticket: Ticket) -> FrontProcess:
+            env = {TICKET_VARIABLE: ticket.ticket, KEY_VARIABLE: ticket.key}
+            actor = self._front_actor.remote()
+            async with _placing([actor], "front"):
+                await actor.start.remote([*argv, "--join", ticket.address], env)
+            return _RayProcess(actor)
+
+        return spawn
+
+    async def _spawn(self, argv: list[str], address: str, num_ranks: int) -> WorkerProcess:
         plain, _, key = address.partition("#")
         actors: list[Any] = [self._actor.remote() for _ in range(num_ranks)]
         command, env = [*argv, "--address", plain], {KEY_VARIABLE: key}
-        try:
-            async with asyncio.timeout(PLACE_TIMEOUT_S):
-                if len(actors) > 1:
-                    address = await actors[0].free_address.remote(self.host == LOOPBACK)
-                    meeting = (address, secrets.token_hex(32))
-                    ranks_env = dict(zip(RANKS_VARIABLES, meeting, strict=True))
-                    env |= ranks_env
-                    for actor in actors[1:]:
-                        await actor.start.remote([*RANK_COMMAND, address], ranks_env)
-                await actors[0].start.remote(command, env)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            for actor in actors:
-                ray.kill(actor)
-            reason = str(error) or f"no node had room for it within {PLACE_TIMEOUT_S:g} s"
-            raise WorkerStartError(f"Ray cannot place the worker: {reason}") from None
+        async with _placing(actors, "worker"):
+            if len(actors) > 1:
+                address = await actors[0].free_address.remote(self.host == LOOPBACK)
+                meeting = (address, secrets.token_hex(32))
+                ranks_env = dict(zip(RANKS_VARIABLES, meeting, strict=True))
+                env |= ranks_env
+                for actor in actors[1:]:
+                    await actor.start.remote([*RANK_COMMAND, address], ranks_env)
+            await actors[0].start.remote(command, env)
         first, *rest = map(_RayProcess, actors)
         return _RayRanks(first, rest) if rest else first
 
 
+@contextlib.asynccontextmanager
+async def _placing(actors: list[Any], what: str) -> AsyncIterator[None]:
+    """Start processes at actors; WorkerStartError where Ray cannot, and the actors are gone."""
+    import ray
+
+    try:
+        async with asyncio.timeout(PLACE_TIMEOUT_S):
+            yield
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        for actor in actors:
+            ray.kill(actor)
+        reason = str(error) or f"no node had room for it within {PLACE_TIMEOUT_S:g} s"
+        raise WorkerStartError(f"Ray cannot place the {what}: {reason}") from None
+
+
 class _WorkerHost:
-    """The actor: one process of a worker, on the node that Ray chose."""
+    """The actor: one process of a worker, or a front, on the node that Ray chose."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -7,14 +7,13 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from tokenmill.workers.fronts.report import Ticket
+
 TICKET_VARIABLE = "TOKENMILL_FRONT_TICKET"  # not for the process list
 
 
 class FrontProcess(Protocol):
     """The part of asyncio.subprocess.Process that the owner uses."""
-
-    @property
-    def pid(self) -> int: ...
 
     async def wait(self) -> int: ...
 
@@ -22,6 +21,7 @@ class FrontProcess(Protocol):
 
 
 SpawnFront = Callable[[str, str], Awaitable[FrontProcess]]  # of the owner's address and a ticket
+SpawnFar = Callable[[Ticket], Awaitable[FrontProcess]]  # on any host
 
 
 def front_spawner(argv: Sequence[str], listener: int | None = None) -> SpawnFront:

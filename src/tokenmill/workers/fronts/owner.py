@@ -64,7 +64,7 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.control_socket import OwnerSocket
-from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFront
+from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFar, SpawnFront
 from tokenmill.workers.fronts.kept_answers import KeptAnswers
 from tokenmill.workers.fronts.report import FrontReport, Ticket
 from tokenmill.workers.lifecycle import PoolError, WorkerWatcher
@@ -118,6 +118,7 @@ class _Front:
 
     name: str
     is_child: bool
+    is_far: bool = False  # it may run on another host, whose clock is another one
     state: str = "starting"
     link: str = ""  # its name at the workers: another one after each restart
     peer: tuple[OwnerSocket, bytes] | None = None
@@ -133,6 +134,11 @@ class _Front:
     report: FrontReport = field(default_factory=FrontReport)
     calls: OpenCalls = field(default_factory=OpenCalls)
     reported: asyncio.Future[None] | None = None
+
+    @property
+    def is_near(self) -> bool:
+        """It runs on the owner's host."""
+        return self.is_child and not self.is_far
 
     def is_alive(self) -> bool:
         """False for one that is gone, or of another host and silent."""
@@ -160,7 +166,10 @@ class _Front:
 
 
 class FrontOwner:
-    """Starts fronts, links them to workers, and adds up what they report."""
+    """Starts fronts, links them to workers, and adds up what they report.
+
+    With `spawn_far` all but the first are started on any host.
+    """
 
     def __init__(
         self,
@@ -169,12 +178,15 @@ class FrontOwner:
         spawn: SpawnFront,
         num_fronts: int,
         on_totals: Callable[[Totals], None] | None = None,
+        spawn_far: SpawnFar | None = None,
     ) -> None:
         self._pool = pool
         self._setup = setup
         self._spawn = spawn
         self._on_totals = on_totals
-        self._fronts = {f"f{i}": _Front(f"f{i}", True) for i in range(num_fronts)}
+        self._spawn_far = spawn_far
+        far = [spawn_far is not None and i > 0 for i in range(num_fronts)]
+        self._fronts = {f"f{i}": _Front(f"f{i}", True, is_far) for i, is_far in enumerate(far)}
         self._by_peer: dict[bytes, _Front] = {}
         self._tickets: dict[str, str] = {}  # names of fronts that are expected; "": any
         self._past = FrontReport()  # of fronts that are gone
@@ -242,7 +254,15 @@ class FrontOwner:
         backoff_s = BACKOFF_S
         while not self._stopping:
             began_s, ticket = time.monotonic(), self._issue(front.name)
-            front.process = await self._spawn(self._socket.address, ticket)
+            try:
+                front.process = await self._launch(front, ticket)
+            except TokenmillError as error:
+                front.problem = str(error)
+                if front.state == "starting":
+                    return
+                _log.error("front %s cannot start again: %s", front.name, error)
+                await asyncio.sleep(MAX_BACKOFF_S)
+                continue
             code = await front.process.wait()
             front.process = None
             self._tickets.pop(ticket, None)
@@ -258,6 +278,14 @@ class FrontOwner:
             backoff_s = BACKOFF_S if lived_s > STABLE_S else min(2 * backoff_s, MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s)
             front.num_restarts += 1
+
+    async def _launch(self, front: _Front, ticket: str) -> FrontProcess:
+        if self._spawn_far is None or not front.is_far:
+            return await self._spawn(self._socket.address, ticket)
+        socket = self._listen_far()
+        host, port = self._setup.link_host or "", socket.address.rpartition(":")[2]
+        plain = f"[{host}]" if ":" in host else host
+        return await self._spawn_far(Ticket(f"tcp://{plain}:{port}", socket.key, ticket))
 
     def _issue(self, name: str = "") -> str:
         ticket = secrets.token_hex(32)
@@ -341,7 +369,8 @@ class FrontOwner:
                 if not front.is_child:
                     _log.info("front %s joined: %s", front.name, url)
             case FrontFailed(message=problem):
-                front.problem = problem
+                where = f"front {front.name} on {front.host}: " if front.is_far else ""
+                front.problem = where + problem
             case Left(worker=worker):
                 front.left.add(worker)
             case Reported(report=report, asked=asked):
@@ -374,7 +403,7 @@ class FrontOwner:
         elsewhere = Announced(message.told, 0.0)
         for other in self._fronts.values():
             if other is not front:
-                same_clock = front.is_child and other.is_child
+                same_clock = front.is_near and other.is_near
                 other.send(message if same_clock else elsewhere)
 
     def _tell_others(self, front: _Front, message: CallNews | FrontJoined | FrontGone) -> None:
@@ -413,6 +442,13 @@ class FrontOwner:
 
     def _open(self) -> Ticket:
         """A ticket, and a socket for fronts of other hosts."""
+        socket = self._listen_far()
+        ticket = self._issue()
+        asyncio.get_running_loop().call_later(TICKET_S, self._tickets.pop, ticket, None)
+        return Ticket(socket.address, socket.key, ticket)
+
+    def _listen_far(self) -> OwnerSocket:
+        """The socket for fronts of other hosts."""
         if self._open_socket is None:
             host = self._setup.server.host
             try:
@@ -422,10 +458,7 @@ class FrontOwner:
                     f"no front can join: the server cannot listen for fronts at {host!r} "
                     f"({error}); start it with an IP address of its host as --host"
                 ) from error
-        socket = self._open_socket
-        ticket = self._issue()
-        asyncio.get_running_loop().call_later(TICKET_S, self._tickets.pop, ticket, None)
-        return Ticket(socket.address, socket.key, ticket)
+        return self._open_socket
 
     # Fronts and workers.
 
