@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tokenmill.core.config import RouterConfig
-from tokenmill.routing.load_report import REPORT_MS, FrontLoad, LoadAccount, LoadReport
+from tokenmill.routing.load_report import (
+    REPORT_MS,
+    Announcement,
+    FrontLoad,
+    LoadAccount,
+    LoadReport,
+)
 from tokenmill.routing.policies import POLICIES
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_rates import StepRates
@@ -111,12 +117,13 @@ class Pool:
                 account.front_joined(front)
         self.num_sent: Counter[str] = Counter()
 
-    def send(self, front: int, now_s: float) -> None:
+    def send(self, front: int, now_s: float) -> Announcement | None:
         number = self.num_sent.total()
         tokens = prompt(100 * number)
-        name = self.routers[front].route(str(number), tokens, now_s).worker
-        self.accounts[name].sent(f"front-{front}", str(number), 40, 40)
-        self.num_sent[name] += 1
+        decision = self.routers[front].route(str(number), tokens, now_s)
+        self.accounts[decision.worker].sent(f"front-{front}", str(number), 40, 40)
+        self.num_sent[decision.worker] += 1
+        return decision.announcement
 
     def reports(self) -> dict[str, LoadReport]:
         return {name: account.report() for name, account in self.accounts.items()}
@@ -145,6 +152,35 @@ def test_late_reports_make_no_herd(at_once: int, late_s: float) -> None:
         most = max(most, *(pool.num_sent - before).values())
     assert max(pool.num_sent.values()) - min(pool.num_sent.values()) < 64, pool.num_sent
     assert most <= 40, "of 64 that come between two reports, 16 to each is even"
+
+
+def test_a_burst_at_all_fronts_makes_no_herd_on_an_idle_worker() -> None:
+    """24 requests come at one instant; the idle worker reports the first one that it gets."""
+    pool, source, most = Pool(8, 4), random.Random(7), []
+    for name in pool.names[1:]:
+        for i in range(4):
+            pool.accounts[name].sent("front-9", f"{name}.{i}", 40, 40)
+            pool.accounts[name].first_token(f"{name}.{i}")
+    for burst in range(40):
+        now_s = 1.0 * burst
+        pool.tell(pool.reports(), now_s - 0.1, now_s - 0.1)
+        told, before = [], pool.num_sent.copy()
+        for _ in range(24):
+            front = source.randrange(8)
+            told.append(pool.send(front, now_s))
+            if pool.num_sent - before == {pool.names[0]: 1}:
+                first = {pool.names[0]: pool.accounts[pool.names[0]].report()}
+                pool.tell(first, now_s, now_s)
+        for target in pool.routers:
+            for decision in filter(None, told):
+                target.heard(decision, now_s, now_s + 0.001)
+        for number in range(24 * burst, 24 * burst + 24):
+            for target in pool.routers:
+                target.free(str(number))
+            for account in pool.accounts.values():
+                account.ended(str(number))
+        most.append((pool.num_sent - before)[pool.names[0]])
+    assert sum(most[10:]) / 30 < 12, "9 fill it up to what the others have"
 
 
 def test_an_announcement_counts_until_a_report_replaces_it() -> None:

@@ -3,11 +3,15 @@
 A front announces what it sends, and a report replaces all announcements from before it was made. On
 the way are those that neither has told of yet; they are estimated.
 
-How many requests others send is learnt from the reports: so many in a millisecond, and so many for
-each request of one's own (requests that come at once come to all fronts). Where those that no
-report has told of went is unknown; each front chooses by the same rule, so that they are assumed
-where a request of mean size costs least. A report ends what was assumed before it was made; so does
-the silence of a worker that was idle, for it would have reported.
+How many requests others send is learnt from their announcements, or else from the reports: so many
+in a millisecond, and so many with each request of one's own (requests that come at once come to all
+fronts). Where those that no report has told of went is unknown; each front chooses by the same
+rule, so that they are assumed where a request of mean size costs least. A report ends what was
+assumed before it was made; so does the silence of a worker that was idle, for it would have
+reported.
+
+As long as others' requests are unknown, all fronts see the same worker as the best one. Each then
+takes the workers that cost little more by turns (`own_turns`), beginning with another one.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokenmill.routing.load_report import REPORT_MS, Announcement, FrontLoad, LoadReport
+from tokenmill.routing.prices import Load
 
 DECAY = 1.0 - 1 / 16384  # of what was learnt, with each report
 PRIOR_MS = 100.0  # of each worker without a request of others, which is assumed at first
@@ -27,6 +32,9 @@ PRIOR_REQUESTS = 1.0  # of one's own, with which no other came, by each worker
 MAX_OWN = 4096  # latest requests of one's own whose times are kept
 LAG_SHARE = 1 / 16  # of the latest report in the mean time that reports take to come
 SILENCE_MS = 1.0  # beyond that time, after which no report is expected any more
+AT_ONCE_MS = 0.5  # between requests that come at once
+OWN_SHARE = 1 / 64  # of the latest request of one's own in what announcements teach
+TOLD_SHARE = 1 / 64  # of the latest announcement in the mean request
 MAX_AT_ONCE = 4  # estimated requests that are placed one by one before a decision
 
 
@@ -106,6 +114,12 @@ class OtherFronts:
         self._lag_ms = 0.0  # of reports, a moving mean
         self._told_ms: float | None = None  # of announcements; None: there are none
         self._mean = Share(0, 0, 1, 1)  # request of others
+        self._mean_tokens = [0.0, 0.0]  # of announcements: queued, of KV
+        # Latest requests of one's own, the milliseconds between them, announcements in that time,
+        # and of these the ones that came at once with a request of one's own.
+        self._num_own = self._own_span_ms = self._num_told = self._num_with_own = 0.0
+        self._turns: deque[tuple[float, str]] = deque(maxlen=MAX_OWN)  # of one's own
+        self._fronts: list[str] = []  # by name
         self.known = False  # there are other fronts
 
     def add_worker(self, name: str) -> None:
@@ -125,6 +139,8 @@ class OtherFronts:
         total = FrontLoad(*(sum(column) for column in zip(*others, strict=True)))
         own = report.fronts.get(self.front, FrontLoad())
         self.known = self.known or bool(others)
+        if len(report.fronts) != len(self._fronts):
+            self._fronts = sorted({*report.fronts, self.front})
         self._lag_ms += LAG_SHARE * (now_ms - made_ms - self._lag_ms)
         self._learn(worker, total, made_ms)
         worker.idle = not total.num_requests + own.num_requests
@@ -140,12 +156,37 @@ class OtherFronts:
         lag_ms = now_ms - sent_ms
         self._told_ms = lag_ms if self._told_ms is None else self._told_ms
         self._told_ms += LAG_SHARE * (lag_ms - self._told_ms)
+        self._learn_told(told, sent_ms)
         if sent_ms <= worker.made_ms:
             return NOTHING
         share = Share(told.queued_tokens, told.kv_tokens, 1, bool(told.queued_tokens))
         worker.heard.append((sent_ms, share))
         worker.counted = worker.counted.plus(share)
         return share
+
+    def _learn_told(self, told: Announcement, sent_ms: float) -> None:
+        """How large others' requests are, and how many come at once with one's own."""
+        mean = self._mean_tokens
+        for i, tokens in enumerate((told.queued_tokens, told.kv_tokens)):
+            mean[i] += (TOLD_SHARE if self._mean.kv_tokens else 1.0) * (tokens - mean[i])
+        self._mean = Share(round(mean[0]), round(mean[1]), 1, 1)
+        before, until = sent_ms - AT_ONCE_MS, sent_ms + AT_ONCE_MS
+        own = bisect_right(self._own_ms, until) - bisect_right(self._own_ms, before)
+        if self._own_ms:  # the time that they came in is measured from there on
+            self._num_told += 1.0
+            self._num_with_own += bool(own)
+
+    def _learn_own(self, now_ms: float) -> None:
+        """A request of one's own comes: what announcements have taught so far."""
+        if self._own_ms:
+            self._own_span_ms += now_ms - self._own_ms[-1]
+        self._num_own += 1.0
+        if self._told_ms is not None:
+            self._by_ms = self._num_told / (self._own_span_ms + PRIOR_MS)
+            at_once = self._num_with_own / (self._num_own + 0.5)
+            self._by_own = max(at_once - 2 * AT_ONCE_MS * self._by_ms, 0.0)
+        for name in ("_num_own", "_own_span_ms", "_num_told", "_num_with_own"):
+            setattr(self, name, (1.0 - OWN_SHARE) * getattr(self, name))
 
     def begins(self, name: str, made_ms: float, now_ms: float, began_ms: float) -> bool:
         """Whether a report tells of a later step than the one that was known to begin."""
@@ -158,7 +199,7 @@ class OtherFronts:
     def _learn(self, worker: _Worker, total: FrontLoad, made_ms: float) -> None:
         """Fit what all workers got from others by time and by requests of one's own."""
         num_sent = total.num_sent
-        if num_sent:
+        if num_sent and self._told_ms is None:
             mean = total.sent_tokens // num_sent, total.sent_kv_tokens // num_sent
             self._mean = Share(*mean, 1, 1)
         if worker.num_sent is not None and made_ms > worker.made_ms:
@@ -169,7 +210,8 @@ class OtherFronts:
             row = (ms * ms, ms * own, own * own, ms * got, own * got)
             self._sums = [DECAY * s + weight * x for s, x in zip(self._sums, row, strict=True)]
         worker.num_sent, worker.made_ms = num_sent, made_ms
-        self._by_ms, self._by_own = self._fit()
+        if self._told_ms is None:
+            self._by_ms, self._by_own = self._fit()
 
     def _fit(self) -> tuple[float, float]:
         aa, ab, bb, ay, by = self._sums
@@ -189,10 +231,12 @@ class OtherFronts:
         What all workers would have told of by now is left out. Of those that come together with a
         request of one's own some come before it: how many is drawn, or all fronts choose alike.
         """
+        self._learn_own(now_ms)
         seen_ms = min(self._seen_ms(worker, now_ms) for worker in self._workers.values())
         since_ms = max(self._last_ms, seen_ms)
         before = self._rng.random() * self._by_own
-        parts = self._by_ms * max(now_ms - since_ms, 0.0) + before
+        since = self._by_ms * max(now_ms - since_ms, 0.0)
+        parts = since + before
         if self._last_ms > seen_ms:
             parts += self._part + self._after
         self._last_ms, self._after = now_ms, self._by_own - before
@@ -201,13 +245,56 @@ class OtherFronts:
             del self._own_ms[:MAX_OWN]
         num = int(parts)
         self._part = parts - num
+        num_since = min(round(since), num)
+        # A report of this very moment may not tell yet of what comes with a request of one's own.
+        at_once_ms = now_ms + SILENCE_MS
+        return [
+            *self._groups(num_since, since_ms, now_ms),
+            *self._groups(num - num_since, at_once_ms, at_once_ms),
+        ]
+
+    def _groups(self, num: int, since_ms: float, until_ms: float) -> list[tuple[float, Share]]:
+        """So many requests of mean size, spread over a time."""
         groups = min(num, MAX_AT_ONCE)
         sizes = [num * (i + 1) // groups - num * i // groups for i in range(groups)]
-        each_ms = (now_ms - since_ms) / max(groups, 1)
+        each_ms = (until_ms - since_ms) / max(groups, 1)
         return [
             (since_ms + (i + 1) * each_ms, NOTHING.plus(self._mean, size))
             for i, size in enumerate(sizes)
         ]
+
+    def num_unknown(self) -> float:
+        """Requests of others that are on their way when one of one's own comes."""
+        return self._by_own + self._by_ms * self._unknown_ms()
+
+    def _unknown_ms(self) -> float:
+        lag_ms = self._lag_ms + REPORT_MS if self._told_ms is None else self._told_ms
+        return lag_ms + SILENCE_MS
+
+    def own_turns(self, now_ms: float) -> Counter[str]:
+        """What each worker got of one's own since then."""
+        while self._turns and self._turns[0][0] < now_ms - self._unknown_ms():
+            self._turns.popleft()
+        return Counter(name for _, name in self._turns)
+
+    def took_turn(self, name: str, now_ms: float) -> None:
+        """A request of one's own went to a worker."""
+        self._turns.append((now_ms, name))
+
+    @property
+    def rank(self) -> int:
+        """Another one for each front."""
+        return self._fronts.index(self.front) if self._fronts else 0
+
+    def one_more(self, load: Load) -> Load:
+        """A worker's load with one more request of mean size."""
+        mean = self._mean
+        return load._replace(
+            queued_tokens=load.queued_tokens + mean.queued_tokens,
+            kv_tokens=load.kv_tokens + mean.kv_tokens,
+            num_requests=load.num_requests + 1,
+            num_pending=load.num_pending + 1,
+        )
 
     def assume(self, name: str, share: Share, sent_ms: float, now_ms: float) -> Share:
         """Others are taken to have sent this to a worker; returns what changes by it."""

@@ -19,6 +19,7 @@ workers' own steps (step_rates.py); how many steps an answer takes is the mean o
 
 Each front of a pool has a router of its own. It accounts for what it routes; load reports of the
 workers tell it what other fronts have there, and other_fronts.py estimates what they sent since.
+While much of that is unknown, each front takes workers of nearly the lowest cost by turns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +51,8 @@ AHEAD = 16  # requests of each worker that a copy of a prefix is made for
 # What a token takes that comes back from a tier, as a share of its computation: copies of host
 # memory are ten times as fast or more, and a disk is slower by as much as it varies.
 TIER_PRICES = {HOST: 0.1, DISK: 0.3}
+MANY = 2.0  # requests of others that are unknown, from which on fronts take turns
+NEAR = 2.0  # of these at most, that one worker may have got
 FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, before any was routed
 
 
@@ -257,9 +260,12 @@ class Router:
         num_uses = 1.0 if chain is None else self._num_uses(prefix, cached)
         num_waiting = 1.0 + self._waited_tokens / self._own_tokens
         copy_ms = self._prices.uncached * num_waiting / num_uses
-        if self._others.known and self.policy.counts_load:
+        others = self._others if self._others.known and self.policy.counts_load else None
+        if others is not None:
             self._assume_others(now_s)
-        name = self._choose(num_tokens, cached, copy_ms, without, now_s)
+        name = self._choose(num_tokens, cached, copy_ms, without, now_s, others)
+        if others is not None:
+            others.took_turn(name, 1e3 * now_s)
         num_cached = cached.get(name, 0)
         decision = Decision(
             name,
@@ -440,8 +446,9 @@ class Router:
         copy_ms: float,
         without: Collection[str],
         now_s: float,
+        others: OtherFronts | None = None,
     ) -> str:
-        """The worker with the lowest cost, any of several."""
+        """The worker with the lowest cost, any of several; nearly so if `others` choose, too."""
         names = self._names
         self._turn += 1
         choice = Choice(
@@ -459,8 +466,38 @@ class Router:
         if without:
             pairs = zip(names, costs, strict=True)
             costs = [math.inf if name in without else cost for name, cost in pairs]
+        if others is not None and (num_unknown := others.num_unknown()) > MANY:
+            return self._by_turns(choice, costs, min(NEAR, num_unknown / len(names)))
         lowest = min(costs)
         if costs.count(lowest) == 1:
             return names[costs.index(lowest)]
         best = [name for name, cost in zip(names, costs, strict=True) if cost == lowest]
         return self._rng.choice(best)
+
+    def _by_turns(self, choice: Choice, costs: list[float], num_more: float) -> str:
+        """Of the workers that are nearly the best, the one that got the fewest from here.
+
+        They cost no more than the best one would with so many more requests, which other fronts
+        may just have sent.
+        """
+        lowest, num_slots = min(costs), len(costs)
+        best = costs.index(lowest)
+        name, load = self._names[best], self._others.one_more(self._loads[best])
+        more = replace(
+            choice,
+            loads=[load],
+            lines=[self._prices.line(load)],
+            slots={name: 0},
+            cached={name: choice.cached[name]} if name in choice.cached else {},
+        )
+        limit = lowest + num_more * max(self.policy.costs(more)[0] - lowest, 0.0)
+        held = choice.cached.get(name, 0)  # no turn is worth computing it again
+        near = [
+            slot
+            for slot, other in enumerate(self._names)
+            if costs[slot] <= limit and choice.cached.get(other, 0) >= held
+        ]
+        turns, first = self._others.own_turns(choice.now_ms), self._others.rank
+        return self._names[
+            min(near, key=lambda slot: (turns[self._names[slot]], (slot - first) % num_slots))
+        ]
