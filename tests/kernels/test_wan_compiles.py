@@ -1,5 +1,6 @@
-"""The diffusion transformer's row kernels, compiled for a Hopper GPU without one."""
+"""The diffusion transformer's kernels, compiled for a Hopper GPU without one."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tokenmill.kernels.gpu import bidirectional, modulation
+from hopper_compiler import compiled_for_hopper
+from tokenmill.kernels.gpu import bidirectional, bidirectional_hopper, modulation, rounded_attention
 
 TYPES = {
     **dict.fromkeys(("x", "delta"), "*bf16"),
@@ -24,6 +26,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "gelu": (modulation.gelu_rows_kernel, {"BLOCK": INNER}, "*fp8e4nv"),
     "rotate": (bidirectional.norm_rotate_kernel, ROTATE, "*bf16"),
 }
+SCHEMES = [("bf16", "bf16"), ("i8", "bf16"), ("i8", "fp8e4nv"), ("fp8e4nv", "fp8e4nv")]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -43,3 +46,69 @@ def test_kernels_compile_for_hopper_and_keep_rows_in_registers(name: str) -> Non
     ptx = compiled.asm["ptx"]
     assert compiled.asm["cubin"] and "st.local" not in ptx
     assert "ld.global.v4.b32" in ptx  # 16 bytes at once
+
+
+def attention_types(tile: Any, codes: str, values: str) -> dict[str, str]:
+    """Of the arguments that both attention kernels have."""
+    types = dict.fromkeys(("q_scales", "k_scales", "v_scales"), "*fp32")
+    types |= dict.fromkeys(("num_queries", "num_keys", "heads"), "i32")
+    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
+    return types | {"k": tile(codes), "v": tile(values), "out": "*bf16", "scale": "fp32"}
+
+
+@pytest.mark.parametrize(("codes", "values"), SCHEMES)
+def test_plain_attention_compiles_and_fits(codes: str, values: str) -> None:
+    shape = bidirectional.SHAPE
+    types = attention_types(lambda own: f"tensordesc<{own}[128, 128]>", codes, values)
+    types["q"] = f"*{codes}"
+    constants = {
+        "DIM": 128, "ROWS": shape.rows, "KEYS": shape.keys, "STAGES": shape.stages,
+        "CODES": codes != "bf16", "FP8": values != "bf16", "TMA": True, "EARLY": True,
+    }  # fmt: skip
+    strides = ("q_stride", "k_stride", "v_stride")
+    compiled = compiled_for_hopper(
+        bidirectional.attend_kernel, types, constants, strides, ASTSource, shape.warps
+    )
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert "STL" not in compiled.asm["sass"]
+
+
+@pytest.mark.parametrize(("codes", "values"), SCHEMES)
+@pytest.mark.parametrize(("stages", "turns"), [(2, True), (3, False)])
+def test_hopper_attention_compiles_and_fits(
+    codes: str, values: str, stages: int, turns: bool
+) -> None:
+    """Weights stay in registers from one product to the next."""
+
+    def tile(own: str) -> str:
+        bits = 16 if own == "bf16" else 8
+        layout = f"swizzle_byte_width=128, element_bitwidth={bits}, rank=2, transposed=False, "
+        layout += "fp4_padded=False, cga_layout=[]"
+        return f"tensordesc<{own}[128, 128],NVMMASharedLayout({layout})>"
+
+    types = attention_types(tile, codes, values) | {"q": tile(codes)}
+    constants = {"STAGES": stages, "TURNS": turns, "EARLY": True}
+    compiled = compiled_for_hopper(bidirectional_hopper.attend_kernel, types, constants, ())
+    ptx = compiled.asm["ptx"]
+    products = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    steps = 8 if values == "bf16" else 4
+    # Of each group the last product and that of the loop have their left operand in registers.
+    assert sum(product.count("{") == 2 for product in products) == 4 * steps
+    assert "STL" not in compiled.asm["sass"] and "st.shared.v4" not in ptx
+
+
+@pytest.mark.parametrize("codes", ["i8", "fp8e4nv"])
+def test_rounding_for_attention_compiles(codes: str) -> None:
+    numbers = ("tokens", "branch_stride", "row_stride", "heads")
+    types = dict.fromkeys(numbers, "i32") | dict.fromkeys(("mean", "scales"), "*fp32")
+    types |= {"x": "*bf16", "v": "*bf16", "codes": f"*{codes}", "limit": "fp32"}
+    constants = {"BLOCKS": True, "ORDERED": True, "CENTRED": True}
+    constants |= {"TILE": 128, "DIM": 128, "EARLY": True}
+    for kernel in (rounded_attention.round_rows_kernel, rounded_attention.round_values_kernel):
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        names = {n: "constexpr" if n in own else types[n] for n in kernel.arg_names}
+        aligned = [n for n in names if names[n].startswith("*") or n.endswith("stride")]
+        attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+        source = ASTSource(kernel, names, own, attributes)
+        compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8})
+        assert "ld.global.v4.b32" in compiled.asm["ptx"] and "STL" not in compiled.asm["sass"]

@@ -5,13 +5,16 @@ fp32 where the interpreter runs them, since its bf16 products are wrong.
 
 from dataclasses import replace
 
+import gluon_emulator
 import torch
 import triton_parity  # noqa: F401  the interpreter then rounds to fp8 as torch does
 
 from tokenmill.core.specs.wan import TINY
-from tokenmill.kernels import MODE, bidirectional, modulation
+from tokenmill.kernels import MODE, bidirectional, modulation, rounded_attention
 from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
+from tokenmill.kernels.gpu import bidirectional_hopper, hopper
 from tokenmill.kernels.gpu import modulation as gpu_modulation
+from tokenmill.kernels.gpu import rounded_attention as gpu_rounded
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, transformer_tensors
@@ -73,6 +76,100 @@ def check_norm_rotate(device: str) -> None:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+# Queries, keys, heads and branches: ragged ends, one of each, more keys than queries and fewer.
+ATTENTION = ((1, 1, 1, 1), (130, 300, 2, 2), (128, 256, 1, 1), (3, 129, 1, 2), (260, 5, 1, 1))
+ROUNDINGS = [own for own in rounded_attention.ROUNDINGS.values() if own is not None]
+
+
+def qkv(case: tuple[int, ...], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Queries, keys that share a large part, and values amid wider rows."""
+    n, m, heads, branches = case
+    q = torch.randn(branches, n, heads, 128, device=device)
+    k = torch.randn(branches, m, heads, 128, device=device) + 2 * torch.randn(128, device=device)
+    v = torch.randn(branches, m, 3 * heads * 128, device=device).chunk(3, dim=-1)[2]
+    return [part.to(dtype) for part in (q, k, v.unflatten(-1, (heads, 128)))]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm())
+
+
+def check_attend(device: str) -> None:
+    """fp32 in the interpreter; there products of bf16 are wrong."""
+    dtype, limit = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.005)
+    for case in ATTENTION:
+        q, k, v = qkv(case, dtype, device)
+        expected = bidirectional.attend_reference(q.float(), k.float(), v.float())
+        assert difference(gpu_bidirectional.attend(q, k, v), expected) < limit, case
+
+
+def check_attend_rounded(device: str) -> None:
+    """As the reference; weights in fp8 are rounded by the peak so far, so errors are compared."""
+    dtype, slack = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.005)
+    for case in ATTENTION:
+        q, k, v = qkv(case, dtype, device)
+        exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
+        for rounding in ROUNDINGS:
+            expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
+            found = gpu_rounded.attend_rounded(q, k, v, rounding)
+            if not rounding.fp8_values:
+                assert difference(found, expected) < slack, (case, rounding)
+            limit = 1.2 * difference(expected, exact) + slack
+            assert difference(found, exact) < limit, (case, rounding)
+
+
+def hopper_attention(
+    packed: gpu_bidirectional.Packed, out: torch.Tensor, num_keys: int, stages: int, turns: bool
+) -> None:
+    """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
+    if out.is_cuda:
+        shape = gpu_bidirectional.HopperShape(stages, turns)
+        bidirectional_hopper.launch(packed, out, num_keys, shape)
+    else:
+        emulated(packed, out, num_keys, stages, turns)
+
+
+def emulated(
+    packed: gpu_bidirectional.Packed, out: torch.Tensor, num_keys: int, stages: int, turns: bool
+) -> None:
+    branches, num_queries, heads, dim = out.shape
+    codes, fp8 = packed.q_scales is not None, packed.v_scales is not None
+    parts = ((packed.q, codes), (packed.k, codes), (packed.v, fp8))
+    matrices = [
+        gluon_emulator.Descriptor(packed.rows(part, rounded), (128, 128)) for part, rounded in parts
+    ]
+    scales = [
+        None if part is None else gluon_emulator.Pointer(part)
+        for part in (packed.q_scales, packed.k_scales, packed.v_scales)
+    ]
+    gluon_emulator.run(
+        bidirectional_hopper, "attend_kernel", (-(-num_queries // 128), heads, branches),
+        *matrices, gluon_emulator.Pointer(out), *scales, num_queries, num_keys, heads, dim**-0.5,
+        STAGES=stages, TURNS=turns, EARLY=False,
+    )  # fmt: skip
+
+
+def check_hopper_attention(device: str) -> None:
+    """Every row is written, and right, in all types."""
+    if device == "cuda" and not hopper.is_here():
+        return
+    for number, case in enumerate((*ATTENTION, (129, 700, 1, 1))):
+        q, k, v = qkv(case, torch.bfloat16, device)
+        exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
+        shape = 2 + number % 2, number % 3 > 0
+        plain = gpu_bidirectional.Packed(q, None, k, None, v, None)
+        out = torch.full_like(q, torch.nan)
+        hopper_attention(plain, out, case[1], *shape)
+        assert difference(out, exact) < 0.005, case
+        for rounding in ROUNDINGS:
+            expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
+            packed = gpu_rounded.pack(q, k, v, rounding)
+            out = torch.full_like(q, torch.nan)
+            hopper_attention(packed, out, case[1], *shape)
+            assert difference(out, exact) < 1.2 * difference(expected, exact) + 0.005, case
+
+
 def check_transformer(device: str) -> None:
     """Two branches through the whole transformer; the kernels, and torch's operations."""
     if device == "cpu":
@@ -99,5 +196,8 @@ CHECKS = {
     "add_gated": check_add_gated,
     "gelu_rows": check_gelu_rows,
     "norm_rotate": check_norm_rotate,
+    "attend": check_attend,
+    "attend_rounded": check_attend_rounded,
+    "hopper_attention": check_hopper_attention,
     "transformer": check_transformer,  # last: it changes how the modules dispatch
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,6 +17,10 @@ _BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+# Which kernel a GPU runs: torch's, our plain one, or that for Hopper where it can run.
+KERNEL: Literal["torch", "triton", "hopper"] = "torch"
+HEAD_DIMS = (64, 128)  # of our kernels
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, fp32 [tokens, head_dim / 2]
 
@@ -49,6 +55,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Every query sees every key: q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
     if not q.is_cuda:
         return attend_reference(q, k, v)
+    if KERNEL != "torch" and use_triton(q, "attend") and q.shape[-1] in HEAD_DIMS:
+        return gpu_twin(attend_reference)(q, k, v)
     with sdpa_kernel(_BACKENDS, set_priority=True):
         return attend_reference(q, k, v)
 
