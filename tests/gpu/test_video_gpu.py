@@ -1,5 +1,6 @@
 """Videos on a GPU: near those of the CPU, the same by the same seed, alone after a full memory."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 
 from tokenmill.core.types import FinishReason, Request
 from tokenmill.core.video import VideoParams
+from tokenmill.kernels import bidirectional, rounded_attention, triton_kernels
+from tokenmill.kernels.gpu import hopper
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.models.checkpoints.weights import ReadableTensor
@@ -94,3 +97,106 @@ def test_a_full_memory_ends_one_job() -> None:
     assert ended[0].stop_reason == "out_of_memory"
     made = ended[1].video
     assert made is not None and np.array_equal(np.frombuffer(made.data, np.uint8), expected)
+
+
+# Queries, keys, heads and branches: ragged ends, one query, one key, more keys than queries, the
+# text's keys, and enough tiles that the rings of stages turn many times.
+ATTENTION = [
+    (1, 1, 1, 1),
+    (1, 5000, 2, 1),
+    (128, 128, 1, 2),
+    (300, 1000, 3, 2),
+    (1000, 512, 2, 2),
+    (5000, 4999, 4, 1),
+    (75_600, 129, 1, 1),
+]
+ON_HOPPER = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
+KERNELS = ["triton", pytest.param("hopper", marks=ON_HOPPER)]
+
+
+def attention_inputs(case: tuple[int, int, int, int]) -> list[torch.Tensor]:
+    """Keys share a large part; values are a part of wider rows."""
+    n, m, heads, branches = case
+    torch.manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    k = some(branches, m, heads, 128) + 2 * some(128)
+    v = some(branches, m, 3 * heads * 128).chunk(3, dim=-1)[2]
+    return [some(branches, n, heads, 128), k, v.unflatten(-1, (heads, 128))]
+
+
+@pytest.fixture
+def use_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[object]]]:
+    """Chooses a kernel by name -> the shapes of its launches so far, which are counted."""
+    launches: list[object] = []
+
+    def choose(name: str) -> list[object]:
+        monkeypatch.setattr(bidirectional, "KERNEL", name)
+        module, function = triton_kernels("bidirectional"), "_launch"
+        if name == "hopper":
+            module, function = triton_kernels("bidirectional_hopper"), "launch"
+        launch = getattr(module, function)
+
+        def counted(packed: object, out: torch.Tensor, *rest: object) -> None:
+            out.fill_(torch.nan)  # every row must be written
+            launches.append(out.shape)
+            launch(packed, out, *rest)
+
+        monkeypatch.setattr(module, function, counted)
+        return launches
+
+    yield choose
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_is_right_and_the_same_every_time(
+    case: tuple[int, int, int, int], kernel: str, use_kernel: Callable[[str], list[object]]
+) -> None:
+    q, k, v = attention_inputs(case)
+    expected = bidirectional.attend_reference(q.float(), k.float(), v.float())
+    launches = use_kernel(kernel)
+    found = bidirectional.attend(q, k, v)
+    assert error(found, expected) < 0.005
+    assert all(torch.equal(bidirectional.attend(q, k, v), found) for _ in range(3))
+    assert len(launches) == 4
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["int8", "int8-fp8", "fp8"])
+@pytest.mark.parametrize("case", ATTENTION[:-1])
+def test_rounded_attention_errs_as_its_reference(
+    case: tuple[int, int, int, int],
+    dtype: rounded_attention.AttentionType,
+    kernel: str,
+    use_kernel: Callable[[str], list[object]],
+) -> None:
+    q, k, v = attention_inputs(case)
+    rounding = rounded_attention.ROUNDINGS[dtype]
+    assert rounding is not None
+    exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
+    expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
+    launches = use_kernel(kernel)
+    found = rounded_attention.attend_rounded(q, k, v, rounding)
+    assert error(found, exact) < 1.2 * error(expected, exact) + 0.005
+    assert torch.equal(rounded_attention.attend_rounded(q, k, v, rounding), found)
+    assert len(launches) == 2
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(("stages", "turns"), [(2, False), (3, True), (3, False)])
+def test_other_shapes_of_the_hopper_kernel_give_the_same_bits(
+    stages: int, turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = attention_inputs((5000, 4999, 4, 1))
+    monkeypatch.setattr(bidirectional, "KERNEL", "hopper")
+    expected = bidirectional.attend(q, k, v)
+    module = triton_kernels("bidirectional")
+    monkeypatch.setattr(module, "HOPPER_SHAPE", module.HopperShape(stages, turns))
+    assert torch.equal(bidirectional.attend(q, k, v), expected)

@@ -171,7 +171,8 @@ class Product:
     """A product that was begun; it is computed when it is waited for."""
 
     def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
-        self.parts, self.value = (a, b, acc, use_acc), None
+        self.parts = (a, b, acc, use_acc)
+        self.value: Tensor | None = None
         PENDING.queue.append(self)
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper
-from tokenmill.kernels.gpu import bidirectional, bidirectional_hopper, modulation, rounded_attention
+from tokenmill.kernels.gpu import bidirectional, bidirectional_hopper, modulation
 
 TYPES = {
     **dict.fromkeys(("x", "delta"), "*bf16"),
@@ -104,7 +104,7 @@ def test_rounding_for_attention_compiles(codes: str) -> None:
     types |= {"x": "*bf16", "v": "*bf16", "codes": f"*{codes}", "limit": "fp32"}
     constants = {"BLOCKS": True, "ORDERED": True, "CENTRED": True}
     constants |= {"TILE": 128, "DIM": 128, "EARLY": True}
-    for kernel in (rounded_attention.round_rows_kernel, rounded_attention.round_values_kernel):
+    for kernel in (bidirectional.round_rows_kernel, bidirectional.round_values_kernel):
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}
         names = {n: "constexpr" if n in own else types[n] for n in kernel.arg_names}
         aligned = [n for n in names if names[n].startswith("*") or n.endswith("stride")]

@@ -14,7 +14,6 @@ from tokenmill.kernels import MODE, bidirectional, modulation, rounded_attention
 from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
 from tokenmill.kernels.gpu import bidirectional_hopper, hopper
 from tokenmill.kernels.gpu import modulation as gpu_modulation
-from tokenmill.kernels.gpu import rounded_attention as gpu_rounded
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, transformer_tensors
@@ -112,7 +111,7 @@ def check_attend_rounded(device: str) -> None:
         exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
         for rounding in ROUNDINGS:
             expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
-            found = gpu_rounded.attend_rounded(q, k, v, rounding)
+            found = gpu_bidirectional.attend_rounded(q, k, v, rounding)
             if not rounding.fp8_values:
                 assert difference(found, expected) < slack, (case, rounding)
             limit = 1.2 * difference(expected, exact) + slack
@@ -164,7 +163,7 @@ def check_hopper_attention(device: str) -> None:
         assert difference(out, exact) < 0.005, case
         for rounding in ROUNDINGS:
             expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
-            packed = gpu_rounded.pack(q, k, v, rounding)
+            packed = gpu_bidirectional.pack(q, k, v, rounding)
             out = torch.full_like(q, torch.nan)
             hopper_attention(packed, out, case[1], *shape)
             assert difference(out, exact) < 1.2 * difference(expected, exact) + 0.005, case

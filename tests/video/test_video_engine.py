@@ -20,6 +20,7 @@ from tokenmill.models.wan.wan_transformer import TextAttention, transformer_tens
 from tokenmill.video.experts import Experts
 from tokenmill.video.pipeline import Pipeline, build_pipeline
 from tokenmill.video.video_engine import VideoEngine
+from tokenmill.video.video_job import VideoJob
 from tokenmill.workers.messages import Outputs, Submit
 
 PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=4, negative_token_ids=(9, 8))
@@ -264,6 +265,23 @@ def test_the_step_cache_skips_steps_and_zero_is_off(pipeline: Pipeline) -> None:
     assert exact == off == tight != loose
     # Not the first step of either expert, nor the last step.
     assert [each.num_skipped for each in made] == [0, 0, 5, 0]
+
+
+@torch.inference_mode()
+def latents(pipeline: Pipeline, params: VideoParams) -> torch.Tensor:
+    job = VideoJob(Request("a", [5, 6, 7], video=params), pipeline)
+    for _ in range(params.num_steps):
+        next(job.steps)
+    assert job.latents is not None
+    return job.latents
+
+
+def test_rounded_attention_is_near_and_one_job_alone_has_it(pipeline: Pipeline) -> None:
+    exact = latents(pipeline, PARAMS)
+    for dtype in ("int8", "int8-fp8", "fp8"):
+        found = latents(pipeline, replace(PARAMS, attention_dtype=dtype))
+        assert 0.0 < (found - exact).norm() / exact.norm() < 1e-3, dtype
+    assert torch.equal(latents(pipeline, PARAMS), exact)
 
 
 def test_a_fixed_latent_takes_the_place_of_the_seed(pipeline: Pipeline, tmp_path: Path) -> None:

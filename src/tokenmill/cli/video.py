@@ -145,6 +145,7 @@ def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, o
         "schedule": params.schedule,
         "seed": params.seed,
         "step_cache": params.step_cache,
+        "attention_dtype": params.attention_dtype,
         "num_skipped": made.num_skipped,
         "seconds": {part: round(seconds, 3) for part, seconds in made.seconds.items()},
     }

@@ -52,11 +52,21 @@ class VideoParams:
         "Skip steps whose change is estimated below this: faster, not exact; 0 is off.",
         number(0, 10),
     )
+    attention_dtype: Literal["auto", "int8", "int8-fp8", "fp8"] = setting(
+        "auto",
+        "Round queries and keys of self-attention to int8, with -fp8 values to fp8, or all to fp8: "
+        "faster, not exact.",
+    )
     vae_tiles: bool = setting(
         False, "Decode frames in tiles of 256 pixels: less memory, blended seams."
     )
     seed: int = 42  # of the noise
     negative_token_ids: tuple[int, ...] = ()
+
+    @property
+    def rounds_attention(self) -> bool:
+        """True where self-attention is not exact."""
+        return self.attention_dtype != "auto"
 
     @property
     def guided(self) -> bool:

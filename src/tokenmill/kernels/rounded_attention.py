@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels import triton_kernels, use_triton
 
-AttentionType = Literal["bf16", "int8", "int8-fp8", "fp8"]
+AttentionType = Literal["auto", "int8", "int8-fp8", "fp8"]
 KEY_BLOCK = 128  # keys that share a scale
 HEAD_DIM = 128  # of the kernels
 WEIGHT_SCALE = 256.0  # of weights in fp8, which are up to 1
@@ -33,7 +33,7 @@ class Rounding(NamedTuple):
 
 
 ROUNDINGS: dict[AttentionType, Rounding | None] = {
-    "bf16": None,
+    "auto": None,  # as q, k and v come
     "int8": Rounding(torch.int8, False),
     "int8-fp8": Rounding(torch.int8, True),
     "fp8": Rounding(torch.float8_e4m3fn, True),
@@ -45,7 +45,8 @@ def attend_rounded(
 ) -> torch.Tensor:
     """Every query sees every key: q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
     if use_triton(q, "attend_rounded") and q.shape[-1] == HEAD_DIM:
-        return gpu_twin(attend_rounded_reference)(q, k, v, rounding)
+        found: torch.Tensor = triton_kernels("bidirectional").attend_rounded(q, k, v, rounding)
+        return found
     return attend_rounded_reference(q, k, v, rounding)
 
 

@@ -19,6 +19,7 @@ from tokenmill.core.specs.wan_checks import check_video
 from tokenmill.core.types import InvalidRequestError, Request
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
+from tokenmill.kernels.rounded_attention import ROUNDINGS
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
 from tokenmill.models.wan.wan_vae import Tiles
 from tokenmill.video.experts import synchronize
@@ -125,6 +126,7 @@ class VideoJob:
         self._forget()  # an expert that leaves the device is not to be held here
         with self._timed("load"):
             self._expert = self.pipeline.experts[chosen]
+        self._expert.round_attention(ROUNDINGS[self.params.attention_dtype])
         with self._timed("text"):
             self._keys = [self._expert.text_kv(part) for part in text]
         if self.params.step_cache > 0.0:

@@ -129,8 +129,9 @@ def _job(params: VideoParams) -> dict[str, Any]:
         "branches": 1 + params.guided,
         "schedule": params.schedule,
         "step_cache": params.step_cache,
+        "attention_dtype": params.attention_dtype,
         "vae_tiles": params.vae_tiles,
-        "exact": not params.step_cache and not params.vae_tiles,
+        "exact": not (params.step_cache or params.vae_tiles or params.rounds_attention),
     }
 
 
@@ -204,6 +205,7 @@ def _print(report: dict[str, Any]) -> None:
     if not report["whole_videos"]:
         asked += f", of which {report['measured_steps']} were run and the others taken as long"
     loose = [key for key in ("step_cache", "vae_tiles") if report[key]]
+    loose += ["attention_dtype"] if report["attention_dtype"] != "auto" else []
     flags = " and ".join("--" + key.replace("_", "-") for key in loose)
     num_ranks = report["cfg_parallel"] * report["ulysses"]
     out(

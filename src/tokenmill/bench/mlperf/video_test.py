@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 SHAPE = ("size", "frames", "steps")  # what a quick run may have smaller
 LOOSE = ("step-cache", "vae-tiles")  # what is not exact
-KEYS = (*SHAPE, "latent", *LOOSE, "offload", "gpu-price")
+KEYS = (*SHAPE, "latent", *LOOSE, "attention-dtype", "offload", "gpu-price")
 PANEL: tuple[Setting, ...] = (*(SETTINGS[key] for key in KEYS), *VIDEO_PARALLEL)
 MODES = ("performance", "accuracy", "submission", "TEST04")
 NOT_HERE = ("length-scale", "compliance-dataset")

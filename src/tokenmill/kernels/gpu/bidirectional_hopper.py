@@ -357,8 +357,8 @@ def launch(packed: Packed, out: torch.Tensor, num_keys: int, shape: HopperShape)
         _tiles(packed.rows(part, rounded), rounded)
         for part, rounded in ((packed.q, codes), (packed.k, codes), (packed.v, fp8))
     )
-    scales = (packed.q_scales, packed.k_scales, packed.v_scales)
-    scales = tuple(out if part is None else part for part in scales)
+    given = (packed.q_scales, packed.k_scales, packed.v_scales)
+    scales = (out if part is None else part for part in given)
     attend_kernel[(triton.cdiv(num_queries, ROWS.value), heads, branches)](
         q, k, v, out, *scales, num_queries, num_keys, heads, DIM.value**-0.5,
         STAGES=shape.stages, TURNS=shape.turns, num_warps=4, **launch_options(),

@@ -17,6 +17,7 @@ from tokenmill.core.specs.wan import WanTransformerSpec
 from tokenmill.kernels.bidirectional import Rotation, attend, norm_rotate
 from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.modulation import add_gated, gelu_rows, norm_modulate
+from tokenmill.kernels.rounded_attention import Rounding, attend_rounded
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype, plain_type
 from tokenmill.models.family import Shape
 from tokenmill.models.wan.wan_split import TokenSplit
@@ -112,6 +113,7 @@ class SelfAttention:
         self.out = tensors.linear(f"{name}.to_out.0")
         self.norms = [tensors.fp32(f"{name}.norm_{part}.weight") for part in "qk"]
         self.num_heads, self.eps = spec.num_heads, spec.eps
+        self.rounding: Rounding | None = None
 
     def __call__(self, x: Rows, rotation: Rotation, branches: int) -> torch.Tensor:
         """[branches * n, k] -> the same shape; n are the tokens of this rank."""
@@ -121,7 +123,9 @@ class SelfAttention:
             for part, weight in zip((q, k), self.norms, strict=True)
         )
         q, k, v = self.split.to_heads(q, k, v.unflatten(-1, (self.num_heads, -1)))
-        seen = self.split.to_tokens(attend(q, k, v))
+        rounding = self.rounding
+        seen = attend_rounded(q, k, v, rounding) if rounding else attend(q, k, v)
+        seen = self.split.to_tokens(seen)
         return self.out(seen.flatten(2).flatten(0, 1))
 
 
@@ -221,6 +225,11 @@ class WanTransformer:
         self.table = own.fp32("scale_shift_table")[0]
         self.out = own.linear("proj_out", plain=True)
         self._rotation: tuple[Grid, Rotation] | None = None
+
+    def round_attention(self, rounding: Rounding | None) -> None:
+        """What self-attention rounds from now on."""
+        for block in self.blocks:
+            block.attention.rounding = rounding
 
     def text_kv(self, text: torch.Tensor) -> TextKV:
         """Keys and values of the text in all blocks, from embeddings [branches, tokens, dim]."""
