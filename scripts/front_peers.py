@@ -1,8 +1,8 @@
 """The HTTP front beside vLLM's: CPU time of a token and of a request, in one run.
 
-    python scripts/front_peers.py --vllm-python VENV/bin/python
+    python scripts/front_peers.py VENV/bin/python
 
-vLLM has to be installed for VLLM_PYTHON, an interpreter of its own (`pip install vllm`). Its API
+vLLM has to be installed for that interpreter, one of its own (`pip install vllm`). Its API
 server runs with its own renderer, output processor and detokenizer over an engine core of this
 file, which gives every request one token a step; our server has the simulated engine of `bench
 frontend`. Both get the calls of `bench frontend` for a model with our tokenizer, in turns. vLLM's
@@ -46,7 +46,7 @@ CONFIG = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--vllm-python", required=True, help="a Python that has vLLM")
+    parser.add_argument("vllm_python", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
