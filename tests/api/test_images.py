@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[SimServer]:
-    vision = VisionConfig(folder=str(folder), max_images=4)
+    vision = VisionConfig(folder=str(folder), max_images=4, cache_bytes=16 * 2**20)
     limits = SchedulerConfig(max_model_len=1024)
     pool, router = PoolConfig(workers=2), RouterConfig(policy="kv")
     with sim_server(limits=limits, vision=vision, pool=pool, router=router) as running:
@@ -364,16 +364,16 @@ def test_the_same_image_is_a_prefix_hit_and_another_is_not(openai: OpenAI) -> No
 
 
 def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
-    """Streams of text go on meanwhile, and every call ends in an answer or a 400."""
+    """Streams of text go on meanwhile, and every call ends in an answer or a 400.
+
+    The server's memory is that after the first fifth of the calls, or little more.
+    """
     source, files = random.Random(1), seeds()
-    bodies = [
-        {
-            "messages": [user(image(data_url(mutated(source.choice(files), source))), text("hi"))],
-            "stream": bool(source.randrange(2)),
-            "max_tokens": 4,
-        }
-        for _ in range(NUM_FUZZED)
-    ]
+
+    def body() -> dict[str, Any]:
+        url = data_url(mutated(source.choice(files), source))
+        sampled = {"stream": bool(source.randrange(2)), "max_tokens": 4}
+        return {"messages": [user(image(url), text("hi"))], **sampled}
 
     def send(body: dict[str, Any]) -> int:
         answer = server.call("POST", "/v1/chat/completions", body)
@@ -381,11 +381,32 @@ def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
             assert answer.events[-1] == "[DONE]"
         return answer.status
 
-    with ThreadPoolExecutor(4) as threads:
-        statuses = Counter(threads.map(send, bodies))
+    def say(index: int) -> str:
+        *events, last = server.chat(f"say: {index}", stream=True).events
+        assert last == "[DONE]"
+        return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+    statuses: Counter[int] = Counter()
+    grown: list[int] = []
+    with ThreadPoolExecutor(5) as threads:
+        for _ in range(5):
+            said = threads.map(say, range(NUM_FUZZED // 50))
+            sent = [threads.submit(send, body()) for _ in range(NUM_FUZZED // 5)]
+            statuses.update(each.result() for each in sent)
+            assert list(said) == [str(index) for index in range(NUM_FUZZED // 50)]
+            grown.append(resident_kib(server.process.pid))
+    print(f"{statuses.total()} calls {dict(statuses)}, KiB of the server {grown}")
     assert set(statuses) == {200, 400}
+    assert grown[-1] - grown[0] < 100 * 1024
     assert server.chat("say: still here").json["choices"][0]["message"]["content"] == "still here"
     wait_until(lambda: server.metric("requests_running") == 0, "no request is left")
+
+
+def resident_kib(pid: int) -> int:
+    """The memory of a process; 0 where /proc is not to be had."""
+    status = Path(f"/proc/{pid}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def test_images_are_counted(server: SimServer, openai: OpenAI) -> None:
