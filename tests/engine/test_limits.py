@@ -14,7 +14,7 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
-from tokenmill.engine.limits import Room, choose_budget, choose_num_seqs
+from tokenmill.engine.limits import Room, choose_budget, choose_encoder_patches, choose_num_seqs
 from tokenmill.models import spec_of
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
@@ -144,3 +144,16 @@ def test_on_cpu_memory_does_not_matter() -> None:
     found = chosen(CacheConfig(), SchedulerConfig(), "cpu")
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (256, 512)
     assert replace(found, max_num_seqs=None).num_seqs == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("qwen3-vl-30b-a3b", 8192), ("qwen3-vl-235b-a22b", 2048)]
+)
+def test_images_lengthen_a_full_step_by_half_at_most(name: str, tokens: int) -> None:
+    spec = shape_spec(name)
+    assert spec.vision is not None and choose_budget(spec, H200) == tokens
+    patches = choose_encoder_patches(spec, tokens)
+    full = tokens * spec.flops_per_token(0)
+    encoding = patches / 4096 * spec.vision.encode_flops(4096)
+    assert 4096 <= patches <= 4 * tokens  # an image of 1,024 x 1,024 fits
+    assert 0.1 * full < encoding <= 0.5 * full

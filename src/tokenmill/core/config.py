@@ -113,7 +113,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = setting("priority", "Order of the waiting requests.")
     encoder_patches: int | None = setting(
         None,
-        "Most image patches that a step encodes, or one larger image; 4 for each token of a step.",
+        "Most image patches that a step encodes, or one larger image; half as long as its tokens.",
         count(1),
         flag="max-encoder-patches",
     )

@@ -26,7 +26,13 @@ from tokenmill.core.config import (
 from tokenmill.core.kv_groups import kept_positions
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
-from tokenmill.engine.limits import EXPECTED_TOKENS, Room, choose_budget, choose_num_seqs
+from tokenmill.engine.limits import (
+    EXPECTED_TOKENS,
+    Room,
+    choose_budget,
+    choose_encoder_patches,
+    choose_num_seqs,
+)
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
@@ -120,9 +126,14 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     num_seqs = scheduler.num_seqs
     if scheduler.max_num_seqs is None and on_gpu and setup.cache.num_blocks is None:
         num_seqs = choose_num_seqs(_room(setup, spec, free, max_len), max_len)
+    budget, patches = scheduler.max_num_batched_tokens, scheduler.encoder_patches
+    budget = budget or choose_budget(spec, total)
+    if patches is None and spec.vision is not None:
+        patches = choose_encoder_patches(spec, budget)
     return replace(
         scheduler,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or choose_budget(spec, total),
+        max_num_batched_tokens=budget,
+        encoder_patches=patches,
         max_num_seqs=num_seqs,
         max_model_len=max_len,
     )

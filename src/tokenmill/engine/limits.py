@@ -12,6 +12,8 @@ MAX_GPU_NUM_SEQS = 1024  # larger batches gain little and lengthen every step
 MIN_GPU_NUM_SEQS = 64  # requests may be short
 EXPECTED_TOKENS = 1200  # of a request in the cache; choose_num_seqs says what hangs on it
 STEP_S = 0.2  # of a step full of prompt tokens: so long the requests that decode may wait
+IMAGE_SHARE = 0.5  # of the time of such a step, for the encoder: it lasts 1.5 times as long at most
+IMAGE_PATCHES = 4096  # of an image of 1,024 x 1,024, by which the time of a patch is counted
 MIN_GPU_BUDGET, MAX_GPU_BUDGET = 2048, 8192
 LARGE_GPU_BYTES = 70 * 2**30  # H100, H200, B200 and their like
 LARGE_GPU_FLOPS, GPU_FLOPS = 7e14, 1.5e14  # reached with bf16 by those and by smaller ones
@@ -49,3 +51,17 @@ def choose_budget(spec: ModelSpec, gpu_bytes: int | None) -> int:
     flops = LARGE_GPU_FLOPS if gpu_bytes >= LARGE_GPU_BYTES else GPU_FLOPS
     tokens = int(STEP_S * flops / spec.flops_per_token(0))
     return min(MAX_GPU_BUDGET, max(MIN_GPU_BUDGET, 1 << max(0, tokens.bit_length() - 1)))
+
+
+def choose_encoder_patches(spec: ModelSpec, budget: int) -> int:
+    """Patches of a step: as many as take IMAGE_SHARE of the time of its tokens, by FLOPs.
+
+    Requests that decode wait for a step that is full of prompts at most so much longer with images
+    in it. An image is not divided: one that has more patches is encoded without others. More than
+    the patches of so many tokens a step does not reach.
+    """
+    vision = spec.vision
+    assert vision is not None
+    patch_flops = vision.encode_flops(IMAGE_PATCHES) / IMAGE_PATCHES
+    patches = int(IMAGE_SHARE * budget * spec.flops_per_token(0) / patch_flops)
+    return max(1, min(patches, budget * vision.merge_size**2))
