@@ -79,6 +79,7 @@ def build(
     batch_invariant: bool = False,
     encoder_patches: int | None = None,
     offloading: str | None = None,
+    encoder_share: int | None = None,
 ) -> BuiltEngine:
     """An engine of the golden tests."""
     return build_engine(
@@ -99,6 +100,7 @@ def build(
                     max_num_seqs=16,
                     chunked_prefill=chunked,
                     encoder_patches=encoder_patches,
+                    encoder_share=encoder_share,
                 ),
                 ExecutionConfig(
                     overlap=overlap,

@@ -104,6 +104,34 @@ def test_every_mode_gives_the_golden_answer(
     assert engine.stats().num_kv_blocks_used == 0
 
 
+def test_images_that_are_encoded_over_several_steps(
+    folders: dict[str, Path], golden: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests decode meanwhile; the bits are those of an image encoded at once."""
+    built = build(
+        folders["qwen3-vl"], "fp32", chunked=True, prefix_cache=False, num_blocks=400,
+        encoder_share=30,
+    )  # fmt: skip
+    engine, parts = built.engine, []
+    assert built.runner.images is not None
+    go_on = built.runner.images.go_on
+    monkeypatch.setattr(built.runner.images, "go_on", lambda b: (parts.extend(b), go_on(b)))
+    beside = replace(GREEDY, max_tokens=1000)
+    for index in range(8):
+        engine.submit(Request(f"text {index}", [index, 3, 5], beside))
+    for _ in range(3):
+        engine.step()
+    for asked, expected in zip(PROMPTS, golden["qwen3-vl"], strict=True):
+        answer = Answer()
+        engine.submit(Request("0", asked.token_ids, GREEDY, images=asked.images))
+        for _ in range(60):
+            for output in (each for each in engine.step() if each.request_id == "0"):
+                answer.add(output)
+        assert_same([answer], [expected])
+    assert {round(each.share, 2) for each in parts} >= {0.25, 0.5, 0.75, 1.0}
+    assert not built.runner.images._begun
+
+
 def test_a_request_goes_on_where_another_engine_left_it(
     folders: dict[str, Path], golden: dict[str, list[Answer]]
 ) -> None:

@@ -42,6 +42,44 @@ def test_a_chunk_ends_before_an_image_that_has_to_wait() -> None:
     assert scheduler.images.num_encoded == 3
 
 
+def test_an_image_is_encoded_over_several_steps_while_others_decode() -> None:
+    """Forty patches, sixteen in a step; its tokens come after the last part."""
+    scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16)
+    for index in range(8):
+        scheduler.add(request(f"t{index}", [index, 9], SamplingParams(max_tokens=20)))
+    step(scheduler)
+    decoding = {f"t{index}": 1 for index in range(8)}
+    scheduler.add(pictured("a", 1, 2))
+    shares = []
+    for expected in ({"a": 6}, {}, {}, {"a": 12}):
+        batch = scheduler.schedule(0)
+        found = {seq.request_id: num_new for seq, num_new in batch.items}
+        assert found == decoding | expected
+        shares.append([each.share for each in batch.begun_images])
+        scheduler.update(batch, sampled(batch))
+    assert shares == [[0.4], [0.8], [1.0], []]
+    scheduler.add(pictured("b", 2, 2))
+    scheduler.add(pictured("c", 3, 2))  # of nine that run two wait: no image is divided
+    batch = scheduler.schedule(0)
+    assert not batch.begun_images and scheduler.images.num_encoded == 2
+
+
+def test_an_image_that_nobody_waits_for_any_more_is_begun_anew() -> None:
+    scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16)
+    for index in range(8):
+        scheduler.add(request(f"t{index}", [index, 9], SamplingParams(max_tokens=20)))
+    step(scheduler)
+    for name in ("a", "b"):
+        scheduler.add(pictured(name, 1, 2))
+        batch = scheduler.schedule(0)
+        assert [each.share for each in batch.begun_images] == [0.4]
+        scheduler.update(batch, sampled(batch))
+        scheduler.abort(name)
+        batch = scheduler.schedule(0)
+        assert batch.begun_images == []
+        scheduler.update(batch, sampled(batch))
+
+
 def test_an_image_beyond_the_budget_is_encoded_alone() -> None:
     scheduler = make(max_num_batched_tokens=64, encoder_patches=8)
     scheduler.add(pictured("a", 1))

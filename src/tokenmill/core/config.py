@@ -118,6 +118,8 @@ class SchedulerConfig:
         flag="max-encoder-patches",
     )
 
+    encoder_share: int | None = None  # the same while others decode; images take several steps
+
     @property
     def num_seqs(self) -> int:
         """The limit in force."""

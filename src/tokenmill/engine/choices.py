@@ -31,6 +31,7 @@ from tokenmill.engine.limits import (
     Room,
     choose_budget,
     choose_encoder_patches,
+    choose_encoder_share,
     choose_num_seqs,
 )
 from tokenmill.kernels import MODE, cpu_kernels
@@ -130,10 +131,12 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     budget = budget or choose_budget(spec, total)
     if patches is None and spec.vision is not None:
         patches = choose_encoder_patches(spec, budget)
+    width = 1 if setup.model.dtype == "fp8" else 2
     return replace(
         scheduler,
         max_num_batched_tokens=budget,
         encoder_patches=patches,
+        encoder_share=scheduler.encoder_share or choose_encoder_share(spec, total, width),
         max_num_seqs=num_seqs,
         max_model_len=max_len,
     )

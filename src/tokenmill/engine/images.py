@@ -12,8 +12,8 @@ from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.staging import Staging, send
-from tokenmill.layers.images import ImageEncoder, ImageRows
-from tokenmill.sched.sequence import Batch, Item, Sequence
+from tokenmill.layers.images import BegunPatches, ImageEncoder, ImageRows
+from tokenmill.sched.sequence import Batch, BegunImage, Item, Sequence
 
 GROUP_PATCHES = 2**14  # encoded in one call: enough to fill a GPU
 
@@ -45,6 +45,18 @@ class GroupEncoder:
         """Patches of images one after the other on the device, [patches, patch_dim]."""
         parts = [normalised(image, self._vision, self._device) for image in images]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def begin(self, image: ImageInput) -> BegunPatches:
+        """An image that is encoded in parts."""
+        return self._encoder.begin(self._sent([image]), self._encoder.place([image.grid]))
+
+    def go_on(self, begun: BegunPatches, share: float) -> None:
+        """Run layers until so large a share of them is done."""
+        self._encoder.go_on(begun, share)
+
+    def finish(self, begun: BegunPatches) -> torch.Tensor:
+        """The features, [1 + layers, tokens, hidden]."""
+        return torch.stack(self._encoder.finish(begun))
 
     def warm_up(self) -> None:
         """Encode images of zeros: one alone, and several together."""
@@ -95,6 +107,7 @@ class StepImages:
         if encoder is not None:
             self.encode = GroupEncoder(encoder, vision, staging.device)
         self._features: dict[bytes, torch.Tensor] = {}  # by content, [1 + layers, tokens, hidden]
+        self._begun: dict[bytes, BegunPatches] = {}  # by content; of the last step
 
     def __len__(self) -> int:
         return len(self._features)
@@ -111,6 +124,21 @@ class StepImages:
         """Drop the features of images."""
         for content in contents:
             self._features.pop(content, None)
+
+    def go_on(self, begun: list[BegunImage]) -> None:
+        """Encode parts of images. What is not known here is begun anew."""
+        for each in begun:
+            assert self.encode is not None
+            work = self._begun.get(each.image.content_hash)
+            work = work or self.encode.begin(each.image)
+            self._begun[each.image.content_hash] = work
+            self.encode.go_on(work, each.share)
+
+    def keep(self, begun: list[BegunImage]) -> None:
+        """Forget what was begun and is not among these: nobody waits for it."""
+        if self._begun:
+            wanted = {each.image.content_hash for each in begun}
+            self._begun = {key: work for key, work in self._begun.items() if key in wanted}
 
     def rows(self, batch: Batch) -> ImageRows | None:
         """The step's image tokens; images that it reaches first are encoded here."""
@@ -150,6 +178,9 @@ class StepImages:
         new = {i.content_hash: i for i in images if i.content_hash not in known}
         if new:
             assert self.encode is not None
+            for content in self._begun.keys() & new.keys():
+                known[content] = self.encode.finish(self._begun.pop(content))
+                del new[content]
             for image, features in self.encode(list(new.values())):
                 known[image.content_hash] = features
 

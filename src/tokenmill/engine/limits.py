@@ -14,6 +14,8 @@ EXPECTED_TOKENS = 1200  # of a request in the cache; choose_num_seqs says what h
 STEP_S = 0.2  # of a step full of prompt tokens: so long the requests that decode may wait
 IMAGE_SHARE = 0.5  # of the time of such a step, for the encoder: it lasts 1.5 times as long at most
 IMAGE_PATCHES = 4096  # of an image of 1,024 x 1,024, by which the time of a patch is counted
+FEW_REQUESTS = 16  # that decode together where gaps between tokens count
+LARGE_GPU_BYTES_S, GPU_BYTES_S = 4e12, 6e11  # read by the same GPUs
 MIN_GPU_BUDGET, MAX_GPU_BUDGET = 2048, 8192
 LARGE_GPU_BYTES = 70 * 2**30  # H100, H200, B200 and their like
 LARGE_GPU_FLOPS, GPU_FLOPS = 7e14, 1.5e14  # reached with bf16 by those and by smaller ones
@@ -64,4 +66,18 @@ def choose_encoder_patches(spec: ModelSpec, budget: int) -> int:
     assert vision is not None
     patch_flops = vision.encode_flops(IMAGE_PATCHES) / IMAGE_PATCHES
     patches = int(IMAGE_SHARE * budget * spec.flops_per_token(0) / patch_flops)
-    return max(1, min(patches, budget * vision.merge_size**2))
+    return min(max(patches, IMAGE_PATCHES), budget * vision.merge_size**2)
+
+
+def choose_encoder_share(spec: ModelSpec, gpu_bytes: int | None, width: int) -> int | None:
+    """Patches of a step while others decode: half of the time in which its weights are read.
+
+    `width` is the bytes of a parameter. On CPU, where None is chosen, images are not divided.
+    """
+    if gpu_bytes is None or spec.vision is None:
+        return None
+    large = gpu_bytes >= LARGE_GPU_BYTES
+    flops, rate = (LARGE_GPU_FLOPS, LARGE_GPU_BYTES_S) if large else (GPU_FLOPS, GPU_BYTES_S)
+    seconds = IMAGE_SHARE * width * sum(spec.step_params(FEW_REQUESTS)) / rate
+    patch_flops = spec.vision.encode_flops(IMAGE_PATCHES) / IMAGE_PATCHES
+    return max(1, int(seconds * flops / patch_flops))

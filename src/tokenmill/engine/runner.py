@@ -142,10 +142,17 @@ class ModelRunner:
             self.builder.grow(batch.grown)
             if self.images is not None:
                 self.images.forget(batch.dropped_images)
-            for executor in self._by_graph:
-                if (launched := executor.launch(batch)) is not None:
-                    return launched
-            return self.plain.launch(batch)
+                self.images.go_on(batch.begun_images)
+            launched = self._launch(batch)
+            if self.images is not None:
+                self.images.keep(batch.begun_images)
+            return launched
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise OutOfMemory(str(error).split(". ")[0]) from error
+
+    def _launch(self, batch: Batch) -> Launched:
+        for executor in self._by_graph:
+            if (launched := executor.launch(batch)) is not None:
+                return launched
+        return self.plain.launch(batch)

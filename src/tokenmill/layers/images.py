@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,6 +41,17 @@ class Places:
         return Places(indices, weights, cos_sin, segments)
 
 
+@dataclass(slots=True, eq=False)
+class BegunPatches:
+    """Patches between two layers of an encoder."""
+
+    places: Places
+    x: torch.Tensor  # [patches, hidden]
+    delta: torch.Tensor | None = None  # what is still to be added to x
+    deep: list[torch.Tensor] = field(default_factory=list)  # what the text model's layers add
+    layer: int = 0  # the next one
+
+
 class ImageEncoder(Protocol):
     """Turns the patches of images into the features of each one's tokens."""
 
@@ -54,3 +65,12 @@ class ImageEncoder(Protocol):
 
     def encode(self, pixels: torch.Tensor, places: Places) -> list[torch.Tensor]:
         """Of all tokens the embeddings, and what each of the layers adds, [tokens, hidden]."""
+
+    def begin(self, pixels: torch.Tensor, places: Places) -> BegunPatches:
+        """The same in parts: what goes before the first layer."""
+
+    def go_on(self, begun: BegunPatches, share: float) -> None:
+        """Run layers until so large a share of them is done."""
+
+    def finish(self, begun: BegunPatches) -> list[torch.Tensor]:
+        """Run what is left; what encode() returns."""

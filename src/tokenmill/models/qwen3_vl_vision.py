@@ -19,7 +19,7 @@ from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.kernels.matmul import matmul_gelu
 from tokenmill.kernels.norm import layer_norm
 from tokenmill.kernels.segments import plan_segments, rotate_heads, segment_attention
-from tokenmill.layers.images import Places
+from tokenmill.layers.images import BegunPatches, Places
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -164,23 +164,37 @@ class VisionEncoder:
         An image's are [1 + deepstack layers, tokens, text hidden].
         """
         places = self.place(grids)
-        merged = self.encode(pixels.to(self.positions), places)
+        merged = self.encode(pixels, places)
         sizes = [prod(grid) // self.spec.merge_size**2 for grid in grids]
         parts = zip(*(layer.split(sizes) for layer in merged), strict=True)
         return [torch.stack(part) for part in parts]
 
     def encode(self, pixels: torch.Tensor, places: Places) -> list[torch.Tensor]:
         """[patches, patch_dim] -> merged tokens, and those of each deepstack layer, [., hidden]."""
-        x = self.patches(pixels)
+        return self.finish(self.begin(pixels, places))
+
+    def begin(self, pixels: torch.Tensor, places: Places) -> BegunPatches:
+        """[patches, patch_dim] before the first block."""
+        x = self.patches(pixels.to(self.positions))
         x += (self.positions[places.indices] * places.weights).sum(1)
-        deep, delta = [], None
-        for index, block in enumerate(self.blocks):
-            delta = block(x, delta, places)
+        return BegunPatches(places, x)
+
+    def finish(self, begun: BegunPatches) -> list[torch.Tensor]:
+        """Run the blocks that are left, and the merger."""
+        self.go_on(begun, 1.0)
+        x = begun.x if begun.delta is None else begun.x.add_(begun.delta)
+        return [self.merger(x), *begun.deep]
+
+    def go_on(self, begun: BegunPatches, share: float) -> None:
+        """Run blocks until so large a share of them is done."""
+        end = int(share * len(self.blocks))
+        for index in range(begun.layer, end):
+            begun.delta = self.blocks[index](begun.x, begun.delta, begun.places)
             if index in self.deepstack:
-                x += delta
-                deep.append(self.deepstack[index](x))
-                delta = None
-        return [self.merger(x if delta is None else x.add_(delta)), *deep]
+                begun.x += begun.delta
+                begun.deep.append(self.deepstack[index](begun.x))
+                begun.delta = None
+        begun.layer = max(begun.layer, end)
 
     def place(self, grids: Sequence[Grid]) -> Places:
         """Where the patches of images stand."""

@@ -38,6 +38,7 @@ _MISCOUNT = End(
     FinishReason.ERROR,
     error="the step sampled tokens for an unfinished prompt, or none for a finished one",
 )
+_FEW_WAITING = 8  # images are encoded in parts where so many requests run for each that waits
 _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 
 
@@ -100,7 +101,8 @@ class Scheduler:
         self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
         self.loading = Loading(*holders)
         # A prompt that may not be split takes its images as they are.
-        self.images = EncoderCache(config.encoder_budget if config.chunked_prefill else None)
+        budget = config.encoder_budget if config.chunked_prefill else None
+        self.images = EncoderCache(budget, config.encoder_share)
         self._admission = Admission(
             config, *holders, self.receiving, self.loading, self.images, self._counters, self.meter
         )
@@ -222,7 +224,7 @@ class Scheduler:
         self._now_ns = now_ns
         self._expire()
         self._queues.sweep()
-        self.images.begin()
+        self.images.begin(self._decodes_for_many())
         ledger.reserved = 0
         if self.loading:
             self.loading.reserve()
@@ -241,6 +243,7 @@ class Scheduler:
         num_tokens = len(step.singles) + sum(num_new for _, num_new in step.chunks)
         batch = Batch(step.singles + step.chunks, num_tokens, ledger.launch())
         batch.dropped_images = self.images.take_dropped()
+        batch.begun_images = self.images.take_begun()
         return batch
 
     def take_evicted(self) -> list[Page]:
@@ -256,6 +259,12 @@ class Scheduler:
             if not seq.started:
                 self._admission.count_start(seq, self._now_ns)
             self.meter.takes(seq, seq.num_tokens - seq.num_computed_tokens)
+
+    def _decodes_for_many(self) -> bool:
+        """Whether far more requests decode than wait: then short steps matter most."""
+        running = self._queues.running
+        decoding = any(seq.num_computed_tokens >= seq.num_prompt_tokens for seq in running)
+        return decoding and _FEW_WAITING * len(self._queues.waiting) <= len(running)
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):

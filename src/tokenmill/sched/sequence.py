@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.core.cost import Cost
+from tokenmill.core.images import ImageInput
 from tokenmill.core.types import Request, TokenLogprobs
 from tokenmill.sched.cache.blocks import chain_seed
 from tokenmill.sched.ngrams import NgramIndex
@@ -113,6 +114,14 @@ class Step:
     chunks: list[Item] = field(default_factory=list)  # of more than one new token
 
 
+@dataclass(frozen=True, slots=True)
+class BegunImage:
+    """An image of which a step encodes a part, so that requests that decode wait less."""
+
+    image: ImageInput
+    share: float  # of its layers, after the step
+
+
 @dataclass(slots=True)
 class Batch:
     """What one step computes: (sequence, num_new_tokens), those with one new token first.
@@ -127,6 +136,7 @@ class Batch:
     samples: list[bool] | None = None  # by item, once Scheduler.advance() has counted the step
     num_to_draft: int = 0  # tokens that the runner is to guess for each item that samples
     dropped_images: list[bytes] = field(default_factory=list)  # whose features are to be forgotten
+    begun_images: list[BegunImage] = field(default_factory=list)  # encoded over several steps
 
     def num_singles(self) -> int:
         """Return how many items have one new token: those that decode."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.types import Request
-from tokenmill.sched.sequence import Sequence
+from tokenmill.sched.sequence import BegunImage, Sequence
 
 STEPS = 2  # the cache holds as many patches as so many steps encode
 
@@ -18,13 +18,22 @@ class EncoderCache:
     sequence is in the middle of may be dropped, the least recently used first, once there is no
     room: whoever waits for room waits for sequences that have what they need to go on.
 
+    While others decode, a step may have a smaller budget: an image that has more is then encoded
+    over several steps, a share of its layers in each, and its sequence waits until the last.
+
     An image that is encoded elsewhere costs no budget; it is wanted as soon as it is reached, and
     its sequence waits until it has arrived.
     """
 
-    def __init__(self, budget: int | None) -> None:
-        """Without a budget every image is encoded as soon as a step reaches it."""
-        self._budget, self._left = budget, budget
+    def __init__(self, budget: int | None, share: int | None = None) -> None:
+        """Without a budget every image is encoded as soon as a step reaches it.
+
+        `share` is the budget of a step while others decode.
+        """
+        self._budget, self._left, self._share = budget, budget, share
+        self._parts = False  # images may be encoded over several steps
+        self._begun: dict[bytes, int] = {}  # content: patches' worth of work that is done
+        self._reached: dict[bytes, ImageInput] = {}  # of these, in this step
         self._held: OrderedDict[bytes, int] = OrderedDict()  # content: patches, the oldest first
         self._num_held = 0
         self._users: list[tuple[Sequence, ImageSpan]] = []
@@ -37,9 +46,12 @@ class EncoderCache:
         self.num_received = 0  # images that were encoded elsewhere
         self.num_hits = 0  # images that were here when a sequence reached them
 
-    def begin(self) -> None:
+    def begin(self, decoding: bool = False) -> None:
         """A step is being chosen: its budget is whole, and ended or passed images are free."""
         self._left = self._budget
+        self._parts = decoding and self._budget is not None and self._share is not None
+        if self._parts and self._share is not None and self._budget is not None:
+            self._left = min(self._budget, self._share)
         self._users = [
             (seq, span)
             for seq, span in self._users
@@ -93,6 +105,15 @@ class EncoderCache:
         self._num_held -= self._held.pop(image.content_hash)
         return self._arriving.pop(image.content_hash)
 
+    def take_begun(self) -> list[BegunImage]:
+        """What the step encodes a part of; the runner forgets what an earlier step had begun."""
+        reached, self._reached = self._reached, {}
+        self._begun = {content: self._begun[content] for content in reached}
+        return [
+            BegunImage(image, self._begun[content] / image.num_patches)
+            for content, image in reached.items()
+        ]
+
     def take_dropped(self) -> list[bytes]:
         """The content of images that the runner is to forget, each once."""
         dropped, self._dropped = self._dropped, []
@@ -104,11 +125,15 @@ class EncoderCache:
             return image.content_hash not in self._arriving
         patches, elsewhere = image.num_patches, image.features is not None
         if self._left is not None and self._budget is not None:
-            if not elsewhere and patches > self._left < self._budget:
+            if not elsewhere and not self._can_encode(image):
                 return False
             if not self._make_room(patches, STEPS * self._budget):
+                if image.content_hash in self._begun:
+                    self._reached[image.content_hash] = image
                 return False
-            self._left = max(0, self._left - patches * (not elsewhere))
+            work = 0 if elsewhere else patches - self._begun.pop(image.content_hash, 0)
+            self._reached.pop(image.content_hash, None)
+            self._left = max(0, self._left - work)
         else:
             self._make_room(patches, 0)
         if elsewhere:
@@ -119,6 +144,21 @@ class EncoderCache:
         self.num_encoded += 1
         self.num_patches += patches
         return True
+
+    def _can_encode(self, image: ImageInput) -> bool:
+        """Whether the step encodes all that is left of an image; else it may encode a part."""
+        assert self._left is not None and self._budget is not None
+        content, done = image.content_hash, self._begun.get(image.content_hash, 0)
+        if not self._parts:
+            return image.num_patches - done <= self._left or self._left == self._budget
+        # The tokens of an image that took several steps run in a step that encodes nothing of it.
+        if done == image.num_patches or (not done and image.num_patches <= self._left):
+            return True
+        if done or self._left:
+            work = min(self._left, image.num_patches - done)
+            self._begun[content], self._left = done + work, self._left - work
+            self._reached[content] = image
+        return False
 
     def _hold(self, image: ImageInput) -> None:
         self._held[image.content_hash] = image.num_patches
