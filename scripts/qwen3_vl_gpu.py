@@ -2,12 +2,14 @@
 
     python scripts/qwen3_vl_gpu.py
 
-encoder: the vision encoder alone on images of 1,024 x 1,024, with its attention by shapes of tiles
-and by torch's own. throughput: the 30B-A3B shape in bf16, requests of about 800 tokens of text and
-1,400 of an image, 43 tokens out. streams: the time between tokens of requests without images, alone
-and while the others arrive. layers: the 235B shape in fp8, with --layers of its 94 layers, and what
-follows for a sample on all of them, without the communication of several GPUs. Each part is a
-process of its own and prints a line; the last line is one JSON object with all of them.
+encoder: the vision encoder alone on images of 1,024 x 1,024: each kind of kernel against the least
+time that its FLOPs or bytes take, its attention by shapes of tiles and by torch's own, and small
+images by CUDA graphs and without. throughput: the 30B-A3B shape in bf16, requests of about 800
+tokens of text and 1,400 of an image, 43 tokens out. streams: the time between tokens of requests
+without images, alone and while the others arrive. layers: the 235B shape in fp8, with --layers of
+its 94 layers, and what follows for a sample on all of them, without the communication of several
+GPUs. Each part is a process of its own and prints a line; the last line is one JSON object with all
+of them.
 
 `python scripts/qwen3_vl_gpu.py --tiny` runs all of it on a CPU with a tiny model.
 """
@@ -22,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,9 @@ from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.graphs.capture import CaptureLimits, capture_all
+from tokenmill.engine.graphs.encoder_graphs import SIZES as SIZES_OF_GRAPHS
+from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.images import normalised
 from tokenmill.engine.probe import DecodeProbe
 from tokenmill.kernels import segments
@@ -154,8 +161,10 @@ def encoder(args: argparse.Namespace) -> dict[str, Any]:
         return {name: round(value, 4) for name, value in found.items()}
 
     report["images"] = {str(count): timed(count) for count in (1, 2, 4)}
+    print(json.dumps({"part": "encoder", **report}), flush=True)  # should the rest be cut off
+    report["small"] = _small(built, spec, device, repeats)
     if device == "cuda":
-        report |= _kernels(built, spec, side)
+        report |= _kernels(built, spec, side, machine)
         report["attention_tflops"] = found = _attention(spec, side)
         own = [name for name in found if name.startswith("tile") and "pointers" not in name]
         best = max(own, key=lambda name: found[name])
@@ -174,14 +183,73 @@ def encoder(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _kernels(built: VisionEncoder, spec: VisionSpec, side: int) -> dict[str, Any]:
-    """Milliseconds per image by kernel, of four in one call; the ten longest."""
+def _small(
+    built: VisionEncoder, spec: VisionSpec, device: str, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of one image by its patches: as it is, and in the size of a graph."""
+    sides = (4, 6) if device == "cpu" else (16, 24, 32, 48, 64)
+    graphs = EncoderGraphs(built, spec, (128,) if device == "cpu" else SIZES_OF_GRAPHS)
+    found: dict[str, dict[str, float]] = {}
+    if device == "cuda":
+        begin = time.perf_counter()
+        report = capture_all(graphs.jobs(torch.cuda.graph_pool_handle()), CaptureLimits(30, 2**33))
+        graphs.start()
+        found["capture"] = {"s": time.perf_counter() - begin, "mib": report.memory_bytes / 2**20}
+    for side in sides:
+        pixels, grids = torch.rand(side**2, spec.patch_dim, device=device), [(1, side, side)]
+        plain = _seconds(partial(built, pixels, grids), device, repeats)
+        padded = _seconds(partial(graphs, pixels, grids), device, repeats)
+        apart = (graphs(pixels, grids)[0] - built(pixels, grids)[0]).norm()
+        found[str(side**2)] = {
+            "plain_ms": 1e3 * plain,
+            "graph_ms": 1e3 * padded,
+            "difference": float(apart / built(pixels, grids)[0].norm()),
+        }
+    return {n: {key: round(value, 4) for key, value in row.items()} for n, row in found.items()}
+
+
+def _least_ms(spec: VisionSpec, patches: int, machine: Machine) -> dict[str, float]:
+    """Of an image, by kind of kernel: products and attention by FLOPs, the rest by bytes."""
+    flops, rate, width = machine.flops_per_s("bf16"), machine.read_bytes_per_s, 2 * patches
+    attention = spec.depth * 4 * patches**2 * spec.hidden_size
+    # Two norms read x and what is added to it and write both sums and norms; q and k turn in place.
+    rows = spec.depth * width * spec.hidden_size * (2 * 4 + 2 * 2)
+    return {
+        "products": 1e3 * (spec.encode_flops(patches) - attention) / flops,
+        "attention": 1e3 * attention / flops,
+        "rows": 1e3 * rows / rate,
+    }
+
+
+def _kind(kernel: str) -> str:
+    if "segment_kernel" in kernel:
+        return "attention"
+    products = ("gemm", "cutlass", "nvjet", "xmma", "splitK", "cublas")
+    return "products" if any(part in kernel for part in products) else "rows"
+
+
+def _kernels(built: VisionEncoder, spec: VisionSpec, side: int, machine: Machine) -> dict[str, Any]:
+    """Milliseconds per image of four in one call: by kind against the least, and by kernel."""
     pixels = torch.rand(4 * side**2, spec.patch_dim, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         built(pixels, [(1, side, side)] * 4)
         torch.cuda.synchronize()
-    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:10]
-    return {"kernels_ms": {e.key[:70]: round(e.self_device_time_total / 4e3, 3) for e in events}}
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
+    least, spent, count = _least_ms(spec, side**2, machine), Counter[str](), Counter[str]()
+    for event in events:
+        spent[_kind(event.key)] += event.self_device_time_total / 4e3
+        count[_kind(event.key)] += event.count
+    kinds = {
+        kind: {
+            "ms": round(spent[kind], 3),
+            "least_ms": round(least[kind], 3),
+            "share": round(least[kind] / spent[kind], 3) if spent[kind] else 0.0,
+            "launches": count[kind],
+        }
+        for kind in least
+    }
+    longest = {e.key[:70]: round(e.self_device_time_total / 4e3, 3) for e in events[:10]}
+    return {"kinds": kinds, "kernels_ms": longest}
 
 
 def _attention(spec: VisionSpec, side: int) -> dict[str, float]:
@@ -309,13 +377,24 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     fewer = [work.sample(as_text=True) for _ in range(args.samples // 2)]
     report["as_text_samples_s"] = round(len(fewer) / _run(built, fewer), 3)
     print(json.dumps({"part": "throughput", **report}), flush=True)
-    return report | {"streams": _streams(built, work, args)}
+    report["streams"] = _streams(built, work, args)
+    print(json.dumps({"part": "throughput", **report}), flush=True)
+    if args.stream_budget < built.max_num_batched_tokens:
+        built.engine._scheduler._budget = built.engine._scheduler._full_budget = args.stream_budget
+        report["streams_of_short_steps"] = _streams(built, work, args, ("alone", "images"))
+    return report
 
 
-def _streams(built: BuiltEngine, work: Work, args: argparse.Namespace) -> dict[str, Any]:
+def _streams(
+    built: BuiltEngine,
+    work: Work,
+    args: argparse.Namespace,
+    names: tuple[str, ...] = ("alone", "images", "as_text"),
+) -> dict[str, Any]:
     """Milliseconds between tokens of text requests: alone, beside images, beside as much text."""
     found: dict[str, Any] = {"text_per_s": args.text_rate, "images_per_s": args.image_rate}
-    for name, beside in (("alone", None), ("images", False), ("as_text", True)):
+    for name in names:
+        beside = {"alone": None, "images": False, "as_text": True}[name]
         gaps = np.array(_gaps(built, work, args, beside)) * 1e3
         p50, p99 = np.percentile(gaps, [50, 99])
         found[name] = {"itl_ms_p50": round(p50, 2), "itl_ms_p99": round(p99, 2), "gaps": len(gaps)}
@@ -438,19 +517,22 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="which, by commas")
-    parser.add_argument("--seconds", type=float, default=235.0, help="after which parts are cut")
+    parser.add_argument("--seconds", type=float, default=215.0, help="after which parts are cut")
     parser.add_argument("--samples", type=int, default=None, help="256")
-    parser.add_argument("--layers", type=int, default=36, help="of 94, in fp8")
+    parser.add_argument("--layers", type=int, default=24, help="of 94, in fp8")
     parser.add_argument("--batch", type=int, default=256, help="sequences of the decode step")
     parser.add_argument("--text-rate", type=float, default=8.0, help="streams a second")
     parser.add_argument("--image-rate", type=float, default=2.0, help="images a second")
-    parser.add_argument("--stream-seconds", type=float, default=None, help="10")
+    parser.add_argument("--stream-seconds", type=float, default=None, help="7")
+    parser.add_argument(
+        "--stream-budget", type=int, default=1024, help="tokens of a step of the second streams"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.device = "cpu" if args.tiny else "cuda"
     args.samples = args.samples or (6 if args.tiny else 256)
-    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 10.0)
+    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 7.0)
     return args
 
 
