@@ -98,8 +98,8 @@ def load_ranking_model(settings: Settings) -> RankingModel:
         choose_dtype,
         load_model,
         random_model,
-        read_spec,
     )
+    from tokenmill.ranking.spec_file import read_spec
 
     if "model" not in settings:
         raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")

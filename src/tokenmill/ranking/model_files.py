@@ -11,16 +11,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tokenmill.core.specs.hstu import HstuSpec, read_hstu
+from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.checkpoints.weights import naming
 from tokenmill.models.hstu import HstuModel, dense_tensors
 from tokenmill.ranking.model import TABLES, RankingModel, check_store
+from tokenmill.ranking.spec_file import CONFIG, read_spec
 from tokenmill.ranking.stores.opening import open_table
 from tokenmill.ranking.stores.store import EmbeddingStore
 from tokenmill.ranking.stores.table import DeviceTable
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 _TABLE = "tables."  # and the name of one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -107,18 +108,3 @@ def choose_dtype(name: str, device: str) -> str:
     if name not in DTYPES:
         raise ModelLoadError(f"--dtype {name}: ranking models have {', '.join(DTYPES)}")
     return name
-
-
-def read_spec(folder: Path) -> HstuSpec:
-    """The spec of a folder's config.json."""
-    path = folder / CONFIG
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ModelLoadError("expected an object")
-        return read_hstu(settings)
-    except FileNotFoundError:
-        wrong_path = f"{path}: there is no such file; tokenmill rank-train DIR writes a model"
-        raise ModelLoadError(wrong_path) from None
-    except (OSError, json.JSONDecodeError, ModelLoadError) as wrong:
-        raise ModelLoadError(f"{path}: {wrong}") from None

@@ -126,7 +126,7 @@ def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
     from tokenmill.bench.client.records import Target
     from tokenmill.bench.mlperf.loadgen_url import GivenUp
     from tokenmill.bench.mlperf.ranking_url import RankingServerUnderTest, rank_url
-    from tokenmill.ranking.model_files import read_spec
+    from tokenmill.ranking.spec_file import read_spec
 
     accuracy = settings.get("test-mode") == "accuracy"
     samples = _samples(settings, run, read_spec(Path(settings.get("model"))), accuracy)
@@ -196,12 +196,13 @@ def _result(
 def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
     from tokenmill.ranking import model_files
     from tokenmill.ranking.model import limit_threads
+    from tokenmill.ranking.spec_file import read_spec
 
     device = model_files.choose_device(settings.get("device"))
     dtype = model_files.choose_dtype(settings.get("dtype"), device)
     path, chunk = Path(settings.get("model")), settings.get("candidate-chunk")
     if settings.get("random-weights"):
-        spec = model_files.read_spec(path)
+        spec = read_spec(path)
         model = model_files.random_model(spec, dtype, device, candidate_chunk=chunk)
     else:
         model = model_files.load_model(path, dtype, device, candidate_chunk=chunk)
