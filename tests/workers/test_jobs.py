@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,12 +113,12 @@ async def running(
 def calm() -> Iterator[Calm]:
     """One pool for the tests after which both its workers live and nothing is open."""
     with asyncio.Runner() as runner:
-        pool = running(workers=2, max_open=4)
-        jobs, workers = runner.run(pool.__aenter__())
+        stack = AsyncExitStack()
+        opened = stack.enter_async_context(running(workers=2, max_open=4))
         try:
-            yield Calm(runner, jobs, workers)
+            yield Calm(runner, *runner.run(opened))
         finally:
-            runner.run(pool.__aexit__(None, None, None))
+            runner.run(stack.aclose())
 
 
 def in_calm(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[[Calm], None]:
