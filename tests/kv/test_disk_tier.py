@@ -67,6 +67,17 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.name != "usage"]
 
 
+def usage(folder: Path) -> int:
+    return int.from_bytes((folder / "tokenmill-kv" / "usage").read_bytes(), "little")
+
+
+def failing(code: int) -> Callable[..., None]:
+    def call(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
 def name(number: int) -> bytes:
     return block_name(number.to_bytes(16, "big"), number)
 
@@ -118,11 +129,7 @@ def test_a_full_disk_stops_the_growth(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     built = with_disk(folder, f"host={2 * BLOCK},disk={tmp_path}:64MiB")
-
-    def rename(path: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(Path, "rename", failing(errno.ENOSPC))
     with caplog.at_level(logging.WARNING):
         assert_same_words(one_by_one(built), expected)
     built.engine.tiers.close()
@@ -137,7 +144,7 @@ def test_the_folder_stays_within_its_bound(tmp_path: Path) -> None:
         assert tier.write(name(number), page(number))
         total = sum(path.stat().st_size for path in files(tmp_path))
         assert total <= 20_000
-        assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == total
+        assert usage(tmp_path) == total
     assert total > 15_000
     out = page(0)
     assert other.read(name(59), out) and out[0][0] == 59
@@ -154,11 +161,11 @@ def test_a_crash_leaves_nothing_that_is_served(tmp_path: Path) -> None:
     shutil.copy(path, left)
     os.utime(left, (0, 0))
     path.write_bytes(path.read_bytes() + b"x")
-    (tmp_path / "usage").write_bytes(b"abc")
+    (tmp_path / "tokenmill-kv" / "usage").write_bytes(b"abc")
     again = DiskTier(str(tmp_path), 20_000, ROOT)
     assert not left.exists() and again.names() == [name(1)]
     assert not again.read(name(1), page(0)) and not path.exists()
-    assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
+    assert usage(tmp_path) == 0
     path.mkdir()  # there is something that cannot be read
     assert name(1) in tier and not tier.read(name(1), page(0))
     tier.forget(name(1))
@@ -173,8 +180,86 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         DiskTier(str(tmp_path), 2**62, ROOT)
 
 
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """A folder with files of its own may be given: old or new, hidden or not, at any depth."""
+    hexadecimal = name(1).hex()
+    inside = Path("tokenmill-kv", ROOT.hex())
+    foreign = [
+        tmp_path / path
+        for path in (
+            "a/b/.hidden", "a/b/notes.txt", f"{ROOT.hex()}/ab/{hexadecimal}", inside / "notes",
+            inside / "ab" / ".hidden", inside / "ab" / "notes.txt", inside / "ab" / "abab",
+            inside / "ab" / f".{hexadecimal}.swp", inside / "ab" / "cd" / hexadecimal,
+            Path("tokenmill-kv", "photos", "ab", hexadecimal),
+        )
+    ]  # fmt: skip
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(3000))
+        os.utime(path, (0, 0))
+    (tmp_path / "lost+found").mkdir(mode=0o000)  # the root of a file system has it
+    (tmp_path / inside / "cd").symlink_to(tmp_path / ROOT.hex() / "ab")
+    for _ in range(2):
+        tier = DiskTier(str(tmp_path), 5000, ROOT)
+        for number in range(10):
+            assert tier.write(name(number), page(number))
+    assert usage(tmp_path) <= 5000
+    assert all(path.stat().st_size == 3000 for path in foreign)
+
+
+def test_the_bound_holds_where_files_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(str(tmp_path), 5000, ROOT)
+    for number in range(4):
+        assert tier.write(name(number), page(number))
+    monkeypatch.setattr(Path, "unlink", failing(errno.EACCES))
+    for number in range(4, 12):
+        tier._full_until = 0.0
+        assert not tier.write(name(number), page(number))
+        assert usage(tmp_path) == sum(path.stat().st_size for path in files(tmp_path)) <= 5000
+    assert sorted(tier.names()) == [name(number) for number in range(4)]
+
+
+def test_bytes_on_their_way_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one worker writes, another removes the oldest files: but not those, nor their count."""
+    one, other = (DiskTier(str(tmp_path), 5000, ROOT) for _ in range(2))
+    checksum, written = disk_tier._checksum, []
+
+    def slow(*args: Any) -> int:  # it is called when a file has its size, and is not yet written
+        monkeypatch.undo()
+        written.extend(other.write(name(10 + number), page(number)) for number in range(8))
+        return checksum(*args)
+
+    monkeypatch.setattr(disk_tier, "_checksum", slow)
+    assert one.write(name(1), page(1)) and written == [True] * 8
+    total = sum(path.stat().st_size for path in files(tmp_path))
+    assert usage(tmp_path) == total <= 5000 and other.read(name(1), page(0))
+
+
+def test_a_disk_that_fails_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(str(tmp_path), 5000, ROOT)
+    monkeypatch.setattr(os, "stat", failing(errno.EIO))
+    assert name(1) not in tier and not tier.write(name(1), page(1))
+    assert not tier.read(name(1), page(1))
+
+
+def test_a_lost_block_is_found_again(tmp_path: Path) -> None:
+    one, other = (DiskTier(str(tmp_path), 5000, ROOT) for _ in range(2))
+    assert not one.read(name(1), page(1))
+    one.forget(name(1))
+    assert other.write(name(1), page(1)) and name(1) not in one
+    assert one.write(name(1), page(1)) and name(1) in one
+
+
+def test_routers_hear_of_own_blocks_only(tmp_path: Path) -> None:
+    one, other = (DiskTier(str(tmp_path), 5000, bytes([n] * 16)) for n in range(2))
+    assert other.write(name(0), page(0))
+    for number in range(1, 9):
+        assert one.write(name(number), page(number))
+    assert (name(0), False) not in one.changes and (name(1), False) in one.changes
+
+
 def test_names() -> None:
     assert hash_of(name(7)) == 7 == hash_of(name(7) + WINDOW)
     assert is_full(name(7)) and not is_full(name(7) + WINDOW)
-    assert disk_tier._name(Path((name(7) + WINDOW).hex())) == name(7) + WINDOW
-    assert disk_tier._name(Path("usage")) is None and disk_tier._name(Path("ab")) is None

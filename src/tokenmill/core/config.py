@@ -83,7 +83,7 @@ class CacheConfig:
     offloading: str | None = setting(
         None,
         "Keep KV blocks that leave the device, such as host=8GiB,disk=/var/kv:100GiB: in host "
-        "memory of each worker, then in a folder that workers share.",
+        "memory of each worker, then in tokenmill-kv in a folder that workers share.",
         OFFLOADING,
         flag="kv-offloading",
     )

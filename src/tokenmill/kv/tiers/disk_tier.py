@@ -1,8 +1,12 @@
 """Blocks in the files of a folder, which all workers of a host may share.
 
+All lies in `tokenmill-kv` below the folder that is given, and only files whose names blocks can
+have are ever counted or removed: what else is in the folder is not ours.
+
 A file is written under a name of its own and then renamed, so that a reader finds all of it or
 nothing; what does not agree with its checksum is removed and never served. The bytes of all files
-are counted in the file `usage`, under a lock; who opens the folder counts them anew.
+are counted in the file `usage`, whose lock is held while a file comes or goes; who opens the folder
+counts them anew. A file has its size before it is written, so that bytes on their way count, too.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import struct
 import threading
@@ -30,7 +35,10 @@ from tokenmill.sched.cache.tiers import DIGEST_BYTES, HASH_BYTES, WINDOW
 Bytes = NDArray[np.uint8]
 _HEADER = struct.Struct("<8sQI")  # magic, bytes of KV, checksum of name and KV
 _MAGIC = b"TMKV\0\0\0\1"
-_NAME_BYTES = DIGEST_BYTES + HASH_BYTES
+_TOP = "tokenmill-kv"
+_FOLDER = re.compile("/[0-9a-f]{32}/[0-9a-f]{2}")  # a model's, and in it a part of its blocks
+_BLOCK = re.compile(f"[0-9a-f]{{{2 * (DIGEST_BYTES + HASH_BYTES)}}}({WINDOW.hex()})?")
+_TEMPORARY = re.compile(rf"\.{_BLOCK.pattern}\.[0-9]+\.[0-9]+")  # a process and its thread
 _STALE_S = 600  # a file under a temporary name that is older belongs to nobody
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_S = 10.0  # how long a full disk is left alone
@@ -40,10 +48,10 @@ _log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """A folder of blocks; holds() is for the engine's thread, the rest for others."""
+    """A folder of blocks; read() and write() are for threads beside the engine's."""
 
     def __init__(self, folder: str, max_bytes: int, root: bytes) -> None:
-        self._top = Path(folder).expanduser()
+        self._top = Path(folder).expanduser() / _TOP
         self._folder = self._top / root.hex()
         self.max_bytes = max_bytes
         self._known: set[bytes] = set()
@@ -70,8 +78,8 @@ class DiskTier:
         probe.write_bytes(b"")
         probe.unlink()
         with self._usage() as usage:
-            files = self._scan()
-            usage.set(sum(num_bytes for _, num_bytes, _ in files))
+            files, total = self._scan()
+            usage.set(total)
             free = shutil.disk_usage(self._top).free
         if free + usage.value < self.max_bytes:
             raise OSError(
@@ -80,8 +88,8 @@ class DiskTier:
                 f"{(free + usage.value) / 2**30:.1f} GiB are free",
             )
         for _, _, path in files:
-            if path.parent.parent == self._folder and (name := _name(path)) is not None:
-                self._known.add(name)
+            if self._is_own(path):
+                self._known.add(bytes.fromhex(path.name))
 
     # What the engine's thread asks.
 
@@ -89,7 +97,7 @@ class DiskTier:
         """Whether a block is here, as far as is known; another worker may have written it."""
         if name in self._known:
             return True
-        if name not in self._lost and self._path(name).exists():
+        if name not in self._lost and os.path.exists(self._path(name)):
             self._note(name, here=True)
             return True
         return False
@@ -118,28 +126,27 @@ class DiskTier:
     def write(self, name: bytes, pages: list[Bytes]) -> bool:
         """Write a block; False if there is no room."""
         path = self._path(name)
-        if path.exists():
+        if os.path.exists(path):
+            self._note(name, here=True)
             return True
         if time.monotonic() < self._full_until:
             return False
         num_bytes = sum(page.nbytes for page in pages)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            if not self._make_room(num_bytes + _HEADER.size):
-                return self._refuse(f"its {self.max_bytes} bytes are less than a block")
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with temporary.open("wb") as file:
+            self._reserve(temporary, num_bytes + _HEADER.size)
+            with temporary.open("r+b") as file:
                 file.write(_HEADER.pack(_MAGIC, num_bytes, _checksum(name, pages)))
                 for page in pages:
                     file.write(page.data)
-            temporary.rename(path)
-            self._note(name, here=True)
+            self._finish(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
-            self._count(-num_bytes - _HEADER.size)
+            self._remove(temporary)
             if error.errno in _FULL:
                 self._full_until = time.monotonic() + _FULL_S
             return self._refuse(error.strerror or str(error))
+        self._note(name, here=True)
         return True
 
     def _refuse(self, problem: str) -> bool:
@@ -178,55 +185,59 @@ class DiskTier:
 
     # The bound.
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Count bytes that are about to be written, and remove the oldest files for them."""
+    def _reserve(self, temporary: Path, num_bytes: int) -> None:
+        """Make a file for bytes that are about to be written, in place of the oldest files."""
         with self._lock, self._usage() as usage:
-            if num_bytes > self.max_bytes:
-                return False
-            if usage.value + num_bytes > self.max_bytes:
+            if num_bytes <= self.max_bytes < usage.value + num_bytes:
                 usage.set(self._shrink(self.max_bytes - self.max_bytes // _ROOM - num_bytes))
+            if usage.value + num_bytes > self.max_bytes:
+                raise OSError(errno.ENOSPC, f"{self.max_bytes} bytes have no room for it")
+            with temporary.open("wb") as file:
+                file.truncate(num_bytes)
             usage.set(usage.value + num_bytes)
-        return True
+
+    def _finish(self, temporary: Path, path: Path) -> None:
+        """Give a file its name; another worker may have written the same block meanwhile."""
+        with self._lock, self._usage() as usage:
+            replaced = path.stat().st_size if path.exists() else 0
+            temporary.rename(path)
+            usage.set(max(0, usage.value - replaced))
 
     def _shrink(self, target: int) -> int:
-        """Remove the least recently used files until the others take no more than `target`."""
-        files = self._scan()
-        total = sum(num_bytes for _, num_bytes, _ in files)
+        """Remove the least recently used files until all take no more than `target`."""
+        files, total = self._scan()
         for _, num_bytes, path in sorted(files):
             if total <= max(0, target):
                 break
-            path.unlink(missing_ok=True)
-            total -= num_bytes
-            if (name := _name(path)) is not None:
-                self._note(name, here=False)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                total -= num_bytes
+                if self._is_own(path):
+                    self._note(bytes.fromhex(path.name), here=False)
         return total
 
     def _remove(self, path: Path) -> None:
-        try:
+        with suppress(OSError), self._lock, self._usage() as usage:
             num_bytes = path.stat().st_size
             path.unlink()
-        except OSError:
-            return
-        self._count(-num_bytes)
+            usage.set(max(0, usage.value - num_bytes))
 
-    def _count(self, num_bytes: int) -> None:
-        with self._lock, self._usage() as usage:
-            usage.set(max(0, usage.value + num_bytes))
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], int]:
+        """(when it was used, bytes, path) of each block of all models, and the bytes of all files.
 
-    def _scan(self) -> list[tuple[int, int, Path]]:
-        """(when it was used, bytes, path) of each file of all models; old temporary ones go."""
-        found, now = [], time.time()
-        for entry in _files(self._top):
-            try:
-                stat = entry.stat()
-            except OSError:
-                continue
-            if entry.name.startswith("."):
-                if now - stat.st_mtime > _STALE_S:
-                    Path(entry.path).unlink(missing_ok=True)
-                continue
-            found.append((stat.st_mtime_ns, stat.st_size, Path(entry.path)))
-        return found
+        Files that are being written count; those that nobody writes any more are removed.
+        """
+        found, total, now = [], 0, time.time()
+        for path in _files(self._top):
+            with suppress(OSError):
+                stat = path.stat()
+                if _BLOCK.fullmatch(path.name):
+                    found.append((stat.st_mtime_ns, stat.st_size, path))
+                elif now - stat.st_mtime > _STALE_S:
+                    path.unlink()
+                    continue
+                total += stat.st_size
+        return found, total
 
     @contextmanager
     def _usage(self) -> Iterator[_Usage]:
@@ -234,6 +245,10 @@ class DiskTier:
         with (self._top / "usage").open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield _Usage(file.fileno())
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether a block is of this engine's model."""
+        return path.parent.parent == self._folder
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()
@@ -253,22 +268,13 @@ class _Usage:
         os.pwrite(self._fd, value.to_bytes(8, "little"), 0)
 
 
-def _files(top: Path) -> Iterator[os.DirEntry[str]]:
-    """The files two folders below: a model's, and of each a part."""
-    for model in os.scandir(top):
-        if model.is_dir():
-            for part in os.scandir(model.path):
-                if part.is_dir():
-                    yield from os.scandir(part.path)
-
-
-def _name(path: Path) -> bytes | None:
-    """The block that a file holds."""
-    try:
-        name = bytes.fromhex(path.name)
-    except ValueError:
-        return None
-    return name if name[_NAME_BYTES:] in (b"", WINDOW) and len(name) >= _NAME_BYTES else None
+def _files(top: Path) -> Iterator[Path]:
+    """Blocks, and what is being written; nothing that has another name, or lies behind a link."""
+    for folder, _, names in os.walk(top):
+        if _FOLDER.fullmatch(folder[len(str(top)) :]):
+            for name in names:
+                if _BLOCK.fullmatch(name) or _TEMPORARY.fullmatch(name):
+                    yield Path(folder, name)
 
 
 def _checksum(name: bytes, pages: list[Bytes]) -> int:
