@@ -358,6 +358,56 @@ def test_a_pool_whose_workers_keep_dying_is_given_up() -> None:
     asyncio.run(main())
 
 
+@asynccontextmanager
+async def two_in_order() -> AsyncIterator[tuple[WorkerPool, Spawner]]:
+    """Workers w0 and w1, whose processes are the first and the second."""
+    spawner = Spawner(COUNTING)
+    async with running(spawner, PoolConfig(workers=1, backoff_s=0.01, max_restarts=1)) as pool:
+        await pool.scale(2)
+        yield pool, spawner
+
+
+async def give_up_oldest(pool: WorkerPool, spawner: Spawner) -> None:
+    """Kill the oldest worker and let its restart fail."""
+    spawner.argv = [*COUNTING, "--exit-code", "5"]
+    kill(spawner)
+    await until(lambda: states(pool)[0] == "failed")
+    spawner.argv = COUNTING
+
+
+def test_slots_that_were_given_up_do_not_count_as_workers() -> None:
+    async def main() -> None:
+        async with two_in_order() as (pool, spawner):
+            await give_up_oldest(pool, spawner)
+            await pool.scale(1)
+            assert [w.name for w in pool.view().workers] == ["w1"] and pool.ready
+            await pool.scale(2)
+            await give_up_oldest(pool, spawner)
+            await pool.scale(2)
+            assert [w.name for w in pool.view().workers] == ["w2", "w3"]
+            assert states(pool) == ["ready"] * 2 and not pool.gave_up.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_pool_ends_when_its_last_worker_leaves_beside_slots_that_were_given_up() -> None:
+    async def main() -> None:
+        async with two_in_order() as (pool, spawner):
+            streams = {name: pool.submit([request(name, 10**9)]) for name in ("x", "y")}
+            at = {entry.slot: name for name, entry in pool.open_requests.items()}
+            draining = asyncio.create_task(pool.drain_worker("w1", GENEROUS_S))
+            await until(lambda: states(pool)[1] == "draining")
+            await give_up_oldest(pool, spawner)
+            assert not pool.gave_up.is_set()
+            pool.abort([at[pool.slots["w1"]]])
+            await draining
+            assert pool.gave_up.is_set() and states(pool) == ["failed"]
+            (output,) = await read(streams[at[pool.slots["w0"]]])
+            assert (output.finish_reason, output.stop_reason) == ("error", "worker_died")
+
+    asyncio.run(main())
+
+
 def test_a_worker_on_another_host_has_another_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         link = WorkerLink(lambda message: received.append(message), "127.0.0.2")

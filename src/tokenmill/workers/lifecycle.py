@@ -143,7 +143,7 @@ class Lifecycle:
         self._requests = requests
         self._host = host
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep slots alive
-        self._heart: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._num_named: Counter[Role] = Counter()
         self._num_past_restarts = 0
@@ -157,9 +157,13 @@ class Lifecycle:
         """The slots of a role, the oldest first."""
         return [slot for slot in self._slots.values() if slot.role == role]
 
+    def _staying(self, role: Role) -> list[WorkerSlot]:
+        """The slots of a role that have a worker or get one again."""
+        return [slot for slot in self.of_role(role) if slot.state not in ("draining", "failed")]
+
     async def start(self, roles: list[Role]) -> None:
         """Start a worker for each role and connect them with the others; if one fails, none is."""
-        self._heart = self._heart or asyncio.create_task(self._beat())
+        self._heartbeats = self._heartbeats or asyncio.create_task(self._beat())
         new = [self._slot(role) for role in roles]
         starts = [asyncio.create_task(self._start(slot)) for slot in new]
         try:
@@ -175,11 +179,12 @@ class Lifecycle:
                 if self.watcher is not None:
                     await self.watcher.worker_leaving(slot, 0.0)
                 await self._stop(slot, 0.0)
+                self._check_left(slot.role)
             raise
 
     async def follow(self, name: str, role: Role) -> None:
         """Have a slot of this name; returns when a worker is there, or the slot was given up."""
-        self._heart = self._heart or asyncio.create_task(self._beat())
+        self._heartbeats = self._heartbeats or asyncio.create_task(self._beat())
         slot = self._slot(role, name)
         while self._slots.get(name) is slot:
             try:
@@ -201,7 +206,10 @@ class Lifecycle:
             self._tasks[slot.name] = asyncio.create_task(self._keep(slot))
 
     async def scale(self, num_workers: int, role: Role) -> None:
-        """Have this many workers of a role: start new ones, or drain the youngest."""
+        """Have this many workers of a role: start new ones, or drain the youngest.
+
+        Slots that were given up do not count, and go.
+        """
         what = "workers" if role == "both" else role
         if num_workers < 1:
             raise PoolError(f"{what}: must be at least 1, got {num_workers}")
@@ -210,9 +218,10 @@ class Lifecycle:
             if role not in roles:
                 have = " and ".join(sorted("workers" if r == "both" else r for r in roles))
                 raise PoolError(f"{what}: this server has none of these; give a number of {have}")
-            staying = [slot for slot in self.of_role(role) if slot.state != "draining"]
+            given_up = [slot for slot in self.of_role(role) if slot.state == "failed"]
+            staying = self._staying(role)
             await self.start([role] * (num_workers - len(staying)))
-            for slot in reversed(staying[num_workers:]):
+            for slot in [*given_up, *reversed(staying[num_workers:])]:
                 await self._remove(slot)
 
     async def drain(self, name: str, timeout_s: float) -> None:
@@ -222,7 +231,7 @@ class Lifecycle:
             if slot is None:
                 known = ", ".join(self._slots)
                 raise PoolError(f"worker: there is no {name!r}; the pool has {known}")
-            if slot.role == "encoder" and len(self.of_role("encoder")) == 1:
+            if slot.role == "encoder" and set(self._staying("encoder")) <= {slot}:
                 raise PoolError(f"worker: {name!r} is the only encoder; start another")
             if slot.role in ("both", "decode") and not self._requests.others_take(slot):
                 raise PoolError(
@@ -234,8 +243,8 @@ class Lifecycle:
         """Stop all workers."""
         slots = list(self._slots.values())
         self._slots.clear()
-        if self._heart is not None:
-            await _end(self._heart)
+        if self._heartbeats is not None:
+            await _end(self._heartbeats)
         await asyncio.gather(*(self._stop(slot, grace_s) for slot in slots))
 
     def _slot(self, role: Role, name: str = "") -> WorkerSlot:
@@ -313,13 +322,17 @@ class Lifecycle:
             slot.name,
             self._config.max_restarts,
         )
-        message = f"the engine stopped: {slot.last_failure}"
-        if slot.role == "encoder":
-            if all(other.state == "failed" for other in self.of_role("encoder")):
-                self._requests.no_worker(slot.role, message)
+        self._check_left(slot.role)
+
+    def _check_left(self, role: Role) -> None:
+        """Say so where all slots that are left of a role were given up, which may end the pool."""
+        is_encoder = role == "encoder"
+        left = [slot for slot in self._slots.values() if is_language(slot) != is_encoder]
+        if not left or any(slot.state != "failed" for slot in left):
             return
-        if all(other.state == "failed" for other in self._slots.values() if is_language(other)):
-            self._requests.no_worker(slot.role, message)
+        message = f"the engine stopped: {left[-1].last_failure}"
+        self._requests.no_worker(role, message)
+        if not is_encoder:
             self.failure = message
             self.gave_up.set()
 
@@ -338,6 +351,7 @@ class Lifecycle:
         self._requests.worker_left(slot)
         await self._stop(slot, grace_s)
         self._requests.worker_gone(slot)
+        self._check_left(slot.role)
 
     async def _stop(self, slot: WorkerSlot, grace_s: float) -> None:
         """Stop a slot for good."""
