@@ -15,9 +15,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.core.types import InvalidRequestError
+from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.engine import RankingEngine
 from tokenmill.ranking.policy import BatchLimits, RankQueue
 from tokenmill.ranking.requests import RankOutput, RankRequest
+from tokenmill.ranking.stores.store import EmbeddingError
 
 
 def named(name: str, history: int = 10, candidates: int = 4, **changes: Any) -> RankRequest:
@@ -94,16 +96,37 @@ def test_every_request_gets_exactly_one_answer(overlapped: bool) -> None:
     assert set(drain(engine)) == {"runs"}
 
 
-def test_a_failed_step_and_damaged_weights_are_errors_not_scores() -> None:
+def test_damaged_weights_are_errors_not_scores() -> None:
     model = tiny_model()
     engine = RankingEngine(model)
     model.dense.tensors["positions"].fill_(torch.nan)  # type: ignore[index]
     engine.submit(named("nan"))
     assert drain(engine)["nan"].finish == "error"
-    model.dense.layers.clear()
-    engine.submit(named("broken"))
-    found = drain(engine)["broken"]
-    assert found.finish == "error" and "the step failed" in found.message
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_batch_that_does_not_fit_fails_alone_and_any_other_fault_ends_the_engine(
+    overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RankingEngine(tiny_model(), overlapped=overlapped)
+
+    def fail_with(fault: Exception) -> None:
+        def launch(batch: RankBatch) -> torch.Tensor:
+            raise fault
+
+        monkeypatch.setattr(engine.model, "launch", launch)
+        engine.submit(named("fails"))
+
+    for fault in (torch.OutOfMemoryError("CUDA out of memory"), EmbeddingError("no such row")):
+        fail_with(fault)
+        found = drain(engine)["fails"]
+        assert (found.finish, found.code) == ("error", "failed") and str(fault) in found.message
+    monkeypatch.undo()
+    engine.submit(named("runs"))
+    assert drain(engine)["runs"].finish == "done"
+    fail_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.step()
 
 
 def test_batches_are_bounded_by_tokens_and_by_the_steps_time() -> None:

@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tokenmill.core.types import InvalidRequestError
+from tokenmill.core.types import InvalidRequestError, TokenmillError
 from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.model import RankingModel, collect
 from tokenmill.ranking.policy import BatchLimits, RankQueue, Waiting
 from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, check_request
+
+# What fails one batch only. After anything else the engine is not to be trusted: an error of CUDA
+# comes back with every later call, so it is raised and ends the process.
+_OF_THE_BATCH = (torch.OutOfMemoryError, MemoryError, TokenmillError)
 
 
 @dataclass(slots=True)
@@ -87,7 +91,10 @@ class RankingEngine:
         return bool(self._answers) or len(self.queue) > 0 or self._in_flight is not None
 
     def step(self) -> list[RankOutput]:
-        """Run one batch; the answers of its requests, and of those that ended without running."""
+        """Run one batch; the answers of its requests, and of those that ended without running.
+
+        Raises what later steps would fail of, too; the engine has ended then.
+        """
         batch, late = self.queue.take(self.clock())
         answers, self._answers = self._answers + late, []
         ending, self._in_flight = self._in_flight, None
@@ -115,14 +122,14 @@ class RankingEngine:
         try:
             batch = make_batch(requests, self.model.spec, self.model.dense.device)
             return _Launched(waiting, batch, self.model.launch(batch), start)
-        except Exception as fault:
+        except _OF_THE_BATCH as fault:
             return _failed(waiting, fault)
 
     def _collect(self, launched: _Launched) -> list[RankOutput]:
         waiting = launched.waiting
         try:
             scores = collect(launched.scores)
-        except Exception as fault:
+        except _OF_THE_BATCH as fault:
             return _failed(waiting, fault)
         now = self.clock()
         # A batch that was launched behind another one has begun when that one was done.
