@@ -59,13 +59,14 @@ async def test_a_job_from_its_call_to_its_file(tmp_path: Path) -> None:
         assert (picture.body, picture.headers["x-picture-of"]) == (b"png", "frame")
         assert [request.request_id for request in app.pool.requests] == [first, second]
         text = (await app.call("GET", "/metrics")).body.decode()
+        num_bytes = sum(path.stat().st_size for path in tmp_path.glob(f"{first}.*"))
         for line in (
             f'tokenmill_video_jobs{{model_name="{MODEL}",state="in_progress"}} 1.0',
             f'tokenmill_video_jobs{{model_name="{MODEL}",state="completed"}} 1.0',
             f'tokenmill_videos_total{{model_name="{MODEL}",result="completed"}} 1.0',
             f'tokenmill_video_step_seconds_count{{model_name="{MODEL}"}} 1.0',
             f'tokenmill_video_step_seconds_sum{{model_name="{MODEL}"}} 0.5',
-            f'tokenmill_video_storage_bytes{{model_name="{MODEL}"}} 9.0',
+            f'tokenmill_video_storage_bytes{{model_name="{MODEL}"}} {num_bytes:.1f}',
         ):
             assert line in text.splitlines(), text
 

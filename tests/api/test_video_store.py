@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,20 +23,29 @@ from tokenmill.core.video import VideoParams
 PARAMS = VideoParams(size=(32, 16), num_frames=5, seed=7, negative_token_ids=(1, 2))
 
 
-def record(**more: Any) -> VideoRecord:
+def record(owner: str = "me", **more: Any) -> VideoRecord:
     fields = {"prompt": "fox", "prompt_token_ids": [5, 6], "params": PARAMS}
-    return new_record("me", "wan", fields | more)
+    return new_record(owner, "wan", fields | more)
 
 
-def opened(folder: Path, max_bytes: int = 1000, **limits: Any) -> Any:
+def opened(folder: Path, max_bytes: int = 10**6, **limits: Any) -> Any:
     return closing(VideoStore(folder, max_bytes, **limits))
 
 
-async def complete(store: VideoStore, size: int = 10) -> VideoRecord:
-    made = record()
+async def complete(store: VideoStore, size: int = 10, owner: str = "me") -> VideoRecord:
+    made = record(owner)
     await store.add(made)
     await store.complete(made, b"v" * size, b"png", {"denoise": 1.5})
     return made
+
+
+# What is found after a crash, by what the caller had been told by then.
+AFTER = {
+    "nothing": ("nothing", "queued"),
+    "queued": ("queued", "completed"),
+    "completed": ("completed", "nothing"),
+    "deleted": ("nothing",),
+}
 
 
 class Crash(BaseException):
@@ -44,8 +54,8 @@ class Crash(BaseException):
 
 @pytest.fixture
 def syscalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Calls that write, counted; `left` says how many are done before the crash."""
-    state = {"left": 10**6, "done": 0}
+    """Calls that write are counted; `left` says how many are done before the crash."""
+    state = {"left": 10**6}
 
     def counted(name: str) -> None:
         real = getattr(os, name)
@@ -54,14 +64,51 @@ def syscalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             if state["left"] == 0:
                 raise Crash
             state["left"] -= 1
-            state["done"] += 1
             return real(*args, **kwargs)
 
         monkeypatch.setattr(video_store.os, name, call)
 
-    for name in ("open", "fsync", "replace"):
+    for name in ("open", "fsync", "replace", "unlink"):
         counted(name)
     yield state
+
+
+@in_loop
+async def test_each_file_is_on_the_disk_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves follows from this order: data, name, then what builds on it."""
+    done: list[tuple[str, str]] = []
+
+    def noted(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{target}") if name == "fsync" else target
+            done.append((name, Path(path).name.replace(made.id, "ID")))
+            return real(target, *args, **kwargs)
+
+        monkeypatch.setattr(video_store.os, name, call)
+
+    def written(kind: str) -> list[tuple[str, str]]:
+        name = f"ID.{kind}.tmp"
+        return [("fsync", name), ("replace", name), ("fsync", "store")]
+
+    made = record()
+    for name in ("fsync", "replace", "unlink"):
+        noted(name)
+    with opened(tmp_path / "new" / "store") as store:
+        assert done == [("fsync", "new"), ("fsync", tmp_path.name)]  # the folders themselves
+        done.clear()
+        await store.add(made)
+        assert done == written("json")
+        done.clear()
+        await store.complete(made, b"video", b"png", {})
+        assert done == [*written("png"), *written("mp4"), *written("json")]
+        done.clear()
+        await store.delete(made.id)
+        removed = [("unlink", f"ID.{kind}") for kind in ("json", "mp4", "png")]
+        assert done == [removed[0], ("fsync", "store"), *removed[1:]]
 
 
 def test_a_crash_at_any_moment_leaves_a_whole_job_or_none(
@@ -77,6 +124,8 @@ def test_a_crash_at_any_moment_leaves_a_whole_job_or_none(
                 reached = "queued"
                 await store.complete(made, b"video", b"png", {})
                 reached = "completed"
+                await store.delete(made.id)
+                reached = "deleted"
             except Crash:
                 pass
             finally:
@@ -84,7 +133,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_job_or_none(
             return made.id, reached
 
     _, reached = asyncio.run(life(tmp_path / "whole", 10**6))
-    assert reached == "completed"
+    assert reached == "deleted"
     seen = set()
     for left in range(40):
         folder = tmp_path / str(left)
@@ -95,16 +144,16 @@ def test_a_crash_at_any_moment_leaves_a_whole_job_or_none(
             status = found.get(name, "nothing")
             seen.add((reached, status))
             # What the caller was told holds; what it was not told may or may not have happened.
-            assert status in {"nothing": ("nothing", "queued")}.get(reached, (reached, "completed"))
+            assert status in AFTER[reached]
             if status == "completed":
                 assert store.path(store.record(name)).read_bytes() == b"video"
             assert not [file for file in files if file.endswith(".tmp")]
             assert status != "nothing" or not files
-    assert {reached for reached, _ in seen} == {"nothing", "queued", "completed"}
+    assert {reached for reached, _ in seen} == set(AFTER)
 
 
 @in_loop
-async def test_what_is_torn_is_never_served(tmp_path: Path) -> None:
+async def test_what_is_damaged_is_never_served_nor_thrown_away(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         done, cut, torn, lost = [await complete(store) for _ in range(4)]
         waiting, waited_for = record(), record(is_waited_for=True)
@@ -126,26 +175,66 @@ async def test_what_is_torn_is_never_served(tmp_path: Path) -> None:
         assert found[waiting.id] == waiting
         names = {path.name for path in tmp_path.iterdir()}
         assert "notes.txt" in names
-        assert not any(torn.id in name or waited_for.id in name for name in names)
+        kept = {f"{torn.id}.{kind}" for kind in ("json.damaged", "mp4", "png")}
+        assert {name for name in names if torn.id in name} == kept
+        assert not any(waited_for.id in name for name in names)
         assert not any(name.endswith(".tmp") or "0" * 32 in name for name in names)
 
 
 @in_loop
+async def test_a_record_of_another_version_is_kept_with_its_video(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        made = await complete(store)
+    path = tmp_path / f"{made.id}.json"
+    later = path.read_bytes().replace(b'"completed"', b'"archived"')
+    path.write_bytes(later)
+    for _ in range(2):  # nor does the next start remove it
+        with opened(tmp_path) as store:
+            assert list(store) == []
+        assert path.with_suffix(".mp4").is_file() and path.with_suffix(".png").is_file()
+        assert (tmp_path / f"{made.id}.json.damaged").read_bytes() == later
+    path.mkdir()  # any other fault of the disk
+    with pytest.raises(StoreError, match=rf"--video-dir.*{made.id}\.json: Is a directory"):
+        VideoStore(tmp_path, 1)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("video_*"))
+
+
+@in_loop
 async def test_the_oldest_finished_videos_make_room(tmp_path: Path) -> None:
-    with opened(tmp_path, max_bytes=100) as store:
+    with opened(tmp_path, max_bytes=100_000) as store:
+        first, second, third = [await complete(store, 40_000) for _ in range(3)]
+        assert [r.id for r in store] == [second.id, third.id]
+        assert store.num_bytes == size_of(tmp_path) > 80_000  # with records and pictures
+        assert not list(tmp_path.glob(f"{first.id}*"))
         waiting = record()
         await store.add(waiting)
-        first, second, third = [await complete(store, 40) for _ in range(3)]
-        assert [r.id for r in store] == [waiting.id, second.id, third.id]
-        assert store.num_bytes == 80 and not list(tmp_path.glob(f"{first.id}*"))
-        large = await complete(store, 150)  # stays until another one is finished
+        with store.pinned(second.id):  # it is being sent
+            fourth = await complete(store, 40_000)
+            assert [r.id for r in store] == [second.id, waiting.id, fourth.id]
+        large = await complete(store, 150_000)  # stays until another one is finished
         assert [r.id for r in store] == [waiting.id, large.id]
-    with opened(tmp_path, max_bytes=100) as store:
+    with opened(tmp_path, max_bytes=100_000) as store:
         assert [r.id for r in store] == [waiting.id]
     with opened(tmp_path, max_records=2) as store:
         for _ in range(3):
             await complete(store)
         assert len([r for r in store if r.is_finished]) == 2
+
+
+@in_loop
+async def test_an_owner_with_many_videos_pushes_out_its_own(tmp_path: Path) -> None:
+    for limits in ({"max_bytes": 100_000}, {"max_records": 4}):
+        folder = tmp_path / next(iter(limits))
+        with opened(folder, **limits) as store:
+            first = await complete(store, 20_000, "one")
+            many = [await complete(store, 20_000, "two") for _ in range(8)]
+            found = [r.id for r in store]
+            assert found == [first.id, *(r.id for r in many[1 - len(found) :])]
+            await complete(store, 20_000, "one")
+            assert first.id in store and many[-1].id in store
 
 
 @in_loop
@@ -155,22 +244,24 @@ async def test_a_full_disk_fails_the_job_and_not_the_server(
     with opened(tmp_path) as store:
         made = record()
         await store.add(made)
-        write = video_store._write_file
+        sync, full = os.fsync, ".mp4"
 
-        def full(path: Path, data: bytes) -> None:
-            if path.suffix == ".mp4":
+        def fsync(descriptor: int) -> None:
+            if full in os.readlink(f"/proc/self/fd/{descriptor}"):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            write(path, data)
+            sync(descriptor)
 
-        monkeypatch.setattr(video_store, "_write_file", full)
+        monkeypatch.setattr(video_store.os, "fsync", fsync)
         await store.complete(made, b"video", b"png", {})
         ended = store.record(made.id)
         assert ended.status == "failed" and ended.error is not None
-        assert "No space left on device" in ended.error.message
-        monkeypatch.setattr(video_store, "_write_record", lambda *_: full(Path("x.mp4"), b""))
-        with pytest.raises(StoreError, match="No space left"):
+        says = r"No space left on device; free space .* --video-dir, or delete videos"
+        assert re.search(says, ended.error.message)
+        full = ".json"
+        with pytest.raises(StoreError, match=says):
             await store.add(record())
         assert [r.id for r in store] == [made.id]
+        assert {path.name for path in tmp_path.iterdir()} == {"lock", f"{made.id}.json"}
 
 
 @in_loop

@@ -15,7 +15,7 @@ from api.sim_server import Answer, SimServer
 from tokenmill.api.middleware import Front
 from tokenmill.api.server import bind, listening, url_of
 from tokenmill.api.videos.video_routes import VideoState
-from tokenmill.api.videos.video_server import create_app, running, video_state
+from tokenmill.api.videos.video_server import create_app, resume, running, video_state
 from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.jobs.job_engine import JobOutput
@@ -67,6 +67,8 @@ class FakePool:
         on_output: Callable[[JobOutput], None],
         deadline_s: float | None = None,
     ) -> None:
+        if job_id in self.open:
+            raise ValueError(f"job_id: {job_id!r} is open already")
         self.requests.append(_decode(payload))
         self.open[job_id] = on_output
 
@@ -139,8 +141,9 @@ async def video_app(
     ):
         state = video_state(pool, store, config, given, MODEL, facts)
         app = create_app(pool, state, facts)
+        await resume(state.jobs, MODEL)
         async with (
             listening(Front(app, config, state.metrics), listener, config),
-            running(state.jobs, MODEL),
+            running(state.jobs),
         ):
             yield VideoApp(url_of(listener), pool, state)

@@ -84,7 +84,8 @@ class VideoJobs:
 
     async def resume(self, model: str) -> int:
         """Run again what was not finished when the server ended; how many jobs that are."""
-        for record in [record for record in self.store if not record.is_finished]:
+        left = [r for r in self.store if not r.is_finished and r.id not in self._live]
+        for record in left:
             if record.model == model:
                 self._live[record.id] = LiveJob()
                 self._waiting.append(record.id)
@@ -98,7 +99,10 @@ class VideoJobs:
         """Send jobs to workers that have come back, until it is cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._send()
+            try:
+                self._send()
+            except Exception:
+                _log.exception("a video job could not be sent to a worker")
 
     async def close(self) -> None:
         """Send nothing more, tell those who wait, and finish what is being written."""
@@ -106,7 +110,7 @@ class VideoJobs:
         for live in self._live.values():
             live.ended.set()
         while self._ending:
-            await asyncio.gather(*self._ending)
+            await asyncio.gather(*self._ending, return_exceptions=True)
 
     def counts(self) -> dict[str, int]:
         """Jobs by state."""
@@ -116,7 +120,9 @@ class VideoJobs:
         return counts
 
     async def create(self, record: VideoRecord) -> None:
-        """Take a job; 429 where as many as may be have not ended."""
+        """Take a job; 429 where as many as may be have not ended, 404 for one deleted meanwhile."""
+        if not self._is_open:
+            raise _shutting_down()
         if len(self._live) >= self._limit:
             message = f"{len(self._live)} videos wait or are being made; the limit is {self._limit}"
             message += " (--max-video-jobs); try again when some have ended"
@@ -125,18 +131,21 @@ class VideoJobs:
         try:
             await self.store.add(record)
         except BaseException:
-            del self._live[record.id]
+            self._live.pop(record.id, None)
             raise
+        self.store.get(record.id, record.owner)
         self._waiting.append(record.id)
         self._send()
 
     async def wait(self, record: VideoRecord) -> VideoRecord:
-        """The record of a job once it has ended; 404 where it was deleted, 503 at the end."""
+        """The record of a job that has ended; 404: it was deleted, 503: the server ends first."""
         if (live := self._live.get(record.id)) is not None:
             await live.ended.wait()
         ended = self.store.get(record.id, record.owner)
+        if not self._is_open and not ended.is_finished:
+            raise _shutting_down()
         if not ended.is_finished:
-            raise ApiError(503, "the server is shutting down", code="shutdown")
+            raise ApiError(500, "the end of the job could not be stored", code="storage_failed")
         return ended
 
     async def delete(self, record: VideoRecord) -> None:
@@ -147,8 +156,8 @@ class VideoJobs:
                 self._waiting.remove(record.id)
             self._metrics.ended["deleted"] += 1
             live.ended.set()
-        await self.store.delete(record.id)
         self._pool.abort(record.id)
+        await self.store.delete(record.id)
 
     def shown(self, record: VideoRecord) -> VideoObject:
         """A job as its owner sees it now."""
@@ -176,8 +185,10 @@ class VideoJobs:
         """Give each worker without a video the next one."""
         while self._is_open and self._waiting and self._pool.num_open < self._pool.num_ready:
             name = self._waiting.popleft()
-            record = self.store.record(name)
-            self._live[name].is_running = True
+            live, record = self._live.get(name), self.store.get_or_none(name)
+            if live is None or record is None:
+                continue
+            live.is_running = True
             self._pool.submit(name, encode_request(record.request()), self._on_output)
 
     def _on_output(self, output: JobOutput) -> None:
@@ -189,8 +200,7 @@ class VideoJobs:
         elif output.kind == "progress":
             self._advance(live, _progress(output.payload))
         elif output.error_kind not in _SERVER_ENDS:
-            record = self.store.record(output.job_id)
-            self._begin(self._end(record, live, output))
+            self._begin(self._end(output, live))
 
     def _advance(self, live: LiveJob, told: VideoProgress) -> None:
         live.progress = told.progress
@@ -203,15 +213,33 @@ class VideoJobs:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _end(self, record: VideoRecord, live: LiveJob, output: JobOutput) -> None:
-        """Keep what became of a job, then let those know who wait for it."""
+    async def _end(self, output: JobOutput, live: LiveJob) -> None:
+        """Keep what became of a job, then let those know who wait for it, whatever happens."""
         asyncio.get_running_loop().call_soon(self._send)
+        ended: VideoRecord | None = None
+        try:
+            ended = await self._keep(output)
+        except Exception:
+            _log.exception("%s: its end could not be kept", output.job_id)
+        finally:
+            if self._live.pop(output.job_id, None) is not None and ended is not None:
+                self._metrics.count(ended)
+            live.ended.set()
+
+    async def _keep(self, output: JobOutput) -> VideoRecord | None:
+        """The record of a job that has ended; None for one that was deleted."""
+        record = self.store.get_or_none(output.job_id)
+        if record is None:
+            return None
+        code, message = output.error_kind or "failed", output.error
         if output.kind == "done":
-            made = _result(output.payload)
-            await self.store.complete(record, made.video, made.picture, made.seconds)
-        else:
-            code, message = output.error_kind or "failed", output.error
-            await self.store.fail(record, VideoError(code=code, message=message))
-        if self._live.pop(record.id, None) is not None:
-            self._metrics.count(self.store.get(record.id, record.owner))
-        live.ended.set()
+            try:
+                made = _result(output.payload)
+                return await self.store.complete(record, made.video, made.picture, made.seconds)
+            except msgspec.DecodeError as error:
+                code, message = "failed", f"the worker's answer cannot be read: {error}"
+        return await self.store.fail(record, VideoError(code=code, message=message))
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutdown")

@@ -101,9 +101,10 @@ async def _run(
         state = video_state(client, store, config, videos, model, facts)
         gc.freeze()  # the app lives as long as the process: do not scan it
         app = create_app(client, state, facts)
+        await resume(state.jobs, model)
         async with (
             listening(Front(app, config, state.metrics), listener, config),
-            running(state.jobs, model),
+            running(state.jobs),
         ):
             if on_listening is not None:
                 on_listening(url_of(listener), facts)
@@ -115,12 +116,16 @@ async def _run(
         await client.close()
 
 
-@contextlib.asynccontextmanager
-async def running(jobs: VideoJobs, model: str) -> AsyncIterator[None]:
-    """The jobs while the block runs, with those of the server before."""
+async def resume(jobs: VideoJobs, model: str) -> None:
+    """Take the jobs of the server before, which no call may change meanwhile."""
     num_jobs = await jobs.resume(model)
     if num_jobs:
         _log.info(f"unfinished videos of an earlier run, made again from their seeds: {num_jobs}")
+
+
+@contextlib.asynccontextmanager
+async def running(jobs: VideoJobs) -> AsyncIterator[None]:
+    """The jobs while the block runs."""
     task = asyncio.create_task(jobs.run())
     try:
         yield
