@@ -23,14 +23,15 @@ from tokenmill.api.videos import video_server
 from tokenmill.cli.serve_video import HANG_TIMEOUT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-SERVE = ("serve", "wan-tiny", "--random-weights", "--task", "video", "--port", "0")
+SERVE = ("serve", "wan-tiny", "--random-weights", "--task", "video", "--num-threads", "1")
 GENEROUS_S = 120.0
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[str, int]]:
     """The URL of a server over a folder of jobs, and its process id."""
-    command = [sys.executable, "-P", "-m", "tokenmill", *SERVE, "--video-dir", str(folder)]
+    command = [sys.executable, "-P", "-m", "tokenmill", *SERVE, "--port", "0"]
+    command += ["--video-dir", str(folder)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

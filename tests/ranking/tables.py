@@ -3,13 +3,12 @@
 import itertools
 import os
 import signal
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
 
+from light_processes import light_processes
 from tokenmill.parallel import connect, disconnect, file_store
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable, SharedTable
@@ -18,13 +17,7 @@ from tokenmill.ranking.stores.sharded import ShardedTable
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
 
 SHARDED_ROWS = 61
-
-
-def light_processes() -> ForkServerContext:
-    """Processes that are forks of one that has imported torch and done nothing."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([CachedTable.__module__, ShardedTable.__module__])
-    return context
+MODULES = (CachedTable.__module__, ShardedTable.__module__)
 
 
 def random_table(num_rows: int, dim: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -81,7 +74,7 @@ def run_shard(path: str, rank: int, size: int, connection: Connection) -> None:
 
 def acknowledged_before_the_kill(path: Path, wanted: int) -> int:
     """Run a writer, kill it after `wanted` updates, and return the last one it acknowledged."""
-    context = light_processes()
+    context = light_processes(*MODULES)
     ours, theirs = context.Pipe()
     writer = context.Process(target=write_for_ever, args=(str(path), theirs))
     writer.start()

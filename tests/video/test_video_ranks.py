@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from light_processes import VIDEO, start_light_ranks
 from tokenmill.__main__ import run
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.specs.wan import A14B, TINY
@@ -32,7 +31,7 @@ from tokenmill.video.video_engine import VideoEngine
 from video import small_memory_rank
 
 CONFIG = ModelConfig(model="wan-tiny", random_weights=True, device="cpu", num_threads=1)
-PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=4, negative_token_ids=(9, 8))
+PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=2, negative_token_ids=(9, 8))
 BOUND = 1e-5  # of the latents, whose values are about 1: sums of another number of rows
 
 
@@ -68,23 +67,26 @@ def pixels(output: RequestOutput) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def latents(pipeline: Pipeline, params: VideoParams = PARAMS) -> torch.Tensor:
-    """After the last denoising step."""
+def made(pipeline: Pipeline, params: VideoParams = PARAMS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents after the last denoising step, and pixels."""
     engine = VideoEngine(pipeline)
-    if pipeline.group is not None:
-        leading = video_ranks.LeadingVideoEngine(engine, pipeline.group)
-        leading.submit(job("latents", params))
-        step = leading.step
-    else:
-        engine.submit(job("latents", params))
-        step = engine.step
+    group = pipeline.group
+    leading = engine if group is None else video_ranks.LeadingVideoEngine(engine, group)
+    leading.submit(job("a", params))
     for _ in range(params.num_steps):
-        step()
+        leading.step()
     assert engine.running is not None and engine.running.latents is not None
-    found = engine.running.latents.clone()
+    latents = engine.running.latents.clone()
     while engine.has_work():
-        step()
-    return found
+        found = leading.step()
+    return latents, pixels(found[-1])
+
+
+def check_close(
+    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    assert (found[0] - expected[0]).abs().max() < BOUND
+    assert (found[1] - expected[1]).abs().max() <= 1
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +97,21 @@ def alone() -> Pipeline:
 def test_a_prompt_on_each_of_two_ranks_is_one_prompt_after_the_other(alone: Pipeline) -> None:
     apart = replace(alone, memory_bytes=1)  # one branch at a time: the same products
     with ranks(cfg=2, ulysses=1) as pipeline:
-        assert torch.equal(latents(pipeline), latents(apart))
+        assert torch.equal(made(pipeline)[0], made(apart)[0])
         cached = replace(PARAMS, num_steps=8, step_cache=10.0)
         found, expected = (outputs(each, job("a", cached))["a"] for each in (pipeline, apart))
         assert found.video is not None and found.video.num_skipped == 5
         assert (pixels(found) - pixels(expected)).abs().max() <= 1
 
 
-def test_tokens_and_heads_on_two_ranks_are_those_of_one(alone: Pipeline) -> None:
+def test_tokens_and_heads_on_two_ranks_are_those_of_one(
+    alone: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_light_ranks(monkeypatch, *VIDEO)
     other = replace(PARAMS, size=(80, 32), num_frames=9)
     with ranks(cfg=1, ulysses=2) as pipeline:
         for params in (PARAMS, other, replace(PARAMS, guidance_scale=1.0)):
-            assert (latents(pipeline, params) - latents(alone, params)).abs().max() < BOUND
-            found, expected = (outputs(each, job("a", params))["a"] for each in (pipeline, alone))
-            assert (pixels(found) - pixels(expected)).abs().max() <= 1
+            check_close(made(pipeline, params), made(alone, params))
         refused = outputs(pipeline, job("a", replace(PARAMS, vae_tiles=True)))["a"]
         assert refused.finish_reason is FinishReason.REJECT
         assert pipeline.split.ranks.size == 2
@@ -118,14 +121,14 @@ def test_four_ranks_end_and_drop_jobs_together(
     alone: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort, a deadline, a full memory: the jobs beside them have the pixels of one rank."""
-    roots = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(roots))
+    start_light_ranks(monkeypatch, *VIDEO)
     monkeypatch.setattr(video_ranks, "PROGRAM", "video.small_memory_rank")
     wide = replace(PARAMS, size=(80, 32))  # ten columns of latents: two and three on a rank
-    expected = {n: pixels(outputs(alone, job(n, p))[n]) for n, p in (("a", PARAMS), ("b", wide))}
+    expected = {"a": made(alone), "b": made(alone, wide)}
     monkeypatch.setattr(wan_transformer, "attend", small_memory_rank.attend)
     large = replace(PARAMS, size=(48, 16))
     with ranks(cfg=2, ulysses=2) as pipeline:
+        check_close(made(pipeline, wide), expected["b"])
         engine = video_ranks.make_engine(pipeline)
         for request in (
             job("aborted", wide),
@@ -145,7 +148,7 @@ def test_four_ranks_end_and_drop_jobs_together(
             "late": abort, "aborted": abort, "large": FinishReason.ERROR, "a": stop, "b": stop
         }  # fmt: skip
         assert found["large"].stop_reason == "out_of_memory"
-        for name, one_rank in expected.items():
+        for name, (_, one_rank) in expected.items():
             assert (pixels(found[name]) - one_rank).abs().max() <= 1
         assert engine.stats().num_gpus == 4
         times = video_ranks.measure_ranks(pipeline, job("m", wide), 2)
