@@ -198,7 +198,10 @@ class LLM:
         return self._generate(prompts, sampling_params, use_tqdm, None, False)
 
     def close(self) -> None:
-        """End the other ranks, where there are any; they also end with this process."""
+        """Write out KV that is on its way to disk, and end the other ranks, where there are any.
+
+        Both also happen when this process ends.
+        """
         self.built.close()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -32,12 +32,13 @@ def test_drafts_are_counted_by_position_over_all_workers() -> None:
 
 
 def test_tiers() -> None:
-    one = EngineStats(tiers={"host_blocks": 3, "host_hit_tokens": 32, "load_s": 0.5})
-    other = EngineStats(tiers={"host_blocks": 4, "disk_hit_tokens": 16, "disk_corrupt": 1})
-    total = add_stats(one, other)
+    one = {"host_blocks": 3, "disk_blocks": 5, "host_hit_tokens": 32, "load_s": 0.5}
+    other = {"host_blocks": 4, "disk_blocks": 6, "disk_hit_tokens": 16, "disk_corrupt": 1}
+    total = add_stats(EngineStats(tiers=one), EngineStats(tiers=other))
     text = ServerMetrics("m").render(total, 0, PoolView("kv", 0, 0, 0, [], [])).decode()
     for line in (
         'tokenmill_kv_tier_blocks{model_name="m",tier="host"} 7.0',
+        'tokenmill_kv_tier_blocks{model_name="m",tier="disk"} 6.0',  # of a folder that both share
         'tokenmill_kv_tier_hit_tokens_total{model_name="m",tier="disk"} 16.0',
         'tokenmill_kv_tier_copy_seconds_total{model_name="m",way="load"} 0.5',
         'tokenmill_kv_tier_lost_blocks_total{model_name="m",why="corrupt"} 1.0',

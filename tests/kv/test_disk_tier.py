@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from driver import Answer
+from kv.at_once import without_threads
 from kv.conversations import ask, assert_same_words, engine, hits
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import ModelLoadError
@@ -38,21 +38,9 @@ def expected(folder: Path) -> list[Answer]:
     return one_by_one(engine(folder, num_blocks=400))
 
 
-class AtOnce:
-    """Writes when it is asked to: which blocks are on disk is not a matter of time."""
-
-    def submit(self, write: Callable[..., bool], *args: Any) -> Future[bool]:
-        future: Future[bool] = Future()
-        future.set_result(write(*args))
-        return future
-
-    def shutdown(self) -> None:
-        pass
-
-
 def with_disk(folder: Path, tiers: str) -> BuiltEngine:
     built = engine(folder, tiers)
-    built.engine.tiers._writer = AtOnce()
+    without_threads(built.engine.tiers)
     return built
 
 
@@ -88,8 +76,10 @@ def page(number: int, size: int = 1000) -> list[np.ndarray]:
 
 def test_engines_share_a_folder(folder: Path, expected: list[Answer], tmp_path: Path) -> None:
     tiers = f"host={24 * BLOCK},disk={tmp_path / 'kv'}:64MiB"
-    first, second = with_disk(folder, tiers), with_disk(folder, tiers)
+    first = with_disk(folder, tiers)
     assert_same_words(one_by_one(first), expected)
+    (folder / "README.md").write_text("a word on the model")
+    second = with_disk(folder, tiers)
     assert first.engine.stats().tiers["dropped"] == 0
     assert_same_words(one_by_one(first), expected)
     assert hits(first, "disk") > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kv.at_once import without_threads
 from kv.conversations import converse, engine, hits
 from tiny_models import make_model, save, tame
 from tokenmill.core.config import RouterConfig
@@ -83,10 +84,10 @@ def test_events_carry_their_tier() -> None:
 def test_a_router_follows_an_engine(tmp_path: Path) -> None:
     model = save(tame(make_model("llama"), 0.3), tmp_path / "model")
     built = engine(model, f"host={12 * 4096},disk={tmp_path / 'kv'}:64MiB")
+    without_threads(built.engine.tiers)
     made, publisher = router(a=(0, 0, 0)), built.engine.kv_events()
     converse(built)
     assert hits(built) > 0
-    built.engine.tiers.close()
     built.engine.tiers.poll()
     while (batch := publisher.take()) is not None:
         assert made.apply("a", batch)

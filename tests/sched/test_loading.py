@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fake_runner import EOS, FakeRunner, Launched, expected
+from kv.at_once import without_threads
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
+from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
@@ -32,7 +35,7 @@ class Late:
         self._polls -= 1
         if not self._polls:
             for slot, block_id in zip(self._slots, self._block_ids, strict=True):
-                page = self._copies.host[slot].tolist()
+                page = self._copies.pages[slot].tolist()
                 self._copies.kv[block_id * SIZE : (block_id + 1) * SIZE] = page
         return self._polls <= 0
 
@@ -41,21 +44,31 @@ class Late:
 
 
 class FakeCopies:
-    """Host memory for the KV of a fake model; garbage is 0."""
+    """Host memory for the KV of a fake model; garbage is 0.
+
+    As on a GPU, pages are taken when they are saved, and reach their slots as late as may be.
+    """
 
     def __init__(self, kv: list[int | None], num_slots: int, source: random.Random) -> None:
         self.kv, self.source = kv, source
-        self.host = np.zeros((num_slots, SIZE), np.int64)
+        self.pages = np.zeros((num_slots, SIZE), np.int64)
+        self.host = self.pages.view(np.uint8)
+        self._late: list[tuple[int, list[int]]] = []
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         for block_id, slot in zip(block_ids, slots, strict=True):
             page = self.kv[block_id * SIZE : (block_id + 1) * SIZE]
-            self.host[slot] = [value or 0 for value in page]
+            self._late.append((slot, [value or 0 for value in page]))
 
     def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Late:
+        self.settle()
         return Late(self, list(slots), list(block_ids))
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        for slot, page in self._late:
+            self.pages[slot] = page
+        self._late.clear()
+
     def close(self) -> None: ...
 
 
@@ -88,15 +101,18 @@ class FailingRunner(FakeRunner):
 @pytest.mark.parametrize("sliding", [NONE_SLIDE, Sliding(7, 2)])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_comes_back_is_what_left(
-    seed: int, sliding: Sliding, overlap: bool, failures: float
+    seed: int, sliding: Sliding, overlap: bool, failures: float, tmp_path: Path
 ) -> None:
     source = random.Random(f"{seed} {sliding} {overlap} {failures}")
     num_blocks = source.choice([14, 20]) * sliding.pages_per_block
     config = SchedulerConfig(max_num_batched_tokens=9, max_num_seqs=5, max_model_len=MAX_LEN)
     scheduler = Scheduler(config, BlockPool(num_blocks, SIZE, True, sliding), EOS)
     runner = FailingRunner(source, failures, num_blocks, SIZE, sliding=sliding)
-    copies = FakeCopies(runner.kv, source.choice([8, 60, 400]), source)
-    tiers = KVTiers(scheduler, copies, None, b"model")  # type: ignore[arg-type]
+    disk = DiskTier(str(tmp_path), 4000, bytes(16)) if seed % 2 else None
+    num_slots = source.choice([8, 60, 400] if disk is None else [8, 16])
+    copies = FakeCopies(runner.kv, num_slots, source)
+    tiers = KVTiers(scheduler, copies, disk, b"model")  # type: ignore[arg-type]
+    without_threads(tiers)
     engine = LanguageEngine(
         scheduler, runner, launcher=runner if overlap else None, tiers=tiers, vocab_size=None
     )
@@ -138,3 +154,27 @@ def test_what_comes_back_is_what_left(
     tiers.host.check_integrity()
     assert scheduler.stats().num_kv_blocks_used == 0
     assert tiers.stats()["saved_bytes"] > 0
+    assert disk is None or tiers.stats()["disk_read_bytes"] > 0
+
+
+def test_a_block_that_is_used_while_it_is_written_stays(tmp_path: Path) -> None:
+    config = SchedulerConfig(max_num_batched_tokens=9, max_num_seqs=5, max_model_len=MAX_LEN)
+    scheduler = Scheduler(config, BlockPool(8, SIZE, True), EOS)
+    copies = FakeCopies([], 8, random.Random(0))
+    disk = DiskTier(str(tmp_path), 4000, bytes(16))
+    tiers = KVTiers(scheduler, copies, disk, b"model")  # type: ignore[arg-type]
+    without_threads(tiers)
+    names = [bytes([number]) * 24 for number in range(8)]
+    for name in names:
+        slots = tiers.host.claim(1)
+        assert slots is not None
+        tiers.host.put(name, slots)
+    for used in (True, False):
+        tiers.exchange()  # writes the oldest block, as no slot is free
+        if used:
+            tiers.host.pin(names[0])  # as a load does
+            tiers.host.touch(names[0])
+        tiers.poll()
+    assert tiers.host.names() == [*names[2:], names[0]] and sorted(disk.names()) == names[:2]
+    assert tiers.stats()["disk_written_bytes"] == 2 * copies.host.shape[1]
+    assert tiers.stats()["dropped"] == 0

@@ -143,6 +143,7 @@ def _copy_rates(built: BuiltEngine) -> dict[str, float]:
     """GB/s of blocks to host memory and back, beside a plain copy of as many bytes."""
     tiers = _engine(built).tiers
     assert tiers is not None
+    tiers.flush()  # what is measured overwrites slots
     copies = tiers.copies
     count = max(1, min(built.num_blocks, len(copies.host), _COPIED_BYTES // copies.host.shape[1]))
     ids, rates = list(range(count)), {"save_gb_s": 0.0, "load_gb_s": 0.0, "plain_gb_s": 0.0}
@@ -150,7 +151,7 @@ def _copy_rates(built: BuiltEngine) -> dict[str, float]:
     for _ in range(_ROUNDS):
         for name, seconds in zip(rates, _timed(copies, ids, num_bytes, on_gpu), strict=True):
             rates[name] = max(rates[name], num_bytes / seconds / 1e9)
-    return {name: round(rate, 3) for name, rate in rates.items()} | {"bytes": num_bytes}
+    return {name: float(f"{rate:.4g}") for name, rate in rates.items()} | {"bytes": num_bytes}
 
 
 def _timed(copies: PageCopies, ids: list[int], num_bytes: int, on_gpu: bool) -> list[float]:

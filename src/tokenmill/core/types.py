@@ -329,10 +329,11 @@ class EngineStats:
 _BY_NAME = ("num_finished", "tiers")
 _BY_POSITION = ("num_drafted", "num_accepted", "step_sums")
 _RATIOS = ("rank_imbalance", "rank_imbalance_before")
+_SHARED = ("disk_blocks",)  # engines of a host count the same folder
 
 
 def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
-    """The sums of two engines' stats; of ratios the larger one."""
+    """The sums of two engines' stats; of ratios and of what they share the larger one."""
     other = (*_BY_NAME, *_BY_POSITION)
     names = [name for name in EngineStats.__dataclass_fields__ if name not in other]
     sums: dict[str, Any] = {name: getattr(a, name) + getattr(b, name) for name in names}
@@ -343,7 +344,8 @@ def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
     for name in _BY_NAME:
         sums[name] = dict(getattr(a, name))
         for key, num in getattr(b, name).items():
-            sums[name][key] = sums[name].get(key, 0) + num
+            before = sums[name].get(key, 0)
+            sums[name][key] = max(before, num) if key in _SHARED else before + num
     return EngineStats(**sums)
 
 

@@ -111,7 +111,12 @@ class BuiltEngine:
         return layers * self.block_size // len(self.groups.places)
 
     def close(self) -> None:
-        """End the other ranks; they also end with this process."""
+        """Write out KV that is on its way to disk, and end the other ranks.
+
+        Both also happen when this process ends.
+        """
+        if isinstance(self.engine, LanguageEngine) and self.engine.tiers is not None:
+            self.engine.tiers.close()
         if self.group is not None:
             self.group.close()
 

@@ -22,6 +22,7 @@ from tokenmill.kv.tiers.page_copies import open_copies, page_bytes
 from tokenmill.sched.scheduler import Scheduler
 
 _STAGED_SLOTS = 64  # blocks in host memory on their way to disk, where that is the only tier
+_MODEL_FILES = {".json", ".safetensors", ".gguf", ".model"}  # config, weights and tokenizer
 _COMPUTE = ("kernels", "layers", "models")  # packages by which keys and values are computed
 
 
@@ -72,8 +73,8 @@ def _root(setup: Setup, spec: ModelSpec, tensors: list[torch.Tensor]) -> bytes:
     package = Path(tokenmill.__file__).parent
     facts = (
         geometry(spec, tensors, setup.cache.dtype, setup.cache.block_size or 0),
-        _files(Path(model.model), "*"),
-        [_files(package / name, "*.py") for name in _COMPUTE],
+        _files(Path(model.model), _MODEL_FILES),
+        [_files(package / name, {".py"}) for name in _COMPUTE],
         (model.dtype, model.random_weights, model.seed, model.draft, execution.mtp > 0),
         (execution.fused_kernels, execution.batch_invariant, cpu_kernels()),
         (machine, torch.__version__),
@@ -81,8 +82,10 @@ def _root(setup: Setup, spec: ModelSpec, tensors: list[torch.Tensor]) -> bytes:
     return blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
-def _files(path: Path, pattern: str) -> list[tuple[str, int, int]]:
+def _files(path: Path, suffixes: set[str]) -> list[tuple[str, int, int]]:
     """What tells files apart from others: path, bytes and time of change."""
-    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
     stats = [(file, file.stat()) for file in files if file.is_file()]
     return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats]

@@ -92,8 +92,8 @@ class Loading:
     """What tiers and the scheduler tell each other.
 
     Admission starts a sequence on its blocks; take_started() tells the tiers, which fill them
-    outside the batch and call loaded(), or lost(). Blocks of a sequence that ends meanwhile are
-    kept until the tiers call release().
+    outside the batch, and tell the scheduler when that is over(). Blocks of a sequence that ends
+    meanwhile are kept until then.
     """
 
     def __init__(self, queues: RequestQueues, ledger: BlockLedger) -> None:

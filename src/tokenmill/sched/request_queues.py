@@ -17,7 +17,8 @@ class RequestQueues:
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
-        self.receiving: dict[str, Sequence] = {}  # they hold blocks that another engine fills
+        # They hold blocks that another engine or a tier fills.
+        self.receiving: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # sorted by key; the last one is preempted first
         self._num_ended_running = 0  # of `running`; dropped in one pass by sweep()
         self._by_id: dict[str, Sequence] = {}

@@ -66,7 +66,6 @@ class HostTier:
         if name not in self._pins:
             self._num_kept += len(slots)
         self._pins[name] += 1
-        self._held.move_to_end(name)
         return slots
 
     def unpin(self, name: bytes) -> None:

@@ -10,13 +10,13 @@ computed, too: its request waits again, and does not find it any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tokenmill.core.kv import DISK, HOST
-from tokenmill.kv.tiers.disk_tier import DiskTier
+from tokenmill.kv.tiers.disk_tier import Bytes, DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
 from tokenmill.kv.transfer import Read
 from tokenmill.sched.cache.tiers import Page, hash_of, is_full
@@ -26,6 +26,7 @@ from tokenmill.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from tokenmill.kv.tiers.page_copies import PageCopies
 
+_DiskAction = Callable[[bytes, list[Bytes]], bool]
 _MOST_WRITES = 64  # blocks that are on their way to disk at a time
 _SPARE = 8  # with a disk, one slot in so many is kept free
 _COUNTERS = (
@@ -68,7 +69,7 @@ class KVTiers:
             len(copies.host), self._left, lambda name, held: self._tell(HOST, name, held)
         )
         self._copying: list[_Copy] = []
-        self._writes: list[tuple[bytes, Future[bool]]] = []
+        self._writes: list[tuple[bytes, Slots, Future[bool]]] = []  # least recently used first
         self._writer, self._readers = ThreadPoolExecutor(1), ThreadPoolExecutor(2)
         self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         scheduler.pool.tiers = self
@@ -134,6 +135,10 @@ class KVTiers:
         else:
             journal.removed(hash_of(name), tier)
 
+    def flush(self) -> None:
+        """Wait until the blocks that are on their way to disk are there."""
+        wait([write for _, _, write in self._writes])
+
     def close(self) -> None:
         self._writer.shutdown()
         self._readers.shutdown()
@@ -181,21 +186,23 @@ class KVTiers:
                 host.drop(name)
                 continue
             slots = host.pin(name)
-            self._writes.append((name, self._writer.submit(self._write, disk, name, slots)))
+            write = self._writer.submit(self._settled, disk.write, name, slots)
+            self._writes.append((name, slots, write))
 
-    def _write(self, disk: DiskTier, name: bytes, slots: Slots) -> bool:
+    def _settled(self, action: _DiskAction, name: bytes, slots: Slots) -> bool:
+        """Write or read slots, once no save that is under way can still fill them."""
         self.copies.settle()
-        return disk.write(name, [self.copies.host[slot] for slot in slots])
+        return action(name, [self.copies.host[slot] for slot in slots])
 
-    def _end_write(self, name: bytes, write: Future[bool]) -> bool:
+    def _end_write(self, name: bytes, slots: Slots, write: Future[bool]) -> bool:
         """Drop a block from host memory that was written or cannot be; False while it is not."""
         if not write.done():
             return False
         self.host.unpin(name)
-        written = write.exception() is None and write.result()
-        if not self.host.is_pinned(name):  # else a load uses it
-            num_slots = len(self.host.drop(name))
-            self._counts["disk_written_bytes"] += written * num_slots * self._page_bytes
+        written = _succeeded(write)
+        self._counts["disk_written_bytes"] += written * len(slots) * self._page_bytes
+        if self.host.oldest() == name:  # else it was used meanwhile
+            self.host.drop(name)
             self._counts["dropped"] += not written
         return True
 
@@ -209,6 +216,7 @@ class KVTiers:
             if page.name in self.host:
                 copy.pinned.append(page.name)
                 copy.add(self.host.pin(page.name), page)
+                self.host.touch(page.name)
             else:
                 absent.append(page)
         for page in absent:
@@ -225,8 +233,7 @@ class KVTiers:
         if claimed is None or self._disk is None:
             copy.failed = True
             return
-        pages = [self.copies.host[slot] for slot in claimed]
-        read = self._readers.submit(self._disk.read, page.name, pages)
+        read = self._readers.submit(self._settled, self._disk.read, page.name, claimed)
         copy.reads.append((page.name, claimed, read))
         copy.add(claimed, page)
 
@@ -267,5 +274,5 @@ class KVTiers:
         counts["load_s"] += (time.perf_counter_ns() - copy.began_ns) * 1e-9
 
 
-def _succeeded(read: Future[bool]) -> bool:
-    return read.exception() is None and read.result()
+def _succeeded(action: Future[bool]) -> bool:
+    return action.exception() is None and action.result()

@@ -138,8 +138,9 @@ class CudaCopies:
             with torch.cuda.stream(self._out):
                 for index, slot in enumerate(slots[first : first + len(some)]):
                     self._host[slot].copy_(staged[index], non_blocking=True)
-                self._saved = torch.cuda.Event()
-                self._saved.record()
+                saved = torch.cuda.Event()
+                saved.record()
+                self._saved = saved  # only now: other threads wait for it
 
     @torch.inference_mode()
     def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Read:
