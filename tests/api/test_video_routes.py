@@ -149,7 +149,9 @@ async def test_a_latent_lies_in_the_folder_that_the_server_names(tmp_path: Path)
             await app.create(latent_path=path)
         video = app.pool.requests[0].video
         assert video is not None and video.latent == str(latents / "fixed.pt")
-        for path in ("../secret.pt", "link.pt", str(tmp_path / "secret.pt"), "none.pt", "."):
+        (latents / "ring.pt").symlink_to(latents / "ring.pt")
+        outside = ("../secret.pt", "link.pt", str(tmp_path / "secret.pt"), "none.pt", ".")
+        for path in (*outside, "ring.pt", "a\0b", "a" * 300, "a/" * 5000):
             answer = await app.call("POST", "/v1/videos", SMALL | {"latent_path": path})
             assert (answer.status, answer.error["param"]) == (400, "latent_path")
 
@@ -288,26 +290,52 @@ async def test_a_server_that_ends_leaves_the_jobs_to_the_next(tmp_path: Path) ->
         await app.finish(waiting)
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b"--x\r\nno name\r\n\r\n1\r\n--x--\r\n", "no name"),
-        (b"nothing", "not valid multipart"),
-        (b'--x\r\nContent-Disposition: form-data; name="seed"\r\n\r\nx\r\n--x--\r\n', "seed"),
-        (
-            b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a.png"'
-            b"\r\n\r\n\x89PNG\r\n--x--\r\n",
-            "files are not taken",
-        ),
-    ],
-)
+def part(name: str, value: bytes, more: str = "") -> bytes:
+    head = f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'
+    return head.encode() + value + b"\r\n"
+
+
+NESTED = "\r\nContent-Type: multipart/mixed; boundary=y"
+WRONG_FORMS = [
+    (b"--x\r\nno name\r\n\r\n1\r\n--x--\r\n", "no name"),
+    (b"nothing", "not valid multipart"),
+    (part("seed", b"1"), "not valid multipart"),
+    (b"--x--", "not valid multipart"),
+    (part("seed", b"x") + b"--x--\r\n", "seed"),
+    (part("seed", b"[" * 100_000) + b"--x--\r\n", "seed"),
+    (part("seed", b"1") * 2 + b"--x--\r\n", "seed: the form has it twice"),
+    (part("prompt", b"\xff") + b"--x--\r\n", "prompt: is not UTF-8"),
+    (part("input_reference", b"\x89PNG", '; filename="a.png"') + b"--x--", "files are not taken"),
+    (part("seed", b"--y\r\n\r\n1\r\n--y--", NESTED) + b"--x--", "seed: send its value as it is"),
+    (
+        part("seed", b"1", "\r\nContent-Transfer-Encoding: base64") + b"--x--",
+        "seed: send its value",
+    ),
+    (part("seed", b"1", "; a=" + "b" * 4096) + b"--x--", "headers of more than 4096 bytes"),
+    (b"--x\r\n\r\n\r\n" * 20_000 + b"--x--", "more than 64 parts"),
+]
+
+
 @in_loop
-async def test_wrong_forms(tmp_path: Path, body: bytes, says: str) -> None:
+async def test_wrong_forms(tmp_path: Path) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=x"}
     async with video_app(tmp_path) as app:
-        headers = {"content-type": "multipart/form-data; boundary=x"}
-        call = app._server.call
-        answer = await asyncio.to_thread(call, "POST", "/v1/videos", body, headers)
-        assert answer.status == 400 and says in answer.error["message"]
+
+        async def post(body: bytes, headers: dict[str, str] = headers) -> Any:
+            return await asyncio.to_thread(app._server.call, "POST", PATHS[0], body, headers)
+
+        for body, says in WRONG_FORMS:
+            answer = await post(body)
+            assert (answer.status, says in answer.error["message"]) == (400, True), answer.body
+        large = await post(part("prompt", b"x" * 2**18) + b"--x--")
+        assert (large.status, large.error["code"]) == (413, "body_too_large")
+        assert "send the fields as texts, without files" in large.error["message"]
+        assert (await post(b"--x--", {"content-type": "multipart/form-data"})).status == 400
+        prompt = "a fox\r\n--y\r\nContent-Type: multipart/mixed\r\n\r\n--"
+        fields = {"prompt": prompt} | {k: str(v) for k, v in SMALL.items() if k != "prompt"}
+        body = b"".join(part(name, value.encode()) for name, value in fields.items()) + b"--x--\r\n"
+        made = await post(body, {"content-type": 'Multipart/form-data; boundary="x"'})
+        assert (made.status, made.json["prompt"]) == (200, prompt)
 
 
 @in_loop

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from email.message import EmailMessage
-from email.parser import BytesParser
-from email.policy import HTTP
+from email.message import Message
+from email.parser import BytesHeaderParser
 from typing import Any, TypeVar
 
 from msgspec import inspect
@@ -17,47 +15,78 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import decode_call
 
 FORM = "multipart/form-data"
+MAX_FORM_BYTES = 256 * 1024  # several times what the texts of a call may have
+MAX_PARTS = 64
+MAX_HEAD_BYTES = 4096  # of a part
 T = TypeVar("T")
 
 
 async def read_call(request: Request, kind: type[T], limit: int) -> T:
     """The body of a call, JSON or a form; ApiError names what is wrong with it."""
     declared = request.headers.get("content-length", "")
-    body = await read_bytes(request.receive, declared, limit)
     content_type = request.headers.get("content-type", "")
-    if content_type.lower().startswith(FORM):
-        fields = await asyncio.to_thread(form_fields, content_type, body)
-        body = json.dumps(_typed(fields, kind)).encode()
-    return decode_call(body, kind)
+    if not content_type.lower().startswith(FORM):
+        return decode_call(await read_bytes(request.receive, declared, limit), kind)
+    form = await _read_form(request, declared, min(limit, MAX_FORM_BYTES))
+    fields = _typed(form_fields(content_type, form), kind)
+    return decode_call(json.dumps(fields).encode(), kind)
+
+
+async def _read_form(request: Request, declared: str, limit: int) -> bytes:
+    try:
+        return await read_bytes(request.receive, declared, limit)
+    except ApiError as error:
+        problem = f"the form is larger than {limit} bytes; send the fields as texts, without files"
+        raise ApiError(error.status, problem, code=error.code) from None
 
 
 def form_fields(content_type: str, body: bytes) -> dict[str, str]:
     """The fields of a form; a file is refused by its field's name."""
-    head = f"content-type: {content_type}\r\n\r\n".encode("latin-1")
-    form = BytesParser(policy=HTTP).parsebytes(head + body)
-    if not form.is_multipart() or form.defects:
-        raise ApiError(400, "the body is not valid multipart/form-data", code="invalid_form")
     fields: dict[str, str] = {}
-    for part in form.iter_parts():
-        assert isinstance(part, EmailMessage)
-        name = part.get_param("name", header="content-disposition")
-        if not isinstance(name, str) or part.is_multipart():
-            raise ApiError(400, "a part of the form has no name", code="invalid_form")
+    for part in _parts(content_type, body):
+        head, _, data = part.partition(b"\r\n\r\n")
+        headers = _headers(head)
+        name = headers.get_param("name", header="content-disposition")
+        if not isinstance(name, str):
+            raise _invalid("a part of the form has no name")
         if name in fields:
-            raise ApiError(400, f"{name}: the form has it twice", name, "invalid_form")
-        fields[name] = _text(name, part)
+            raise _invalid(f"{name}: the form has it twice", name)
+        fields[name] = _text(name, headers, data)
     return fields
 
 
-def _text(name: str, part: EmailMessage) -> str:
-    if part.get_filename() is not None:
+def _parts(content_type: str, body: bytes) -> list[bytes]:
+    """What stands between the boundaries; parts are not looked into, be they multipart or not."""
+    boundary = _headers(f"content-type: {content_type}".encode("latin-1")).get_boundary() or ""
+    delimiter = f"\r\n--{boundary}".encode("latin-1", "replace")
+    _, *parts = (b"\r\n" + body).split(delimiter, MAX_PARTS + 2)
+    if len(parts) > MAX_PARTS + 1:
+        raise _invalid(f"the form has more than {MAX_PARTS} parts")
+    if not boundary or len(parts) < 2 or not parts[-1].startswith(b"--"):
+        raise _invalid("the body is not valid multipart/form-data")
+    return [part.lstrip(b" \t").removeprefix(b"\r\n") for part in parts[:-1]]
+
+
+def _headers(head: bytes) -> Message:
+    if len(head) > MAX_HEAD_BYTES:
+        raise _invalid(f"a part of the form has headers of more than {MAX_HEAD_BYTES} bytes")
+    return BytesHeaderParser().parsebytes(head)
+
+
+def _text(name: str, headers: Message, data: bytes) -> str:
+    if headers.get_filename() is not None:
         message = f"{name}: files are not taken: the model makes videos from text; leave it out"
         raise ApiError(400, message, name, "unsupported_value")
-    data = part.get_payload(decode=True)
+    if headers.get_content_maintype() == "multipart" or "content-transfer-encoding" in headers:
+        raise _invalid(f"{name}: send its value as it is, not as a form or encoded", name)
     try:
-        return data.decode() if isinstance(data, bytes) else ""
+        return data.decode()
     except UnicodeDecodeError:
         raise ApiError(400, f"{name}: is not UTF-8", name, "invalid_value") from None
+
+
+def _invalid(message: str, name: str | None = None) -> ApiError:
+    return ApiError(400, message, name, "invalid_form")
 
 
 def _typed(fields: dict[str, str], kind: Any) -> dict[str, Any]:
@@ -76,6 +105,6 @@ def _takes_text(info: inspect.Type) -> bool:
 def _number(value: str) -> Any:
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return found if isinstance(found, int | float) else value

@@ -175,8 +175,12 @@ class VideoPreparer:
             message = "latent_path: this server reads no files; it needs --latent-dir"
             raise ApiError(400, message, "latent_path", "unsupported_value")
         folder = Path(self.config.latent_dir).expanduser().resolve()
-        path = (folder / text).resolve()
-        if not path.is_relative_to(folder) or not path.is_file():
+        try:
+            path = (folder / text).resolve()
+            is_there = path.is_relative_to(folder) and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, a null byte, links in a ring
+            is_there = False
+        if not is_there:
             message = f"latent_path: there is no file {text[:200]!r} in the server's --latent-dir"
             raise ApiError(400, message, "latent_path", "invalid_value")
         return str(path)
