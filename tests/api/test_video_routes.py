@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from starlette.responses import FileResponse
 
 from api.video_app import MODEL, SMALL, FakePool, in_loop, video_app
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.api.errors import ApiError
+from tokenmill.api.videos import video_store
+from tokenmill.api.videos.video_record import VideoRecord
 from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
 from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
@@ -235,6 +238,87 @@ async def test_a_failed_job_says_why_and_the_next_one_runs(tmp_path: Path) -> No
             app.pool.fail(next(iter(app.pool.open)), kind)
             answer = await call
             assert (answer.status, answer.error["code"]) == (status, kind)
+        call = asyncio.create_task(app.call("POST", "/v1/videos/sync", SMALL))
+        await app.until(lambda: bool(app.pool.open))
+        app.pool.fail(next(iter(app.pool.open)), "invalid", "latent_path: a.pt holds no tensor")
+        answer = await call
+        assert (answer.status, answer.error["code"]) == (400, "invalid_value")
+        assert answer.error["param"] == "latent_path"
+
+
+@in_loop
+async def test_calls_and_jobs_are_bounded_by_key(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"api_keys": ("one", "two"), "max_concurrency_per_key": 2}
+    async with video_app(tmp_path, ServerConfig(port=0, **keys)) as app:
+        names = [await app.create("one") for _ in range(2)]
+        for path in PATHS:
+            full = await app.call("POST", path, SMALL, "one")
+            assert (full.status, full.error["code"]) == (429, "max_concurrency_per_key")
+            assert "2 videos of this key wait or are being made; the limit is 2" in str(full.error)
+        await app.create("two")
+        await app.call("DELETE", f"/v1/videos/{names[0]}", key="one")
+        await app.create("one")
+    async with video_app(tmp_path / "calls", ServerConfig(port=0, max_concurrency=1)) as app:
+        call = asyncio.create_task(app.call("POST", "/v1/videos/sync", SMALL))
+        await app.until(lambda: bool(app.pool.open))
+        full = await app.call("POST", "/v1/videos/sync", SMALL)
+        assert (full.status, full.error["code"]) == (429, "max_concurrency")
+        await app.create()  # answers at once
+        await app.finish(next(iter(app.pool.open)))
+        assert (await call).status == 200
+        assert app.state.calls.num_open == 0
+
+
+@in_loop
+async def test_a_video_stays_while_it_is_answered_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with video_app(tmp_path, video_storage_bytes=1) as app:
+        send, wait = FileResponse.__call__, app.state.jobs.wait
+        other = iter([app.create, app.create])
+
+        async def make_another() -> None:
+            await app.finish(await next(other)())
+
+        async def slow_wait(record: VideoRecord) -> VideoRecord:
+            ended = await wait(record)
+            await make_another()
+            return ended
+
+        async def slow_send(*args: Any) -> None:
+            await make_another()
+            await send(*args)
+
+        monkeypatch.setattr(app.state.jobs, "wait", slow_wait)
+        monkeypatch.setattr(FileResponse, "__call__", slow_send)
+        call = asyncio.create_task(app.call("POST", "/v1/videos/sync", SMALL))
+        await app.until(lambda: bool(app.pool.open))
+        await app.finish(next(iter(app.pool.open)), b"made")
+        answer = await call
+        assert (answer.status, answer.body) == (200, b"made")
+        monkeypatch.undo()
+        await app.finish(await app.create())
+        (last,) = app.state.jobs.store
+        app.state.jobs.store.path(last).unlink()  # as a call that deletes it does
+        answer = await app.call("GET", f"/v1/videos/{last.id}/content")
+        assert (answer.status, answer.error["code"]) == (404, "video_not_found")
+        assert "--video-storage" in answer.error["message"]
+
+
+@in_loop
+async def test_files_that_cannot_be_removed_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with video_app(tmp_path) as app:
+        name = await app.create()
+
+        def fails(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(video_store, "_remove", fails)
+        answer = await app.call("DELETE", f"/v1/videos/{name}")
+        assert (answer.status, answer.error["code"]) == (500, "storage_failed")
+        assert f"the files of {name} cannot be removed: Permission" in answer.error["message"]
 
 
 @in_loop
@@ -243,6 +327,7 @@ async def test_a_job_ends_with_the_call_that_waits_for_it(tmp_path: Path) -> Non
     async with video_app(tmp_path, config) as app:
         late = await app.call("POST", "/v1/videos/sync", SMALL)
         assert (late.status, late.error["code"]) == (408, "deadline")
+        assert "0.05 s, the limit (--request-timeout)" in late.error["message"]
         assert len(app.pool.aborted) == 1 and list(tmp_path.glob("video_*")) == []
     async with video_app(tmp_path) as app:
         body = json.dumps(SMALL).encode()

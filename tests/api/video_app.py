@@ -85,8 +85,9 @@ class FakePool:
         made = VideoResult(video, self.picture, {"denoise": 2.0})
         self.open.pop(job_id)(JobOutput(job_id, "done", msgspec.msgpack.encode(made)))
 
-    def fail(self, job_id: str, kind: str) -> None:
-        self.open.pop(job_id)(JobOutput(job_id, "failed", b"", f"it is {kind}", kind))
+    def fail(self, job_id: str, kind: str, error: str = "") -> None:
+        told = JobOutput(job_id, "failed", b"", error or f"it is {kind}", kind)
+        self.open.pop(job_id)(told)
 
 
 class VideoApp:

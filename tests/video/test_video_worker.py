@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import av
 import msgspec
@@ -108,7 +109,7 @@ def test_out_of_memory_fails_that_job_alone_and_the_next_has_its_pixels(
     assert results[0].video == results[1].video
 
 
-def test_jobs_that_cannot_be_made_fail_alone(worker: VideoWorker) -> None:
+def test_jobs_that_cannot_be_made_fail_alone(worker: VideoWorker, tmp_path: Path) -> None:
     for payload in (b"", b"\x80", encode_request(Request("a", [1]))):
         with pytest.raises(ValueError, match="the job"):
             worker.submit("a", payload)
@@ -118,7 +119,15 @@ def test_jobs_that_cannot_be_made_fail_alone(worker: VideoWorker) -> None:
     worker.abort("left")
     found = run(worker)
     assert [found[name][-1].kind for name in ("odd", "left", "good")] == ["failed"] * 2 + ["done"]
+    assert found["odd"][-1].error_kind == "invalid"
+    assert found["odd"][-1].error.startswith("size: ")
     assert "multiples of 16" in found["odd"][-1].error
+    (tmp_path / "odd.pt").write_text("no tensor")
+    for file, says in (("odd.pt", "cannot be read"), ("none.pt", "cannot be read")):
+        submit(worker, file, replace(PARAMS, latent=str(tmp_path / file)))
+        (end,) = run(worker)[file]
+        assert end.error_kind == "invalid" and end.error.startswith(f"latent_path: {file} {says}")
+        assert str(tmp_path) not in end.error  # paths are the server's own
 
 
 def test_a_video_that_cannot_be_written_fails_its_job(pipeline: Pipeline) -> None:

@@ -63,6 +63,7 @@ class Pool(Protocol):
 class LiveJob:
     """What is known of a job that has not ended, beside its record."""
 
+    owner: str
     is_running: bool = False
     progress: float = 0.0  # the share of its steps that are done
     picture: bytes = b""  # of its latents
@@ -72,9 +73,17 @@ class LiveJob:
 class VideoJobs:
     """All jobs of a server; it alone changes the store."""
 
-    def __init__(self, pool: Pool, store: VideoStore, metrics: VideoMetrics, limit: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        store: VideoStore,
+        metrics: VideoMetrics,
+        limit: int,
+        limit_per_owner: int | None = None,
+    ) -> None:
         self.store = store
-        self._pool, self._metrics, self._limit = pool, metrics, limit
+        self._pool, self._metrics = pool, metrics
+        self._limit, self._limit_per_owner = limit, limit_per_owner
         self._live: dict[str, LiveJob] = {}
         self._waiting: deque[str] = deque()
         self._ending: set[asyncio.Task[None]] = set()
@@ -87,7 +96,7 @@ class VideoJobs:
         left = [r for r in self.store if not r.is_finished and r.id not in self._live]
         for record in left:
             if record.model == model:
-                self._live[record.id] = LiveJob()
+                self._live[record.id] = LiveJob(record.owner)
                 self._waiting.append(record.id)
             else:
                 why = f"the server was started again with another model, {model!r}"
@@ -123,11 +132,11 @@ class VideoJobs:
         """Take a job; 429 where as many as may be have not ended, 404 for one deleted meanwhile."""
         if not self._is_open:
             raise _shutting_down()
-        if len(self._live) >= self._limit:
-            message = f"{len(self._live)} videos wait or are being made; the limit is {self._limit}"
-            message += " (--max-video-jobs); try again when some have ended"
-            raise ApiError(429, message, code="queue_full")
-        self._live[record.id] = LiveJob()
+        _check_room(len(self._live), self._limit, "max-video-jobs", "queue_full")
+        if (limit := self._limit_per_owner) is not None:
+            own = sum(live.owner == record.owner for live in self._live.values())
+            _check_room(own, limit, "max-concurrency-per-key", "max_concurrency_per_key")
+        self._live[record.id] = LiveJob(record.owner)
         try:
             await self.store.add(record)
         except BaseException:
@@ -239,6 +248,13 @@ class VideoJobs:
             except msgspec.DecodeError as error:
                 code, message = "failed", f"the worker's answer cannot be read: {error}"
         return await self.store.fail(record, VideoError(code=code, message=message))
+
+
+def _check_room(count: int, limit: int, flag: str, code: str) -> None:
+    if count >= limit:
+        whose = " of this key" if "key" in flag else ""
+        message = f"{count} videos{whose} wait or are being made; the limit is {limit} (--{flag})"
+        raise ApiError(429, f"{message}; try again when some have ended", code=code)
 
 
 def _shutting_down() -> ApiError:

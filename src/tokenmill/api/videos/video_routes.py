@@ -6,12 +6,14 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from fastapi import Depends, FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from tokenmill.api.access import NO_KEY, Calls, authorizer
 from tokenmill.api.errors import ApiError, unknown_model
@@ -19,9 +21,15 @@ from tokenmill.api.operations import json_response
 from tokenmill.api.videos.form_fields import read_call
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
-from tokenmill.api.videos.video_record import DeletedVideo, VideoList, VideoRecord, new_record
+from tokenmill.api.videos.video_record import (
+    DeletedVideo,
+    VideoError,
+    VideoList,
+    VideoRecord,
+    new_record,
+)
 from tokenmill.api.videos.video_request import GenerationRequest, VideoPreparer, VideoRequest
-from tokenmill.api.videos.video_store import StoreError
+from tokenmill.api.videos.video_store import StoreError, VideoStore
 from tokenmill.core.config import ServerConfig
 
 MAX_PAGE, DEFAULT_PAGE = 100, 20
@@ -30,6 +38,7 @@ PICTURE_OF = "x-picture-of"  # what a picture shows: a frame, or latents
 VIDEO_ID = "x-video-id"
 # Failures that the call itself causes; all others are the server's.
 _FAILED_STATUS = {"invalid": 400, "out_of_memory": 400}
+_GONE = "was removed meanwhile, by a call or to make room (--video-storage); ask for it again"
 
 
 @dataclass(slots=True)
@@ -66,6 +75,13 @@ class VideoState:
             raise ApiError(500, str(error), code="storage_failed") from None
         return record
 
+    async def delete(self, record: VideoRecord) -> None:
+        """Forget a job."""
+        try:
+            await self.jobs.delete(record)
+        except StoreError as error:
+            raise ApiError(500, str(error), code="storage_failed") from None
+
 
 def add_videos(app: FastAPI, state: VideoState) -> None:
     """Add /v1/videos and what lies below it."""
@@ -84,19 +100,20 @@ def add_videos(app: FastAPI, state: VideoState) -> None:
     @app.post("/v1/videos/sync", dependencies=guard)
     async def sync(request: Request) -> Response:
         call = await read_call(request, VideoRequest, limit)
-        record = await state.create(request, call, True)
-        async with _waiting(state, request, record) as ended:
+        async with _made(state, request, call) as ended:
             return _file(state, ended)
 
     @app.post("/v1/videos/generations", dependencies=guard)
     async def generations(request: Request) -> Response:
         call = await read_call(request, GenerationRequest, limit)
-        record = await state.create(request, call, True)
-        async with _waiting(state, request, record) as ended:
+        async with _made(state, request, call) as ended:
             path = jobs.store.path(ended).resolve()
             if call.response_format == "video_path":
                 return json_response({"video_id": ended.id, "video_path": str(path)})
-            data = await asyncio.to_thread(path.read_bytes)
+            try:
+                data = await asyncio.to_thread(path.read_bytes)
+            except FileNotFoundError:
+                raise _gone(ended.id) from None
             encoded = base64.b64encode(data).decode()
             return json_response({"video_id": ended.id, "video_bytes": encoded})
 
@@ -107,7 +124,7 @@ def add_videos(app: FastAPI, state: VideoState) -> None:
     @app.delete("/v1/videos/{video_id}", dependencies=guard)
     async def delete(request: Request) -> Response:
         record = state.record(request)
-        await jobs.delete(record)
+        await state.delete(record)
         return json_response(DeletedVideo(id=record.id))
 
     @app.get("/v1/videos/{video_id}/content", dependencies=guard)
@@ -122,54 +139,86 @@ def add_videos(app: FastAPI, state: VideoState) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _waiting(
-    state: VideoState, request: Request, record: VideoRecord
+async def _made(
+    state: VideoState, request: Request, call: VideoRequest
 ) -> AsyncIterator[VideoRecord]:
-    """A job's record once it is completed; the job ends when its client goes, or is too late."""
-    key, jobs = request.state.key, state.jobs
-    waiter = asyncio.create_task(jobs.wait(record))
-    gone = asyncio.create_task(_gone(request))
-    state.calls.begin(key)
+    """The completed job of a call that waits for it, which no other pushes out meanwhile."""
+    key, calls = request.state.key, state.calls
+    calls.check_limits(key)
+    calls.begin(key)
     try:
-        done, _ = await asyncio.wait(
-            (waiter, gone),
-            timeout=state.config.request_timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if waiter not in done:
-            if record.id in jobs.store:
-                await jobs.delete(record)
-            if gone in done:
-                raise ClientDisconnect
-            raise ApiError(408, "the request passed its deadline", "timeout", "deadline")
-        ended = waiter.result()
-        if ended.error is not None:
-            status = _FAILED_STATUS.get(ended.error.code, 500)
-            raise ApiError(status, ended.error.message, code=ended.error.code)
-        yield ended
+        record = await state.create(request, call, True)
+        with state.jobs.store.pinned(record.id):
+            ended = await _waited(state, request, record)
+            if ended.error is not None:
+                raise _failure(ended.error)
+            yield ended
+    finally:
+        calls.end(key)
+
+
+async def _waited(state: VideoState, request: Request, record: VideoRecord) -> VideoRecord:
+    """A job's record once it has ended; the job ends when its client goes, or is too late."""
+    timeout_s = state.config.request_timeout_s
+    waiter = asyncio.create_task(state.jobs.wait(record))
+    left = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((waiter, left), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if waiter.done():
+            return waiter.result()
+        await state.delete(record)
+        if left.done():
+            raise ClientDisconnect
+        message = f"the video took more than {timeout_s:g} s, the limit (--request-timeout); send "
+        message += "the call to POST /v1/videos, which answers at once"
+        raise ApiError(408, message, "timeout", "deadline")
     finally:
         waiter.cancel()
-        gone.cancel()
-        state.calls.end(key)
+        left.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _left(request: Request) -> None:
     """Wait for the client to go."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
+def _failure(error: VideoError) -> ApiError:
+    """What a call is told whose job failed."""
+    field, _, rest = error.message.partition(": ")
+    if error.code == "invalid" and rest:
+        return ApiError(400, error.message, field, "invalid_value")
+    return ApiError(_FAILED_STATUS.get(error.code, 500), error.message, code=error.code)
+
+
+def _gone(video_id: str) -> ApiError:
+    return ApiError(404, f"video_id: {video_id!r} {_GONE}", "video_id", "video_not_found")
+
+
+class _VideoFile(FileResponse):
+    """The file of a job, which no other job pushes out while it is sent."""
+
+    def __init__(self, store: VideoStore, record: VideoRecord) -> None:
+        path, name = store.path(record), f"{record.id}.mp4"
+        super().__init__(path, headers={VIDEO_ID: record.id}, media_type=MP4, filename=name)
+        self._store, self._video_id = store, record.id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._store.pinned(self._video_id):
+            if not await asyncio.to_thread(os.path.isfile, self.path):
+                raise _gone(self._video_id)
+            await super().__call__(scope, receive, send)
+
+
 def _file(state: VideoState, record: VideoRecord) -> Response:
     """The video of a job; 404 where it has none."""
-    path = state.jobs.store.path(record)
     if record.error is not None:
         message = f"video_id: {record.id!r} has failed: {record.error.message}"
         raise ApiError(404, message, "video_id", "video_failed")
-    if record.status != "completed" or not path.is_file():
+    if record.status != "completed":
         message = f"video_id: {record.id!r} is not completed yet; ask for its status first"
         raise ApiError(404, message, "video_id", "video_not_ready")
-    headers = {VIDEO_ID: record.id}
-    return FileResponse(path, headers=headers, media_type=MP4, filename=f"{record.id}.mp4")
+    return _VideoFile(state.jobs.store, record)
 
 
 async def _picture(jobs: VideoJobs, record: VideoRecord) -> Response:

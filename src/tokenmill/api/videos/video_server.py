@@ -148,7 +148,8 @@ def video_state(
     spec = msgspec.convert(facts["spec"], WanSpec)
     parallel = msgspec.convert(facts["parallel"], VideoParallel)
     preparer = VideoPreparer(spec, tokenizer, videos, parallel)
-    jobs = VideoJobs(client, store, metrics, videos.max_video_jobs)
+    per_key = config.max_concurrency_per_key
+    jobs = VideoJobs(client, store, metrics, videos.max_video_jobs, per_key)
     return VideoState(config, model, metrics, Calls(config), jobs, preparer)
 
 

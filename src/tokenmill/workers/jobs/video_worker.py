@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
-from tokenmill.core.video import Video
+from tokenmill.core.video import Video, VideoParams
 
 PICTURE_S = 1.0  # between two pictures of the latents
 
@@ -53,7 +54,7 @@ class VideoWorker:
     ) -> None:
         self._engine, self._write, self._picture = engine, write, picture
         self._latents_picture = latents_picture
-        self._num_steps: dict[str, int] = {}  # by job
+        self._params: dict[str, VideoParams] = {}  # by job
         self._pictured_s = 0.0
         self._busy_s = 0.0
 
@@ -65,7 +66,7 @@ class VideoWorker:
             raise ValueError(f"the job cannot be read: {error}") from None
         if request.video is None or request.request_id != job_id:
             raise ValueError("the job asks for no video")
-        self._num_steps[job_id] = request.video.num_steps
+        self._params[job_id] = request.video
         self._engine.submit(request)
 
     def abort(self, job_id: str) -> None:
@@ -98,15 +99,17 @@ class VideoWorker:
         job_id = output.request_id
         if output.finish_reason is None:
             return JobOutput(job_id, "progress", _encode(self._progress(output, step_s)))
-        self._num_steps.pop(job_id, None)
+        params = self._params.pop(job_id)
         if output.finish_reason is FinishReason.STOP and output.video is not None:
             return self._made(job_id, output.video)
+        if output.finish_reason is FinishReason.REJECT:
+            return JobOutput(job_id, "failed", b"", _refusal(output, params), "invalid")
         kind = str(output.stop_reason or output.finish_reason.value)
         error = output.error or f"the job ended: {kind}"
         return JobOutput(job_id, "failed", b"", error, kind)
 
     def _progress(self, output: RequestOutput, step_s: float) -> VideoProgress:
-        progress, num_steps = output.progress or 0.0, self._num_steps[output.request_id]
+        progress, num_steps = output.progress or 0.0, self._params[output.request_id].num_steps
         now, picture = time.monotonic(), b""
         if now - self._pictured_s >= PICTURE_S:
             self._pictured_s, picture = now, self._latents_picture()
@@ -121,3 +124,12 @@ class VideoWorker:
             _log.exception("%s: its video cannot be written", job_id)
             return JobOutput(job_id, "failed", b"", f"writing the video failed: {error}", "encode")
         return JobOutput(job_id, "done", _encode(result))
+
+
+def _refusal(output: RequestOutput, params: VideoParams) -> str:
+    """What is wrong with a job, for a client: it knows fields and no paths of the server."""
+    field, message = output.stop_reason, output.error or "the job is refused"
+    if field != "latent" or params.latent is None:
+        return f"{field}: {message}"
+    name = Path(params.latent).name
+    return f"latent_path: {message.removeprefix('latent ').replace(params.latent, name)}"
