@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from browser import FLAGS, MISSING, find_browser
 
+WAIT_MS = 60_000  # at most, for what takes milliseconds on an idle machine
 LIGHT, DARK = "rgb(244, 246, 248)", "rgb(14, 18, 22)"
 
 
@@ -17,6 +18,7 @@ LIGHT, DARK = "rgb(244, 246, 248)", "rgb(14, 18, 22)"
 def open_browser() -> Iterator[Browser]:
     path = find_browser()
     assert path is not None, MISSING
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         yield running
@@ -30,6 +32,7 @@ class Opened:
         self.page: Page = browser.new_page(
             viewport={"width": width, "height": 900}, color_scheme=scheme
         )
+        self.page.set_default_timeout(WAIT_MS)
         self.said: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))

@@ -1,6 +1,7 @@
 """A worker process that makes videos without a model: their bytes follow from the seed.
 
-Its pictures of latents are the id of its process.
+A video ends when the folder `--may-end` has a file with the name of its seed, and no sooner. Its
+pictures of latents are the id of its process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import os
 import random
 import time
+from pathlib import Path
 
 from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
 from tokenmill.core.video import Video
@@ -19,7 +21,8 @@ STEP_S = 0.002
 
 
 class SeededVideos:
-    def __init__(self) -> None:
+    def __init__(self, may_end: Path) -> None:
+        self.may_end = may_end
         self.jobs: list[tuple[Request, int]] = []
         self.ended: list[RequestOutput] = []
 
@@ -37,9 +40,10 @@ class SeededVideos:
         request, done = self.jobs.pop(0)
         params = request.video
         assert params is not None
-        if done < params.num_steps:
-            self.jobs.insert(0, (request, done + 1))
-            share = (done + 1) / (params.num_steps + 1)
+        if done < params.num_steps or not (self.may_end / str(params.seed)).exists():
+            done = min(done + 1, params.num_steps)
+            self.jobs.insert(0, (request, done))
+            share = done / (params.num_steps + 1)
             return [RequestOutput(request.request_id, [], progress=share)]
         data = random.Random(params.seed).randbytes(64)
         return [
@@ -59,8 +63,11 @@ class SeededVideos:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
+    parser.add_argument("--may-end", type=Path, required=True)
+    given = parser.parse_args()
     video_worker.PICTURE_S = 0.0
+    videos, process_id = SeededVideos(given.may_end), str(os.getpid()).encode()
     engine = video_worker.VideoWorker(
-        SeededVideos(), lambda v: v.data, lambda v: b"png", lambda: str(os.getpid()).encode()
+        videos, lambda v: v.data, lambda v: b"png", lambda: process_id
     )
-    run_job_worker(engine, parser.parse_args().address, {})
+    run_job_worker(engine, given.address, {})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from api.video_app import FakePool, in_loop
+from api.video_app import WAIT_S, FakePool, in_loop
 from tokenmill.api.errors import ApiError
 from tokenmill.api.videos import video_jobs
 from tokenmill.api.videos.video_jobs import VideoJobs
@@ -47,7 +47,7 @@ async def created(jobs: VideoJobs, count: int = 1) -> list[VideoRecord]:
 
 
 async def ended(jobs: VideoJobs, made: VideoRecord) -> VideoRecord:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         return await jobs.wait(made)
 
 
@@ -140,7 +140,7 @@ async def test_sending_goes_on_after_a_fault(
 
         monkeypatch.setattr(jobs, "_send", once)
         pool.num_ready = 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while made.id not in pool.open:
                 await asyncio.sleep(0.001)
         running.cancel()

@@ -35,9 +35,9 @@ def look(url: str, running: str, done: str) -> None:
         expect(first.locator(".steps")).to_contain_text("step 2 of 4")
         expect(first.locator(".of")).to_have_text("latents, three channels as colours")
         expect(second.locator(".of")).to_have_text("middle frame")
-        widths = [job.locator("img").evaluate("i => i.naturalWidth") for job in (first, second)]
-        assert widths == [2, 4]
-        assert first.locator("meter").evaluate("m => m.value") == 40
+        for job, width in ((first, 2), (second, 4)):
+            expect(job.locator("img")).to_have_js_property("naturalWidth", width)
+        expect(first.locator("meter")).to_have_js_property("value", 40)
         expect(page.locator("#tiles")).to_contain_text("1 step since the start")
         page.fill("#prompt", "a fox")
         page.fill("#size", "33x16")

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from api.video_app import VideoApp, in_loop, video_app
+from api.video_app import WAIT_S, VideoApp, in_loop, video_app
 from tokenmill.__main__ import run
 from tokenmill.core.config import PoolConfig
 from tokenmill.workers.jobs.job_pool import JobPool
@@ -19,18 +19,20 @@ from tokenmill.workers.jobs.job_pool import JobPool
 WORKER = [sys.executable, str(Path(__file__).with_name("seeded_videos.py"))]
 
 
-async def spawn(address: str) -> asyncio.subprocess.Process:
-    null = asyncio.subprocess.DEVNULL
-    return await asyncio.create_subprocess_exec(*WORKER, "--address", address, stderr=null)
-
-
 @asynccontextmanager
 async def served(folder: Path, workers: int) -> AsyncIterator[VideoApp]:
+    """A server whose videos end when folder / SEED is there."""
+
+    async def spawn(address: str) -> asyncio.subprocess.Process:
+        argv = [*WORKER, "--address", address, "--may-end", str(folder)]
+        null = asyncio.subprocess.DEVNULL
+        return await asyncio.create_subprocess_exec(*argv, stderr=null)
+
     config = PoolConfig(workers=workers, backoff_s=0.01, heartbeat_s=60.0)
     pool = JobPool(spawn, config)
     await pool.start()
     try:
-        async with video_app(folder, pool=pool) as app:
+        async with video_app(folder / "videos", pool=pool) as app:
             yield app
     finally:
         await pool.close()
@@ -38,12 +40,13 @@ async def served(folder: Path, workers: int) -> AsyncIterator[VideoApp]:
 
 async def worker_of(app: VideoApp, video_id: str) -> int:
     """The process that makes a video."""
-    while True:
-        path = f"/v1/videos/{video_id}/content?variant=thumbnail"
-        answer = await app.call("GET", path)
-        if answer.status == 200:
-            return int(answer.body)
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            path = f"/v1/videos/{video_id}/content?variant=thumbnail"
+            answer = await app.call("GET", path)
+            if answer.status == 200:
+                return int(answer.body)
+            await asyncio.sleep(0.01)
 
 
 async def content(app: VideoApp, video_id: str) -> bytes:
@@ -58,7 +61,7 @@ async def test_the_job_of_a_killed_worker_is_made_by_another_with_the_same_pixel
     tmp_path: Path,
 ) -> None:
     async with served(tmp_path, workers=2) as app:
-        names = [await app.create(seed=seed, num_inference_steps=200) for seed in range(3)]
+        names = [await app.create(seed=seed) for seed in range(3)]
         first, other = [await worker_of(app, name) for name in names[:2]]
         assert first != other
         assert (await app.get(names[2]))["status"] == "queued"  # it is at no worker that may die
@@ -67,6 +70,8 @@ async def test_the_job_of_a_killed_worker_is_made_by_another_with_the_same_pixel
         )
         os.kill(first, signal.SIGKILL)
         await app.until(lambda: app.pool.num_migrations == 1)
+        for seed in range(3):
+            (tmp_path / str(seed)).touch()
         for seed, name in enumerate(names):
             assert await content(app, name) == random.Random(seed).randbytes(64)
         metrics = (await app.call("GET", "/metrics")).body.decode()
@@ -76,7 +81,8 @@ async def test_the_job_of_a_killed_worker_is_made_by_another_with_the_same_pixel
 @in_loop
 async def test_an_abort_between_steps_frees_the_worker(tmp_path: Path) -> None:
     async with served(tmp_path, workers=1) as app:
-        endless, short = await app.create(num_inference_steps=1000), await app.create(seed=3)
+        endless, short = await app.create(seed=2), await app.create(seed=3)
+        (tmp_path / "3").touch()
         await worker_of(app, endless)
         await app.call("DELETE", f"/v1/videos/{endless}")
         assert await content(app, short) == random.Random(3).randbytes(64)
@@ -88,7 +94,7 @@ async def test_workers_are_seen_and_scaled_and_the_queue_goes_to_the_new_one(
     tmp_path: Path,
 ) -> None:
     async with served(tmp_path, workers=1) as app:
-        names = [await app.create(num_inference_steps=1000) for _ in range(3)]
+        names = [await app.create() for _ in range(3)]
         view = (await app.call("GET", "/workers")).json
         assert (view["task"], view["num_open"], view["num_held"]) == ("video", 3, 2)
         assert [worker["num_open"] for worker in view["workers"]] == [1]

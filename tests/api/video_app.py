@@ -25,6 +25,7 @@ from tokenmill.core.video import VideoServerConfig
 from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult
 
 MODEL = "wan-tiny"
+WAIT_S = 120.0  # at most, for what takes milliseconds on an idle machine
 SMALL = {"prompt": "a red fox", "size": "32x16", "num_frames": 5, "num_inference_steps": 4}
 _decode = msgspec.msgpack.Decoder(Request).decode
 
@@ -112,7 +113,7 @@ class VideoApp:
         return (await self.call("GET", f"/v1/videos/{video_id}")).json
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while not holds():
                 await asyncio.sleep(0.005)
 
