@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -20,6 +21,16 @@ async def refuse(body: bytes, preparer: Preparer, model: str) -> int:
 
 async def end_process(body: bytes, preparer: Preparer, model: str) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+async def take_a_while(body: bytes, preparer: Preparer, model: str) -> int:
+    await asyncio.sleep(1)
+    return os.getpid()
+
+
+async def hang(body: bytes, preparer: Preparer, model: str) -> int:
+    await asyncio.Event().wait()
     return 0
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from api.body_readers import count_here, end_process, process_id, refuse
-from api.sim import TEMPLATE, make_tokenizer
+from api.body_readers import count_here, end_process, hang, process_id, refuse, take_a_while
+from api.sim import TEMPLATE, make_loader, make_tokenizer
 from harmony_tokenizer import harmony_tokenizer
 from tokenmill.api import body_reader, messages_routes, openai_routes, responses_routes
 from tokenmill.api.body_reader import LONG_BODY_BYTES, BodyReader, Reader
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.core.config import ServerConfig
+from tokenmill.core.vision_config import VisionConfig
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.tokenizer import load_tokenizer
+from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.messages import ModelFacts
 
 LONG = "Hello there, how are you? " * (LONG_BODY_BYTES // 20)
@@ -39,23 +45,46 @@ READERS: dict[str, tuple[Reader[Any], dict[str, Any]]] = {
 }
 
 
+IMAGES = [{"type": "text", "text": LONG}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
 @pytest.fixture(scope="module")
-def bodies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BodyReader]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer()._backend.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    reader = BodyReader(load_tokenizer(folder), lambda: FACTS, ServerConfig(), "m")
-    yield reader
-    reader.close()
+    return folder
+
+
+def make_bodies(folder: Path, images: ImageLoader | None = None) -> BodyReader:
+    return BodyReader(load_tokenizer(folder), lambda: FACTS, ServerConfig(), "m", images)
+
+
+@pytest.fixture(scope="module")
+def bodies(folder: Path) -> Iterator[BodyReader]:
+    with closing(make_bodies(folder)) as reader:
+        yield reader
+
+
+def request(body: bytes, gone: asyncio.Event) -> Request:
+    """A call whose client goes away when `gone` is set."""
+    messages = iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> dict[str, Any]:
+        for message in messages:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
 
 
 def read(bodies: BodyReader, reader: Reader[Any], body: bytes, **more: Any) -> Any:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
+    async def main() -> Any:
+        return await bodies.read(request(body, asyncio.Event()), reader, **more)
 
-    scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    return asyncio.run(bodies.read(Request(scope, receive), reader, **more))
+    return asyncio.run(main())
 
 
 def encode(call: dict[str, Any]) -> bytes:
@@ -111,10 +140,72 @@ def test_a_call_that_refers_to_stored_items_is_read_here(bodies: BodyReader) -> 
 
 
 def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
-    with pytest.raises(ApiError, match="was ended") as caught:
-        read(bodies, end_process, LONG.encode())
-    assert caught.value.status == 500
+    bodies._places = asyncio.Semaphore(2)
+
+    async def main() -> list[Any]:
+        readers = end_process, take_a_while
+        calls = [bodies.read(request(LONG.encode(), asyncio.Event()), each) for each in readers]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    error, other = asyncio.run(main())
+    assert isinstance(error, ApiError) and error.status == 500 and "was ended" in str(error)
+    assert isinstance(other, int) and other != os.getpid()
+
+
+def test_a_body_is_given_up_after_a_while_or_when_its_client_goes(
+    bodies: BodyReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies._places = asyncio.Semaphore(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(body_reader, "READ_S", 0.01)
+        with pytest.raises(ApiError, match=r"within 0\.01 s"):
+            read(bodies, hang, LONG.encode())
+
+    async def leave() -> None:
+        gone = asyncio.Event()
+        call = asyncio.create_task(bodies.read(request(LONG.encode(), gone), hang))
+        while not bodies._busy:
+            await asyncio.sleep(0)
+        gone.set()
+        with pytest.raises(ClientDisconnect):
+            await call
+
+    asyncio.run(leave())
     assert read(bodies, process_id, LONG.encode()) != os.getpid()
+
+
+def test_a_process_that_cannot_load_the_tokenizer_is_done_without(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = tmp_path / "gone"
+    shutil.copytree(folder, gone)
+    with closing(make_bodies(gone)) as bodies, caplog.at_level(logging.WARNING):
+        shutil.rmtree(gone)
+        for _ in range(2):
+            assert read(bodies, process_id, LONG.encode()) == os.getpid()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "cannot load the tokenizer" in said
+
+
+def test_only_calls_with_images_are_read_here(folder: Path) -> None:
+    def chat(content: Any) -> bytes:
+        return encode({"messages": [{"role": "user", "content": content}]})
+
+    images = make_loader(VisionConfig(), make_tokenizer())
+    with closing(make_bodies(folder, images)) as bodies:
+        assert not bodies._goes_elsewhere(chat(IMAGES))
+        assert read(bodies, process_id, chat('An "image" of type image. ' + LONG)) != os.getpid()
+        hidden = chat(IMAGES).replace(b'"image_url"', b'"im\\u0061ge_url"')
+        reader: Any = openai_routes.read_chat
+        assert read(bodies, reader, hidden, here=count_here) == len(hidden)
+
+
+@pytest.mark.parametrize(("cores", "fronts", "expected"), [(64, 1, 4), (8, 4, 2), (2, 8, 1)])
+def test_processes_are_bounded_by_the_cores_of_a_front(
+    cores: int, fronts: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert body_reader._num_processes(fronts) == expected
 
 
 @pytest.mark.parametrize("make", [make_tokenizer, harmony_tokenizer])

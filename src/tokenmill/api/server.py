@@ -123,16 +123,16 @@ async def answer_calls(
     gc.freeze()  # vocabulary and app live as long as the process: do not scan them
     state: ApiState = app.state.api
     kept = Idempotent(app, client, config)
-    async with (
-        listening(Front(kept, config, state.metrics), listener, config),
-        logging_stats(config, state.metrics, client.known_stats),
-    ):
-        on_listening(url_of(listener))
-        ended = await signals.interrupt(ends.wait())
-        client.drain()
-        await drain(state.calls, config.drain_timeout_s, signals)
-        client.fail_open("the server is shutting down", "shutdown")
-    app.state.bodies.close()
+    with contextlib.closing(app.state.bodies):
+        async with (
+            listening(Front(kept, config, state.metrics), listener, config),
+            logging_stats(config, state.metrics, client.known_stats),
+        ):
+            on_listening(url_of(listener))
+            ended = await signals.interrupt(ends.wait())
+            client.drain()
+            await drain(state.calls, config.drain_timeout_s, signals)
+            client.fail_open("the server is shutting down", "shutdown")
     return bool(ended)
 
 
