@@ -10,7 +10,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -18,10 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from api.body_readers import count_here, end_process, hang, process_id, refuse, take_a_while
 from api.sim import TEMPLATE, make_loader, make_tokenizer
 from harmony_tokenizer import harmony_tokenizer
-from tokenmill.api import body_reader, messages_routes, openai_routes, responses_routes
+from tokenmill.api import body_reader, messages_routes, openai_routes, responses_routes, server
 from tokenmill.api.body_reader import LONG_BODY_BYTES, BodyReader, Reader
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.prepare import Preparer
+from tokenmill.api.server import ServerError
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.text.detokenize import Detokenizer
@@ -198,6 +200,25 @@ def test_only_calls_with_images_are_read_here(folder: Path) -> None:
         hidden = chat(IMAGES).replace(b'"image_url"', b'"im\\u0061ge_url"')
         reader: Any = openai_routes.read_chat
         assert read(bodies, reader, hidden, here=count_here) == len(hidden)
+
+
+def test_processes_end_with_a_server_that_cannot_listen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.gc, "freeze", lambda: None)
+
+    def listen(backlog: int) -> None:
+        raise OSError("taken")
+
+    listener: Any = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1), listen=listen)
+    bodies, nothing = make_bodies(folder), cast(Any, SimpleNamespace(metrics=None))
+    app: Any = SimpleNamespace(state=SimpleNamespace(api=nothing, bodies=bodies))
+    work = server.answer_calls(
+        nothing, app, listener, ServerConfig(), nothing, nothing, lambda url: None
+    )
+    with pytest.raises(ServerError, match="taken"):
+        asyncio.run(work)
+    assert bodies._is_closed
 
 
 @pytest.mark.parametrize(("cores", "fronts", "expected"), [(64, 1, 4), (8, 4, 2), (2, 8, 1)])

@@ -29,6 +29,7 @@ from tokenmill.workers.fronts.control import (
     GetTotals,
     Hello,
     Left,
+    Listening,
     ToFront,
     Totals,
     Welcome,
@@ -112,12 +113,26 @@ class Peer:
         return [message for message in self.heard if isinstance(message, kind)]
 
 
+class Process:
+    """A front's process, which ends when it is killed."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return -9
+
+    def kill(self) -> None:
+        self.ended.set()
+
+
 @asynccontextmanager
 async def owning(
-    *slots: Slot, num_fronts: int = 2, host: str = "127.0.0.1"
+    *slots: Slot, num_fronts: int = 2, host: str = "127.0.0.1", spawn: Any = None, far: Any = None
 ) -> AsyncIterator[FrontOwner]:
     setup = msgspec.structs.replace(SETUP, server=ServerConfig(host=host))
-    owner = FrontOwner(cast(Any, Pool(*slots)), setup, cast(Any, None), num_fronts)
+    owner = FrontOwner(cast(Any, Pool(*slots)), setup, spawn, num_fronts, None, far)
     try:
         async with asyncio.timeout(GENEROUS_S):
             yield owner
@@ -160,6 +175,62 @@ def test_the_owner_speaks_on_while_it_waits_for_workers(
             await until(lambda: len(stays.of(Totals)) > before + 1)
             owner._on_worker(cast(Any, slot), FrontDropped("j0.2"))
             await until(lambda: "j0" not in owner._fronts)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("link_broke", [False, True])
+def test_a_silent_front_of_another_node_is_ended_and_started_again(
+    link_broke: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("EVERY_S", "SILENT_S", "BACKOFF_S"):
+        monkeypatch.setattr(owner_module, name, 0.01)
+    processes: list[Process] = []
+
+    async def spawn(ticket: Any) -> Process:
+        processes.append(Process())
+        return processes[-1]
+
+    async def main() -> None:
+        slot = Slot("w0")
+        async with owning(slot, far=spawn) as owner:
+            front = owner._fronts["f1"]
+            owner._begin(owner._keep(front))
+            await until(lambda: processes)
+            Peer(owner, "f1").say(Listening("http://x"))
+            if link_broke:
+                owner._on_worker(cast(Any, slot), FrontLost("f1.1"))
+            else:
+                front.heard_s = time.monotonic() - 1e6
+                assert not front.is_alive()
+                owner._begin(owner._beat())
+            await until(lambda: len(processes) == 2)
+            assert processes[0].ended.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_front_that_cannot_be_started_again_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("BACKOFF_S", "MAX_BACKOFF_S"):
+        monkeypatch.setattr(owner_module, name, 0.01)
+    tries: list[Process] = []
+
+    async def spawn(address: str, ticket: str) -> Process:
+        tries.append(Process())
+        if len(tries) == 2:
+            raise BlockingIOError("no more processes")
+        return tries[-1]
+
+    async def main() -> None:
+        async with owning(num_fronts=1, spawn=spawn) as owner:
+            owner._begin(owner._keep(owner._fronts["f0"]))
+            await until(lambda: tries)
+            owner._fronts["f0"].state = "ready"
+            tries[0].kill()
+            await until(lambda: len(tries) == 3)
+            assert len(owner._tickets) == 1
 
     asyncio.run(main())
 

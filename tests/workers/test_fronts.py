@@ -23,6 +23,7 @@ from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
 from api.streams import GENEROUS_S, Spawner, read, until
 from tokenmill import __version__
+from tokenmill.api.front_server import own_host
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
@@ -132,9 +133,12 @@ def test_fronts_answer_alike_and_add_up(server: SimServer) -> None:
             parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
             texts.add("".join(parts))
     assert texts == {answer(20)}
+    wait_until(
+        lambda: server.metric("request_success_total", 'reason="stop"') - before == 8,
+        "all fronts report",
+    )
     pool = view(server)
     assert [front["state"] for front in pool["fronts"]] == ["ready", "ready"]
-    assert server.metric("request_success_total", 'reason="stop"') - before == 8
     assert sum(worker["routed"] for worker in pool["workers"]) >= 8
     receipts = server.call("GET", "/workers/receipts").json
     assert receipts["keys"][0]["num_requests"] >= 8
@@ -316,6 +320,14 @@ from tokenmill.cli import front
 front.load = lambda setup: load(setup, True)
 sys.exit(run(["front", "--join", sys.argv[1], "--port", "0"]))
 """
+
+
+def test_a_front_that_cannot_reach_the_server_says_so() -> None:
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(FrontError, match=f"cannot reach the server at 127.0.0.1:{port}"):
+            own_host("127.0.0.1", port)
 
 
 def test_a_front_joins_and_leaves(server: SimServer) -> None:

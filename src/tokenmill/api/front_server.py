@@ -56,7 +56,6 @@ from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
 from tokenmill.workers.fronts.owner_link import Membership, OwnerLink
 from tokenmill.workers.fronts.report import Ticket
-from tokenmill.workers.link import LOOPBACK
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
 
@@ -316,10 +315,10 @@ def share_calls(membership: Membership, calls: Calls) -> None:
 
 
 def own_host(host: str, port: int) -> str:
-    """The address of this host that the server, and so its workers, reach."""
+    """The address of this host that the server, and so its workers, reach; FrontError: none."""
     try:
         with socket.create_connection((host, port), timeout=10) as probe:
             address: str = probe.getsockname()[0]
             return address
-    except OSError:
-        return LOOPBACK
+    except OSError as error:
+        raise FrontError(f"this host cannot reach the server at {host}:{port}: {error}") from None

@@ -140,15 +140,19 @@ class _Front:
         """It runs on the owner's host."""
         return self.is_child and not self.is_far
 
+    @property
+    def has_started(self) -> bool:
+        return self.state in ("ready", "draining")
+
     def is_alive(self) -> bool:
         """False for one that is gone, or of another host and silent."""
-        is_heard = self.is_child or time.monotonic() - self.heard_s < SILENT_S
+        is_heard = self.is_near or time.monotonic() - self.heard_s < SILENT_S
         return self.peer is not None and is_heard
 
     def is_late(self, now_s: float) -> bool:
         """One of another host says nothing; while it starts it may load for a while."""
-        limit_s = START_TIMEOUT_S if self.state == "starting" else HOST_SILENT_S
-        return not self.is_child and now_s - self.heard_s > limit_s
+        limit_s = HOST_SILENT_S if self.has_started else START_TIMEOUT_S
+        return not self.is_near and now_s - self.heard_s > limit_s
 
     def end_gather(self) -> None:
         """Nobody waits for the report any more: it has come, or is late."""
@@ -256,8 +260,9 @@ class FrontOwner:
             began_s, ticket = time.monotonic(), self._issue(front.name)
             try:
                 front.process = await self._launch(front, ticket)
-            except TokenmillError as error:
-                front.problem = str(error)
+            except (TokenmillError, OSError) as error:
+                self._tickets.pop(ticket, None)
+                front.problem = f"front {front.name} cannot start: {error}"
                 if front.state == "starting":
                     return
                 _log.error("front %s cannot start again: %s", front.name, error)
@@ -531,7 +536,7 @@ class FrontOwner:
         await asyncio.sleep(SILENT_S)
         if front.link != link or front.peer is None:
             return
-        if not front.is_child and front.state != "starting" and front.heard_s < began_s:
+        if not front.is_near and front.has_started and front.heard_s < began_s:
             await self._gone(front)
         elif slot.name in front.wanted and slot.ready:
             slot.send(DropFront(link))
@@ -543,6 +548,8 @@ class FrontOwner:
             return
         self._by_peer.pop(front.peer[1], None)
         front.peer, link = None, front.link
+        if front.process is not None:  # it says nothing; once it has ended, a new one starts
+            front.process.kill()
         self._tell_others(front, FrontGone(link))
         front.end_gather()
         self._past.add(front.report.past())
@@ -610,7 +617,7 @@ class FrontOwner:
 
     async def _gather(self) -> None:
         """Have every front report now; the last report stands where that takes too long."""
-        there = [f for f in self._fronts.values() if f.peer and f.state in ("ready", "draining")]
+        there = [f for f in self._fronts.values() if f.peer and f.has_started]
         for front in there:
             if front.reported is None:
                 front.reported = asyncio.get_running_loop().create_future()
