@@ -342,11 +342,24 @@ async def test_a_job_ends_with_the_call_that_waits_for_it(tmp_path: Path) -> Non
 
 
 @in_loop
+async def test_a_worker_that_is_free_gets_a_job_while_another_finishes_its_last(
+    tmp_path: Path,
+) -> None:
+    async with video_app(tmp_path) as app:
+        last = await app.create()
+        app.pool.leaving.add(last)  # its worker drains, and the one that is ready has nothing
+        following = await app.create()
+        assert following in app.pool.open
+        for name in (last, following):
+            await app.finish(name)
+
+
+@in_loop
 async def test_the_progress_of_a_job_whose_worker_died_begins_anew(tmp_path: Path) -> None:
     async with video_app(tmp_path) as app:
         name = await app.create()
         app.pool.step(name, 0.6, b"noise")
-        app.pool.open[name](JobOutput(name, "progress"))
+        app.pool.open[name](JobOutput(name, "restarted"))
         made = await app.get(name)
         assert (made["status"], made["progress"], made["steps_done"]) == ("in_progress", 0, 0)
         path = f"/v1/videos/{name}/content?variant=thumbnail"

@@ -29,7 +29,7 @@ async def served(folder: Path, workers: int) -> AsyncIterator[VideoApp]:
         return await asyncio.create_subprocess_exec(*argv, stderr=null)
 
     config = PoolConfig(workers=workers, backoff_s=0.01, heartbeat_s=60.0)
-    pool = JobPool(spawn, config)
+    pool = JobPool(spawn, config, max_per_worker=1)
     await pool.start()
     try:
         async with video_app(folder / "videos", pool=pool) as app:
@@ -98,8 +98,11 @@ async def test_workers_are_seen_and_scaled_and_the_queue_goes_to_the_new_one(
         view = (await app.call("GET", "/workers")).json
         assert (view["task"], view["num_open"], view["num_held"]) == ("video", 3, 2)
         assert [worker["num_open"] for worker in view["workers"]] == [1]
+        wrong = await app.call("POST", "/workers/scale", {})
+        assert (wrong.status, wrong.error["code"]) == (400, "missing_field")
+        assert '{"workers": 2}' in wrong.error["message"]
         wrong = await app.call("POST", "/workers/scale", {"decode": 1})
-        assert (wrong.status, wrong.error["param"]) == (400, "workers")
+        assert (wrong.status, wrong.error["param"]) == (400, "decode")
         view = (await app.call("POST", "/workers/scale", {"workers": 2})).json
         assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
         assert await worker_of(app, names[0]) != await worker_of(app, names[1])

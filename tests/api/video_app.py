@@ -46,6 +46,7 @@ class FakePool:
     def __init__(self, num_ready: int = 1) -> None:
         self.num_ready, self.num_restarts, self.num_migrations = num_ready, 0, 0
         self.open: dict[str, Callable[[JobOutput], None]] = {}
+        self.leaving: set[str] = set()  # jobs at workers that drain
         self.requests: list[Request] = []  # in the order in which they came
         self.aborted: list[str] = []
         self.picture = b"png"  # of finished videos
@@ -53,6 +54,10 @@ class FakePool:
     @property
     def num_open(self) -> int:
         return len(self.open)
+
+    @property
+    def num_free(self) -> int:
+        return max(0, self.num_ready - len(self.open.keys() - self.leaving))
 
     @property
     def ready(self) -> bool:

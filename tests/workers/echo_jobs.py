@@ -1,6 +1,7 @@
 """An engine of jobs without a model: a job takes some steps and answers with its worker's pid.
 
-Its payload is JSON: {"steps": 3}, and "exit", "hang" or "raise" at the last of them, or "bad".
+Its payload is JSON: {"steps": 3}, and "exit", "hang" or "raise" at the last of them, or "bad". With
+"until" it ends at the first step that finds a file of this name.
 Run as a script it is a worker process.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 
 from tokenmill.core.jobs.job_engine import JobOutput
@@ -21,13 +23,15 @@ class EchoJobs:
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.ends: dict[str, str] = {}
+        self.files: dict[str, str] = {}
         self.num_steps = self.num_aborted = 0
 
     def submit(self, job_id: str, payload: bytes) -> None:
         job = json.loads(payload)
         if "bad" in job:
             raise ValueError(f"bad: {job['bad']} is wrong")
-        self.left[job_id] = job.get("steps", 1)
+        self.left[job_id] = sys.maxsize if "until" in job else job.get("steps", 1)
+        self.files[job_id] = job.get("until", "")
         self.ends[job_id] = job.get("end", "")
 
     def abort(self, job_id: str) -> None:
@@ -43,7 +47,7 @@ class EchoJobs:
 
     def _advance(self, job_id: str) -> JobOutput:
         self.left[job_id] -= 1
-        if self.left[job_id]:
+        if self.left[job_id] and not os.path.exists(self.files[job_id]):
             return JobOutput(job_id, "progress", str(self.left[job_id]).encode())
         del self.left[job_id]
         match self.ends[job_id]:

@@ -17,9 +17,12 @@ import pytest
 
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.jobs.job_engine import JobOutput, add_figures, is_counter
-from tokenmill.workers.jobs.job_pool import JobPool, QueueFull
+from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.workers.jobs.job_worker import JobLoop
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerDownError
+from tokenmill.workers.messages import Job, Shutdown, SubmitJobs, ToWorker, encode
+from workers.echo_jobs import EchoJobs
 
 WORKER = [sys.executable, str(Path(__file__).with_name("echo_jobs.py"))]
 GENEROUS_S = 60.0
@@ -74,6 +77,10 @@ class Jobs:
         (end,) = self.ends(job_id)
         return end
 
+    def num_open(self) -> list[int]:
+        """The jobs at each worker."""
+        return [worker.num_open for worker in self.pool.view()]
+
     async def begun(self, *job_ids: str) -> None:
         await self.until(lambda: all(self.outputs[job_id] for job_id in job_ids))
 
@@ -92,11 +99,12 @@ class Calm(NamedTuple):
 
 @asynccontextmanager
 async def running(
-    workers: int = 1, max_open: int = 100, **config: Any
+    workers: int = 1, max_per_worker: int | None = None, **config: Any
 ) -> AsyncIterator[tuple[Jobs, Workers]]:
     spawner = Workers()
     settings = {"backoff_s": 0.01, "heartbeat_s": 60.0} | config
-    pool = JobPool(spawner, PoolConfig(workers=workers, **settings), max_open=max_open)
+    given = PoolConfig(workers=workers, **settings)
+    pool = JobPool(spawner, given, max_per_worker=max_per_worker)
     jobs = Jobs(pool)
     try:
         async with asyncio.timeout(GENEROUS_S):
@@ -114,7 +122,7 @@ def calm() -> Iterator[Calm]:
     """One pool for the tests after which both its workers live and nothing is open."""
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        opened = stack.enter_async_context(running(workers=2, max_open=4))
+        opened = stack.enter_async_context(running(workers=2))
         try:
             yield Calm(runner, *runner.run(opened))
         finally:
@@ -143,7 +151,7 @@ async def test_jobs_go_where_least_is_open_and_progress_comes_before_their_end(
     before = [worker.ended for worker in jobs.pool.view()]
     for number in range(4):
         jobs.submit(f"job-{number}", steps=3)
-    assert [worker.num_open for worker in jobs.pool.view()] == [2, 2]
+    assert jobs.num_open() == [2, 2]
     pids = {(await jobs.end(f"job-{number}")).payload for number in range(4)}
     assert pids == {str(process.pid).encode() for process in workers.processes}
     assert [o.payload for o in jobs.outputs["job-0"][:2]] == [b"2", b"1"]
@@ -183,19 +191,6 @@ async def test_abort_and_deadline_free_the_worker(jobs: Jobs, workers: Workers) 
 
 
 @in_calm
-async def test_the_queue_is_bounded(jobs: Jobs, workers: Workers) -> None:
-    for name in "abcd":
-        jobs.submit(name, steps=LONG)
-    with pytest.raises(QueueFull, match="4 jobs are open; the limit is 4"):
-        jobs.pool.submit("e", b"{}", print)
-    jobs.pool.abort("a")
-    jobs.submit("e", steps=1)
-    assert (await jobs.end("e")).kind == "done"
-    for name in "bcd":
-        jobs.pool.abort(name)
-
-
-@in_calm
 async def test_a_fault_of_who_waits_is_not_a_fault_of_other_jobs(
     jobs: Jobs, workers: Workers
 ) -> None:
@@ -210,17 +205,18 @@ async def test_a_fault_of_who_waits_is_not_a_fault_of_other_jobs(
 
 
 @in_loop
-async def test_the_jobs_of_a_killed_worker_are_answered_by_another() -> None:
+async def test_the_jobs_of_a_killed_worker_are_answered_by_another(tmp_path: Path) -> None:
     async with running(workers=2) as (jobs, workers):
         for number in range(4):
-            jobs.submit(f"job-{number}", steps=40)
+            jobs.submit(f"job-{number}", until=str(tmp_path / "end"))
         await jobs.begun(*jobs.outputs)
         workers.kill(0)
+        await jobs.until(lambda: jobs.pool.num_migrations == 2)
+        (tmp_path / "end").touch()
         ends = [await jobs.end(f"job-{number}") for number in range(4)]
         assert {end.kind for end in ends} == {"done"}
-        assert str(workers.processes[0].pid).encode() not in {end.payload for end in ends}
-        assert jobs.pool.num_migrations == 2
-        anew = [sum(not o.payload for o in outputs) for outputs in jobs.outputs.values()]
+        assert {end.payload for end in ends} == {str(workers.processes[1].pid).encode()}
+        anew = [sum(o.kind == "restarted" for o in told) for told in jobs.outputs.values()]
         assert sorted(anew) == [0, 0, 1, 1]  # whose worker died is told so
         await jobs.until(lambda: jobs.pool.num_restarts == 1)
         (dead,) = (worker for worker in jobs.pool.view() if worker.failures)
@@ -229,37 +225,72 @@ async def test_the_jobs_of_a_killed_worker_are_answered_by_another() -> None:
 
 
 @in_loop
-async def test_the_only_worker_comes_back_for_its_job_and_counters_outlive_it() -> None:
+async def test_the_only_worker_comes_back_for_its_job_and_counters_outlive_it(
+    tmp_path: Path,
+) -> None:
     async with running() as (jobs, workers):
         jobs.submit("before", steps=3)
         await jobs.end("before")
         assert (await jobs.pool.stats(GENEROUS_S))["steps_total"] == 3
-        jobs.submit("a", steps=20)
+        jobs.submit("a", until=str(tmp_path / "end"))
         await jobs.begun("a")
         workers.kill(0)
         await jobs.until(lambda: not jobs.pool.ready)
+        (tmp_path / "end").touch()
         with pytest.raises(WorkerDownError, match="restarting"):
             jobs.pool.submit("b", b"{}", print)
         assert jobs.pool.num_held == 1
         assert (await jobs.end("a")).kind == "done"
         stats = await jobs.pool.stats(GENEROUS_S)
-        assert stats["steps_total"] == 3 + 20  # what the dead one had told, and the new one's
+        assert stats["steps_total"] == 3 + 1  # what the dead one had told, and the new one's
         assert stats["num_running"] == 0
 
 
 @in_loop
+async def test_a_worker_that_has_its_share_gets_no_job_of_another(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    async with running(workers=2, max_per_worker=1) as (jobs, workers):
+        for name in "abc":
+            jobs.submit(name, until=str(first))
+        assert (jobs.num_open(), jobs.pool.num_held, jobs.pool.num_free) == ([1, 1], 1, 0)
+        await jobs.begun("a", "b")
+        workers.kill(0)
+        await jobs.until(lambda: jobs.pool.num_migrations == 1)
+        assert (sum(jobs.num_open()), jobs.pool.num_held, jobs.pool.num_free) == (1, 2, 0)
+        await jobs.until(lambda: jobs.pool.num_restarts == 1)
+        assert (jobs.num_open(), jobs.pool.num_held) == ([1, 1], 1)
+        first.touch()
+        assert {(await jobs.end(name)).kind for name in "abc"} == {"done"}
+        jobs.submit("last", until=str(second))
+        (slot,) = (worker.name for worker in jobs.pool.view() if worker.num_open)
+        draining = asyncio.create_task(jobs.pool.drain_worker(slot, GENEROUS_S))
+        await jobs.until(lambda: jobs.pool.num_ready == 1)
+        assert jobs.pool.num_free == 1
+        jobs.submit("beside", steps=1)
+        assert (await jobs.end("beside")).kind == "done"
+        second.touch()
+        await draining
+        assert (await jobs.end("last")).kind == "done"
+        assert jobs.pool.num_migrations == 1
+
+
+@in_loop
 async def test_a_worker_that_hangs_or_fails_is_replaced_and_other_jobs_go_on() -> None:
-    config = {"heartbeat_s": 0.05, "hang_timeout_s": 1.0, "max_migrations": 0}
+    config = {"heartbeat_s": 3600.0, "hang_timeout_s": 3600.0, "max_migrations": 0}
     async with running(workers=2, **config) as (jobs, _):
         jobs.submit("hangs", end="hang")
-        jobs.submit("raises", end="raise")  # at the other worker
+        jobs.submit("raises", end="raise")
+        hanging, other = jobs.pool.slots.values()
         end = await jobs.end("raises")
         assert (end.kind, end.error_kind) == ("failed", "worker_died")
         assert "the echo failed" in end.error
+        while not jobs.ends("hangs"):  # a heartbeat that is not answered until the next is a hang
+            hanging.beat()
+            await asyncio.sleep(0.005)
         end = await jobs.end("hangs")
         assert (end.kind, end.error_kind) == ("failed", "worker_died")
-        assert "no sign of life for 1 s" in end.error
-        assert sum(worker.hangs for worker in jobs.pool.view()) == 1
+        assert "no sign of life for 3600 s" in end.error
+        assert (hanging.num_hangs, other.num_hangs) == (1, 0)
         await jobs.until(lambda: jobs.pool.ready)
         jobs.submit("next", steps=1)
         assert (await jobs.end("next")).kind == "done"
@@ -279,24 +310,43 @@ async def test_a_job_that_kills_every_worker_fails_alone() -> None:
 
 
 @in_loop
-async def test_workers_are_scaled_and_drained_without_losing_a_job() -> None:
+async def test_workers_are_scaled_and_drained_without_losing_a_job(tmp_path: Path) -> None:
     async with running() as (jobs, _):
         with pytest.raises(PoolError, match="the only one"):
             await jobs.pool.drain_worker("w0")
         await jobs.pool.scale(2)
-        jobs.submit("a", steps=40)
+        jobs.submit("a", until=str(tmp_path / "end"))
         await jobs.begun("a")
         await jobs.pool.drain_worker("w0", timeout_s=0.0)
+        (tmp_path / "end").touch()
         assert [worker.name for worker in jobs.pool.view()] == ["w1"]
         assert (await jobs.end("a")).kind == "done"
         assert jobs.pool.num_migrations == 1
         jobs.submit("short", steps=5)
         jobs.submit("long", steps=LONG)
-        await jobs.pool.drain(0.1)
+        jobs.pool.drain()
         assert (await jobs.end("short")).kind == "done"
         with pytest.raises(WorkerDownError, match="draining"):
             jobs.pool.submit("c", b"{}", print)
     assert jobs.ends("long")[0].error_kind == "shutdown"
+
+
+class Messages:
+    """What an owner sends to a worker: all of it at once."""
+
+    def __init__(self, *messages: ToWorker, is_there: bool = True) -> None:
+        self.messages, self.is_there = messages, is_there
+
+    def receive(self, wait_ms: int | None) -> tuple[list[tuple[str, bytes]], bool]:
+        return [("", encode(message)) for message in self.messages], self.is_there
+
+
+def test_a_worker_that_shall_end_runs_no_further_step() -> None:
+    job = SubmitJobs([Job("a", b'{"steps": 9}')])
+    for links in (Messages(job, Shutdown()), Messages(job, is_there=False)):
+        engine = EchoJobs()
+        JobLoop(engine, links).run()  # type: ignore[arg-type]
+        assert engine.has_work() and engine.num_steps == 0
 
 
 def test_figures_add_up_and_counters_are_known_by_their_names() -> None:

@@ -44,26 +44,26 @@ class Suspects(Generic[Entry]):
     def __init__(self, max_deaths: int, trials: Trials | None = None) -> None:
         self._max_deaths = max_deaths
         self._trials = trials or Trials()
-        self._on_trial: Entry | None = None
+        self._running: Entry | None = None
 
     def died(self, entries: Iterable[Entry]) -> list[Entry]:
         """A worker died with these requests; returns those that it died of."""
-        guilty = []
+        causes = []
         for entry in entries:
             if entry.num_deaths >= self._max_deaths:
-                guilty.append(entry)
+                causes.append(entry)
             entry.num_deaths += 1
             entry.num_tokens_at_death = len(entry.token_ids)
             self.ended(entry)
-        return guilty
+        return causes
 
     def may_go(self, entry: Entry) -> bool:
         """False while the request must wait because another suspect runs."""
         if entry.num_deaths < max(self._max_deaths, 1):
             return True
-        if self._on_trial is None and self._trials.begin():
-            self._on_trial = entry
-        return self._on_trial is entry
+        if self._running is None and self._trials.begin():
+            self._running = entry
+        return self._running is entry
 
     def got_on(self, entry: Entry) -> bool:
         """A request has new tokens; True: another suspect may be tried now."""
@@ -74,8 +74,8 @@ class Suspects(Generic[Entry]):
 
     def ended(self, entry: Entry) -> bool:
         """A request has ended; True: another suspect may be tried now."""
-        if self._on_trial is not entry:
+        if self._running is not entry:
             return False
-        self._on_trial = None
+        self._running = None
         self._trials.end()
         return True

@@ -55,7 +55,7 @@ def run_worker(
 
     `kv` is the engine's own, where its KV moves to or from other engines, and `features` where it
     reads the features of images from others.
-    An exception out of the engine is sent to the API process as its last words, then raised.
+    The API process is told of an exception out of the engine before it is raised.
     """
     leave_signals_to_the_parent()
     links = FrontLinks(FrontLink(address), facts)

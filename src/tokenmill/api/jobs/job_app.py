@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from tokenmill.core.config import ServerConfig
 from tokenmill.workers.jobs.job_pool import JobPool
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
+from tokenmill.workers.slot import Role
 
 
 @dataclass(slots=True)
@@ -38,12 +39,13 @@ class JobState:
     metrics: JobMetrics
     calls: Calls
     max_model_len: int = 0
+    started_s: float = field(default_factory=time.monotonic)
 
     def admit(self, key: int, count: int = 1) -> None:
         """Raise what a new call is to be answered with, if it cannot be taken."""
         self.calls.check_draining()
         if not self.pool.ready:
-            raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
+            raise no_worker()
         self.calls.check_limits(key, count)
 
     def check_model(self, name: str | None) -> None:
@@ -66,7 +68,7 @@ def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page
     def fault() -> ApiError | None:
         if state.pool.ready:
             return None
-        return ApiError(503, "the engine is not running", code="restarting")
+        return no_worker()
 
     async def metrics() -> bytes:
         return await state.metrics.render(state.pool)
@@ -80,12 +82,17 @@ def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page
 
     add_model(app, state.config, state.model, state.max_model_len)
     add_job_workers(app, state.config, state.pool, lambda: view_of(state))
-    started_s = time.monotonic()
-    add_job_page(app, state.config, page, lambda: view_of(state, time.monotonic() - started_s))
+    add_job_page(app, state.config, page, lambda: view_of(state))
     return app
 
 
-def view_of(state: JobState, uptime_s: float = 0.0) -> JobsView:
+def no_worker() -> ApiError:
+    """503 while all workers are down."""
+    message = "no worker is there, the engine is restarting; try again shortly, or see GET /workers"
+    return ApiError(503, message, code="restarting")
+
+
+def view_of(state: JobState) -> JobsView:
     """The server as data, for /workers and the live page."""
     pool, metrics = state.pool, state.metrics
     return JobsView(
@@ -93,7 +100,7 @@ def view_of(state: JobState, uptime_s: float = 0.0) -> JobsView:
         model=state.model,
         version=__version__,
         time_s=time.time(),
-        uptime_s=uptime_s,
+        uptime_s=time.monotonic() - state.started_s,
         draining=state.calls.draining,
         num_open=pool.num_open,
         num_held=pool.num_held,
@@ -135,9 +142,7 @@ def add_job_workers(
 
     async def scale(request: Request) -> Response:
         counts = (await read_body(request, ScaleRequest, MAX_BODY_BYTES)).counts()
-        if set(counts) != {"both"}:
-            message = f"workers: send how many there shall be; --task {view().task} has no others"
-            raise ApiError(400, message, "workers", "invalid_value")
+        check_scale(counts, view().task)
         try:
             await pool.scale(counts["both"])
         except PoolError as error:
@@ -160,6 +165,17 @@ def add_job_workers(
         ("POST", "/drain", drain),
     ):
         add_guarded(app, config, method, path, handler)
+
+
+def check_scale(counts: Mapping[Role, int], task: str) -> None:
+    """400 where a call of /workers/scale does not name workers, or others than these."""
+    if not counts:
+        message = 'workers: send how many there shall be, such as {"workers": 2}'
+        raise ApiError(400, message, "workers", "missing_field")
+    others = [role for role in counts if role != "both"]
+    if others:
+        message = f"{others[0]}: --task {task} has no such workers; send "
+        raise ApiError(400, message + '{"workers": N}', others[0], "invalid_value")
 
 
 def answer(value: object, msgpack: bool) -> Response:

@@ -16,7 +16,7 @@ from tokenmill.workers.jobs.job_pool import JobPool
 from tokenmill.workers.link import WorkerDownError
 
 # How a job failed -> status; any other way is a 500.
-_STATUS = {"invalid": 400, "deadline": 408, "queue_full": 429, "shutdown": 503}
+_STATUS = {"invalid": 400, "deadline": 408, "shutdown": 503}
 _CODES = {"invalid": "invalid_value", "shutdown": "draining"}
 _numbers = itertools.count()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import socket
@@ -89,6 +88,7 @@ async def _answer_calls(
     async with listening(Front(app, config, state.metrics), listener, config):
         on_listening(url_of(listener))
         ended = await signals.interrupt(pool.gave_up.wait())
-        await asyncio.gather(pool.drain(), drain(state.calls, config.drain_timeout_s, signals))
+        pool.drain()
+        await drain(state.calls, config.drain_timeout_s, signals)
         pool.fail_open("the server is shutting down", "shutdown")
     return bool(ended)

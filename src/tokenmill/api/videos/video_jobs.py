@@ -43,7 +43,7 @@ class Pool(Protocol):
     """The workers, as a JobPool has them."""
 
     @property
-    def num_ready(self) -> int: ...
+    def num_free(self) -> int: ...
 
     @property
     def num_open(self) -> int: ...
@@ -192,7 +192,7 @@ class VideoJobs:
 
     def _send(self) -> None:
         """Give each worker without a video the next one."""
-        while self._is_open and self._waiting and self._pool.num_open < self._pool.num_ready:
+        while self._is_open and self._waiting and self._pool.num_free:
             name = self._waiting.popleft()
             live, record = self._live.get(name), self.store.get_or_none(name)
             if live is None or record is None:
@@ -204,7 +204,7 @@ class VideoJobs:
         live = self._live.get(output.job_id)
         if live is None:  # deleted
             self._send()
-        elif output.kind == "progress" and not output.payload:  # its worker died
+        elif output.kind == "restarted":
             live.progress, live.picture = 0.0, b""
         elif output.kind == "progress":
             self._advance(live, _progress(output.payload))

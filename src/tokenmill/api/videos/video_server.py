@@ -80,7 +80,7 @@ def serve_videos(
         contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store,
         open_placement(pool) as placement,
     ):
-        client = JobPool(placement.spawner(worker_argv), pool, placement.host)
+        client = JobPool(placement.spawner(worker_argv), pool, placement.host, max_per_worker=1)
         run_in_loop(_run(listener, client, store, config, videos, model, on_listening))
 
 

@@ -8,14 +8,14 @@ from typing import Literal, Protocol
 
 _COUNTERS = ("_total", "_bucket", "_count", "_sum")  # as Prometheus names what only grows
 
-JobKind = Literal["progress", "done", "failed"]
+JobKind = Literal["progress", "restarted", "done", "failed"]
 
 
 @dataclass(slots=True)
 class JobOutput:
     """What became of a job; "done" and "failed" are terminal.
 
-    Progress without a payload says that the job begins anew, since its worker died.
+    "restarted" says that the job begins anew, since its worker died or left.
     """
 
     job_id: str
@@ -26,7 +26,7 @@ class JobOutput:
 
     @property
     def is_terminal(self) -> bool:
-        return self.kind != "progress"
+        return self.kind in ("done", "failed")
 
 
 class JobEngine(Protocol):

@@ -358,11 +358,11 @@ class Simulation:
                 entry.num_known = max(entry.num_known, worker.num_tokens_of(entry.sent_as))
             if entry.num_deaths:
                 self._suspects.got_on(entry)
-        guilty = self._suspects.died(lost)
-        for entry in guilty:
+        causes = self._suspects.died(lost)
+        for entry in causes:
             self._end(entry, FinishReason.ERROR, now_ns)
         self._migrate([e for e in lost if e.sent_as in self.open])
-        self.outcome.happened.append((now_ns, "failed", name, len(lost) - len(guilty)))
+        self.outcome.happened.append((now_ns, "failed", name, len(lost) - len(causes)))
         back_ns = now_ns + round(self._config.pool.backoff_s * SECOND)
         self._time.at(back_ns, name, partial(self._begin_start, name))
 

@@ -35,7 +35,7 @@ from tokenmill.workers.messages import (
 
 CONNECT_TIMEOUT_MS = 10_000
 KEY_VARIABLE = "TOKENMILL_LINK_KEY"  # the key to a tcp:// address: not for the process list
-LINGER_MS = 2_000  # last words may take this long to leave
+LINGER_MS = 2_000  # what a worker says at its end may take this long to leave
 
 Item = TypeVar("Item")
 

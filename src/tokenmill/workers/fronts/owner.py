@@ -195,7 +195,7 @@ class FrontOwner:
         self._tickets: dict[str, str] = {}  # names of fronts that are expected; "": any
         self._past = FrontReport()  # of fronts that are gone
         self._dropping: dict[tuple[str, str], asyncio.Future[None]] = {}  # by worker and link
-        self._on_trial: _Front | None = None
+        self._trial_of: _Front | None = None
         self._trials: list[_Front] = []  # who waits
         self._changed = False  # open calls
         self._num_joined = self._num_started = 0
@@ -580,15 +580,15 @@ class FrontOwner:
     # Suspects: one at a time, over all fronts.
 
     def _next_trial(self) -> None:
-        while self._on_trial is None and self._trials:
+        while self._trial_of is None and self._trials:
             front = self._trials.pop(0)
             if front.peer is not None:
-                self._on_trial = front
+                self._trial_of = front
                 front.send(Trial())
 
     def _end_trial(self, front: _Front) -> None:
-        if self._on_trial is front:
-            self._on_trial = None
+        if self._trial_of is front:
+            self._trial_of = None
             self._next_trial()
 
     # Sums.

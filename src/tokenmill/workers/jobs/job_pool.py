@@ -10,18 +10,12 @@ from typing import Any
 import msgspec
 
 from tokenmill.core.config import PoolConfig
-from tokenmill.core.types import TokenmillError
 from tokenmill.workers.jobs.open_jobs import OnOutput, OpenJob, OpenJobs
 from tokenmill.workers.lifecycle import Lifecycle, PoolError, roles_of
 from tokenmill.workers.link import Spawn, WorkerDownError
 from tokenmill.workers.slot import WorkerSlot
 
-POLL_S = 0.02
 MAX_OPEN = 4096
-
-
-class QueueFull(TokenmillError):
-    """As many jobs are open as may be."""
 
 
 class JobWorkerView(msgspec.Struct, frozen=True):
@@ -44,8 +38,9 @@ class JobWorkerView(msgspec.Struct, frozen=True):
 class JobPool:
     """The workers as one engine of jobs.
 
-    `spawner` starts a worker; with a `host` the workers connect by TCP. More than `max_open` jobs
-    are refused.
+    `spawner` starts a worker; with a `host` the workers connect by TCP. `max_open` is for callers,
+    who refuse a whole call where its jobs would be more. A worker has `max_per_worker` jobs at
+    most; those that it cannot take wait until a worker can.
     """
 
     def __init__(
@@ -54,12 +49,13 @@ class JobPool:
         config: PoolConfig | None = None,
         host: str | None = None,
         max_open: int = MAX_OPEN,
+        max_per_worker: int | None = None,
     ) -> None:
         self.config = config or PoolConfig()
         self.max_open = max_open
         slots: dict[str, WorkerSlot] = {}  # the lifecycle changes it
         self.slots: Mapping[str, WorkerSlot] = MappingProxyType(slots)
-        self._jobs = OpenJobs(self.config.max_migrations)
+        self._jobs = OpenJobs(self.config.max_migrations, max_per_worker)
         self._lifecycle = Lifecycle(
             slots, lambda name, role: spawner, self.config, self._jobs, host
         )
@@ -80,6 +76,11 @@ class JobPool:
     def num_ready(self) -> int:
         """Workers that take jobs."""
         return self._jobs.num_taking
+
+    @property
+    def num_free(self) -> int:
+        """Of these, those without a job."""
+        return self._jobs.num_free
 
     @property
     def num_open(self) -> int:
@@ -119,7 +120,7 @@ class JobPool:
         """Send a job to the worker with the least open work, by the jobs' `cost`.
 
         `on_output` gets its outputs, of which exactly one is terminal; it may come from abort() or
-        close(), and when `deadline_s` seconds have passed. Raises QueueFull and WorkerDownError.
+        close(), and when `deadline_s` seconds have passed. Raises WorkerDownError.
         """
         if job_id in self._jobs.open:
             raise ValueError(f"job_id: {job_id!r} is open already")
@@ -127,11 +128,11 @@ class JobPool:
             raise WorkerDownError("the server is draining and takes no new requests")
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
-        if self.num_open >= self.max_open:
-            raise QueueFull(f"{self.num_open} jobs are open; the limit is {self.max_open}")
         job = OpenJob(job_id, payload, on_output, cost)
         if deadline_s is not None:
-            loop, late = asyncio.get_running_loop(), "the request passed its deadline"
+            late = f"the request was not answered within {deadline_s:g} s; raise its timeout or "
+            late += "--request-timeout, or add workers"
+            loop = asyncio.get_running_loop()
             job.timer = loop.call_later(deadline_s, self._jobs.end, job_id, late, "deadline")
         self._jobs.submit(job)
 
@@ -143,13 +144,9 @@ class JobPool:
         """End every open job with an error."""
         self._jobs.end_all(message, error_kind)
 
-    async def drain(self, timeout_s: float = 0.0) -> None:
-        """Refuse new jobs from now on, and wait so long at most until the open ones have ended."""
+    def drain(self) -> None:
+        """Refuse new jobs from now on; open ones go on, at another worker if need be."""
         self._draining = True
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        while self.num_open and loop.time() < deadline_s:
-            await asyncio.sleep(POLL_S)
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Stop the workers; open jobs fail."""

@@ -30,15 +30,15 @@ def run_job_worker(
 ) -> None:
     """Announce the engine at `address` and run its step loop until the API process ends it.
 
-    `facts` are what the API has to know, as plain data. An exception out of the engine is sent to
-    the API process as its last words, then raised; a ValueError of submit() fails that job alone.
+    `facts` are what the API has to know, as plain data. The API process is told of an exception out
+    of the engine before it is raised; a ValueError of submit() fails that job alone.
     """
     leave_signals_to_the_parent()
     told = ModelFacts(0, 0, 0, 0, dtype="none", about=facts, warnings=list(warnings))
     links = FrontLinks(FrontLink(address), told)
     try:
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        _JobLoop(engine, links).run()
+        JobLoop(engine, links).run()
     except Exception as error:
         links.owner.send(Failed(describe(error)))
         raise
@@ -46,7 +46,9 @@ def run_job_worker(
         links.close()
 
 
-class _JobLoop:
+class JobLoop:
+    """What a worker does until its owner ends it or is gone."""
+
     def __init__(self, engine: JobEngine, links: FrontLinks) -> None:
         self._engine, self._links = engine, links
         self._refused: list[JobOutput] = []
@@ -56,6 +58,8 @@ class _JobLoop:
         """Receive, step, send; sleep in poll while there is nothing to do."""
         while self._running:
             self._receive(0 if self._engine.has_work() else None)
+            if not self._running:
+                return
             outputs, self._refused = self._refused, []
             if self._engine.has_work():
                 outputs += self._engine.step()

@@ -39,12 +39,16 @@ class OpenJob:
 
 
 class OpenJobs:
-    """Owns all jobs that have not ended, and moves them from one worker to the next."""
+    """Owns all jobs that have not ended, and moves them from one worker to the next.
 
-    def __init__(self, max_migrations: int) -> None:
+    A worker has `max_per_worker` of them at most; further ones wait here.
+    """
+
+    def __init__(self, max_migrations: int, max_per_worker: int | None = None) -> None:
         self.open: dict[str, OpenJob] = {}
         self.num_migrations = 0
         self.num_ended: Counter[str] = Counter()  # by slot
+        self._max_per_worker = max_per_worker
         self._suspects: Suspects[OpenJob] = Suspects(max_migrations)
         self._taking: dict[str, WorkerSlot] = {}  # workers that get jobs
         self._work: defaultdict[str, float] = defaultdict(float)  # costs of the jobs at each
@@ -58,14 +62,21 @@ class OpenJobs:
         return len(self._taking)
 
     @property
+    def num_free(self) -> int:
+        """Of these, those without a job."""
+        busy = {job.slot.name for job in self.open.values() if job.slot is not None}
+        return len(self._taking.keys() - busy)
+
+    @property
     def num_held(self) -> int:
         """Jobs that wait for a worker."""
         return sum(job.slot is None for job in self.open.values())
 
     def submit(self, job: OpenJob) -> None:
-        """Take a job and send it to a worker, of which there must be one."""
+        """Take a job and send it to a worker as soon as one has room."""
         self.open[job.job_id] = job
-        self._send(job)
+        self._held.append(job)
+        self._send_held()
 
     def end(self, job_id: str, error: str, error_kind: str) -> None:
         """End an open job with this error, wherever it is."""
@@ -77,6 +88,7 @@ class OpenJobs:
 
     def end_all(self, error: str, error_kind: str) -> None:
         """End every open job with this error."""
+        self._held.clear()
         for job_id in list(self.open):
             self.end(job_id, error, error_kind)
 
@@ -176,8 +188,8 @@ class OpenJobs:
         del self.open[job.job_id]
         if job.timer is not None:
             job.timer.cancel()
-        if self._suspects.ended(job):
-            asyncio.get_running_loop().call_soon(self._send_held)
+        self._suspects.ended(job)
+        self._send_held()
         _tell(job, output)
 
     def _take_back(self, job: OpenJob) -> None:
@@ -185,9 +197,12 @@ class OpenJobs:
             self._work[job.slot.name] -= job.cost
         job.slot = None
 
-    def _send(self, job: OpenJob) -> None:
+    def _with_room(self) -> list[WorkerSlot]:
+        slots, most = list(self._taking.values()), self._max_per_worker
+        return slots if most is None else [slot for slot in slots if len(self.at(slot)) < most]
+
+    def _send(self, job: OpenJob, slots: list[WorkerSlot]) -> None:
         """Send a job to the worker with the least to do; of equal ones to the least used."""
-        slots = self._taking.values()
         slot = min(slots, key=lambda s: (self._work[s.name], s.num_routed, s.name))
         job.slot = slot
         slot.num_routed += 1
@@ -198,7 +213,7 @@ class OpenJobs:
         for job in jobs:
             _log.debug("%s goes on elsewhere: %s", job.job_id, reason)
             self._take_back(job)
-            _tell(job, JobOutput(job.job_id, "progress"))
+            _tell(job, JobOutput(job.job_id, "restarted"))
         self._held += jobs
         self.num_migrations += len(jobs)
         self._send_held()
@@ -211,8 +226,9 @@ class OpenJobs:
         for job in held:
             if self.open.get(job.job_id) is not job:
                 continue
-            if self._suspects.may_go(job):
-                self._send(job)
+            slots = self._with_room()
+            if slots and self._suspects.may_go(job):
+                self._send(job, slots)
             else:
                 self._held.append(job)
 
