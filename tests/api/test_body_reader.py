@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from api.body_readers import count_here, end_process, hang, process_id, refuse, take_a_while
 from api.sim import TEMPLATE, make_loader, make_tokenizer
+from api.sim_server import wait_until
 from harmony_tokenizer import harmony_tokenizer
 from tokenmill.api import body_reader, messages_routes, openai_routes, responses_routes, server
 from tokenmill.api.body_reader import LONG_BODY_BYTES, BodyReader, Reader
@@ -152,6 +154,14 @@ def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
     error, other = asyncio.run(main())
     assert isinstance(error, ApiError) and error.status == 500 and "was ended" in str(error)
     assert isinstance(other, int) and other != os.getpid()
+
+
+def test_a_process_that_dies_while_it_is_idle_ends_no_call(bodies: BodyReader) -> None:
+    dead = read(bodies, process_id, LONG.encode())
+    (pool,) = [pool for pool in bodies._idle if dead in (pool._processes or {})]
+    os.kill(dead, signal.SIGKILL)
+    wait_until(lambda: bool(pool._broken), "it is dead")
+    assert read(bodies, process_id, LONG.encode()) not in (dead, os.getpid())
 
 
 def test_a_body_is_given_up_after_a_while_or_when_its_client_goes(

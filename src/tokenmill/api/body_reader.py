@@ -160,6 +160,7 @@ class BodyReader:
     async def _in_process(self, work: Callable[..., bytes], *args: Any) -> bytes:
         """What `work` returns in a process; one that does not come to its end is ended."""
         self._check_open()
+        self._idle = [pool for pool in self._idle if not pool._broken]
         pool = self._idle.pop() if self._idle else _new_pool()
         self._busy.append(pool)
         is_spent = False
