@@ -39,10 +39,6 @@ class HostTier:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_slots - len(self._free)
-
     def names(self) -> list[bytes]:
         return list(self._held)
 
@@ -73,9 +69,6 @@ class HostTier:
         if not self._pins[name]:
             del self._pins[name]
             self._num_kept -= len(self._held[name])
-
-    def is_pinned(self, name: bytes) -> bool:
-        return name in self._pins
 
     def claim(self, count: int) -> Slots | None:
         """Take slots, where needed from the least recently used blocks; None if all are pinned."""
