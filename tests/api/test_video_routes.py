@@ -342,6 +342,14 @@ async def test_a_job_ends_with_the_call_that_waits_for_it(tmp_path: Path) -> Non
 
 
 @in_loop
+async def test_a_server_without_a_worker_says_where_to_look(tmp_path: Path) -> None:
+    async with video_app(tmp_path, pool=FakePool(num_ready=0)) as app:
+        answer = await app.call("GET", "/health")
+        assert (answer.status, answer.error["code"]) == (503, "restarting")
+        assert "see GET /workers" in answer.error["message"]
+
+
+@in_loop
 async def test_a_worker_that_is_free_gets_a_job_while_another_finishes_its_last(
     tmp_path: Path,
 ) -> None:

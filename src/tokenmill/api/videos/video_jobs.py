@@ -92,7 +92,7 @@ class VideoJobs:
         metrics.stored_bytes = lambda: store.num_bytes
 
     async def resume(self, model: str) -> int:
-        """Run again what was not finished when the server ended; how many jobs that are."""
+        """Queue the jobs that an earlier server left unfinished; returns how many wait or run."""
         left = [r for r in self.store if not r.is_finished and r.id not in self._live]
         for record in left:
             if record.model == model:

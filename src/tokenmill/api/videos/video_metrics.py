@@ -31,7 +31,7 @@ class VideoMetrics(ServerMetrics):
         self.step_s, self.job_s = Histogram(_STEP_SECONDS), Histogram(_JOB_SECONDS)
 
     def exposition(self, workers: list[JobWorkerView], restarts: int, migrations: int) -> bytes:
-        """The text of /metrics, with the workers as they are now."""
+        """The text that GET /metrics answers, for these workers and counts."""
         self._workers, self._restarts, self._migrations = workers, restarts, migrations
         return generate_latest(self._registry)
 

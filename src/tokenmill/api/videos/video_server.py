@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from tokenmill import __version__
 from tokenmill.api.access import Calls
 from tokenmill.api.errors import ApiError
-from tokenmill.api.jobs.job_app import add_job_workers, add_model
+from tokenmill.api.jobs.job_app import add_job_workers, add_model, no_worker
 from tokenmill.api.middleware import Front
 from tokenmill.api.openapi import docs_page
 from tokenmill.api.operations import add_operations, exception_handlers
@@ -176,7 +176,7 @@ def _add_operations(app: FastAPI, client: JobPool, state: VideoState) -> None:
     def fault() -> ApiError | None:
         if client.ready:
             return None
-        return ApiError(503, "the engine is not running", code="restarting")
+        return no_worker()
 
     async def metrics() -> bytes:
         return state.metrics.exposition(client.view(), client.num_restarts, client.num_migrations)
