@@ -196,7 +196,7 @@ class Bench:
                 2.0 * m * 3 * width * d,
             ),
         }  # fmt: skip
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = self.products_fp8(x, u, o, product, out_norm, out)
         for name, (kernel, reference, parts, flops) in cases.items():
             expected = reference(*parts)
             error = float((kernel(*parts) - expected).abs().max() / expected.abs().max())
@@ -205,6 +205,34 @@ class Bench:
             plain = flops / self.time_ms(partial(reference, *parts)) / 1e9
             print(f"{name}: {ours:.1f} TFLOP/s, torch {plain:.1f}, error {error:.1e}")
             found |= {f"{name}_tflops": round(ours, 1), f"{name}_torch_tflops": round(plain, 1)}
+        return found
+
+    def products_fp8(self, x: Any, u: Any, o: Any, product: Any, norm: Any, out: Any) -> Any:
+        """The same two with rows rounded by row and weights by channel; errors against bf16."""
+        from torch.nn.functional import silu
+
+        from tokenmill.kernels import hstu
+
+        rounded, weight = hstu.round_product(product), hstu.round_weight(out)
+        calls: dict[str, tuple[Callable[[], Any], Any, float]] = {
+            "uvqk_fp8": (
+                lambda: hstu.norm_product_fp8(x, rounded),
+                hstu.norm_uvqk_reference(x, product, 0),
+                2.0 * x.shape[0] * product.weight.numel(),
+            ),
+            "output_fp8": (
+                lambda: hstu.gate_output_fp8(x, u, o, norm, weight),
+                hstu.gate_output_reference(x, silu(u), o, norm, out),
+                2.0 * x.shape[0] * out.numel(),
+            ),
+        }
+        found = {}
+        for name, (call, expected, flops) in calls.items():
+            error = float((call() - expected).abs().max() / expected.abs().max())
+            assert error < 8e-2, f"{name}: relative error {error}"
+            rate = flops / self.time_ms(call) / 1e9
+            print(f"{name}: {rate:.1f} TFLOP/s, rounding and product; error {error:.1e}")
+            found[f"{name}_tflops"] = round(rate, 1)
         return found
 
     def model(self) -> dict[str, Any]:
@@ -235,6 +263,8 @@ class Bench:
         batch = make_batch(requests, spec, self.device)
         whole_ms = self.time_ms(lambda: model.score(requests))
         dense_ms = self.time_ms(lambda: model.score_batch(batch))
+        rounded = RankingModel(HstuModel(spec, tensors, fp8=True), stores)
+        fp8_ms = self.time_ms(lambda: rounded.score_batch(batch))
         pairs = zip(self.lengths.tolist(), self.counts.tolist(), strict=True)
         flops = sum(spec.flops(n, m) for n, m in pairs)
         rate, ceiling = users / dense_ms * 1e3, CEILING_TFLOPS * 1e12 * users / flops
@@ -243,8 +273,10 @@ class Bench:
             f"made on the host {users / whole_ms * 1e3:.1f}; ceiling {ceiling:.0f}; "
             f"item table of {spec.num_items} rows"
         )
+        print(f"model in fp8: {users / fp8_ms * 1e3:.1f} samples/s")
         return {
             "samples_per_s": round(rate, 1),
+            "samples_per_s_fp8": round(users / fp8_ms * 1e3, 1),
             "samples_per_s_with_host": round(users / whole_ms * 1e3, 1),
             "ceiling_samples_per_s": round(ceiling, 1),
             "item_rows": spec.num_items,

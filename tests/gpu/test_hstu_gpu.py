@@ -1,4 +1,4 @@
-"""HSTU's kernels and the whole ranking model in bf16 on a GPU, against fp32."""
+"""HSTU's kernels and the whole ranking model in bf16 and fp8 on a GPU, against fp32."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ WIDE = replace(
 )  # fmt: skip
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+FP8_ERROR = 6e-2  # of the largest value: codes have 4 bits, and errors of a sum partly cancel
+FP8_STEP = 0.075  # between two codes near the largest
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, limit: float = 2e-2) -> None:
     """bf16 has 8 bits, and sums are in fp32."""
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
-    assert error < 2e-2, f"relative error {error}"
+    assert error < limit, f"relative error {error}"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -65,8 +69,30 @@ def test_products() -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [3, 50, 1000])
+def test_products_in_fp8(rows: int) -> None:
+    """Each way of the products by their rows, against the same codes in torch and against bf16."""
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    norm = hstu.AffineNorm(1 + some(WIDTH) / 10, some(WIDTH) / 10)
+    product = hstu.NormProduct(norm, some(WIDTH, 4 * WIDTH) / 23, some(4 * WIDTH))
+    rounded, x = hstu.round_product(product), some(rows, WIDTH) * 3 + 1
+    found = hstu.norm_product_fp8(x, rounded)
+    close(found, hstu.norm_uvqk_reference(x, product, 0), FP8_ERROR)
+    u, o, weight = found[:, :WIDTH], some(rows, WIDTH), some(3 * WIDTH, WIDTH) / 39
+    codes, expected = hstu.gate_rows(u, o, norm), hstu.gate_rows_reference(u, o, norm)
+    torch.testing.assert_close(codes.scales, expected.scales, rtol=1e-2, atol=0.0)
+    close(codes.values, expected.values, FP8_STEP)
+    packed, gate = hstu.round_weight(weight), torch.nn.functional.silu(u)
+    plain = hstu.gate_output_reference(x, gate, o, norm, weight)
+    close(hstu.gate_output_fp8(x, u, o, norm, packed), plain, FP8_ERROR)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("chunk", [None, 100])
-def test_scores_are_those_of_fp32(chunk: int | None) -> None:
+def test_scores_are_those_of_fp32(chunk: int | None, fp8: bool) -> None:
     plain = tiny_model(WIDE)
     requests = [tiny_request(1200, 300, WIDE), tiny_request(5, 4, WIDE, user=2)]
     dense = {name: t.to("cuda", torch.bfloat16) for name, t in plain.dense.tensors.items()}
@@ -74,6 +100,6 @@ def test_scores_are_those_of_fp32(chunk: int | None) -> None:
         name: DeviceTable(store.lookup(torch.arange(store.spec.num_rows)).cuda())
         for name, store in plain.stores.items()
     }
-    fast = RankingModel(HstuModel(WIDE, dense, candidate_chunk=chunk), stores)
+    fast = RankingModel(HstuModel(WIDE, dense, candidate_chunk=chunk, fp8=fp8), stores)
     for expected, found in zip(plain.score(requests), fast.score(requests), strict=True):
-        np.testing.assert_allclose(found, expected, atol=3e-2)
+        np.testing.assert_allclose(found, expected, atol=6e-2 if fp8 else 3e-2)

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import triton
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper
@@ -50,3 +52,17 @@ def test_products_around_it_compile_and_fit(kernel: Any) -> None:
         kernel, types, constants, (*strides, *sizes), ASTSource, shape.warps
     )
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+def test_rows_of_the_gate_are_rounded_in_registers() -> None:
+    names = hstu.gate_rows_kernel.arg_names
+    types = dict.fromkeys(("u", "o", "norm_weight", "norm_bias"), "*bf16")
+    types |= {"out": "*fp8e4nv", "scales": "*fp32", "eps": "fp32"}
+    types |= dict.fromkeys(("u_stride", "o_stride", "width"), "i32")
+    constants = {"BLOCK": 512, "FAST": True}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(i,): aligned for i, n in enumerate(names) if n not in (*constants, "eps")}
+    source = ASTSource(hstu.gate_rows_kernel, signature, constants, attributes)
+    ptx = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1}).asm["ptx"]
+    assert "tanh.approx.f32" in ptx and "cvt.rn.satfinite.e4m3x2" in ptx and "st.local" not in ptx

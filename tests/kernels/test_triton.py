@@ -38,7 +38,9 @@ KERNELS = {
         "latent_cache",
         "latent_attention",
     ),
-    "triton_hstu_parity": ("attention", "history_alone", "norm_uvqk", "gate_output"),
+    "triton_hstu_parity": (
+        *("attention", "history_alone", "norm_uvqk", "gate_output", "gate_rows"),
+    ),
     "triton_encoder_parity": (
         "layer_norm",
         "rotate_heads",

@@ -6,6 +6,7 @@ fp32 throughout, since the interpreter's bf16 products are wrong; on a GPU tf32 
 from __future__ import annotations
 
 import torch
+import triton_parity  # noqa: F401  the interpreter then rounds to fp8 as torch does
 
 from tokenmill.kernels import hstu
 from tokenmill.kernels.gpu import hstu as gpu
@@ -76,9 +77,20 @@ def check_gate_output(device: str) -> None:
     close(gpu.gate_output(x, u, o, norm, weight), expected, device)
 
 
+def check_gate_rows(device: str) -> None:
+    """Rows of very different sizes, u of a wider matrix; a code is off by one step at most."""
+    sizes = 10.0 ** torch.arange(-3, 4, device=device)[:, None]
+    u = torch.randn(7, 96, device=device)[:, :48] * sizes
+    o, norm = (torch.randn(7, 48, device=device) + 1) * sizes.flip(0), norm_of(48, device)
+    found, expected = gpu.gate_rows(u, o, norm), hstu.gate_rows_reference(u, o, norm)
+    torch.testing.assert_close(found.scales, expected.scales, rtol=TOLERANCE[device], atol=0.0)
+    torch.testing.assert_close(found.values.float(), expected.values.float(), atol=0.02, rtol=0.13)
+
+
 CHECKS = {
     "attention": check_attention,
     "history_alone": check_history_alone,
     "norm_uvqk": check_norm_uvqk,
     "gate_output": check_gate_output,
+    "gate_rows": check_gate_rows,
 }

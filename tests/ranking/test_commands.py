@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from tokenmill.__main__ import run
+from tokenmill.bench.mlperf.ranking_test import read_samples
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
+from tokenmill.models.hstu import HstuModel
 from tokenmill.ranking.metrics import RankMetrics, auc, normalised_entropy, rank_metrics
-from tokenmill.ranking.model_files import load_model
+from tokenmill.ranking.model import RankingModel
+from tokenmill.ranking.model_files import choose_dtype, load_model
 from tokenmill.ranking.request_json import read_request, write_request
 from tokenmill.ranking.synthetic import SyntheticSpec, synthetic_requests
 from tokenmill.ranking.training import small_spec, train
@@ -62,7 +65,43 @@ def test_other_devices_and_types_are_refused(
     assert run([*command, "--device", "gpu"]) == 2
     assert "one of auto, cpu, cuda" in " ".join(capsys.readouterr().err.split())
     assert run([*command, "--device", "auto", "--dtype", "int8"]) == 2
-    assert "one of auto, fp32, bf16" in " ".join(capsys.readouterr().err.split())
+    assert "one of auto, fp32, bf16, fp8" in " ".join(capsys.readouterr().err.split())
+
+
+def test_scores_in_fp8_are_compared_with_those_of_fp32(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed is the difference of two runs; wrong lines and those without labels aside."""
+    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    bare = json.loads(lines[0])
+    del bare["candidates"]["labels"]
+    file, good = tmp_path / "some.jsonl", tmp_path / "good.jsonl"
+    file.write_text("\n".join(["{", *lines, json.dumps(bare)]), encoding="utf-8")
+    good.write_text("\n".join(lines), encoding="utf-8")
+    command = ["rank", str(file), "--model", str(folder / "model"), "--dtype", "fp8"]
+    assert run([*command, "--compare-dtype", "fp32"]) == 1
+    told = capsys.readouterr().err
+    metrics, apart = {}, []
+    samples = read_samples(good, load_model(folder / "model").spec)
+    for dtype in ("fp8", "fp32"):
+        model = load_model(folder / "model", dtype)
+        found = [scores[:, 0] for scores in model.score([sample.request for sample in samples])]
+        metrics[dtype] = rank_metrics(found, [sample.labels for sample in samples])
+        apart.append(np.concatenate(found))
+    pairs = zip(metrics["fp8"], metrics["fp32"], strict=True)
+    ne, accuracy, gauc = (f"{one - two:+.3f} points" for one, two in pairs)
+    assert f"fp32: normalised entropy {ne}, accuracy {accuracy}, GAUC {gauc}" in told
+    assert 0 < np.abs(apart[0] - apart[1]).max() < 0.05
+    assert f"{np.abs(apart[0] - apart[1]).max():.1e} at most" in told
+
+
+def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    with pytest.raises(ModelLoadError, match=r"8\.9 or more, this one has 8\.0: use --dtype bf16"):
+        choose_dtype("fp8", "cuda")
+    assert choose_dtype("fp8", "cpu") == "fp8"
+    with pytest.raises(ModelLoadError, match="int8: ranking models have fp32, bf16, fp8"):
+        choose_dtype("int8", "cpu")
 
 
 def test_wrong_lines_are_answered_by_their_error(
@@ -125,9 +164,13 @@ def test_training_teaches_what_users_like() -> None:
     """On timestamps that it has not seen: better than the labels' mean, and than chance."""
     model = train(small_spec(DATA), synthetic_requests(DATA, training=True), 60, 8)
     unseen = synthetic_requests(DATA, training=False)[:40]
-    scores = [found[:, 0] for found in model.score([labelled.request for labelled in unseen])]
-    found = rank_metrics(scores, [labelled.labels for labelled in unseen])
+    requests, labels = [each.request for each in unseen], [each.labels for each in unseen]
+    found = rank_metrics([scores[:, 0] for scores in model.score(requests)], labels)
     assert found.ne < 99 and found.gauc > 60 and found.accuracy > 55
+    tensors = {name: tensor.bfloat16() for name, tensor in model.dense.tensors.items()}
+    rounded = RankingModel(HstuModel(model.spec, tensors, fp8=True), model.stores)
+    narrow = rank_metrics([scores[:, 0] for scores in rounded.score(requests)], labels)
+    np.testing.assert_allclose(narrow, found, atol=0.5)
 
 
 def test_metrics_by_hand() -> None:

@@ -49,6 +49,48 @@ def test_levers_are_exact(levers: dict[str, Any]) -> None:
         np.testing.assert_allclose(plain, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("levers", [{"targets_only": False}, {"candidate_chunk": 7}])
+def test_fp8_is_near_fp32_and_its_rows_are_rounded_alone(levers: dict[str, Any]) -> None:
+    """A row's scale is its own, so the levers change no more than the order of sums."""
+    expected, found, other = (
+        np.concatenate(model.score(REQUESTS))
+        for model in (tiny_model(), fp8_model(), fp8_model(**levers))
+    )
+    assert fp8_model().dense.type_name == "fp8"
+    assert 1e-4 < abs(found - expected).max() < 0.05
+    np.testing.assert_allclose(other, found, atol=2e-2)
+
+
+def fp8_model(**levers: Any) -> RankingModel:
+    plain = tiny_model()
+    tensors = {name: tensor.bfloat16() for name, tensor in plain.dense.tensors.items()}
+    return RankingModel(HstuModel(TINY, tensors, fp8=True, **levers), plain.stores)
+
+
+def test_products_in_fp8_are_those_of_their_codes() -> None:
+    """Rows by row and weights by channel, with torch's own rounding and plain products."""
+    torch.manual_seed(0)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    norm = hstu.AffineNorm(1 + torch.randn(32) / 5, torch.randn(32) / 5)
+    product = hstu.NormProduct(norm, torch.randn(32, 48), torch.randn(48))
+    x = torch.randn(9, 32, dtype=torch.bfloat16) * 4 + 1
+    normed = torch.nn.functional.layer_norm(x.float(), (32,), *norm, hstu.EPS)
+    expected = rounded(normed) @ rounded(product.weight.T).T + product.bias
+    found = hstu.norm_product_fp8(x, hstu.round_product(product))
+    torch.testing.assert_close(found.float(), expected, atol=0.1, rtol=1e-2)
+    u, o, weight = torch.randn(9, 32), torch.randn(9, 32), torch.randn(96, 32)
+    gate = u * torch.sigmoid(u)
+    normed = torch.nn.functional.layer_norm(o, (32,), *norm, hstu.EPS)
+    rows = rounded(torch.cat([gate, o, gate * normed], dim=1))
+    expected = x.float() + rows @ rounded(weight.T).T
+    found = hstu.gate_output_fp8(x, u, o, norm, hstu.round_weight(weight))
+    torch.testing.assert_close(found.float(), expected, atol=0.15, rtol=1e-2)
+
+
 def test_candidates_do_not_see_each_other_and_positions_count_from_the_end() -> None:
     model, request = tiny_model(FIXED), tiny_request(30, 6)
     [all_scores] = model.score([request])

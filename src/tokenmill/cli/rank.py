@@ -15,7 +15,7 @@ import typer
 from tokenmill import console
 from tokenmill.core.flags import count, one_of
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import RANK, RANK_TABLES, RANK_TRAIN
+from tokenmill.settings.commands import RANK, RANK_COMPARED, RANK_TABLES, RANK_TRAIN
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ PANELS = {
         _here("top-k", "Answer with the K best candidates, best first.", kind=count(1)),
         _here(
             "dtype",
-            "Type of the products; auto: bf16 on a GPU, else fp32.",
-            kind=one_of("auto", "fp32", "bf16"),
+            "Type of the products; auto: bf16 on a GPU, else fp32. fp8 rounds those of the layers.",
+            kind=one_of("auto", "fp32", "bf16", "fp8"),
         ),
+        *RANK_COMPARED,
         _here("device", "Where the model runs.", default="cpu"),
         *RANK,
     ),
@@ -75,19 +76,36 @@ def rank(
     model = load_ranking_model(settings)
     tokens = settings.get("max-batch-tokens")
     limits = BatchLimits(tokens, max_queue_requests=LINES_AT_ONCE, latency_ms=_NO_HURRY)
-    ranker = LineRanker(RankingEngine(model, limits), settings.values.get("top-k"))
+    other = _compared(settings, model)
+    ranker = LineRanker(
+        RankingEngine(model, limits),
+        settings.values.get("top-k"),
+        None if other is None else RankingEngine(other, limits),
+    )
     start = time.perf_counter()
     with ExitStack() as stack:
         lines = sys.stdin if file == "-" else stack.enter_context(open(file, encoding="utf-8"))
         for answer in ranker.answers(lines):
             sys.stdout.write(json.dumps(answer) + "\n")
-    for sentence in ranker.report(time.perf_counter() - start):
+    for sentence in ranker.report(time.perf_counter() - start - ranker.compared_s):
         console.note(sentence)
+    for sentence in ranker.comparison():
+        console.note(f"against {settings.get('compare-dtype')}: {sentence}")
     for name in table_paths(settings.get("table")):
         console.note(f"table {name}: {model.stores[name].stats()}")
     model.close()
     if ranker.num_failed:
         raise typer.Exit(1)
+
+
+def _compared(settings: Settings, model: RankingModel) -> RankingModel | None:
+    """The model in the type of --compare-dtype, over the same tables."""
+    from tokenmill.ranking.model_files import load_beside
+
+    if (dtype := settings.get("compare-dtype")) is None:
+        return None
+    chunk = settings.get("candidate-chunk")
+    return load_beside(model, Path(settings.get("model")), dtype, candidate_chunk=chunk)
 
 
 def load_ranking_model(settings: Settings) -> RankingModel:

@@ -120,7 +120,7 @@ def facts_of(jobs: RankJobs) -> dict[str, Any]:
     model = jobs.engine.model
     spec = model.spec
     return {
-        "dtype": str(model.dense.dtype).removeprefix("torch."),
+        "dtype": model.dense.type_name,
         "device": model.dense.device.type,
         "scaling_seqlen": spec.scaling_seqlen,
         "num_items": spec.num_items,

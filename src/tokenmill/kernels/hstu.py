@@ -3,6 +3,9 @@
 Rows lie in two parts: all histories (each with its contextual token in front), then all candidates.
 A history's row sees the rows before it and itself; a candidate sees its user's whole history and
 itself, and no other candidate. There is no softmax: every weight is silu(q k / sqrt(d)) / N.
+
+In fp8 the products' rows are rounded by row and their weights by output channel; attention, which
+has no peak that rows could be scaled by without another pass, stays in bf16.
 """
 
 from __future__ import annotations
@@ -15,6 +18,15 @@ import torch
 from torch.nn.functional import layer_norm, silu
 
 from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels.matmul import (
+    FP8,
+    PackedWeight,
+    QuantizedRows,
+    matmul,
+    pack,
+    quantize_rows_reference,
+)
+from tokenmill.kernels.modulation import norm_modulate
 
 EPS = 1e-6
 TILE_ROWS = 128  # of the kernel: two warp groups of 64
@@ -209,3 +221,47 @@ def gate_output_reference(
     normed = layer_norm(o.float(), o.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
     gated = (u.float() * normed).to(x.dtype)
     return torch.addmm(x, torch.cat([u, o, gated], dim=1), weight)
+
+
+class RoundedProduct(NamedTuple):
+    """A LayerNorm whose rows are rounded to fp8, W by output channel, and b of the product."""
+
+    norm: AffineNorm  # in fp32
+    weight: PackedWeight
+    bias: torch.Tensor
+
+
+def round_product(product: NormProduct) -> RoundedProduct:
+    norm = AffineNorm(product.norm.weight.float(), product.norm.bias.float())
+    return RoundedProduct(norm, round_weight(product.weight), product.bias)
+
+
+def round_weight(weight: torch.Tensor) -> PackedWeight:
+    """W[k, n] for a product with rows in fp8."""
+    return pack(weight.T.contiguous(), "fp8", weight.device)
+
+
+def norm_product_fp8(x: torch.Tensor, product: RoundedProduct) -> torch.Tensor:
+    """LayerNorm(x[m, k]) W + b, [m, n] in bf16; u is before its SiLU, which gate_rows takes."""
+    rows = norm_modulate(x, *product.norm, EPS, FP8)
+    return matmul(rows, product.weight, product.bias)
+
+
+def gate_output_fp8(
+    x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: PackedWeight
+) -> torch.Tensor:
+    """x[m, d] + [u', o, u' * LayerNorm(o)] W of u' = SiLU(u)."""
+    return x + matmul(gate_rows(u, o, norm), weight)
+
+
+def gate_rows(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRows:
+    """[u', o, u' * LayerNorm(o)] of u' = SiLU(u[m, e]) and o[m, e], rounded to fp8 [m, 3e]."""
+    if use_triton(o, "hstu"):
+        return gpu_twin(gate_rows_reference)(u, o, norm)
+    return gate_rows_reference(u, o, norm)
+
+
+def gate_rows_reference(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRows:
+    gate, seen = silu(u.float()), o.float()
+    normed = layer_norm(seen, o.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
+    return quantize_rows_reference(torch.cat([gate, seen, gate * normed], dim=1), FP8)

@@ -24,7 +24,11 @@ from tokenmill.kernels.hstu import (
     Jagged,
     NormProduct,
     gate_output,
+    gate_output_fp8,
+    norm_product_fp8,
     norm_uvqk,
+    round_product,
+    round_weight,
     silu_attention,
 )
 from tokenmill.models.family import Shape
@@ -206,28 +210,56 @@ class STULayer:
         self, x: torch.Tensor, rows: Jagged, normaliser: int, history: KeysValues | None = None
     ) -> tuple[torch.Tensor, KeysValues]:
         """x[histories + candidates, d] -> the same, or of candidates alone beside a history."""
-        found = norm_uvqk(x, self.uvqk, self.width)
+        found = self._uvqk(x)
         u, v, q, k = found.split([self.width, self.width, self.qk_width, self.qk_width], dim=1)
         v, q, k = (self._by_head(part) for part in (v, q, k))
         first = x.shape[0] - rows.num_candidates
         history = history or KeysValues(k[:first], v[:first])
         o = silu_attention(q, *history, k[first:], v[first:], rows, normaliser)
-        return gate_output(x, u, o, self.out_norm, self.out), history
+        return self._output(x, u, o), history
 
     def keys_values(self, x: torch.Tensor) -> KeysValues:
         """Of rows whose own outputs nobody needs: half of the product."""
-        v, k = norm_uvqk(x, self.vk, 0).split([self.width, self.qk_width], dim=1)
+        v, k = self._vk(x).split([self.width, self.qk_width], dim=1)
         return KeysValues(self._by_head(k), self._by_head(v))
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], self.num_heads, -1)
+
+    def _uvqk(self, x: torch.Tensor) -> torch.Tensor:
+        return norm_uvqk(x, self.uvqk, self.width)
+
+    def _vk(self, x: torch.Tensor) -> torch.Tensor:
+        return norm_uvqk(x, self.vk, 0)
+
+    def _output(self, x: torch.Tensor, u: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return gate_output(x, u, o, self.out_norm, self.out)
+
+
+class Fp8STULayer(STULayer):
+    """The same with both products in fp8: rows are rounded by row, weights by output channel."""
+
+    def __init__(self, spec: HstuSpec, tensors: Tensors, name: str) -> None:
+        super().__init__(spec, tensors, name)
+        self.uvqk_fp8, self.vk_fp8 = round_product(self.uvqk), round_product(self.vk)
+        self.out_fp8 = round_weight(self.out)
+
+    def _uvqk(self, x: torch.Tensor) -> torch.Tensor:
+        return norm_product_fp8(x, self.uvqk_fp8)
+
+    def _vk(self, x: torch.Tensor) -> torch.Tensor:
+        return norm_product_fp8(x, self.vk_fp8)
+
+    def _output(self, x: torch.Tensor, u: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return gate_output_fp8(x, u, o, self.out_norm, self.out_fp8)
 
 
 class HstuModel:
     """The dense part: rows of the tables to logits of candidates.
 
     `targets_only` spares the last layer's work for histories, and `candidate_chunk` bounds the
-    candidates of all users that go through the layers at a time; both are exact.
+    candidates of all users that go through the layers at a time; both are exact. `fp8` rounds what
+    the layers' products take, beside a stream of bf16; the MLPs around the layers are not rounded.
     """
 
     def __init__(
@@ -237,21 +269,26 @@ class HstuModel:
         *,
         targets_only: bool = True,
         candidate_chunk: int | None = None,
+        fp8: bool = False,
     ) -> None:
         check_tensors(spec, tensors)
-        self.spec, self.tensors = spec, tensors
+        self.spec, self.tensors, self.fp8 = spec, tensors, fp8
         self.targets_only, self.candidate_chunk = targets_only, candidate_chunk
         names = ("item", "category", "action", "candidate", "head")
         self.item, self.category, self.action, self.candidate, self.head = (
             Mlp(tensors, name) for name in names
         )
-        self.layers = [
-            STULayer(spec, tensors, f"layers.{index}") for index in range(spec.num_layers)
-        ]
+        kind = Fp8STULayer if fp8 else STULayer
+        self.layers = [kind(spec, tensors, f"layers.{index}") for index in range(spec.num_layers)]
 
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors["positions"].dtype
+
+    @property
+    def type_name(self) -> str:
+        """What the layers' products compute in."""
+        return "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,21 +13,27 @@ import numpy as np
 
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.ranking.engine import RankingEngine
-from tokenmill.ranking.metrics import rank_metrics
+from tokenmill.ranking.metrics import RankMetrics, rank_metrics
 from tokenmill.ranking.request_json import read_labels, read_request, write_answer
-from tokenmill.ranking.requests import RankOutput, RankRequest
+from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest
 
 LINES_AT_ONCE = 256
+Metrics = Sequence[float | None]  # as RankMetrics has them
 
 
 class LineRanker:
-    """Lines through the engine, some at a time."""
+    """Lines through the engine, some at a time, and beside it through another to compare with."""
 
-    def __init__(self, engine: RankingEngine, top_k: int | None) -> None:
-        self._engine, self._top_k = engine, top_k
+    def __init__(
+        self, engine: RankingEngine, top_k: int | None, other: RankingEngine | None = None
+    ) -> None:
+        self._engine, self._top_k, self._other = engine, top_k, other
         self.num_failed = self._num_done = 0
         self._scores: list[np.ndarray] = []
         self._labels: list[np.ndarray] = []
+        self._other_scores: list[np.ndarray] = []  # of the lines that have labels
+        self._apart: list[np.ndarray] = []  # scores minus the other's
+        self.compared_s = 0.0  # time of the other engine
 
     def answers(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         """An object for each line that is not empty."""
@@ -43,14 +50,31 @@ class LineRanker:
                 requests[name] = self._submit(name, line)
             except InvalidRequestError as wrong:
                 faults[name] = {"line": number, "error": str(wrong)}
-        outputs: dict[str, RankOutput] = {}
-        while self._engine.has_work():
-            outputs |= {output.request_id: output for output in self._engine.step()}
+        outputs = _finish(self._engine)
+        self._compare(requests, outputs)
         for number, _ in lines:
             name = f"line-{number}"
             answer = faults.get(name) or self._write(number, *requests[name], outputs[name])
             self.num_failed += "error" in answer
             yield answer
+
+    def _compare(
+        self, requests: dict[str, tuple[RankRequest, Any]], outputs: dict[str, RankOutput]
+    ) -> None:
+        """The same requests through the other engine, if there is one."""
+        if self._other is None:
+            return
+        start = time.perf_counter()
+        for name, (request, _) in requests.items():
+            self._other.submit(replace(request, request_id=name))
+        others = _finish(self._other)
+        for name, (_, labels) in requests.items():
+            found, expected = outputs[name], others[name]
+            if found.finish == expected.finish == RankFinish.DONE:
+                self._apart.append((found.scores - expected.scores)[:, 0])
+                if labels is not None:
+                    self._other_scores.append(expected.scores[:, 0])
+        self.compared_s += time.perf_counter() - start
 
     def _submit(self, name: str, line: str) -> tuple[RankRequest, Any]:
         """Queue a line under its number: two lines may have one request_id."""
@@ -85,7 +109,37 @@ class LineRanker:
             f" ({rate:.1f} requests/s, {stats.num_steps} steps); {self.num_failed} failed"
         ]
         if self._scores:
-            found = rank_metrics(self._scores, self._labels)
-            ne, accuracy, gauc = ("not defined" if v is None else f"{v:.2f} %" for v in found)
-            lines.append(f"normalised entropy {ne}, accuracy {accuracy}, GAUC {gauc}")
+            lines.append(_told(rank_metrics(self._scores, self._labels), ".2f", " %"))
         return lines
+
+    def comparison(self) -> list[str]:
+        """Sentences on how far the scores are from the other engine's, and the quality with them.
+
+        Figures are of this engine minus the other.
+        """
+        if not self._apart:
+            return []
+        apart = np.abs(np.concatenate(self._apart))
+        lines = [f"scores are {apart.mean():.1e} apart on average, {apart.max():.1e} at most"]
+        if len(self._other_scores) == len(self._scores) > 0:
+            found = rank_metrics(self._scores, self._labels)
+            expected = rank_metrics(self._other_scores, self._labels)
+            lines.append(_told(_minus(found, expected), "+.3f", " points"))
+        return lines
+
+
+def _finish(engine: RankingEngine) -> dict[str, RankOutput]:
+    outputs: dict[str, RankOutput] = {}
+    while engine.has_work():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
+def _minus(found: RankMetrics, expected: RankMetrics) -> Metrics:
+    pairs = zip(found, expected, strict=True)
+    return [None if one is None or two is None else one - two for one, two in pairs]
+
+
+def _told(found: Metrics, form: str, unit: str) -> str:
+    ne, accuracy, gauc = ("not defined" if v is None else f"{v:{form}}{unit}" for v in found)
+    return f"normalised entropy {ne}, accuracy {accuracy}, GAUC {gauc}"

@@ -23,7 +23,8 @@ from tokenmill.ranking.stores.table import DeviceTable
 
 WEIGHTS = "model.safetensors"
 _TABLE = "tables."  # and the name of one
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of the stream
+FP8_CAPABILITY = (8, 9)  # of a GPU with products in fp8
 
 
 def save_model(model: RankingModel, folder: Path) -> None:
@@ -50,11 +51,7 @@ def load_model(
 
     Tables that lie `elsewhere` are opened at their paths instead of being read from the folder.
     """
-    spec = read_spec(folder)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as fault:
-        raise ModelLoadError(f"{folder / WEIGHTS}: cannot be read: {fault}") from None
+    spec, tensors = read_spec(folder), _read_weights(folder)
     tables = {name: tensors.pop(_TABLE + name, None) for name in TABLES}
     stores: dict[str, EmbeddingStore] = {}
     for name, path in (elsewhere or {}).items():
@@ -64,9 +61,36 @@ def load_model(
     for name, table in tables.items():
         if table is not None and name not in stores:
             stores[name] = DeviceTable(table.to(device))
+    return RankingModel(_dense(folder, spec, tensors, dtype, device, levers), stores)
+
+
+def load_beside(model: RankingModel, folder: Path, dtype: str, **levers: Any) -> RankingModel:
+    """The dense part of a folder in another type, over the tables that a model has open."""
+    tensors, device = _read_weights(folder), model.dense.device
+    for name in TABLES:
+        tensors.pop(_TABLE + name, None)
+    dense = _dense(folder, model.spec, tensors, dtype, device, levers)
+    return RankingModel(dense, model.stores)
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as fault:
+        raise ModelLoadError(f"{folder / WEIGHTS}: cannot be read: {fault}") from None
+
+
+def _dense(
+    folder: Path,
+    spec: HstuSpec,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: str,
+    device: str | torch.device,
+    levers: Mapping[str, Any],
+) -> HstuModel:
     with naming(folder / WEIGHTS):
         dense = {name: tensor.to(device, DTYPES[dtype]) for name, tensor in tensors.items()}
-        return RankingModel(HstuModel(spec, dense, **levers), stores)
+        return HstuModel(spec, dense, fp8=dtype == "fp8", **levers)
 
 
 def random_model(
@@ -88,7 +112,7 @@ def random_model(
         name: DeviceTable(normal((count, spec.embedding_dim), 1.0, torch.float16))
         for name, count in zip(TABLES, rows, strict=True)
     }
-    return RankingModel(HstuModel(spec, dense, **levers), stores)
+    return RankingModel(HstuModel(spec, dense, fp8=dtype == "fp8", **levers), stores)
 
 
 def choose_device(name: str) -> str:
@@ -107,4 +131,15 @@ def choose_dtype(name: str, device: str) -> str:
         return "bf16" if device == "cuda" else "fp32"
     if name not in DTYPES:
         raise ModelLoadError(f"--dtype {name}: ranking models have {', '.join(DTYPES)}")
+    if name == "fp8" and device == "cuda":
+        found = torch.cuda.get_device_capability()
+        if found < FP8_CAPABILITY:
+            raise ModelLoadError(
+                f"--dtype fp8 needs a GPU of compute capability {_version(FP8_CAPABILITY)} or "
+                f"more, this one has {_version(found)}: use --dtype bf16"
+            )
     return name
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)

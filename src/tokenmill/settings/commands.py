@@ -67,6 +67,13 @@ RANK = (
     ),
     Setting("candidate-chunk", "Most candidates in the layers at a time; exact.", count(1)),
 )
+RANK_COMPARED = (
+    Setting(
+        "compare-dtype",
+        "Score every line in this type too, and print how far scores and quality are apart.",
+        one_of("fp32", "bf16"),
+    ),
+)
 RANK_SERVER = (
     Setting(
         "latency-limit",

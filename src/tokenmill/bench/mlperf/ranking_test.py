@@ -116,7 +116,7 @@ def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     sut = RankingUnderTest(_engine(settings, run, model, samples), samples)
     bench.execute(sut, len(samples), run, folder, accuracy)
     facts = _facts(settings, run, samples, notices)
-    facts["dtype"] = str(model.dense.dtype).removeprefix("torch.")
+    facts["dtype"] = model.dense.type_name
     facts["device"] = model.dense.device.type
     return facts | _result(run, folder, accuracy, sut.times)
 

@@ -7,7 +7,8 @@ is read for its diagonal alone.
 
 LayerNorm(x) W is (x W' - mean * sum(W')) / deviation with W' = diag(w) W: the product runs on x as
 it is, and its last step needs two numbers of each row. The gate's norm cannot be folded, since u
-multiplies it: its rows are made in registers on their way to the tensor cores.
+multiplies it: its rows are made in registers on their way to the tensor cores. Rows in fp8 need
+their peak first: gate_rows writes them, and a product with scales by row and column reads them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenmill.kernels.gpu.rows import ELEMENTS_PER_WARP, FP8_LIMIT, MAX_WARPS
+from tokenmill.kernels.matmul import FP8, QuantizedRows
 
 if TYPE_CHECKING:
     from tokenmill.kernels.hstu import AffineNorm, Jagged, NormProduct
@@ -253,6 +257,30 @@ def output_kernel(
     tl.store(out + line * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def gate_rows_kernel(
+    u, o, norm_weight, norm_bias, out, scales, u_stride, o_stride, width, eps,
+    BLOCK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(u + row * u_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    seen = tl.load(o + row * o_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(norm_bias + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = _silu(gate, FAST)
+    off = tl.where(inside, seen - tl.sum(seen, axis=0) / width, 0.0)
+    inverse = tl.rsqrt(tl.sum(off * off, axis=0) / width + eps)
+    gated = gate * (off * inverse * scale + shift)
+    peaks = tl.maximum(tl.maximum(tl.abs(gate), tl.abs(seen)), tl.abs(gated))
+    peak = tl.maximum(tl.max(peaks, axis=0), 1e-30)
+    tl.store(scales + row, peak / FP8_LIMIT)
+    factor, line = FP8_LIMIT / peak, out + row * 3 * width + columns
+    tl.store(line, (gate * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(line + width, (seen * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(line + 2 * width, (gated * factor).to(out.dtype.element_ty), mask=inside)
+
+
 def silu_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -344,3 +372,17 @@ def gate_output(
         num_warps=shape.warps,
     )  # fmt: skip
     return out
+
+
+def gate_rows(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRows:
+    """As its reference; u may be columns of a wider matrix."""
+    m, width = o.shape
+    assert u.stride(1) == o.stride(1) == 1
+    out = torch.empty(m, 3 * width, dtype=FP8.dtype, device=o.device)
+    scales = torch.empty(m, dtype=torch.float32, device=o.device)
+    block = triton.next_power_of_2(width)
+    gate_rows_kernel[(m,)](
+        u, o, norm.weight, norm.bias, out, scales, u.stride(0), o.stride(0), width, EPS,
+        BLOCK=block, FAST=on_hopper(), num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+    )  # fmt: skip
+    return QuantizedRows(out, scales)
