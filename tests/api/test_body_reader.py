@@ -158,9 +158,9 @@ def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
 
 def test_a_process_that_dies_while_it_is_idle_ends_no_call(bodies: BodyReader) -> None:
     dead = read(bodies, process_id, LONG.encode())
-    (pool,) = [pool for pool in bodies._idle if dead in (pool._processes or {})]
+    (executor,) = [each for each in bodies._idle if dead in (each._processes or {})]
     os.kill(dead, signal.SIGKILL)
-    wait_until(lambda: bool(pool._broken), "it is dead")
+    wait_until(lambda: bool(executor._broken), "it is dead")
     assert read(bodies, process_id, LONG.encode()) not in (dead, os.getpid())
 
 
