@@ -5,30 +5,26 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from typing import Any
 
-import pytest
-
-from tokenmill.engine.ranks.group import KEY_VARIABLE, RankGroup
-
-# What a process that makes videos, or measures them, imports.
-VIDEO = (
+# What they have imported: all that takes long in any test, since one process has one such parent.
+MODULES = (
     *("tokenmill.cli.app", "tokenmill.kernels.cpu.matmul", "tokenmill.video.video_rank_process"),
-    *("tokenmill.text.video_prompts", "mlperf_loadgen", "av"),
+    *("tokenmill.text.video_prompts", "tokenmill.ranking.stores.device_cache"),
+    *("tokenmill.ranking.stores.sharded", "tokenmill.bench.mlperf.video_url"),
+    *("mlperf_loadgen", "av"),
 )
 
 
-def light_processes(*modules: str) -> ForkServerContext:
-    """Where they start; the first call in a process of tests says which modules they have."""
+def light_processes() -> ForkServerContext:
+    """Where they start."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
+    context.set_forkserver_preload(list(MODULES))
     return context
 
 
@@ -45,55 +41,14 @@ def print_to(path: str, module: str, arguments: Sequence[str], environ: Mapping[
     run_program(module, arguments, environ)
 
 
-def light_benchmark(
-    *modules: str,
-) -> Callable[[Sequence[str], Mapping[str, str]], tuple[Any, str]]:
-    """What takes the place of `run_benchmark` of tokenmill.bench.child_process."""
-    context = light_processes(*modules)
-
-    def run_benchmark(command: Sequence[str], environ: Mapping[str, str]) -> tuple[Any, str]:
-        _, _, _, module, *arguments = command  # python -P -m
-        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stdout:
-            given = (stdout.name, module, arguments, environ)
-            process = context.Process(target=print_to, args=given)
-            process.start()
-            process.join()
-            if process.exitcode:
-                return {}, f"exit status {process.exitcode}"
-            return json.loads(stdout.read().splitlines()[-1]), ""
-
-    return run_benchmark
-
-
-class LightChild:
-    """A process with what RankGroup asks of a Popen."""
-
-    def __init__(self, process: BaseProcess) -> None:
+def run_benchmark(command: Sequence[str], environ: Mapping[str, str]) -> tuple[Any, str]:
+    """What takes the place of the function of tokenmill.bench.child_process."""
+    _, _, _, module, *arguments = command  # python -P -m
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stdout:
+        given = (stdout.name, module, arguments, environ)
+        process = light_processes().Process(target=print_to, args=given)
         process.start()
-        self._process, self.kill = process, process.kill
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
-        return self._process.exitcode
-
-
-def start_light_ranks(patch: pytest.MonkeyPatch, *modules: str) -> None:
-    """From now on the other ranks of a group are light processes."""
-    context = light_processes(*modules)
-
-    def start(group: RankGroup, address: str, key: bytes) -> None:
-        given = (group._program, [address], {KEY_VARIABLE: key.hex()})
-        for _ in range(group.size - 1):
-            child: Any = LightChild(context.Process(target=run_program, args=given))
-            group._children.append(child)
-
-    patch.setattr(RankGroup, "_start_children", start)
+        process.join()
+        if process.exitcode:
+            return {}, f"exit status {process.exitcode}"
+        return json.loads(stdout.read().splitlines()[-1]), ""

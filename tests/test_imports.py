@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench/mlperf/image_samples": {"core", "text", "vision"},
     "bench/mlperf/ranking_test": {"core", "ranking", "settings"},
     "bench/mlperf/ranking_url": {"core", "ranking", "http_connection"},
+    "bench/mlperf/video_url": {"core", "settings"},
     "bench/mlperf/video_test": {"core", "models", "settings", "text", "video"},
     "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
     "bench/report/throughput_report": {"core", "engine", "console"},

@@ -1,15 +1,15 @@
-"""tokenmill serve --task video with a tiny random model, by the official openai client."""
+"""tokenmill serve --task video with a tiny random model: the openai client, MLPerf's LoadGen."""
 
 from __future__ import annotations
 
+import hashlib
 import io
-import os
-import signal
+import json
+import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,34 @@ import openai
 import pytest
 from openai import OpenAI
 
+from light_processes import run_benchmark
 from tokenmill.__main__ import run
 from tokenmill.api.videos import video_server
+from tokenmill.bench.client.records import Target
+from tokenmill.bench.commands import mlperf
+from tokenmill.bench.mlperf.loadgen import ACCURACY
+from tokenmill.bench.mlperf.presets import WAN
+from tokenmill.bench.mlperf.video_url import check_job, check_server, fields_of
+from tokenmill.bench.workload import BenchError
 from tokenmill.cli.serve_video import HANG_TIMEOUT_S
+from tokenmill.core.video import VideoParams
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 SERVE = ("serve", "wan-tiny", "--random-weights", "--task", "video", "--num-threads", "1")
-GENEROUS_S = 120.0
+JSON = {"content-type": "application/json"}
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[tuple[str, int]]:
-    """The URL of a server over a folder of jobs, and its process id."""
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server that takes two videos at a time."""
     command = [sys.executable, "-P", "-m", "tokenmill", *SERVE, "--port", "0"]
-    command += ["--video-dir", str(folder)]
+    command += ["--max-video-jobs", "2", "--video-dir", str(tmp_path_factory.mktemp("videos"))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             lines = iter(process.stderr.readline, "")
             line = next(line for line in lines if "/v1/videos" in line)
-            yield line.split(" is served at ")[1].split("/videos")[0], process.pid
+            yield line.split(" is served at ")[1].split("/videos")[0]
         finally:
             process.terminate()
             process.stderr.close()
@@ -53,32 +61,24 @@ def pixels(client: OpenAI, video_id: str) -> bytes:
     return b"".join(frame.tobytes() for frame in frames)
 
 
-def only_child(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
-def test_the_openai_client_and_a_worker_that_is_killed(tmp_path: Path) -> None:
+def test_the_openai_client(server: str) -> None:
     asked: dict[str, Any] = {"prompt": "a red fox", "size": "48x32", "seconds": "1"}
-    with served(tmp_path) as (url, pid), OpenAI(base_url=url, api_key="x", max_retries=0) as client:
-        extra = {"seed": 7, "num_inference_steps": 50}
+    with OpenAI(base_url=server, api_key="x", max_retries=0) as client:
+        extra = {"seed": 7, "num_inference_steps": 4}
         reference = client.videos.create_and_poll(
             **asked, model="wan-tiny", poll_interval_ms=20, extra_body=extra
         )
         assert (reference.status, reference.progress) == ("completed", 100)
         assert (reference.size, reference.seconds, reference.model) == ("48x32", "1", "wan-tiny")
-        killed = client.videos.create(**asked, extra_body=extra)
-        while client.videos.retrieve(killed.id).progress < 5:
-            time.sleep(0.01)
-        os.kill(only_child(pid), signal.SIGKILL)
-        ended = client.videos.poll(killed.id, poll_interval_ms=50)
-        assert ended.status == "completed", ended.error
-        assert pixels(client, killed.id) == pixels(client, reference.id)
+        again = client.videos.create(**asked, extra_body=extra)
+        assert client.videos.poll(again.id, poll_interval_ms=20).status == "completed"
+        assert pixels(client, again.id) == pixels(client, reference.id)
         other = client.videos.create_and_poll(
             **asked, poll_interval_ms=20, extra_body=extra | {"seed": 8}
         )
         assert pixels(client, other.id) != pixels(client, reference.id)
         names = [video.id for video in client.videos.list(limit=2, order="asc")]
-        assert names == [reference.id, killed.id, other.id]  # two pages
+        assert names == [reference.id, again.id, other.id]  # two pages
         picture = client.videos.download_content(other.id, variant="thumbnail")
         assert picture.read().startswith(b"\x89PNG")
         assert client.videos.delete(other.id).deleted
@@ -88,6 +88,95 @@ def test_the_openai_client_and_a_worker_that_is_killed(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as wrong:
             client.videos.create(**asked | {"size": "50x32"})  # type: ignore[arg-type]
         assert wrong.value.param == "size" and wrong.value.code == "invalid_value"
+
+
+@pytest.fixture
+def loadgen(
+    server: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Runs the benchmark over videos of 5 frames in 2 steps; its report."""
+    monkeypatch.setattr(mlperf, "run_benchmark", run_benchmark)
+
+    def report(*flags: str) -> Any:
+        line = ["bench", "mlperf", "--benchmark", WAN.name, "--quick", "--url", server, *flags]
+        line += ["--quick-samples", "4", "--size", "32x16", "--frames", "5", "--steps", "2"]
+        assert run(line) == 0
+        found = json.loads(capfd.readouterr().out.splitlines()[-1])
+        assert (found["num_failed"], found["model"], found["url"]) == (0, "wan-tiny", server)
+        return found
+
+    return report
+
+
+def test_loadgen_has_more_videos_open_than_the_server_takes(
+    server: str, loadgen: Callable[..., Any]
+) -> None:
+    """Offline sends four at once, of which the server takes two: the others wait for these."""
+    report = loadgen("--scenario", "Offline")
+    assert report["num_queries"] == 4 and report["metric"]["unit"] == "samples/s"
+    assert report["latency_ms"]["p99.9"] > report["latency_ms"]["p50"] > 0
+    with urllib.request.urlopen(server.removesuffix("/v1") + "/metrics") as answer:
+        refused = re.search(r"rejected_total.*queue_full.* ([0-9.]+)", answer.read().decode())
+    assert refused is not None and float(refused[1]) >= 2
+
+
+def test_a_submission_has_the_servers_own_files(
+    server: str, loadgen: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red fox\na red fox\n")
+    flags = ["--scenario", "SingleStream", "--test-mode", "submission"]
+    flags += ["--dataset", str(tmp_path / "prompts.txt"), "--submission-dir", str(tmp_path / "s")]
+    report = loadgen(*flags)
+    assert report["num_queries"] >= 2 and report["metric"]["unit"] == "s"
+    assert report["accuracy"] == {"vbench_score": None}
+    results = tmp_path / f"s/open/tokenmill/results/system/{WAN.name}/SingleStream"
+    assert (results / "performance/run_1/mlperf_log_summary.txt").stat().st_size
+    answers = json.loads((results / "accuracy" / ACCURACY).read_text())
+    logged = [json.loads(bytes.fromhex(answer["data"])) for answer in answers]
+    asked = fields_of("wan-tiny", VideoParams((32, 16), 5, num_steps=2))
+    body = json.dumps(asked | {"prompt": "a red fox"}).encode()
+    call = urllib.request.Request(f"{server}/videos/sync", body, JSON)
+    with urllib.request.urlopen(call) as answer:
+        expected = hashlib.sha256(answer.read()).hexdigest()
+    assert {each["sha256"] for each in logged} == {expected}
+    videos = tmp_path / "s" / "videos" / f"system_{WAN.name}_SingleStream"
+    assert {hashlib.sha256(file.read_bytes()).hexdigest() for file in videos.iterdir()} == {
+        expected
+    }
+    assert len(list(videos.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "model", "quick", "says"),
+    [
+        (VideoParams((32, 16), 5), None, False, r"serves wan-tiny, not Wan-AI/Wan2.2-T2V-A14B"),
+        (VideoParams((32, 16), 5), "other", True, "does not serve --model other: it has wan-tiny"),
+        (VideoParams((33, 16), 5), None, True, r"/videos/sync was refused, http_400: .*16"),
+        (
+            VideoParams((32, 16), 5, latent="n.pt"),
+            None,
+            True,
+            "http_400: latent_path: .*latent-dir",
+        ),
+    ],
+)
+def test_a_server_that_cannot_make_the_videos_is_named(
+    server: str, params: VideoParams, model: str | None, quick: bool, says: str
+) -> None:
+    with pytest.raises(BenchError, match=rf"{re.escape(server)}.*{says}"):
+        check_server(Target(server, ""), fields_of("", params), model, quick)
+
+
+def test_a_server_that_is_not_there_or_makes_other_videos_is_named() -> None:
+    asked = fields_of("wan-tiny", VideoParams())
+    with pytest.raises(BenchError, match=r"http://127.0.0.1:1/v1 does not answer: .*call failed"):
+        check_server(Target("http://127.0.0.1:1/v1", ""), asked, None, True)
+    told = asked | {"num_inference_steps": 4}
+    with pytest.raises(BenchError, match=r"http://s .*: num_inference_steps 4 instead of 20"):
+        check_job("http://s", asked, told)
+    del told["size"]
+    with pytest.raises(BenchError, match="http://s does not say the size of a video"):
+        check_job("http://s", asked, told)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from tokenmill.ranking.stores.sharded import ShardedTable
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
 
 SHARDED_ROWS = 61
-MODULES = (CachedTable.__module__, ShardedTable.__module__)
 
 
 def random_table(num_rows: int, dim: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -74,7 +73,7 @@ def run_shard(path: str, rank: int, size: int, connection: Connection) -> None:
 
 def acknowledged_before_the_kill(path: Path, wanted: int) -> int:
     """Run a writer, kill it after `wanted` updates, and return the last one it acknowledged."""
-    context = light_processes(*MODULES)
+    context = light_processes()
     ours, theirs = context.Pipe()
     writer = context.Process(target=write_for_ever, args=(str(path), theirs))
     writer.start()

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from light_processes import light_processes
-from ranking.tables import MODULES, host_table, random_table, run_shard
+from ranking.tables import host_table, random_table, run_shard
 from tokenmill.parallel import ONE, Ranks
 from tokenmill.ranking.stores.sharded import ShardedTable, shard_rows
 from tokenmill.ranking.stores.store import EmbeddingError
 
 
 def test_ranks_share_a_table(tmp_path: Path) -> None:
-    context, size = light_processes(*MODULES), 3
+    context, size = light_processes(), 3
     pipes = [context.Pipe() for _ in range(size)]
     ranks = [
         context.Process(target=run_shard, args=(str(tmp_path / "meet"), rank, size, theirs))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from light_processes import light_processes
-from ranking.tables import MODULES, cached_table, host_table, random_table, read_shared
+from ranking.tables import cached_table, host_table, random_table, read_shared
 from tokenmill.kernels.embedding import WAYS
 from tokenmill.ranking.stores.device_cache import CachedTable, cache_memory_bytes
 from tokenmill.ranking.stores.host_table import HostTable
@@ -135,7 +135,7 @@ def test_frequent_rows_stay_where_others_pass() -> None:
 def test_another_processs_table_is_read_and_its_updates_seen() -> None:
     table = random_table(ROWS, DIM)
     store = host_table(table)
-    context = light_processes(*MODULES)
+    context = light_processes()
     ours, theirs = context.Pipe()
     reader = context.Process(target=read_shared, args=(store.shared, theirs))
     reader.start()

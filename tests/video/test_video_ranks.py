@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from light_processes import VIDEO, start_light_ranks
 from tokenmill.__main__ import run
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.specs.wan import A14B, TINY
@@ -29,6 +28,7 @@ from tokenmill.video import video_ranks
 from tokenmill.video.pipeline import Pipeline, load_pipeline
 from tokenmill.video.video_engine import VideoEngine
 from video import small_memory_rank
+from video.light_ranks import start_light_ranks
 
 CONFIG = ModelConfig(model="wan-tiny", random_weights=True, device="cpu", num_threads=1)
 PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=2, negative_token_ids=(9, 8))
@@ -107,7 +107,7 @@ def test_a_prompt_on_each_of_two_ranks_is_one_prompt_after_the_other(alone: Pipe
 def test_tokens_and_heads_on_two_ranks_are_those_of_one(
     alone: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_light_ranks(monkeypatch, *VIDEO)
+    start_light_ranks(monkeypatch)
     other = replace(PARAMS, size=(80, 32), num_frames=9)
     with ranks(cfg=1, ulysses=2) as pipeline:
         for params in (PARAMS, other, replace(PARAMS, guidance_scale=1.0)):
@@ -121,7 +121,7 @@ def test_four_ranks_end_and_drop_jobs_together(
     alone: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort, a deadline, a full memory: the jobs beside them have the pixels of one rank."""
-    start_light_ranks(monkeypatch, *VIDEO)
+    start_light_ranks(monkeypatch)
     monkeypatch.setattr(video_ranks, "PROGRAM", "video.small_memory_rank")
     wide = replace(PARAMS, size=(80, 32))  # ten columns of latents: two and three on a rank
     expected = {"a": made(alone), "b": made(alone, wide)}

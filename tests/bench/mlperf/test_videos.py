@@ -10,7 +10,7 @@ from typing import Any
 import av
 import pytest
 
-from light_processes import VIDEO, light_benchmark
+from light_processes import run_benchmark
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import mlperf
 from tokenmill.bench.mlperf import runs, submission, video_test
@@ -27,13 +27,14 @@ from tokenmill.video.pipeline import load_pipeline
 from tokenmill.video.video_engine import VideoEngine
 
 BENCHMARK = ("bench", "mlperf", "--benchmark", WAN.name)
+URL = "http://127.0.0.1:1/v1"
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--num-threads", "1")
 
 
 def test_a_small_submission(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf, "run_benchmark", light_benchmark(*VIDEO))
+    monkeypatch.setattr(mlperf, "run_benchmark", run_benchmark)
     (tmp_path / "prompts.txt").write_text("a red fox\n\na red fox\n")
     line = [*BENCHMARK, "--quick", "--test-mode", "submission", "--compliance", *SMALL]
     line += ["--dataset", str(tmp_path / "prompts.txt"), "--submission-dir", str(tmp_path / "sub")]
@@ -167,7 +168,9 @@ def test_test04_fails_where_the_same_sample_is_faster() -> None:
         (["--scenario", "Server"], "Offline and SingleStream only"),
         (["--test-mode", "TEST06"], "--test-mode performance, accuracy, submission, TEST04 only"),
         (["--test-mode", "TEST04"], "use --test-mode performance --compliance"),
-        (["--url", "http://127.0.0.1:1/v1"], "runs on an engine of this process, not on a server"),
+        (["--url", URL, "--offload"], "--offload is for an engine of this process, not for --url"),
+        (["--url", URL, "--dtype", "bf16"], "--dtype is for an engine of this process"),
+        (["--url", URL, "--api", "chat"], "--api does not go with"),
         (["--max-num-seqs", "8"], "--max-num-seqs is for language models"),
         (["--steps", "4"], "--steps other than MLPerf's is for a quick run: add --quick"),
         (["--step-cache", "0.1", "--division", "closed"], "--step-cache is not exact"),

@@ -125,6 +125,7 @@ def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
     """The same of a server; the folder of --model tells which ids there are."""
     from tokenmill.bench.client.records import Target
     from tokenmill.bench.mlperf.loadgen_url import GivenUp
+    from tokenmill.bench.mlperf.post_url import failures
     from tokenmill.bench.mlperf.ranking_url import RankingServerUnderTest, rank_url
     from tokenmill.ranking.spec_file import read_spec
 
@@ -156,14 +157,11 @@ def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
         return facts | bench.given_up_report(run, str(error), sut.times)
     facts |= {"num_failed": sut.tally.num_failed, "errors": sut.tally.errors}
     facts["client_cpu_share"] = round(sut.cpu_share, 3)
-    failures = [
-        f"{entry['count']} queries failed, {name}: {entry['first']}"
-        for name, entry in sut.tally.errors.items()
-    ]
+    reasons = failures(target.url, sut.tally)
     if accuracy:
-        report = {} if failures else _accuracy(run, folder)
-        return facts | report | {"reasons": failures}
-    return facts | bench.with_reasons(_result(run, folder, False, sut.times), failures)
+        report = {} if reasons else _accuracy(run, folder)
+        return facts | report | {"reasons": reasons}
+    return facts | bench.with_reasons(_result(run, folder, False, sut.times), reasons)
 
 
 def _facts(

@@ -54,7 +54,11 @@ LOOSE = ("step-cache", "vae-tiles")  # what is not exact
 KEYS = (*SHAPE, "latent", *LOOSE, "attention-dtype", "offload", "gpu-price")
 PANEL: tuple[Setting, ...] = (*(SETTINGS[key] for key in KEYS), *VIDEO_PARALLEL)
 MODES = ("performance", "accuracy", "submission", "TEST04")
-NOT_HERE = ("length-scale", "compliance-dataset")
+NOT_HERE = (
+    *("length-scale", "compliance-dataset"),
+    *("api", "tokenizer", "ignore-eos", "extra-body"),  # of a language model's server
+)
+OF_ENGINE = (*LOOSE, "attention-dtype", "offload", *(s.key for s in VIDEO_PARALLEL))
 # The defaults of a quick run on a CPU, where a video of full size would take days.
 TINY = {"model": "wan-tiny", "random-weights": True}
 TINY_SHAPE = VideoParams(size=(64, 64), num_frames=9, num_steps=4)
@@ -83,9 +87,9 @@ def check_settings(settings: Settings) -> None:
         raise SettingsError(f"--benchmark {WAN.name} has --scenario Offline and SingleStream only")
     if settings.get("test-mode") not in MODES:
         raise SettingsError(f"--benchmark {WAN.name} has --test-mode {', '.join(MODES)} only")
-    if settings.get("url"):
-        problem = "runs on an engine of this process, not on a server"
-        raise SettingsError(f"--url: --benchmark {WAN.name} {problem}")
+    for key in OF_ENGINE if settings.get("url") else ():
+        if key in settings:
+            raise SettingsError(f"--{key} is for an engine of this process, not for --url")
     for key in NOT_HERE:
         if settings.values.get(key):
             raise SettingsError(f"--{key} does not go with --benchmark {WAN.name}")
@@ -185,7 +189,7 @@ def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     write_times(folder / EVENTS, sut.times)
     facts = _facts(settings, run, pipeline, params, len(samples))
     if mode == "accuracy":
-        return facts | _accuracy(run, len(samples))
+        return facts | unscored(run, len(samples))
     values, errors = loadgen.read_detail(folder)
     report = bench.performance_report(run, values, errors, sut.times)
     report |= {"ttft_ms": {}, "tpot_ms": {}, "num_output_tokens": 0}
@@ -218,7 +222,7 @@ def make_samples(
     """The benchmark's prompts as jobs, all with the same noise and the same negative prompt."""
     from tokenmill.text.video_prompts import video_prompt_ids
 
-    prompts = _prompts(settings, run)
+    prompts = read_samples(settings, run)
     vocab_size = checkpoint.spec.text.vocab_size
     negative, *ids = video_prompt_ids(checkpoint.tokenizer, vocab_size, [NEGATIVE_PROMPT, *prompts])
     job = replace(params, negative_token_ids=tuple(negative))
@@ -229,7 +233,8 @@ def make_samples(
     ]
 
 
-def _prompts(settings: Settings, run: bench.Run) -> list[str]:
+def read_samples(settings: Settings, run: bench.Run) -> list[str]:
+    """The prompts of a run, synthetic ones without --dataset."""
     if "dataset" not in settings:
         rng = random.Random(run.seeds["qsl_rng_seed"])
         count = run.quick_samples or run.preset.num_samples
@@ -351,7 +356,7 @@ def _shape(params: VideoParams) -> str:
     return f"{params.num_frames} frames of {width}x{height} in {params.num_steps} steps"
 
 
-def _accuracy(run: bench.Run, num_videos: int) -> MlperfReport:
+def unscored(run: bench.Run, num_videos: int) -> MlperfReport:
     """No score: VBench is not part of this package."""
     least = run.preset.accuracy_share * run.preset.accuracy["vbench_score"]
     reason = (
