@@ -1,13 +1,14 @@
 """Train a multi-token-prediction module for a Llama-family model on text that the model writes.
 
-Questions come from forms with gaps (mtp_questions.toml); of half of them the model gets at most the
-first words and writes the rest itself. It answers, mostly greedily. The module learns the model's
-own next-token distributions over the answers, for a chain of drafts: draft k sees the module's
-hidden state of draft k - 1, as it will when it is used.
+The conversations are those of mtp_conversations.py; the model answers, mostly greedily. The module
+learns the model's own next-token distributions over the answers, for a chain of drafts: draft k
+sees the module's hidden state of draft k - 1, as it will when it is used. --inner makes its MLP
+wider than the model's; the file's shapes tell the engine how wide it is.
 
-usage: python scripts/train_mtp.py --out FOLDER [--generate-s 100 --train-s 240]     (one GPU)
-The last line is one JSON object: acceptance of each draft over the answers of conversations left
-out of training.
+usage: python scripts/train_mtp.py --out FOLDER [--generate-s 130 --train-s 210]     (one GPU)
+Whatever happens, the process ends within --limit-s, and while it trains the folder has the newest
+module (one of at most --save-s ago). The last line is one JSON object: acceptance of each draft
+over the answers of conversations left out of training.
 """
 
 from __future__ import annotations
@@ -15,14 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import random
-import re
 import time
-import tomllib
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,131 +26,21 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from mtp_conversations import MAX_LEN, Conversation, num_tokens, write_together
 from safetensors.torch import load_file, save_file
 
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.core.types import Request, SamplingParams
-from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.choices import resolve_setup
 from tokenmill.layers.rotary import rotary_table
 from tokenmill.models.checkpoints.store import resolve
 from tokenmill.models.checkpoints.weights import open_checkpoint
-from tokenmill.text.tokenizer import load_tokenizer
 
 LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-QUESTIONS = Path(__file__).with_name("mtp_questions.toml")
-MAX_LEN = 640
 BLOCK = 4096  # of the vocabulary
+CLOSING_S = 20.0  # for the measurement and the file at the end
 Weights = dict[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Conversation:
-    """A prompt and the model's answer."""
-
-    token_ids: list[int]
-    num_prompt: int
-    hidden: torch.Tensor | None = None  # [tokens, hidden], after the final norm
-
-
-class Questions:
-    """What users might ask."""
-
-    def __init__(self, dice: random.Random) -> None:
-        self.dice = dice
-        self.words: dict[str, list[str]] = tomllib.loads(QUESTIONS.read_text(encoding="utf-8"))
-
-    def whole(self) -> str:
-        """A form with its gaps filled."""
-        form = self.dice.choice(self.words["forms"])
-        return re.sub(r"\{(\w+)\}", lambda gap: self.dice.choice(self.words[gap[1]]), form)
-
-    def beginning(self) -> str:
-        """The first words of one, few more often than many, or none."""
-        words = self.whole().split(" ")
-        return " ".join(words[: int(len(words) * self.dice.random() ** 2)])
-
-
-def write_conversations(args: argparse.Namespace, seed: int) -> list[Conversation]:
-    """What is asked and what the model answers until the time is over."""
-    path = str(resolve(args.model))
-    tokenizer = load_tokenizer(path)
-    built = build_engine(
-        resolve_setup(
-            Setup(
-                ModelConfig(path, "auto", args.device, max_model_len=2048),
-                CacheConfig(memory_bytes=args.kv_gib * 2**30),
-                SchedulerConfig(max_num_seqs=args.batch, max_waiting=2**31),
-            )
-        )
-    )
-    marker = "\ue000"
-    whole = tokenizer.encode_chat([{"role": "user", "content": marker}])
-    inner = tokenizer.encode(marker)
-    at = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
-    head, tail = whole[:at], whole[at + len(inner) :]
-    dice, seen, done = random.Random(seed), set[tuple[int, ...]](), list[Conversation]()
-    questions, end = Questions(dice), time.monotonic() + args.generate_s
-    asked = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=80)
-    greedy = SamplingParams(temperature=0.0, max_tokens=args.answer)
-    drawn = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=args.answer)
-    while time.monotonic() < end:
-        begun = [tokenizer.encode(questions.beginning()) for _ in range(args.batch)]
-        turns = complete(built, [head + b for b in begun], [asked] * len(begun), dice, end)
-        users = [tuple(tokenizer.encode(questions.whole())) for _ in range(args.batch)]
-        for start, turn in zip(begun, turns, strict=True):
-            if turn and turn[-1] in tail[:1]:
-                users.append((*start, *turn[:-1]))
-        users = [user for user in dict.fromkeys(users) if len(user) > 2 and user not in seen]
-        seen.update(users)
-        prompts = [[*head, *user, *tail] for user in users]
-        how = [greedy if dice.random() < 0.85 else drawn for _ in prompts]
-        answers = complete(built, prompts, how, dice, end)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            if len(prompt) + 8 < MAX_LEN and len(answer) > 8:
-                done.append(Conversation((prompt + answer)[:MAX_LEN], len(prompt)))
-    return done
-
-
-def write_together(args: argparse.Namespace) -> list[Conversation]:
-    """The conversations of several processes: one alone does not keep the GPU busy."""
-    context = multiprocessing.get_context("spawn")
-    seeds = [args.seed * 1000 + i for i in range(args.writers)]
-    with ProcessPoolExecutor(args.writers, context) as pool:
-        parts = pool.map(write_conversations, [args] * args.writers, seeds)
-        together = [one for part in parts for one in part]
-    print(f"{len(together)} conversations, {_num_tokens(together)} tokens", flush=True)
-    return together
-
-
-def _num_tokens(conversations: list[Conversation]) -> int:
-    return sum(len(c.token_ids) for c in conversations)
-
-
-def complete(
-    built: BuiltEngine,
-    prompts: list[list[int]],
-    how: list[SamplingParams],
-    dice: random.Random,
-    end: float,
-) -> list[list[int]]:
-    """What the engine adds to each prompt, as far as it comes."""
-    answers: dict[str, list[int]] = {}
-    for i, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
-        own = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens, seed=dice.randrange(2**31),
-        )  # fmt: skip
-        answers[str(i)] = []
-        built.engine.submit(Request(str(i), prompt, own))
-    while built.engine.has_work() and time.monotonic() < end:
-        for output in built.engine.step():
-            answers[output.request_id] += output.token_ids
-    return list(answers.values())
 
 
 class Target:
@@ -221,16 +107,33 @@ def finish(spec: ModelSpec, weights: Weights, x: torch.Tensor, out: torch.Tensor
     return x + F.linear(gate * up, weights["mlp.down_proj"].to(x.dtype))
 
 
-class Module(torch.nn.Module):
-    """The MTP module; it starts as the model's last layer."""
+def widen(weights: Weights, inner: int) -> None:
+    """Give the MLP more channels, whose sum counts for nothing yet."""
+    more = inner - weights["mlp.gate_proj"].shape[0]
+    if more < 0:
+        raise SystemExit(
+            f"--inner {inner}: the MLP to start with is {inner - more} wide, give that"
+        )
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
+        known = weights[name]
+        added = known.std() * torch.randn(more, known.shape[1], device=known.device)
+        weights[name] = torch.cat([known, added])
+    down = weights["mlp.down_proj"]
+    added = torch.zeros(down.shape[0], more, device=down.device)
+    weights["mlp.down_proj"] = torch.cat([down, added], dim=1)
 
-    def __init__(self, target: Target) -> None:
+
+class Module(torch.nn.Module):
+    """The MTP module; it starts as the model's last layer, its MLP wider by what adds nothing."""
+
+    def __init__(self, target: Target, inner: int) -> None:
         super().__init__()
         size = target.spec.hidden_size
         last = target.layer(target.spec.num_layers - 1)
         weights = {name: tensor.float().clone() for name, tensor in last.items()}
         for name in ("self_attn.o_proj", "mlp.down_proj"):  # the stream starts small here
             weights[name] *= 0.1
+        widen(weights, inner)
         weights["enorm"] = torch.ones(size)
         weights["hnorm"] = torch.ones(size)
         weights["eh_proj"] = torch.cat([0.02 * torch.randn(size, size), torch.eye(size)], dim=1)
@@ -242,10 +145,14 @@ class Module(torch.nn.Module):
             self.register_parameter(key, torch.nn.Parameter(tensor))
 
     def load(self, file: Path) -> None:
-        """Go on from a module that was trained before."""
-        for name, tensor in load_file(file).items():
-            short = name.split(".", 3)[3].removesuffix(".weight")
-            self.weights[short].data.copy_(tensor)
+        """Go on from a module that was trained before; its MLP may be narrower than this one's."""
+        known = {
+            name.split(".", 3)[3].removesuffix(".weight"): tensor.float()
+            for name, tensor in load_file(file).items()
+        }
+        widen(known, self.weights["mlp.gate_proj"].shape[0])
+        for name, tensor in known.items():
+            self.weights[name].data.copy_(tensor)
 
     @property
     def weights(self) -> Weights:
@@ -314,6 +221,30 @@ def _distil_kernel(student, teacher, rows, losses, hits, vocab, BLOCK: tl.conste
     tl.store(hits + row, (best_s == best_t).to(tl.int32))
 
 
+def distil(
+    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and hits of each row; the gradients of the losses replace the logits."""
+    if logits.device.type == "cpu":
+        return distil_plain(logits, teacher, rows)
+    losses = torch.empty(len(rows), device=logits.device)
+    hits = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+    _distil_kernel[(len(rows),)](
+        logits, teacher, rows, losses, hits, logits.shape[1], BLOCK=BLOCK, num_warps=8
+    )
+    return losses, hits
+
+
+def distil_plain(
+    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in torch."""
+    goal, own = teacher[rows].float(), logits.float()
+    shares, scores = goal.softmax(-1), own.log_softmax(-1)
+    logits.copy_(scores.exp() - shares)
+    return -(shares * scores).sum(-1), (own.argmax(-1) == goal.argmax(-1)).int()
+
+
 class Distillation(torch.autograd.Function):
     """The mean cross entropy of head(states) against rows of the teacher's logits."""
 
@@ -326,11 +257,7 @@ class Distillation(torch.autograd.Function):
         rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = F.linear(states, head)
-        losses = torch.empty(len(rows), device=states.device)
-        hits = torch.empty(len(rows), dtype=torch.int32, device=states.device)
-        _distil_kernel[(len(rows),)](
-            logits, teacher, rows, losses, hits, head.shape[0], BLOCK=BLOCK, num_warps=8
-        )
+        losses, hits = distil(logits, teacher, rows)
         ctx.save_for_backward(logits, head)
         ctx.mark_non_differentiable(hits)
         return losses.mean(), hits
@@ -368,6 +295,15 @@ def note_hidden(target: Target, conversations: list[Conversation], num_tokens: i
             one.hidden = hidden[: len(one.token_ids)].clone()
 
 
+def answered(group: list[Conversation], count: int, depth: int) -> torch.Tensor:
+    """Whether all drafts from a place are of an answer, bool [conversations, count]."""
+    inside = torch.zeros(len(group), count, dtype=torch.bool)
+    for i, one in enumerate(group):
+        for first, end in one.answers:
+            inside[i, first - 1 : max(0, end - 1 - depth)] = True
+    return inside
+
+
 def losses(
     module: Module, group: list[Conversation], depth: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -378,10 +314,7 @@ def losses(
     hidden = torch.nn.utils.rnn.pad_sequence(known, batch_first=True)
     states = module(hidden, ids, depth)
     count, width = states[0].shape[1], hidden.shape[1] - 1
-    firsts = torch.tensor([c.num_prompt - 1 for c in group], device=ids.device)[:, None]
-    ends = torch.tensor([len(c.token_ids) - 1 - depth for c in group], device=ids.device)[:, None]
-    places = torch.arange(count, device=ids.device)[None]
-    line, place = ((places >= firsts) & (places < ends)).nonzero(as_tuple=True)
+    line, place = answered(group, count, depth).to(ids.device).nonzero(as_tuple=True)
     teacher = F.linear(hidden[:, 1:], target.head).flatten(0, 1)
     loss, hits = torch.zeros((), device=ids.device), []
     for k, state in enumerate(states):
@@ -414,11 +347,17 @@ def train(module: Module, conversations: list[Conversation], args: argparse.Name
         module.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.01
     )
     dice, begin, step = random.Random(args.seed), time.monotonic(), 0
+    seconds = max(1.0, min(args.train_s, args.begin + args.limit_s - CLOSING_S - begin))
+    saved = begin
     while True:
         for group in batches(conversations, args.tokens, dice):
-            share = (time.monotonic() - begin) / args.train_s
+            now = time.monotonic()
+            share = (now - begin) / seconds
             if share >= 1:
                 return step
+            if now - saved > args.save_s:
+                save_module(module, args.out)
+                saved = now
             falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share))
             for parameters in optimizer.param_groups:
                 parameters["lr"] = args.rate * min(1.0, (step + 1) / 100) * falling
@@ -433,23 +372,47 @@ def train(module: Module, conversations: list[Conversation], args: argparse.Name
             step += 1
 
 
-def main() -> None:
+def save_module(module: Module, folder: Path) -> Path:
+    """Write the file in one piece: what is there is always a whole module."""
+    (target,) = module.target
+    prefix = f"model.layers.{target.spec.num_layers}"
+    tensors = {
+        f"{prefix}.{name}.weight": t.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, t in module.weights.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    file, part = folder / "model.safetensors", folder / "model.part"
+    save_file(tensors, part, {"format": "pt"})
+    return part.replace(file)
+
+
+def read_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder of model.safetensors")
     parser.add_argument("--start", type=Path, help="a module to go on from")
+    parser.add_argument("--inner", type=int, help="width of the MLP; the model's")
     parser.add_argument("--depth", type=int, default=3, help="drafts in a chain")
-    parser.add_argument("--generate-s", type=float, default=100)
-    parser.add_argument("--train-s", type=float, default=240)
+    parser.add_argument("--generate-s", type=float, default=130)
+    parser.add_argument("--train-s", type=float, default=210)
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="for all of it")
+    parser.add_argument("--save-s", type=float, default=30, help="between saved modules")
     parser.add_argument("--writers", type=int, default=8, help="processes that write")
     parser.add_argument("--batch", type=int, default=512, help="conversations at once, of each")
-    parser.add_argument("--answer", type=int, default=256, help="tokens of an answer at most")
+    parser.add_argument("--answer", type=int, default=384, help="tokens of an answer at most")
     parser.add_argument("--tokens", type=int, default=16384, help="of a training step")
     parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--kv-gib", type=int, default=8)
+    parser.add_argument("--kv-gib", type=float, default=8)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    args.begin = time.monotonic()  # the same clock in all processes
+    args.write_until = args.begin + args.limit_s / 2  # whatever --generate-s says
+    return args
+
+
+def main() -> None:
+    args = read_args()
     torch.manual_seed(args.seed)
     checkpoint = open_checkpoint(resolve(args.model))
     check_layers(checkpoint.spec)
@@ -459,24 +422,22 @@ def main() -> None:
     held, texts = texts[:num_held], texts[num_held:]
     target = Target(checkpoint.spec, dict(checkpoint.tensors(None, args.device)), args.device)
     note_hidden(target, held + texts, args.tokens)
-    module = Module(target)
+    print(f"{time.monotonic() - args.begin:.0f} s: the model's states are known", flush=True)
+    module = Module(target, args.inner or checkpoint.spec.intermediate_size)
     if args.start is not None:
         module.load(args.start)
+        print(f"before training: {measure(module, held, args)}", flush=True)
     steps = train(module, texts, args)
+    file = save_module(module, args.out)
     found = measure(module, held, args)
-    prefix = f"model.layers.{checkpoint.spec.num_layers}"
-    tensors = {
-        f"{prefix}.{name}.weight": t.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, t in module.weights.items()
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, args.out / "model.safetensors", {"format": "pt"})
     length = 1 + sum(math.prod(found[: k + 1]) for k in range(args.depth))
     report = {
-        "model": args.model, "conversations": len(texts), "tokens": _num_tokens(texts),
+        "model": args.model, "conversations": len(texts), "tokens": num_tokens(texts),
         "held_out": num_held, "steps": steps, "acceptance": [round(a, 4) for a in found],
-        "length": round(length, 3), "bytes": (args.out / "model.safetensors").stat().st_size,
+        "length": round(length, 3), "bytes": file.stat().st_size,
+        "seconds": round(time.monotonic() - args.begin, 1),
     }  # fmt: skip
+    (args.out / "report.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
     print(json.dumps(report))
 
 

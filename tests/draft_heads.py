@@ -31,11 +31,13 @@ def forgetful(model: PreTrainedModel, share: float = 0.01) -> PreTrainedModel:
     return model
 
 
-def make_head(spec: ModelSpec, norm: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+def make_head(
+    spec: ModelSpec, norm: torch.Tensor, scale: float, inner: int | None = None
+) -> dict[str, torch.Tensor]:
     """Tensors under their names in a checkpoint; `scale` is the size of all that is random."""
     generator = torch.Generator().manual_seed(11)
     tensors = {}
-    for name, shape in mtp_tensors(spec).items():
+    for name, shape in mtp_tensors(spec, inner).items():
         tensor = torch.randn(shape, generator=generator) * scale
         if name.endswith("eh_proj.weight"):
             tensor += torch.cat([torch.eye(shape[0]), torch.zeros(shape[0], shape[0])], dim=1)
@@ -47,10 +49,12 @@ def make_head(spec: ModelSpec, norm: torch.Tensor, scale: float) -> dict[str, to
     return tensors
 
 
-def head_tensors(model: PreTrainedModel, scale: float = 0.003) -> dict[str, torch.Tensor]:
-    """The head of a transformers model."""
+def head_tensors(
+    model: PreTrainedModel, scale: float = 0.003, inner: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The head of a transformers model, its MLP `inner` wide if given."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return make_head(spec_of(config), model.model.norm.weight.data, scale)
+    return make_head(spec_of(config), model.model.norm.weight.data, scale, inner)
 
 
 def eagle3_tensors(

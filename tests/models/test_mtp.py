@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -36,23 +37,26 @@ def eagle_head(tensors: dict[str, torch.Tensor], bias: bool) -> dict[str, torch.
     return head | {f"layers.0.{name}": own[name] for name in own if name not in gone}
 
 
-@pytest.mark.parametrize("form", ["mtp", "eagle", "eagle-bias"])
+@pytest.mark.parametrize("form", ["mtp", "mtp-wide", "eagle", "eagle-bias"])
 @torch.no_grad()
 def test_drafts_are_those_of_plain_torch(form: str, tmp_path: Path) -> None:
     model = tame(make_model("llama", **WIDE), 0.3)
-    tensors = head_tensors(model, scale=0.2)
+    wide = 2 * model.config.intermediate_size + 16
+    tensors = head_tensors(model, scale=0.2, inner=wide if form == "mtp-wide" else None)
     own = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items()}
-    layer = LlamaDecoderLayer(model.config, layer_idx=0)
+    config = copy.deepcopy(model.config)
+    config.intermediate_size = own["mlp.gate_proj.weight"].shape[0]
+    layer = LlamaDecoderLayer(config, layer_idx=0)
     layer.load_state_dict({name: own[name] for name in layer.state_dict()})
     bias = torch.zeros(64)
-    if form != "mtp":
+    if form.startswith("eagle"):
         tensors = eagle_head(tensors, form == "eagle-bias")
         bias = tensors.get("fc.bias", bias)
         layer.input_layernorm = torch.nn.Identity()
     save_file(tensors, tmp_path / "head.safetensors")
 
     def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        return norm(x, own[f"{name}.weight"]) if form == "mtp" else x
+        return norm(x, own[f"{name}.weight"]) if form.startswith("mtp") else x
 
     built = build_engine(
         resolve_setup(

@@ -102,6 +102,18 @@ def one_of(*choices: str) -> Kind:
     return Kind(read, "one of " + ", ".join(choices), "NAME", choices)
 
 
+def some_of(*choices: str) -> Kind:
+    """One name or several, each once."""
+
+    def read(value: Any) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else list(value)
+        if not parts or any(part not in choices for part in parts):
+            raise ValueError(value)
+        return tuple(dict.fromkeys(parts))
+
+    return Kind(read, "one or more of " + ", ".join(choices) + ", separated by commas", "NAME[,..]")
+
+
 def count(low: int, high: float = math.inf) -> Kind:
     limit = f"of at least {low}" if high == math.inf else f"from {low} to {int(high)}"
     return Kind(_within(read_int, low, high), f"a whole number {limit}", "N")

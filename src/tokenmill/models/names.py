@@ -93,8 +93,13 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_layers=spec.num_layers + 1, layer_windows=windows, moe=moe)
 
 
-def mtp_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of the tensors of the MTP module after the last layer."""
+def mtp_tensors(spec: ModelSpec, inner: int | None = None) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of the tensors of the MTP module after the last layer.
+
+    `inner` is the width of its MLP, if it is another one than the model's.
+    """
+    if inner is not None:
+        spec = replace(spec, intermediate_size=inner)
     hidden, index = spec.hidden_size, spec.num_layers
     shapes = [(hidden,), (hidden,), (hidden, 2 * hidden), (hidden,)]
     tensors: dict[str, Shape] = dict(zip(MTP_OUTER, shapes, strict=True))

@@ -15,6 +15,7 @@ from tokenmill.core.flags import (
     one_of,
     read_float,
     read_int,
+    some_of,
 )
 from tokenmill.settings.setting import Setting
 
@@ -120,9 +121,10 @@ MTP = (
     Setting("batch", "Prompts that are answered at once.", count(1), default=1),
     Setting(
         "prompt-kind",
-        "Questions, or documents that the answers repeat much of.",
-        one_of("chat", "documents"),
-        default="chat",
+        "Sets of prompts: chat, everyday (shorter, of more kinds, with follow-ups), or documents "
+        "that the answers repeat much of.",
+        some_of("chat", "everyday", "documents"),
+        default=("chat",),
     ),
 )
 CAMPAIGN = (

@@ -11,7 +11,14 @@ from typer.testing import CliRunner
 from draft_heads import forgetful, save_head
 from tiny_models import make_model, save, tame
 from tokenmill.bench.commands import mtp as cli
-from tokenmill.bench.commands.mtp import DepthRun, depth_report, measure, read_prompts
+from tokenmill.bench.commands.mtp import (
+    DepthRun,
+    depth_report,
+    measure,
+    read_prompts,
+    set_shares,
+    together,
+)
 from tokenmill.core.metrics import acceptance
 from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
 from tokenmill.models.checkpoints.store import cached
@@ -104,7 +111,23 @@ def test_rounds_that_differ_count_each_for_itself() -> None:
     assert figures["num_different"] == 1
 
 
-@pytest.mark.parametrize(("kind", "count"), [("chat", 24), ("documents", 8)])
+def test_sets_of_prompts_have_shares_of_their_own_and_together() -> None:
+    chat = {0: [DepthRun(2.0, 8, [[1, 2]])], 2: [DepthRun(1.0, 4, [[1, 2]], [8, 4], [4, 1])]}
+    everyday = {0: [DepthRun(3.0, 6, [[3]])], 2: [DepthRun(2.0, 5, [[3]], [2], [2])]}
+    assert set_shares(chat) == {"2": acceptance([8, 4], [4, 1])}
+    assert set_shares(everyday)["2"]["first"] == 1.0
+    both = together([chat, everyday])
+    assert both[0] == [DepthRun(5.0, 14, [[1, 2], [3]])]
+    assert both[2] == [DepthRun(3.0, 9, [[1, 2], [3]], [10, 4], [6, 1])]
+    assert depth_report(both)["2"]["acceptance"]["first"] == 0.6
+
+
+def test_a_second_question_comes_after_the_first_and_its_answer() -> None:
+    prompt = next(prompt for prompt in read_prompts("everyday") if prompt.earlier)
+    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("chat", 24), ("everyday", 88), ("documents", 8)])
 def test_prompts_are_those_of_the_tokenizer(kind: str, count: int) -> None:
     prompts = read_prompts(kind)
     assert len(prompts) == len({prompt.text for prompt in prompts}) == count
@@ -115,8 +138,8 @@ def test_prompts_are_those_of_the_tokenizer(kind: str, count: int) -> None:
 
     tokenizer = load_tokenizer(path)
     for prompt in prompts:
-        messages = [{"role": "user", "content": prompt.text}]
-        assert tokenizer.encode_chat(messages) == prompt.token_ids
+        assert prompt.messages[-1] == {"role": "user", "content": prompt.text}
+        assert tokenizer.encode_chat(prompt.messages) == prompt.token_ids
 
 
 @pytest.mark.parametrize("draft", ["module", "ngram"])
@@ -131,6 +154,7 @@ def test_the_command_ends_with_its_figures(
     drafter = str(head) if draft == "module" else draft
     arguments = ["--model", str(folder), "--draft", drafter, "--dtype", "fp32"]
     arguments += ["--rounds", "1", "--output-len", "40", "--depths", "1,3"]
+    arguments += ["--prompt-kind", "chat,everyday"]
     done = CliRunner().invoke(app, ["bench", "mtp", *arguments])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout.splitlines()[-1])
@@ -145,3 +169,5 @@ def test_the_command_ends_with_its_figures(
     assert set(best["acceptance"]) == {"first", "length", "positions"}
     assert len(report["depths"]["3"]["acceptance"]["positions"]) == 3
     assert "drafts" in done.stdout and "ceiling" in done.stdout
+    assert set(report["sets"]) == {"chat", "everyday"} and report["num_prompts"] == 4
+    assert report["sets"]["chat"]["3"]["positions"]

@@ -6,12 +6,12 @@ that drift of the machine affects all of them alike. The greedy answers must be 
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,15 @@ Update = Callable[[int, int], None]
 def mtp(settings: Settings) -> None:
     """Share of accepted drafts, and the speed-up over no drafts.
 
-    Chat prompts of this package, greedy answers of at most 128 tokens, without drafts and
+    Prompts of this package, greedy answers of at most 128 tokens, without drafts and
     with 1, 2 and 3 of them, turn by turn. The ceiling is the speed-up if every
-    draft were right, at the measured cost of a step.
+    draft were right, at the measured cost of a step. With several sets of prompts
+    the shares are also those of each set.
 
     tokenmill bench mtp
     tokenmill bench mtp --depths 2 --batch 8 --rounds 5
     tokenmill bench mtp --draft head.safetensors --num-prompts 8
+    tokenmill bench mtp --prompt-kind chat,everyday --depths 2
     tokenmill bench mtp --draft ngram --prompt-kind documents --depths 4,8
     """
     from tokenmill.engine.drafts.drafting import FixedDrafting
@@ -63,11 +65,11 @@ def mtp(settings: Settings) -> None:
     max_tokens = config.output_len or DEFAULT_TOKENS
     model = settings.build(ModelConfig)
     path = model_path(model)
-    kind = settings.get("prompt-kind")
-    prompts = _prompts(path, kind, config.num_prompts)
+    kinds = settings.get("prompt-kind")
+    prompts = {kind: _prompts(path, kind, config.num_prompts) for kind in kinds}
     model = replace(model, model=str(path))
     built = _build(settings, model, depths[-1], batch)
-    longest = max(map(len, prompts)) + max_tokens
+    longest = max(len(prompt) for own in prompts.values() for prompt in own) + max_tokens
     if longest > built.max_model_len:
         raise BenchError(
             f"--output-len {max_tokens} needs {longest} tokens, "
@@ -77,15 +79,20 @@ def mtp(settings: Settings) -> None:
     def set_depth(depth: int) -> None:
         built.engine.drafting = FixedDrafting(depth)
 
-    with console.progress("Benchmark runs") as update:
-        runs = measure(
-            built.engine, set_depth, prompts, depths, config.num_rounds, batch, max_tokens, update
-        )
-    by_depth = depth_report(runs)
+    sets: dict[str, Runs] = {}
+    for kind, own in prompts.items():
+        with console.progress(f"Benchmark runs, {kind} prompts") as update:
+            sets[kind] = measure(
+                built.engine, set_depth, own, depths, config.num_rounds, batch, max_tokens, update
+            )
+    by_depth = depth_report(together(list(sets.values())))
+    shares = {kind: set_shares(runs) for kind, runs in sets.items()}
     drafting = {depth: by_depth[depth] for depth in map(str, depths)}
     best = max(drafting, key=lambda depth: drafting[depth]["speedup"])
     if not settings.get("json-only"):
         _print(by_depth, batch, built.device)
+        if len(kinds) > 1:
+            _print_shares(shares)
     console.print_json(
         {
             "benchmark": "mtp",
@@ -94,14 +101,15 @@ def mtp(settings: Settings) -> None:
             "dtype": built.dtype,
             "draft": model.draft,
             "batch": batch,
-            "prompts": kind,
-            "num_prompts": len(prompts),
+            "prompts": ",".join(kinds),
+            "num_prompts": sum(map(len, prompts.values())),
             "max_tokens": max_tokens,
             "rounds": config.num_rounds,
             "depths": by_depth,
             "best_depth": int(best),
             "acceptance": drafting[best]["acceptance"],
             "speedup": drafting[best]["speedup"],
+            "sets": shares,
             "identical": all(not figures["num_different"] for figures in drafting.values()),
         }
     )
@@ -114,7 +122,8 @@ def _prompts(path: Path, kind: str, count: int | None) -> list[list[int]]:
     known = read_prompts(kind)
     if count is not None and count > len(known):
         raise BenchError(
-            f"--num-prompts {count}: there are {len(known)} prompts; give {len(known)} or fewer"
+            f"--num-prompts {count}: there are {len(known)} {kind} prompts; "
+            f"give {len(known)} or fewer"
         )
     known = known[:count]
     if path.name == CATALOG["smollm2"].file_name:
@@ -122,7 +131,7 @@ def _prompts(path: Path, kind: str, count: int | None) -> list[list[int]]:
     from tokenmill.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
-    return [tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in known]
+    return [tokenizer.encode_chat(prompt.messages) for prompt in known]
 
 
 def _build(settings: Settings, model: ModelConfig, depth: int, batch: int) -> Any:
@@ -165,16 +174,35 @@ def _print(by_depth: dict[str, Any], batch: int, device: str) -> None:
             )
 
 
+def _print_shares(sets: dict[str, dict[str, Any]]) -> None:
+    rows = [["prompts", "drafts", "first right", "tokens/step"]]
+    for kind, by_depth in sets.items():
+        for depth, share in by_depth.items():
+            cells = _shown(share["first"], "{:.1%}"), _shown(share["length"], "{:.2f}")
+            rows.append([kind, depth, *cells])
+    console.print_table(rows)
+
+
 def _shown(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a user asks, and its tokens for the default model, chat template and all."""
+    """What a user asks, perhaps after an earlier question and its answer.
+
+    The tokens are those of the default model, chat template and all.
+    """
 
     text: str
     token_ids: list[int]
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        texts = *self.earlier, self.text
+        roles = itertools.cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for text, role in zip(texts, roles, strict=False)]
 
 
 @dataclass(slots=True)
@@ -196,10 +224,16 @@ class DepthRun:
         return self.num_tokens / self.seconds
 
 
+Runs = dict[int, list[DepthRun]]  # by number of drafts
+
+
 def read_prompts(kind: str = "chat") -> list[ChatPrompt]:
     """The prompts of this package; nothing was trained on them."""
     entries = json.loads((PROMPTS / f"{kind}.json").read_text(encoding="utf-8"))
-    return [ChatPrompt(entry["text"], entry["token_ids"]) for entry in entries]
+    return [
+        ChatPrompt(entry["text"], entry["token_ids"], tuple(entry.get("earlier", ())))
+        for entry in entries
+    ]
 
 
 def measure(
@@ -211,7 +245,7 @@ def measure(
     batch: int,
     max_tokens: int,
     progress: Update = lambda done, total: None,
-) -> dict[int, list[DepthRun]]:
+) -> Runs:
     """Runs by number of drafts, 0 among them, after a warm-up of each."""
     order = [0, *depths]
     runs: dict[int, list[DepthRun]] = {depth: [] for depth in order}
@@ -265,18 +299,44 @@ def _difference(after: Sequence[int], before: Sequence[int]) -> list[int]:
     return counts
 
 
-def depth_report(runs: dict[int, list[DepthRun]]) -> dict[str, Any]:
+def together(sets: Sequence[Runs]) -> Runs:
+    """The runs of several sets of prompts as if they were one set."""
+    return {
+        depth: [_joined(turns) for turns in zip(*(runs[depth] for runs in sets), strict=True)]
+        for depth in sets[0]
+    }
+
+
+def _joined(runs: Sequence[DepthRun]) -> DepthRun:
+    return DepthRun(
+        sum(run.seconds for run in runs),
+        sum(run.num_steps for run in runs),
+        [answer for run in runs for answer in run.answers],
+        _total(run.drafted for run in runs),
+        _total(run.accepted for run in runs),
+    )
+
+
+def set_shares(runs: Runs) -> dict[str, dict[str, Any]]:
+    """The share of accepted drafts by number of drafts."""
+    return {str(depth): _share(own) for depth, own in runs.items() if depth}
+
+
+def _share(runs: Sequence[DepthRun]) -> dict[str, Any]:
+    counts, right = _total(run.drafted for run in runs), _total(run.accepted for run in runs)
+    return acceptance(counts, right + [0] * (len(counts) - len(right)))
+
+
+def depth_report(runs: Runs) -> dict[str, Any]:
     """Figures of each number of drafts; speed-ups are the median over the rounds."""
     plain = runs[0]
     report: dict[str, Any] = {"0": _figures(plain)}
     for depth in (depth for depth in runs if depth):
         own = runs[depth]
-        counts, right = _total(run.drafted for run in own), _total(run.accepted for run in own)
-        right += [0] * (len(counts) - len(right))
         ratios = [b.tok_s / a.tok_s for a, b in zip(plain, own, strict=True)]
         cost = _step_seconds(own) / _step_seconds(plain)
         report[str(depth)] = _figures(own) | {
-            "acceptance": acceptance(counts, right),
+            "acceptance": _share(own),
             "speedup": round(statistics.median(ratios), 4),
             "speedup_runs": [round(ratio, 4) for ratio in ratios],
             "step_cost": round(cost, 4),
@@ -291,7 +351,7 @@ def depth_report(runs: dict[int, list[DepthRun]]) -> dict[str, Any]:
 
 def _total(counts: Iterable[list[int]]) -> list[int]:
     """Sums by position; a round may know fewer of them."""
-    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+    return [sum(column) for column in itertools.zip_longest(*counts, fillvalue=0)]
 
 
 def _figures(runs: Sequence[DepthRun]) -> dict[str, Any]:

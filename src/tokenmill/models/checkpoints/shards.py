@@ -154,6 +154,8 @@ def _part(unit: str, length: int, spec: ModelSpec, ranks: Ranks) -> slice:
     """Where a rank's heads or channels lie; a KV head of many ranks is copied to each."""
     if unit == "vocabulary":
         return ranks.own(length)
+    if unit == "inner" and length % ranks.size:  # the model's own divides: an MTP module's may not
+        raise ModelLoadError(f"--tp {ranks.size} does not divide an MLP of {length} channels")
     count = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "inner": length}[unit]
     width, each = length // count, max(1, count // ranks.size)
     first = ranks.rank * count // ranks.size

@@ -226,11 +226,12 @@ def open_mtp(
 ) -> Mapping[str, ReadableTensor]:
     """The tensors of an MTP module or an EAGLE head, checked against the spec.
 
-    A file or folder of safetensors; an EAGLE head comes as an MTP module that lacks norms.
+    A file or folder of safetensors; an EAGLE head comes as an MTP module that lacks norms. A
+    module's MLP may be wider or narrower than the model's: its file says how wide it is.
     """
-    expected = mtp_tensors(spec)
     if random_weights:
-        return {name: RandomTensor(name, shape, seed) for name, shape in expected.items()}
+        shapes = mtp_tensors(spec).items()
+        return {name: RandomTensor(name, shape, seed) for name, shape in shapes}
     if path.is_dir():
         stored = read_stored(path)
     elif path.suffix == ".safetensors" and path.exists():
@@ -245,6 +246,8 @@ def open_mtp(
     if not own:
         problem = f"no tensor's name begins with {prefix}, the first is {min(stored, default=None)}"
         raise ModelLoadError(f"{path}: has no MTP module for this model, {problem}")
+    gate = own.get(f"{prefix}mlp.gate_proj.weight")
+    expected = mtp_tensors(spec, inner=None if gate is None else gate.shape[0])
     check_tensors(own, spec, path, expected, [prefix + name for name in MTP_COPIES])
     return _with_scales(own, spec, expected)
 
