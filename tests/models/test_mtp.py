@@ -16,7 +16,10 @@ from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, Sch
 from tokenmill.core.types import ModelLoadError, Request, SamplingParams
 from tokenmill.engine.build import build_engine, has_mtp
 from tokenmill.engine.choices import resolve_setup
+from tokenmill.models import spec_of
+from tokenmill.models.checkpoints.shards import shard
 from tokenmill.models.checkpoints.weights import open_mtp, read_spec
+from tokenmill.parallel import Ranks
 from tokenmill.sched.sequence import Batch, Sequence
 
 PROMPT = [5, 9, 3, 60, 33, 2, 17, 17, 8]
@@ -213,3 +216,9 @@ def test_a_model_without_a_module_says_how_to_give_one(tmp_path: Path) -> None:
                 )
             )
         )
+
+
+def test_ranks_that_do_not_divide_a_wide_mlp_are_refused() -> None:
+    spec = spec_of(make_model("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(ModelLoadError, match="--tp 4 does not divide an MLP of 10 channels"):
+        shard("mlp.gate_proj.weight", torch.zeros(10, 4), spec, Ranks(0, 4))

@@ -21,7 +21,7 @@ from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.metrics import acceptance
+from tokenmill.core.metrics import Acceptance, acceptance
 from tokenmill.core.types import Engine, Request, SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
 from tokenmill.settings.commands import MTP
@@ -174,7 +174,7 @@ def _print(by_depth: dict[str, Any], batch: int, device: str) -> None:
             )
 
 
-def _print_shares(sets: dict[str, dict[str, Any]]) -> None:
+def _print_shares(sets: dict[str, dict[str, Acceptance]]) -> None:
     rows = [["prompts", "drafts", "first right", "tokens/step"]]
     for kind, by_depth in sets.items():
         for depth, share in by_depth.items():
@@ -317,12 +317,12 @@ def _joined(runs: Sequence[DepthRun]) -> DepthRun:
     )
 
 
-def set_shares(runs: Runs) -> dict[str, dict[str, Any]]:
+def set_shares(runs: Runs) -> dict[str, Acceptance]:
     """The share of accepted drafts by number of drafts."""
     return {str(depth): _share(own) for depth, own in runs.items() if depth}
 
 
-def _share(runs: Sequence[DepthRun]) -> dict[str, Any]:
+def _share(runs: Sequence[DepthRun]) -> Acceptance:
     counts, right = _total(run.drafted for run in runs), _total(run.accepted for run in runs)
     return acceptance(counts, right + [0] * (len(counts) - len(right)))
 
