@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -54,8 +54,13 @@ class JobState:
             raise unknown_model(name, self.model)
 
 
-def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page: str) -> FastAPI:
-    """The app without the routes of its task, with its OpenAPI document and its live page."""
+def base_app(
+    pool: JobPool,
+    calls: Calls,
+    document: Callable[[], dict[str, Any]],
+    metrics: Callable[[], Awaitable[bytes]],
+) -> FastAPI:
+    """An app with its OpenAPI document, /docs, /metrics, and health by its workers' state."""
     app = FastAPI(
         title="tokenmill",
         docs_url=None,
@@ -66,20 +71,25 @@ def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page
     app.openapi = cache(document)  # type: ignore[method-assign]
 
     def fault() -> ApiError | None:
-        if state.pool.ready:
-            return None
-        return no_worker()
-
-    async def metrics() -> bytes:
-        return await state.metrics.render(state.pool)
+        return None if pool.ready else no_worker()
 
     service = Service(service="tokenmill", version=__version__)
-    add_operations(app, state.calls, fault, metrics, service)
+    add_operations(app, calls, fault, metrics, service)
 
     @app.get("/docs")
     async def docs() -> Response:
         return HTMLResponse(docs_page(app.openapi()))
 
+    return app
+
+
+def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page: str) -> FastAPI:
+    """The app without the routes of its task, with its OpenAPI document and its live page."""
+
+    async def metrics() -> bytes:
+        return await state.metrics.render(state.pool)
+
+    app = base_app(state.pool, state.calls, document, metrics)
     add_model(app, state.config, state.model, state.max_model_len)
     add_job_workers(app, state.config, state.pool, lambda: view_of(state))
     add_job_page(app, state.config, page, lambda: view_of(state))

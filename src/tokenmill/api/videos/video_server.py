@@ -9,22 +9,17 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from starlette.responses import HTMLResponse, Response
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls
-from tokenmill.api.errors import ApiError
-from tokenmill.api.jobs.job_app import add_job_workers, add_model, no_worker
+from tokenmill.api.jobs.job_app import add_job_workers, add_model, base_app
 from tokenmill.api.middleware import Front
-from tokenmill.api.openapi import docs_page
-from tokenmill.api.operations import add_operations, exception_handlers
-from tokenmill.api.protocol.answers import Service
 from tokenmill.api.server import (
     GAVE_UP,
     ServerError,
@@ -155,38 +150,18 @@ def video_state(
 
 def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
     """The app over workers that were started."""
-    app = FastAPI(
-        title="tokenmill",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        exception_handlers=exception_handlers(),
-    )
     needs_key = bool(state.config.api_keys)
-    app.openapi = cache(partial(video_document, __version__, state.model, needs_key))  # type: ignore[method-assign]
-    add_videos(app, state)
-    add_model(app, state.config, state.model, TEXT_TOKENS)
-    add_job_workers(app, state.config, client, lambda: _workers_view(client, state))
-    _add_operations(app, client, state)
-    add_video_page(app, client, state, facts)
-    return app
-
-
-def _add_operations(app: FastAPI, client: JobPool, state: VideoState) -> None:
-    def fault() -> ApiError | None:
-        if client.ready:
-            return None
-        return no_worker()
+    document = partial(video_document, __version__, state.model, needs_key)
 
     async def metrics() -> bytes:
         return state.metrics.exposition(client.view(), client.num_restarts, client.num_migrations)
 
-    service = Service(service="tokenmill", version=__version__)
-    add_operations(app, state.calls, fault, metrics, service)
-
-    @app.get("/docs")
-    async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()))
+    app = base_app(client, state.calls, document, metrics)
+    add_videos(app, state)
+    add_model(app, state.config, state.model, TEXT_TOKENS)
+    add_job_workers(app, state.config, client, lambda: _workers_view(client, state))
+    add_video_page(app, client, state, facts)
+    return app
 
 
 def _workers_view(client: JobPool, state: VideoState) -> JobsView:
