@@ -51,7 +51,7 @@ def test_a_warm_up_that_fails_ends_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_kernel(*_: object) -> None:
-        raise AssertionError("no tile fits")
+        raise MemoryError("no tile fits")
 
     monkeypatch.setattr(RankingModel, "launch", no_kernel)
     values = {"benchmark": "dlrm-v3", "model": str(folder / "model"), "device": "cpu"}
@@ -82,7 +82,9 @@ def test_metrics_and_the_limit_of_80_ms() -> None:
     ("flags", "message"),
     [
         (["--scenario", "Interactive"], "Offline and Server only"),
-        (["--test-mode", "TEST06"], "performance and accuracy only"),
+        (["--test-mode", "TEST06"], "performance and accuracy only: a submission needs TEST08"),
+        (["--submission-dir", "x"], "--submission-dir does not go with --benchmark dlrm-v3: a sub"),
+        (["--compliance"], "dlrm-v3: its audit, TEST08, needs"),
         (["--url", "http://127.0.0.1:1", "--model", "m", "--dtype", "bf16"], "not for --url"),
         (["--max-num-seqs", "8"], "--max-num-seqs is for language models"),
         (["--num-threads", "1"], "--num-threads is for language models"),

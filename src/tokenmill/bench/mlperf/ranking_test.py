@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 UNBOUNDED = 2**31
 NO_HURRY_MS = 3.6e6  # Offline: batches are as large as their tokens allow
 WARM_UP = 3
-NOT_HERE = ("compliance", "compliance-dataset", "submission-dir")
+_NO_AUDIT = "its audit, TEST08, needs the queries of MLCommons' dataset in the order of their time"
+_NO_FOLDER = "a submission needs TEST08, which is not there"
+NOT_HERE = {  # settings, and why they are refused
+    "compliance": _NO_AUDIT,
+    "compliance-dataset": _NO_AUDIT,
+    "submission-dir": _NO_FOLDER,
+}
 TAKEN = ("model", "dtype", "device", "random-weights")  # of an engine's settings
 RANDOM_NOTICE = "Requests are random ids in the benchmark's lengths, not its dataset."
 WEIGHTS_NOTICE = "Weights are random: the scores mean nothing."
@@ -47,11 +53,13 @@ def check_settings(settings: Settings) -> None:
     if settings.get("scenario") not in ("Offline", "Server"):
         raise SettingsError("--benchmark dlrm-v3 has --scenario Offline and Server only")
     if settings.get("test-mode") not in ("performance", "accuracy"):
-        raise SettingsError("--benchmark dlrm-v3 has --test-mode performance and accuracy only")
-    for key in NOT_HERE:
+        raise SettingsError(
+            "--benchmark dlrm-v3 has --test-mode performance and accuracy only: " + _NO_FOLDER
+        )
+    for key, reason in NOT_HERE.items():
         # A test's own process has its folder of logs in --submission-dir.
         if settings.values.get(key) and not (key == "submission-dir" and settings.get("json-only")):
-            raise SettingsError(f"--{key} does not go with --benchmark dlrm-v3")
+            raise SettingsError(f"--{key} does not go with --benchmark dlrm-v3: {reason}")
     if settings.get("url"):
         for key in (setting.key for setting in RANK if setting.key in settings):
             raise SettingsError(f"--{key} is for an engine of this process, not for --url")
