@@ -278,6 +278,7 @@ def test_a_new_router_knows_what_the_old_one_knew() -> None:
     async def main() -> None:
         async with running(Spawner(SIM)) as pool:
             await read(pool.submit([request("first", 3, PROMPT)]))
+            await until(lambda: any(w.cached_blocks for w in pool.view().workers))
             home = next(w.name for w in pool.view().workers if w.cached_blocks)
             streams = [pool.submit([request(f"r{i}", 60, [i + 3] * 40)]) for i in range(4)]
             reading = [asyncio.create_task(read(stream)) for stream in streams]
