@@ -9,8 +9,7 @@ from playwright.sync_api import expect
 
 from api.video_app import MODEL, VideoApp, in_loop, video_app
 from pages import Opened, open_browser
-from tokenmill.api.telemetry.dashboard import HEADERS
-from tokenmill.api.videos.video_page import VIDEO_FILES
+from tokenmill.api.telemetry.dashboard import FILES, HEADERS
 from tokenmill.core.config import ServerConfig
 from tokenmill.video.video_files import png_file
 
@@ -68,6 +67,6 @@ async def test_the_page_shows_jobs_with_their_progress_and_pictures(tmp_path: Pa
         assert app.pool.aborted == [running]
         other = (await app.call("GET", "/dashboard/data", key="other")).json
         assert (other["jobs"], other["counts"]["completed"]) == ([], 1)
-        for path in ("/dashboard", *VIDEO_FILES):
+        for path in ("/dashboard", *FILES):
             answer = await app.call("GET", path)
             assert answer.status == 200 and HEADERS.items() <= answer.headers.items()

@@ -92,7 +92,7 @@ def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page
     app = base_app(state.pool, state.calls, document, metrics)
     add_model(app, state.config, state.model, state.max_model_len)
     add_job_workers(app, state.config, state.pool, lambda: view_of(state))
-    add_job_page(app, state.config, page, lambda: view_of(state))
+    add_job_page(app, state.config, page, lambda _: view_of(state))
     return app
 
 

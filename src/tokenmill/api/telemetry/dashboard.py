@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,14 +23,11 @@ from tokenmill.core.config import ServerConfig
 
 View = Callable[[float, bool], DashboardView]  # of the uptime, with or without decisions
 WEB = Path(__file__).with_name("web")
-FILES = {
-    "/dashboard/dashboard.css": ("dashboard.css", "text/css"),
-    "/dashboard/charts.js": ("charts.js", "text/javascript"),
-    "/dashboard/chat.js": ("chat.js", "text/javascript"),
-    "/dashboard/decisions.js": ("decisions.js", "text/javascript"),
-    "/dashboard/elements.js": ("elements.js", "text/javascript"),
-    "/dashboard/format.js": ("format.js", "text/javascript"),
-    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
+KINDS = {".css": "text/css", ".js": "text/javascript"}
+FILES = {  # of all pages, by path
+    f"/dashboard/{file.name}": (file.name, KINDS[file.suffix])
+    for file in sorted(WEB.iterdir())
+    if file.suffix in KINDS
 }
 HEADERS = {
     "content-security-policy": (
@@ -54,7 +51,7 @@ def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
 
     The history begins where the app is made in a running loop, as servers do.
     """
-    add_files(app, config, "dashboard.html", FILES)
+    add_files(app, config, "dashboard")
     started_s = time.monotonic()
     history = History(lambda: view(time.monotonic() - started_s, False))
     with contextlib.suppress(RuntimeError):
@@ -68,14 +65,18 @@ def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def add_files(
-    app: FastAPI, config: ServerConfig, page: str, files: Mapping[str, tuple[str, str]]
-) -> None:
-    """Add GET /dashboard and the files of a page, which tell nothing of the server."""
-    needs_key = "yes" if config.api_keys else "no"
-    text = (WEB / page).read_text(encoding="utf-8").replace("{needs_key}", needs_key)
+def add_files(app: FastAPI, config: ServerConfig, page: str) -> None:
+    """Add GET /dashboard and the files of all pages, which tell nothing of the server.
+
+    PAGE.html holds the line that names its kind, and the main part; frame.html holds the rest.
+    """
+    kind, main = (WEB / f"{page}.html").read_text(encoding="utf-8").split("\n", 1)
+    parts = {"needs_key": "yes" if config.api_keys else "no", "page": page}
+    text = (WEB / "frame.html").read_text(encoding="utf-8")
+    for name, part in (parts | {"kind": kind, "main": main.rstrip()}).items():
+        text = text.replace(f"{{{name}}}", part)
     _add_text(app, "/dashboard", text, "text/html")
-    for path, (name, kind) in files.items():
+    for path, (name, kind) in FILES.items():
         _add_text(app, path, (WEB / name).read_text(encoding="utf-8"), kind)
 
 

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.api.access import authorizer
 from tokenmill.api.protocol.answers import json_encode
-from tokenmill.api.telemetry.dashboard import FILES, add_files
+from tokenmill.api.telemetry.dashboard import add_files
 from tokenmill.core.config import ServerConfig
 from tokenmill.workers.jobs.job_pool import JobWorkerView
-
-SHARED = ("dashboard.css", "charts.js", "elements.js", "format.js")
 
 
 class JobsView(msgspec.Struct, frozen=True):
@@ -40,14 +38,12 @@ class JobsView(msgspec.Struct, frozen=True):
 
 
 def add_job_page(
-    app: FastAPI, config: ServerConfig, name: str, view: Callable[[], JobsView]
+    app: FastAPI, config: ServerConfig, page: str, view: Callable[[Request], msgspec.Struct]
 ) -> None:
-    """Add GET /dashboard, the files of the page, and GET /dashboard/data, which wants a key."""
-    files = {path: file for path, file in FILES.items() if file[0] in SHARED}
-    files[f"/dashboard/{name}.js"] = (f"{name}.js", "text/javascript")
-    add_files(app, config, f"{name}.html", files)
+    """Add GET /dashboard, its files, and GET /dashboard/data, which wants a key."""
+    add_files(app, config, page)
 
     @app.get("/dashboard/data", dependencies=[Depends(authorizer(config))])
-    async def data() -> Response:
+    async def data(request: Request) -> Response:
         headers = {"cache-control": "no-store"}
-        return Response(json_encode(view()), media_type="application/json", headers=headers)
+        return Response(json_encode(view(request)), media_type="application/json", headers=headers)

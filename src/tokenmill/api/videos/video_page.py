@@ -6,21 +6,15 @@ import time
 from typing import Any
 
 import msgspec
-from fastapi import Depends, FastAPI, Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request
 
 from tokenmill import __version__
-from tokenmill.api.access import authorizer
-from tokenmill.api.protocol.answers import json_encode
-from tokenmill.api.telemetry.dashboard import FILES, add_files
+from tokenmill.api.telemetry.job_dashboard import add_job_page
 from tokenmill.api.videos.video_record import VideoObject
 from tokenmill.api.videos.video_routes import VideoState
 from tokenmill.workers.jobs.job_pool import JobPool, JobWorkerView
 
 MAX_SHOWN = 24  # jobs
-_SHARED = ("dashboard.css", "charts.js", "elements.js", "format.js")
-VIDEO_FILES = {path: file for path, file in FILES.items() if file[0] in _SHARED}
-VIDEO_FILES["/dashboard/videos.js"] = ("videos.js", "text/javascript")
 
 
 class VideoView(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +40,12 @@ class VideoView(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_video_page(app: FastAPI, client: JobPool, state: VideoState, facts: dict[str, Any]) -> None:
     """Add GET /dashboard, and GET /dashboard/data, which wants a key where there are some."""
-    add_files(app, state.config, "videos.html", VIDEO_FILES)
     started_s = time.monotonic()
 
-    @app.get("/dashboard/data", dependencies=[Depends(authorizer(state.config))])
-    async def data(request: Request) -> Response:
-        view = _view(client, state, facts, state.owner(request), time.monotonic() - started_s)
-        headers = {"cache-control": "no-store"}
-        return Response(json_encode(view), media_type="application/json", headers=headers)
+    def view(request: Request) -> VideoView:
+        return _view(client, state, facts, state.owner(request), time.monotonic() - started_s)
+
+    add_job_page(app, state.config, "videos", view)
 
 
 def _view(

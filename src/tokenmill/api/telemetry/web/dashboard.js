@@ -1,17 +1,16 @@
-/* The live page: asks /dashboard/data once a second; the server keeps the history. */
+/* The page of a language server, which keeps the history itself. */
 
 import { Chart, Spark, clock, el } from "./charts.js";
 import { startChat } from "./chat.js";
 import { drawDecisions } from "./decisions.js";
 import { byId, keyed, pairs, set } from "./elements.js";
-import { bytes, duration, num, percent, plural, share, time, timeParts } from "./format.js";
+import { bytes, num, percent, plural, share, time, timeParts } from "./format.js";
+import { STATES, authorization, drawHead, drawTiles, startPage, total } from "./live_page.js";
 
-const POLL_MS = 1000, TIMEOUT_MS = 5000, SPANS_S = [60, 120, 300], SPARK_S = 60, RATE_S = 60;
-const STATES = { ready: "good", starting: "note", restarting: "warn", draining: "warn", failed: "bad" };
+const SPANS_S = [60, 120, 300], SPARK_S = 60, RATE_S = 60;
 const ROLES = { both: "prefill + decode" };
 
-let key = ""; // in memory alone
-let samples = [], before = null, lostAt = null;
+let samples = [], before = null;
 
 // The history, as the server sampled it.
 
@@ -26,35 +25,19 @@ function remember(data) {
   samples = samples.filter((s) => s.time >= data.time_s - longest);
 }
 
-const total = (counts) => Object.values(counts).reduce((sum, count) => sum + count, 0);
-
 // The parts of the page.
 
-function drawHead(data) {
+function drawModel(data) {
   const { pool } = data;
-  set(byId("model"), data.model);
-  document.title = `${data.model} · tokenmill`;
   byId("model").dataset.name = data.model;
   byId("picture-row").hidden = !data.takes_images;
   const engine = [`${data.dtype} on ${data.device}`, `context ${num(data.max_model_len)}`, `blocks of ${data.block_size} tokens`];
-  const facts = [
-    ...(data.dtype ? engine : []), plural(pool.workers.length, data.dtype ? "worker" : "backend"), ...(pool.workers.length > 1 ? [`router ${pool.router}`] : []), `up ${duration(data.uptime_s)}`,
-  ];
-  keyed(byId("facts"), facts.map((text, i) => [String(i), text]), ([i]) => i, () => el("li"), (li, [, text]) => set(li, text));
-  set(byId("foot"), `tokenmill ${data.version} · figures of ${clock(data.time_s)}`);
-  const ready = pool.workers.filter((w) => w.state === "ready").length;
-  if (data.draining) live("draining", "warn");
-  else if (!ready) live("no worker", "bad");
-  else if (ready < pool.workers.length) live(`${ready} of ${pool.workers.length} ready`, "warn");
-  else live("live", "good");
+  drawHead(data, pool.workers, [
+    ...(data.dtype ? engine : []), plural(pool.workers.length, data.dtype ? "worker" : "backend"), ...(pool.workers.length > 1 ? [`router ${pool.router}`] : []),
+  ]);
 }
 
-function live(text, tone) {
-  set(byId("live"), text);
-  byId("live").className = `pill ${tone}`;
-}
-
-function drawTiles(data) {
+function drawFigures(data) {
   const { engine, pool, ttft_ms: ttft, tpot_ms: tpot } = data;
   const sum = (field) => pool.workers.reduce((total, w) => total + (w[field] ?? 0), 0);
   const late = (summary) => "p50" in summary
@@ -74,16 +57,7 @@ function drawTiles(data) {
     ["Prefix hits", percent(samples[samples.length - 1]?.hitShare ?? null), "", `last minute · ${percent(hits)} in all`],
     ["Refused", num(total(data.rejected)), "", total(data.rejected) ? Object.keys(data.rejected).join(", ") : "calls since the start"],
   ];
-  keyed(byId("tiles"), tiles, ([name]) => name, ([name]) => {
-    const tile = el("div", "tile"), value = el("dd");
-    value.append(el("span", "value"), " ", el("small"));
-    tile.append(el("dt", "", name), value, el("dd", "below"));
-    return tile;
-  }, (tile, [, value, unit, below]) => {
-    set(tile.querySelector(".value"), value);
-    set(tile.querySelector("small"), unit);
-    set(tile.querySelector(".below"), below);
-  });
+  drawTiles(tiles);
 }
 
 const quantiles = (field) => [["p50", "var(--c1)"], ["p99", "var(--c2)"]].map(([name, color]) => (
@@ -225,15 +199,14 @@ function draw(data) {
     byId("events").replaceChildren();
   }
   remember(data);
-  drawHead(data);
-  drawTiles(data);
+  drawModel(data);
+  drawFigures(data);
   drawWorkers(data);
   drawTransfers(data);
   drawImages(data);
   drawDecisions(byId("decisions"), byId("decisions-hint"), data.pool, { keyed, set });
   drawCounts(data);
   drawEvents(data);
-  byId("pool").hidden = false;
   if (samples.length) {
     const spanS = SPANS_S.find((span) => data.time_s - samples[0].time <= span) ?? SPANS_S[SPANS_S.length - 1];
     for (const chart of charts) chart.draw(samples, spanS);
@@ -241,77 +214,6 @@ function draw(data) {
   before = data;
 }
 
-/* Figures that are no longer true say so, and since when. */
-function lose(why) {
-  lostAt ??= Date.now() / 1000;
-  live(why, "bad");
-  byId("pool").classList.add("stale");
-  byId("lost").hidden = false;
-  const figures = before ? `The figures below are of ${clock(before.time_s)}. ` : "";
-  set(byId("lost"), `No figures since ${clock(lostAt)}: ${why}. ${figures}This page asks again every second.`);
-}
-
-function regain() {
-  lostAt = null;
-  byId("pool").classList.remove("stale");
-  byId("lost").hidden = true;
-}
-
-const authorization = () => key ? { Authorization: `Bearer ${key}` } : {};
-
-function askKey(wrong) {
-  live("key needed", "warn");
-  byId("pool").hidden = true;
-  byId("key-form").hidden = false;
-  set(byId("key-wrong"), wrong);
-  byId("key").focus();
-}
-
-/* The answer to a request that begins where the history ends; a new server has none of it. */
-async function ask() {
-  const since = samples.length ? samples[samples.length - 1].time_s : 0;
-  const signal = AbortSignal.timeout(TIMEOUT_MS);
-  const response = await fetch(`/dashboard/data?since=${since}`, { headers: authorization(), signal });
-  return [response, await response.json()];
-}
-
-/* One answer drawn; false when a key is needed first. */
-async function poll() {
-  let response, data;
-  try {
-    [response, data] = await ask();
-  } catch {
-    lose("no connection");
-    return true;
-  }
-  if (response.status === 401) {
-    askKey(key ? "The server does not know this key." : "");
-    return false;
-  }
-  if (!response.ok) {
-    lose(`the server answers ${response.status}`);
-    return true;
-  }
-  regain();
-  draw(data);
-  return true;
-}
-
-async function run() {
-  byId("key-form").hidden = true;
-  for (;;) {
-    const started = performance.now();
-    if (!document.hidden && !await poll()) return;
-    await new Promise((wake) => setTimeout(wake, Math.max(0, POLL_MS - (performance.now() - started))));
-  }
-}
-
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key = byId("key").value.trim();
-  byId("key").value = "";
-  run();
-});
 startChat(authorization);
-if (document.querySelector("meta[name=needs-key]").content === "yes") askKey("");
-else run();
+// A request begins where the history ends; a new server has none of it.
+startPage(draw, () => `?since=${samples.length ? samples[samples.length - 1].time_s : 0}`);

@@ -1,22 +1,13 @@
-/* The page of a ranking server: asks /dashboard/data once a second and keeps what it was told. */
+/* The page of a ranking server, which keeps what it was told for its charts. */
 
-import { Chart, clock, el } from "./charts.js";
+import { Chart, el } from "./charts.js";
 import { byId, keyed, pairs, set } from "./elements.js";
-import { duration, num, percent, plural, share, time, timeParts } from "./format.js";
+import { num, percent, plural, share, time, timeParts } from "./format.js";
+import { STATES, drawHead, drawTiles, startPage, total } from "./live_page.js";
 
-const POLL_MS = 1000, TIMEOUT_MS = 5000, SPAN_S = 120;
-const STATES = { ready: "good", starting: "note", restarting: "warn", draining: "warn", failed: "bad" };
+const SPAN_S = 120;
 const FIGURE = /^(\w+?)(?:\{(.*)\})?$/;
-let key = ""; // in memory alone
-let samples = [], lastTime = null, lostAt = null;
-
-const authorization = () => key ? { Authorization: `Bearer ${key}` } : {};
-const total = (counts) => Object.values(counts).reduce((sum, count) => sum + count, 0);
-
-function live(text, tone) {
-  set(byId("live"), text);
-  byId("live").className = `pill ${tone}`;
-}
+let samples = [];
 
 /* Figures of a name with labels: [[{table, tier}, value], ...]. */
 function labelled(figures, name) {
@@ -51,25 +42,15 @@ const charts = [
   { title: "Tokens of a batch", unit: "", format: num, series: [{ name: "tokens", color: "var(--c1)", value: (s) => s.batch }] },
 ].map((chart) => new Chart(byId("charts"), chart));
 
-function drawHead(data) {
-  const { facts, workers } = data;
-  set(byId("model"), data.model);
-  document.title = `${data.model} · tokenmill`;
-  const chips = [
+function facts({ facts, workers }) {
+  return [
     `${facts.dtype} on ${facts.device}`, plural(facts.num_items, "item"), `${num(facts.max_candidates)} candidates at most`,
     facts.scaling_seqlen === "batch" ? "scores depend on the batch" : `scaling_seqlen ${facts.scaling_seqlen}`,
-    plural(workers.length, "worker"), `up ${duration(data.uptime_s)}`,
+    plural(workers.length, "worker"),
   ];
-  keyed(byId("facts"), chips.map((text, i) => [String(i), text]), ([i]) => i, () => el("li"), (li, [, text]) => set(li, text));
-  set(byId("foot"), `tokenmill ${data.version} · figures of ${clock(data.time_s)}`);
-  const ready = workers.filter((w) => w.state === "ready").length;
-  if (data.draining) live("draining", "warn");
-  else if (!ready) live("no worker", "bad");
-  else if (ready < workers.length) live(`${ready} of ${workers.length} ready`, "warn");
-  else live("live", "good");
 }
 
-function drawTiles(data) {
+function drawFigures(data) {
   const { figures, latency_ms: latency } = data, now = samples[samples.length - 1];
   const median = "p50" in latency ? timeParts(latency.p50) : ["–", ""];
   const late = "p99" in latency ? `p90 ${time(latency.p90)} · p99 ${time(latency.p99)}, last minute` : "none in the last minute";
@@ -86,16 +67,7 @@ function drawTiles(data) {
     ["Nearest tier", percent(share(near, all)), "", `of ${plural(all, "key")} looked up`],
     ["Refused", num(total(data.rejected)), "", total(data.rejected) ? Object.keys(data.rejected).join(", ") : "calls since the start"],
   ];
-  keyed(byId("tiles"), tiles, ([name]) => name, ([name]) => {
-    const tile = el("div", "tile"), value = el("dd");
-    value.append(el("span", "value"), " ", el("small"));
-    tile.append(el("dt", "", name), value, el("dd", "below"));
-    return tile;
-  }, (tile, [, value, unit, below]) => {
-    set(tile.querySelector(".value"), value);
-    set(tile.querySelector("small"), unit);
-    set(tile.querySelector(".below"), below);
-  });
+  drawTiles(tiles);
 }
 
 /* Each table's keys by tier, as shares. */
@@ -134,72 +106,13 @@ function drawCounts({ figures, rejected, migrations }) {
 }
 
 function draw(data) {
-  lastTime = data.time_s;
   remember(data);
-  byId("pool").hidden = false;
-  drawHead(data);
-  drawTiles(data);
+  drawHead(data, data.workers, facts(data));
+  drawFigures(data);
   for (const chart of charts) chart.draw(samples, SPAN_S);
   drawTables(data);
   drawWorkers(data);
   drawCounts(data);
 }
 
-function lose(why) {
-  lostAt ??= Date.now() / 1000;
-  live(why, "bad");
-  byId("pool").classList.add("stale");
-  byId("lost").hidden = false;
-  const figures = lastTime ? `The figures below are of ${clock(lastTime)}. ` : "";
-  set(byId("lost"), `No figures since ${clock(lostAt)}: ${why}. ${figures}This page asks again every second.`);
-}
-
-function askKey(wrong) {
-  live("key needed", "warn");
-  byId("pool").hidden = true;
-  byId("key-form").hidden = false;
-  set(byId("key-wrong"), wrong);
-  byId("key").focus();
-}
-
-/* One answer drawn; false when a key is needed first. */
-async function poll() {
-  let response, data;
-  try {
-    response = await fetch("/dashboard/data", { headers: authorization(), signal: AbortSignal.timeout(TIMEOUT_MS) });
-    data = await response.json();
-  } catch {
-    lose("no connection");
-    return true;
-  }
-  if (response.status === 401) {
-    askKey(key ? "The server does not know this key." : "");
-    return false;
-  }
-  if (!response.ok) {
-    lose(`the server answers ${response.status}`);
-    return true;
-  }
-  lostAt = null;
-  byId("pool").classList.remove("stale");
-  byId("lost").hidden = true;
-  draw(data);
-  return true;
-}
-
-async function run() {
-  byId("key-form").hidden = true;
-  for (;;) {
-    if (!document.hidden && !await poll()) return;
-    await new Promise((wake) => setTimeout(wake, POLL_MS));
-  }
-}
-
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key = byId("key").value.trim();
-  byId("key").value = "";
-  run();
-});
-if (document.querySelector("meta[name=needs-key]").content === "yes") askKey("");
-else run();
+startPage(draw);

@@ -1,36 +1,13 @@
-/* The page of a video server: asks /dashboard/data once a second, and for pictures that are new. */
+/* The page of a video server: its jobs, with a picture of each that is asked for when it is new. */
 
 import { clock, el } from "./charts.js";
 import { byId, keyed, pairs, set } from "./elements.js";
-import { bytes, duration, num, percent, plural, time, timeParts } from "./format.js";
+import { bytes, num, percent, plural, time, timeParts } from "./format.js";
+import { STATES, authorization, drawHead, drawTiles, startPage } from "./live_page.js";
 
-const POLL_MS = 1000, TIMEOUT_MS = 5000;
-const STATES = { ready: "good", starting: "note", restarting: "warn", draining: "warn", failed: "bad" };
 const STATUSES = { queued: "note", in_progress: "warn", completed: "good", failed: "bad" };
-let key = ""; // in memory alone
-let lastTime = null, lostAt = null;
 
-const authorization = () => key ? { Authorization: `Bearer ${key}` } : {};
-
-function live(text, tone) {
-  set(byId("live"), text);
-  byId("live").className = `pill ${tone}`;
-}
-
-function drawHead(data) {
-  set(byId("model"), data.model);
-  document.title = `${data.model} · tokenmill`;
-  const facts = [`${data.dtype} on ${data.device}`, plural(data.workers.length, "worker"), `up ${duration(data.uptime_s)}`];
-  keyed(byId("facts"), facts.map((text, i) => [String(i), text]), ([i]) => i, () => el("li"), (li, [, text]) => set(li, text));
-  set(byId("foot"), `tokenmill ${data.version} · figures of ${clock(data.time_s)}`);
-  const ready = data.workers.filter((w) => w.state === "ready").length;
-  if (data.draining) live("draining", "warn");
-  else if (!ready) live("no worker", "bad");
-  else if (ready < data.workers.length) live(`${ready} of ${data.workers.length} ready`, "warn");
-  else live("live", "good");
-}
-
-function drawTiles(data) {
+function drawFigures(data) {
   const { counts, ended } = data;
   const step = data.num_steps ? timeParts(1000 * data.steps_s / data.num_steps) : ["–", ""];
   const tiles = [
@@ -39,16 +16,7 @@ function drawTiles(data) {
     ["Completed", num(ended.completed ?? 0), "", `${ended.failed ?? 0} failed · ${ended.deleted ?? 0} deleted, since the start`],
     ["Stored", bytes(data.stored_bytes), "", `${plural(counts.completed, "video")} · ${bytes(data.max_stored_bytes)} at most`],
   ];
-  keyed(byId("tiles"), tiles, ([name]) => name, ([name]) => {
-    const tile = el("div", "tile"), value = el("dd");
-    value.append(el("span", "value"), " ", el("small"));
-    tile.append(el("dt", "", name), value, el("dd", "below"));
-    return tile;
-  }, (tile, [, value, unit, below]) => {
-    set(tile.querySelector(".value"), value);
-    set(tile.querySelector("small"), unit);
-    set(tile.querySelector(".below"), below);
-  });
+  drawTiles(tiles);
 }
 
 function drawWorkers({ workers }) {
@@ -137,72 +105,11 @@ byId("make").addEventListener("submit", async (event) => {
   set(byId("make-wrong"), response?.ok ? "" : answer?.error.message ?? "no connection");
 });
 
-// The loop.
-
 function draw(data) {
-  drawHead(data);
-  drawTiles(data);
+  drawHead(data, data.workers, [`${data.dtype} on ${data.device}`, plural(data.workers.length, "worker")]);
+  drawFigures(data);
   drawWorkers(data);
   keyed(byId("jobs"), data.jobs, (job) => job.id, makeJob, drawJob);
-  byId("pool").hidden = false;
-  lastTime = data.time_s;
 }
 
-function lose(why) {
-  lostAt ??= Date.now() / 1000;
-  live(why, "bad");
-  byId("pool").classList.add("stale");
-  byId("lost").hidden = false;
-  const figures = lastTime ? `The figures below are of ${clock(lastTime)}. ` : "";
-  set(byId("lost"), `No figures since ${clock(lostAt)}: ${why}. ${figures}This page asks again every second.`);
-}
-
-function askKey(wrong) {
-  live("key needed", "warn");
-  byId("pool").hidden = true;
-  byId("key-form").hidden = false;
-  set(byId("key-wrong"), wrong);
-  byId("key").focus();
-}
-
-/* One answer drawn; false when a key is needed first. */
-async function poll() {
-  let response, data;
-  try {
-    response = await fetch("/dashboard/data", { headers: authorization(), signal: AbortSignal.timeout(TIMEOUT_MS) });
-    data = await response.json();
-  } catch {
-    lose("no connection");
-    return true;
-  }
-  if (response.status === 401) {
-    askKey(key ? "The server does not know this key." : "");
-    return false;
-  }
-  if (!response.ok) {
-    lose(`the server answers ${response.status}`);
-    return true;
-  }
-  lostAt = null;
-  byId("pool").classList.remove("stale");
-  byId("lost").hidden = true;
-  draw(data);
-  return true;
-}
-
-async function run() {
-  byId("key-form").hidden = true;
-  for (;;) {
-    if (!document.hidden && !await poll()) return;
-    await new Promise((wake) => setTimeout(wake, POLL_MS));
-  }
-}
-
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key = byId("key").value.trim();
-  byId("key").value = "";
-  run();
-});
-if (document.querySelector("meta[name=needs-key]").content === "yes") askKey("");
-else run();
+startPage(draw);
