@@ -70,10 +70,10 @@ def add_files(app: FastAPI, config: ServerConfig, page: str) -> None:
 
     PAGE.html holds the line that names its kind, and the main part; frame.html holds the rest.
     """
-    kind, main = (WEB / f"{page}.html").read_text(encoding="utf-8").split("\n", 1)
+    label, main = (WEB / f"{page}.html").read_text(encoding="utf-8").split("\n", 1)
     parts = {"needs_key": "yes" if config.api_keys else "no", "page": page}
     text = (WEB / "frame.html").read_text(encoding="utf-8")
-    for name, part in (parts | {"kind": kind, "main": main.rstrip()}).items():
+    for name, part in (parts | {"kind": label, "main": main.rstrip()}).items():
         text = text.replace(f"{{{name}}}", part)
     _add_text(app, "/dashboard", text, "text/html")
     for path, (name, kind) in FILES.items():
