@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def is_ranking_model(model: str) -> bool:
 def serve_rank(settings: Settings, config: ServerConfig) -> None:
     """Serve POST /v1/rank for the model that the settings name."""
     from tokenmill.api.jobs.job_server import serve_jobs
-    from tokenmill.api.ranking.rank_routes import create_rank_app, describe
+    from tokenmill.api.ranking.rank_routes import describe, make_rank_service
 
     for key in sorted(set(settings.values) - _TAKEN):
         raise SettingsError(f"--{key} has no effect with --task rank: leave it out")
@@ -65,14 +66,9 @@ def serve_rank(settings: Settings, config: ServerConfig) -> None:
         log.info(f"{name} ({describe(facts)}) is served at {url}/v1/rank; {url}/docs describes it")
         log.info(f"dashboard: {url}/dashboard")
 
-    serve_jobs(
-        _worker_command(settings, pool),
-        config,
-        pool,
-        settings.get("max-queue"),
-        lambda jobs: create_rank_app(jobs, config, name),
-        on_listening,
-    )
+    make_service = partial(make_rank_service, config, name)
+    command, max_open = _worker_command(settings, pool), settings.get("max-queue")
+    serve_jobs(command, config, pool, make_service, on_listening, max_open=max_open)
 
 
 def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
 
-from tokenmill.api.jobs.job_app import JobState
-from tokenmill.api.middleware import Front
+from tokenmill.api.access import Calls
+from tokenmill.api.middleware import CallCounter, Front
 from tokenmill.api.server import (
     GAVE_UP,
     ServerError,
@@ -27,7 +29,18 @@ from tokenmill.http_connection import raise_file_limit
 from tokenmill.workers.jobs.job_pool import JobPool
 from tokenmill.workers.placement import open_placement
 
-MakeApp = Callable[[JobPool], tuple[FastAPI, JobState]]  # of a started pool
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An app over a started pool, and what goes on while it takes calls."""
+
+    app: FastAPI
+    metrics: CallCounter
+    calls: Calls
+    running: AbstractAsyncContextManager[object]  # its end answers the calls that still wait
+
+
+MakeService = Callable[[JobPool], Awaitable[Service]]
 OnListening = Callable[[str, dict[str, Any]], None]  # of the URL and the workers' facts
 
 
@@ -35,29 +48,29 @@ def serve_jobs(
     worker_argv: Sequence[str],
     config: ServerConfig,
     pool: PoolConfig,
-    max_open: int,
-    make_app: MakeApp,
+    make_service: MakeService,
     on_listening: OnListening,
+    **limits: int,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    `worker_argv` followed by "--address ADDRESS" starts a worker. Raises TokenmillError when the
-    server cannot start or its workers cannot be kept alive.
+    `worker_argv` followed by "--address ADDRESS" starts a worker; `limits` are those of a JobPool.
+    Raises TokenmillError when the server cannot start or its workers cannot be kept alive.
     """
     raise_file_limit()
     with (
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(pool) as placement,
     ):
-        jobs = JobPool(placement.spawner(worker_argv), pool, placement.host, max_open)
-        run_in_loop(_run(listener, jobs, config, make_app, on_listening))
+        jobs = JobPool(placement.spawner(worker_argv), pool, placement.host, **limits)
+        run_in_loop(_run(listener, jobs, config, make_service, on_listening))
 
 
 async def _run(
     listener: socket.socket,
     pool: JobPool,
     config: ServerConfig,
-    make_app: MakeApp,
+    make_service: MakeService,
     on_listening: OnListening,
 ) -> None:
     signals = Signals()
@@ -65,30 +78,14 @@ async def _run(
         facts = await signals.interrupt(pool.start())
         if facts is None:
             return
-        app, state = make_app(pool)
-        ended = await _answer_calls(
-            app, state, listener, signals, lambda url: on_listening(url, facts)
-        )
+        service = await make_service(pool)
+        gc.freeze()  # the app lives as long as the process: do not scan it
+        front = Front(service.app, config, service.metrics)
+        async with listening(front, listener, config), service.running:
+            on_listening(url_of(listener), facts)
+            ended = await signals.interrupt(pool.gave_up.wait())
+            await drain(service.calls, config.drain_timeout_s, signals)
         if ended:
             raise ServerError(GAVE_UP)
     finally:
         await pool.close()
-
-
-async def _answer_calls(
-    app: FastAPI,
-    state: JobState,
-    listener: socket.socket,
-    signals: Signals,
-    on_listening: Callable[[str], None],
-) -> bool:
-    """Answer calls until a signal comes or the pool gives up, then drain; True: it gave up."""
-    gc.freeze()  # the app lives as long as the process: do not scan it
-    config, pool = state.config, state.pool
-    async with listening(Front(app, config, state.metrics), listener, config):
-        on_listening(url_of(listener))
-        ended = await signals.interrupt(pool.gave_up.wait())
-        pool.drain()
-        await drain(state.calls, config.drain_timeout_s, signals)
-        pool.fail_open("the server is shutting down", "shutdown")
-    return bool(ended)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
@@ -15,6 +17,7 @@ from tokenmill.api.call import record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.jobs.job_app import JobState, answer, create_job_app
 from tokenmill.api.jobs.job_call import run_jobs
+from tokenmill.api.jobs.job_server import Service
 from tokenmill.api.openapi import job_document
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.ranking.rank_protocol import (
@@ -48,8 +51,8 @@ FIGURES = {  # what workers tell, by its name
 }
 
 
-def create_rank_app(pool: JobPool, config: ServerConfig, model: str) -> tuple[FastAPI, JobState]:
-    """The app for a started pool; `model` is the name clients use."""
+async def make_rank_service(config: ServerConfig, model: str, pool: JobPool) -> Service:
+    """The service of a started pool; `model` is the name clients use."""
     metrics = JobMetrics("rank", model, FIGURES)
     length = int(pool.facts["max_seq_len"])
     state = JobState(pool, config, model, "rank", metrics, Calls(config), length)
@@ -62,7 +65,15 @@ def create_rank_app(pool: JobPool, config: ServerConfig, model: str) -> tuple[Fa
     async def rank(request: Request) -> Response:
         return await _rank(request, state)
 
-    return app, state
+    return Service(app, metrics, state.calls, _failing_at_the_end(pool))
+
+
+@contextlib.asynccontextmanager
+async def _failing_at_the_end(pool: JobPool) -> AsyncIterator[None]:
+    """Calls that outlast the drain are answered with an error."""
+    yield
+    pool.drain()
+    pool.fail_open("the server is shutting down", "shutdown")
 
 
 async def _rank(request: Request, state: JobState) -> Response:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,7 @@ from fastapi import FastAPI
 from tokenmill import __version__
 from tokenmill.api.access import Calls
 from tokenmill.api.jobs.job_app import add_job_workers, add_model, base_app
-from tokenmill.api.middleware import Front
-from tokenmill.api.server import (
-    GAVE_UP,
-    ServerError,
-    Signals,
-    bind,
-    drain,
-    listening,
-    run_in_loop,
-    url_of,
-)
+from tokenmill.api.jobs.job_server import OnListening, Service, serve_jobs
 from tokenmill.api.telemetry.job_dashboard import JobsView
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
@@ -42,15 +30,12 @@ from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.video import VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.http_connection import raise_file_limit
 from tokenmill.text.tokenizer import load_tokenizer
 from tokenmill.workers.jobs.job_pool import JobPool
-from tokenmill.workers.placement import open_placement
 
 DEFAULT_FOLDER = "~/.cache/tokenmill/videos"
 
 _log = logging.getLogger(__name__)
-OnListening = Callable[[str, dict[str, Any]], None]
 
 
 def serve_videos(
@@ -58,8 +43,8 @@ def serve_videos(
     config: ServerConfig,
     videos: VideoServerConfig,
     model: str,
-    on_listening: OnListening | None = None,
-    pool: PoolConfig | None = None,
+    on_listening: OnListening,
+    pool: PoolConfig,
 ) -> None:
     """Serve until SIGTERM or SIGINT; jobs that are not finished then run at the next start.
 
@@ -67,48 +52,25 @@ def serve_videos(
     what the first worker says of its model. Raises TokenmillError when the server cannot start, or
     its workers cannot be kept alive.
     """
-    raise_file_limit()
-    pool = pool or PoolConfig()
     folder = Path(videos.video_dir or DEFAULT_FOLDER).expanduser()
-    with (
-        contextlib.closing(bind(config.host, config.port)) as listener,
-        contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store,
-        open_placement(pool) as placement,
-    ):
-        client = JobPool(placement.spawner(worker_argv), pool, placement.host, max_per_worker=1)
-        run_in_loop(_run(listener, client, store, config, videos, model, on_listening))
+    with contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store:
+        make_service = partial(make_video_service, store, config, videos, model)
+        serve_jobs(worker_argv, config, pool, make_service, on_listening, max_per_worker=1)
 
 
-async def _run(
-    listener: socket.socket,
-    client: JobPool,
+async def make_video_service(
     store: VideoStore,
     config: ServerConfig,
     videos: VideoServerConfig,
     model: str,
-    on_listening: OnListening | None,
-) -> None:
-    signals = Signals()
-    try:
-        facts = await signals.interrupt(client.start())
-        if facts is None:
-            return
-        state = video_state(client, store, config, videos, model, facts)
-        gc.freeze()  # the app lives as long as the process: do not scan it
-        app = create_app(client, state, facts)
-        await resume(state.jobs, model)
-        async with (
-            listening(Front(app, config, state.metrics), listener, config),
-            running(state.jobs),
-        ):
-            if on_listening is not None:
-                on_listening(url_of(listener), facts)
-            ended = await signals.interrupt(client.gave_up.wait())
-            await drain(state.calls, config.drain_timeout_s, signals)
-        if ended:
-            raise ServerError(GAVE_UP)
-    finally:
-        await client.close()
+    client: JobPool,
+) -> Service:
+    """The service of a started pool, which has taken the jobs of the server before."""
+    facts = client.facts
+    state = video_state(client, store, config, videos, model, facts)
+    app = create_app(client, state, facts)
+    await resume(state.jobs, model)
+    return Service(app, state.metrics, state.calls, running(state.jobs))
 
 
 async def resume(jobs: VideoJobs, model: str) -> None:
