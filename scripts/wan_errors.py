@@ -38,14 +38,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="480x272")
     parser.add_argument("--frames", type=int, default=33)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--kernel", default="triton", choices=("torch", "triton", "hopper"))
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     device = "cpu" if args.tiny else "cuda"
-    bidirectional.KERNEL = args.kernel
     with torch.inference_mode():
         found = {"attention": attention_errors(device), "videos": video_errors(args, device)}
     print(json.dumps(found))

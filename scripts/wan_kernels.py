@@ -31,6 +31,7 @@ from tokenmill.models.wan.wan_vae import VideoDecoder, decoder_tensors
 
 CEILING_TFLOPS = 790.0  # bf16 products of an H200, measured
 STEPS, BRANCHES = 20, 2
+Attention = rounded_attention.AttentionType
 
 
 def arguments() -> argparse.Namespace:
@@ -72,7 +73,6 @@ class Bench:
         self.spec = TINY if tiny else A14B
         self.grid = self.spec.grid(5, 16, 16) if tiny else self.spec.grid(81, 720, 1280)
         self.tokens = self.spec.transformer.num_tokens(self.grid)
-        self.hopper_shapes: dict[str, Any] = {}  # by candidate
 
     def some(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -116,18 +116,7 @@ class Bench:
                 f"relative error {error:.2e}{'' if error < 0.1 else ' WRONG'}",
                 flush=True,
             )
-        self.choose(rates)
         return rates
-
-    def choose(self, rates: dict[str, float]) -> None:
-        """The fastest shape of the Hopper kernel runs in the parts that follow."""
-        plain = {shape: rates.get(name, 0.0) for name, shape in self.hopper_shapes.items()}
-        if plain:
-            from tokenmill.kernels.gpu import bidirectional as gpu
-
-            gpu.HOPPER_SHAPE = max(plain, key=plain.__getitem__)
-            gpu.SHAPE = gpu.AttentionShape()
-            print(f"attention: the parts below run {gpu.HOPPER_SHAPE}")
 
     def candidates(self) -> dict[str, Callable[..., torch.Tensor]]:
         """By name; all but torch's need a GPU."""
@@ -142,24 +131,10 @@ class Bench:
                         rounded_attention.attend_rounded_reference(q, k, v, own)
                     )
             return found
-        from tokenmill.kernels.gpu import bidirectional as gpu
-
-        for keys, stages in ((128, 2), (64, 3), (64, 2)):
-            found[f"triton {keys} {stages}"] = self.by_kernel(
-                "triton", gpu.AttentionShape(keys=keys, stages=stages)
-            )
-        for stages, turns in ((2, True), (2, False), (3, True)):
-            shape = gpu.HopperShape(stages, turns)
-            name = f"hopper {stages} {'turns' if turns else 'free'}"
-            self.hopper_shapes[name] = shape
-            found[name] = self.by_kernel("hopper", shape)
         for kind, rounding in rounded_attention.ROUNDINGS.items():
-            if rounding is None:
-                continue
-            for turns in (True, False):
-                name = f"hopper {kind} {'turns' if turns else 'free'}"
-                found[name] = self.by_kernel("hopper", gpu.HopperShape(2, turns), rounding)
-            found[f"triton {kind}"] = self.by_kernel("triton", gpu.CODES_SHAPE, rounding)
+            for stages, turns in ((2, True), (2, False), (3, True), (3, False)):
+                name = f"hopper {kind} {stages} {'turns' if turns else 'free'}"
+                found[name] = self.by_kernel(rounding, stages, turns)
         return found
 
     def by_torch(self, backend: SDPBackend) -> Callable[..., torch.Tensor]:
@@ -170,20 +145,17 @@ class Bench:
         return work
 
     def by_kernel(
-        self, kernel: str, shape: Any, rounding: rounded_attention.Rounding | None = None
+        self, rounding: rounded_attention.Rounding | None, stages: int, turns: bool
     ) -> Callable[..., torch.Tensor]:
+        """The Hopper kernel in a shape; rounding its inputs counts."""
         from tokenmill.kernels.gpu import bidirectional as gpu
+        from tokenmill.kernels.gpu import bidirectional_hopper as hopper
 
         def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            bidirectional.KERNEL = kernel  # type: ignore[assignment]
-            if kernel == "hopper":
-                gpu.HOPPER_SHAPE = shape
-            else:
-                gpu.SHAPE = shape
-            try:
-                return gpu.attend_rounded(q, k, v, rounding) if rounding else gpu.attend(q, k, v)
-            finally:
-                bidirectional.KERNEL = "torch"
+            packed = gpu.pack(q, k, v, rounding) if rounding else gpu.plain(q, k, v)
+            out = torch.empty_like(q)
+            hopper.launch(packed, out, k.shape[1], hopper.Shape(stages, turns))
+            return out
 
         return work
 
@@ -222,13 +194,16 @@ class Bench:
         gain = torch.randn(spec.hidden_size, device=self.device)
         rotation = rotation_of(spec, self.grid_of_patches(), self.device)
         target, nbytes = torch.empty_like(x), x.nbytes
+        added = modulation.Added(delta, gain)
         cases: dict[str, tuple[Callable[[], object], float]] = {
             "copy": (lambda: target.copy_(x), 2 * nbytes),
             "modulate": (lambda: modulation.norm_modulate(x, gain, gain, 1e-6), 2 * nbytes),
             "modulate fp8": (
                 lambda: modulation.norm_modulate(x, gain, gain, 1e-6, FP8), 1.5 * nbytes,
             ),
-            "gate": (lambda: modulation.add_gated(x, delta, gain), 3 * nbytes),
+            "add modulate fp8": (
+                lambda: modulation.norm_modulate(x, gain, gain, 1e-6, FP8, added), 3.5 * nbytes,
+            ),
             "rotate": (
                 lambda: bidirectional.norm_rotate(x[None], gain, 1e-6, spec.num_heads, rotation),
                 2 * nbytes,
@@ -238,7 +213,7 @@ class Bench:
         rates = {}
         for name, (work, moved) in cases.items():
             rates[name] = round(moved / self.seconds(work) / 1e9, 1)
-            print(f"rows {name:13s} {rates[name]:9.1f} GB/s, {rates[name] / rates['copy']:.0%}")
+            print(f"rows {name:16s} {rates[name]:9.1f} GB/s, {rates[name] / rates['copy']:.0%}")
         return rates
 
     def grid_of_patches(self) -> tuple[int, int, int]:
@@ -248,22 +223,19 @@ class Bench:
     def step(self) -> dict[str, float]:
         """Seconds of a step and of a video's steps, from a model of few layers, one branch."""
         found = {}
-        kinds: list[tuple[ComputeType, str]] = [("fp32", "torch")]
+        kinds: list[tuple[ComputeType, Attention]] = [("fp32", "auto")]
         if not self.tiny:
-            kinds = [("bf16", "torch"), ("bf16", "hopper"), ("fp8", "hopper")]
-        for dtype, kernel in kinds:
-            bidirectional.KERNEL = kernel  # type: ignore[assignment]
-            for rounding in ("auto", "int8", "int8-fp8") if dtype != "bf16" else ("auto",):
-                name = f"{dtype} {kernel} {rounding}"
-                found[name] = round(self.step_seconds(dtype, rounding), 3)  # type: ignore[arg-type]
-                whole = STEPS * found[name]
-                print(f"step {name:18s} {found[name]:8.3f} s, {STEPS} steps {whole:8.1f} s")
+            kinds = [("bf16", "auto"), ("fp8", "auto"), ("fp8", "int8-fp8"), ("fp8", "fp8")]
+        for dtype, rounding in kinds:
+            name = f"{dtype}, attention {rounding}"
+            found[name] = round(self.step_seconds(dtype, rounding), 3)
+            whole = STEPS * found[name]
+            print(f"step {name:24s} {found[name]:8.3f} s, {STEPS} steps {whole:8.1f} s", flush=True)
             if not self.tiny:
                 torch.cuda.empty_cache()
-        bidirectional.KERNEL = "torch"
         return found
 
-    def step_seconds(self, dtype: ComputeType, rounding: rounded_attention.AttentionType) -> float:
+    def step_seconds(self, dtype: ComputeType, rounding: Attention) -> float:
         """Both branches through all layers: the layers that are there count for the others."""
         spec = replace(self.spec.transformer, num_layers=self.layers)
         weights = {

@@ -1,6 +1,5 @@
 """Videos on a GPU: near those of the CPU, the same by the same seed, alone after a full memory."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,7 +110,6 @@ ATTENTION = [
     (75_600, 129, 1, 1),
 ]
 ON_HOPPER = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
-KERNELS = ["triton", pytest.param("hopper", marks=ON_HOPPER)]
 
 
 def attention_inputs(case: tuple[int, int, int, int]) -> list[torch.Tensor]:
@@ -128,61 +126,50 @@ def attention_inputs(case: tuple[int, int, int, int]) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def use_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[object]]]:
-    """Chooses a kernel by name -> the shapes of its launches so far, which are counted."""
-    launches: list[object] = []
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The shapes of the Hopper kernel's launches so far."""
+    module, shapes = triton_kernels("bidirectional_hopper"), list[object]()
+    launch = module.launch
 
-    def choose(name: str) -> list[object]:
-        monkeypatch.setattr(bidirectional, "KERNEL", name)
-        module, function = triton_kernels("bidirectional"), "_launch"
-        if name == "hopper":
-            module, function = triton_kernels("bidirectional_hopper"), "launch"
-        launch = getattr(module, function)
+    def counted(packed: object, out: torch.Tensor, *rest: object) -> None:
+        out.fill_(torch.nan)  # every row must be written
+        shapes.append(out.shape)
+        launch(packed, out, *rest)
 
-        def counted(packed: object, out: torch.Tensor, *rest: object) -> None:
-            out.fill_(torch.nan)  # every row must be written
-            launches.append(out.shape)
-            launch(packed, out, *rest)
-
-        monkeypatch.setattr(module, function, counted)
-        return launches
-
-    yield choose
+    monkeypatch.setattr(module, "launch", counted)
+    return shapes
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@ON_HOPPER
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention_is_right_and_the_same_every_time(
-    case: tuple[int, int, int, int], kernel: str, use_kernel: Callable[[str], list[object]]
+    case: tuple[int, int, int, int], launches: list[object]
 ) -> None:
     q, k, v = attention_inputs(case)
     expected = bidirectional.attend_reference(q.float(), k.float(), v.float())
-    launches = use_kernel(kernel)
     found = bidirectional.attend(q, k, v)
     assert error(found, expected) < 0.005
     assert all(torch.equal(bidirectional.attend(q, k, v), found) for _ in range(3))
     assert len(launches) == 4
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@ON_HOPPER
 @pytest.mark.parametrize("dtype", ["int8", "int8-fp8", "fp8"])
 @pytest.mark.parametrize("case", ATTENTION[:-1])
 def test_rounded_attention_errs_as_its_reference(
     case: tuple[int, int, int, int],
     dtype: rounded_attention.AttentionType,
-    kernel: str,
-    use_kernel: Callable[[str], list[object]],
+    launches: list[object],
 ) -> None:
     q, k, v = attention_inputs(case)
     rounding = rounded_attention.ROUNDINGS[dtype]
     assert rounding is not None
     exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
     expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
-    launches = use_kernel(kernel)
     found = rounded_attention.attend_rounded(q, k, v, rounding)
     assert error(found, exact) < 1.2 * error(expected, exact) + 0.005
     assert torch.equal(rounded_attention.attend_rounded(q, k, v, rounding), found)
@@ -190,13 +177,16 @@ def test_rounded_attention_errs_as_its_reference(
 
 
 @ON_HOPPER
-@pytest.mark.parametrize(("stages", "turns"), [(2, False), (3, True), (3, False)])
-def test_other_shapes_of_the_hopper_kernel_give_the_same_bits(
-    stages: int, turns: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int8-fp8", "fp8"])
+@pytest.mark.parametrize(("stages", "turns"), [(2, True), (2, False), (3, True), (3, False)])
+def test_all_shapes_of_the_hopper_kernel_give_the_same_bits(
+    stages: int, turns: bool, dtype: rounded_attention.AttentionType
 ) -> None:
     q, k, v = attention_inputs((5000, 4999, 4, 1))
-    monkeypatch.setattr(bidirectional, "KERNEL", "hopper")
-    expected = bidirectional.attend(q, k, v)
-    module = triton_kernels("bidirectional")
-    monkeypatch.setattr(module, "HOPPER_SHAPE", module.HopperShape(stages, turns))
-    assert torch.equal(bidirectional.attend(q, k, v), expected)
+    module, kernel = triton_kernels("bidirectional"), triton_kernels("bidirectional_hopper")
+    rounding = rounded_attention.ROUNDINGS[dtype]
+    packed = module.pack(q, k, v, rounding) if rounding else module.plain(q, k, v)
+    expected, found = torch.empty_like(q), torch.empty_like(q)
+    kernel.launch(packed, expected, k.shape[1])
+    kernel.launch(packed, found, k.shape[1], kernel.Shape(stages, turns))
+    assert torch.equal(found, expected)

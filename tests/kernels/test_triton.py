@@ -50,11 +50,9 @@ KERNELS = {
     ),
     "triton_wan_parity": (
         "norm_modulate",
-        "add_gated",
+        "add_and_norm",
         "gelu_rows",
         "norm_rotate",
-        "attend",
-        "attend_rounded",
         "hopper_attention",
         "transformer",
     ),

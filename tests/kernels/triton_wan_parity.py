@@ -21,12 +21,14 @@ from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, tr
 SHAPES = ((1, 16), (5, 100), (3, 640))
 
 
-def assert_same_codes(found: QuantizedRows, expected: QuantizedRows) -> None:
+def assert_same_codes(
+    found: QuantizedRows, expected: QuantizedRows, atol: float = 1e-4, alike: float = 0.98
+) -> None:
     """Scales alike, and codes that differ by one step at most, where a value lies between two."""
-    torch.testing.assert_close(found.scales, expected.scales)
+    torch.testing.assert_close(found.scales, expected.scales, atol=atol / 448, rtol=1e-3)
     values = [rows.values.float() * rows.scales[:, None] for rows in (found, expected)]
-    torch.testing.assert_close(*values, atol=1e-4, rtol=0.13)
-    assert (found.values.float() == expected.values.float()).float().mean() > 0.98
+    torch.testing.assert_close(*values, atol=atol, rtol=0.13)
+    assert (found.values.float() == expected.values.float()).float().mean() > alike
 
 
 def check_norm_modulate(device: str) -> None:
@@ -43,22 +45,29 @@ def check_norm_modulate(device: str) -> None:
         assert_same_codes(codes, rounded)
 
 
-def check_add_gated(device: str) -> None:
+def check_add_and_norm(device: str) -> None:
     for m, k in SHAPES:
         x, delta = torch.randn(2, m, k, device=device)
-        gate = torch.randn(k, device=device)
-        own = x.clone()
-        assert gpu_modulation.add_gated(own, delta, gate) is own
-        torch.testing.assert_close(own, modulation.add_gated_reference(x, delta, gate))
+        factor, shift, gate = torch.randn(3, k, device=device)
+        for share in (gate, None):
+            added, own, expected = modulation.Added(delta, share), x.clone(), x.clone()
+            normed = modulation.norm_modulate_reference(
+                expected, factor, shift, 1e-6, None, added
+            )  # fmt: skip
+            found, _ = gpu_modulation.norm_modulate(own, factor, shift, 1e-6, False, *added)
+            torch.testing.assert_close(own, expected)
+            torch.testing.assert_close(found, normed, atol=1e-4, rtol=1e-4)
 
 
 def check_gelu_rows(device: str) -> None:
+    """A GPU's tanh is within 2^-11, which is most in small results of values below zero."""
+    bounds = (1e-4, 0.98) if device == "cpu" else (2e-3, 0.9)
     for m, k in SHAPES:
         x = 2 * torch.randn(m, k, device=device)
         expected = modulation.gelu_rows(x.cpu(), FP8)
         assert isinstance(expected, QuantizedRows)
         found = QuantizedRows(*(part.cpu() for part in gpu_modulation.gelu_rows(x)))
-        assert_same_codes(found, expected)
+        assert_same_codes(found, expected, *bounds)
 
 
 def check_norm_rotate(device: str) -> None:
@@ -94,36 +103,12 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def check_attend(device: str) -> None:
-    """fp32 in the interpreter; there products of bf16 are wrong."""
-    dtype, limit = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.005)
-    for case in ATTENTION:
-        q, k, v = qkv(case, dtype, device)
-        expected = bidirectional.attend_reference(q.float(), k.float(), v.float())
-        assert difference(gpu_bidirectional.attend(q, k, v), expected) < limit, case
-
-
-def check_attend_rounded(device: str) -> None:
-    """As the reference; weights in fp8 are rounded by the peak so far, so errors are compared."""
-    dtype, slack = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.005)
-    for case in ATTENTION:
-        q, k, v = qkv(case, dtype, device)
-        exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
-        for rounding in ROUNDINGS:
-            expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
-            found = gpu_bidirectional.attend_rounded(q, k, v, rounding)
-            if not rounding.fp8_values:
-                assert difference(found, expected) < slack, (case, rounding)
-            limit = 1.2 * difference(expected, exact) + slack
-            assert difference(found, exact) < limit, (case, rounding)
-
-
 def hopper_attention(
     packed: gpu_bidirectional.Packed, out: torch.Tensor, num_keys: int, stages: int, turns: bool
 ) -> None:
     """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
     if out.is_cuda:
-        shape = gpu_bidirectional.HopperShape(stages, turns)
+        shape = bidirectional_hopper.Shape(stages, turns)
         bidirectional_hopper.launch(packed, out, num_keys, shape)
     else:
         emulated(packed, out, num_keys, stages, turns)
@@ -192,11 +177,9 @@ def check_transformer(device: str) -> None:
 
 CHECKS = {
     "norm_modulate": check_norm_modulate,
-    "add_gated": check_add_gated,
+    "add_and_norm": check_add_and_norm,
     "gelu_rows": check_gelu_rows,
     "norm_rotate": check_norm_rotate,
-    "attend": check_attend,
-    "attend_rounded": check_attend_rounded,
     "hopper_attention": check_hopper_attention,
     "transformer": check_transformer,  # last: it changes how the modules dispatch
 }

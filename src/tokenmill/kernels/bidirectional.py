@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
 
 # The order of preference on a GPU: cuDNN's kernel is made for Hopper, torch's flash for Ampere.
 _BACKENDS = [
@@ -18,9 +16,7 @@ _BACKENDS = [
     SDPBackend.MATH,
 ]
 
-# Which kernel a GPU runs: torch's, our plain one, or that for Hopper where it can run.
-KERNEL: Literal["torch", "triton", "hopper"] = "torch"
-HEAD_DIMS = (64, 128)  # of our kernels
+HEAD_DIM = 128  # of the Hopper kernel
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, fp32 [tokens, head_dim / 2]
 
@@ -55,7 +51,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Every query sees every key: q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
     if not q.is_cuda:
         return attend_reference(q, k, v)
-    if KERNEL != "torch" and use_triton(q, "attend") and q.shape[-1] in HEAD_DIMS:
+    if takes_heads(q, "attend"):
         return gpu_twin(attend_reference)(q, k, v)
     with sdpa_kernel(_BACKENDS, set_priority=True):
         return attend_reference(q, k, v)
@@ -64,3 +60,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def takes_heads(q: torch.Tensor, kernel: str) -> bool:
+    """True where the Hopper kernel takes q[b, n, heads, dim]."""
+    fits = q.shape[-1] == HEAD_DIM and q.dtype == torch.bfloat16
+    return fits and use_triton(q, kernel) and bool(triton_kernels("hopper").is_here())

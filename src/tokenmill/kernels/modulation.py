@@ -1,14 +1,17 @@
 """Row-wise operations of a diffusion transformer: modulated LayerNorm, gated residual, GELU.
 
-What a linear reads next is rounded to fp8 in the same pass where the linear asks for it.
+What a linear reads next is rounded to fp8 in the same pass where the linear asks for it, and what
+is to be added to the stream before a norm is added in the norm's pass.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import gelu, layer_norm
 
-from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
+from tokenmill.kernels import triton_kernels, use_triton
 from tokenmill.kernels.matmul import (
     QuantizedRows,
     Rounding,
@@ -17,19 +20,32 @@ from tokenmill.kernels.matmul import (
 )
 
 
+class Added(NamedTuple):
+    """delta[m, k] * gate[k], which is to be added to the stream; without a gate it is 1."""
+
+    delta: torch.Tensor
+    gate: torch.Tensor | None
+
+
 def norm_modulate(
     x: torch.Tensor,
     factor: torch.Tensor,
     shift: torch.Tensor,
     eps: float,
     rounding: Rounding | None = None,
+    added: Added | None = None,
 ) -> torch.Tensor | QuantizedRows:
-    """LayerNorm(x[m, k]) * factor[k] + shift[k], computed in fp32, rounded as asked or as x is."""
+    """LayerNorm(x[m, k]) * factor[k] + shift[k], computed in fp32, rounded as asked or as x is.
+
+    What is `added` is added to x first, in place.
+    """
     if use_triton(x, "norm_modulate"):
         fp8 = rounding is not None
-        found = triton_kernels("modulation").norm_modulate(x, factor, shift, eps, fp8)
+        delta, gate = added or (None, None)
+        kernels = triton_kernels("modulation")
+        found = kernels.norm_modulate(x, factor, shift, eps, fp8, delta, gate)
         return QuantizedRows(*found) if fp8 else found[0]
-    return norm_modulate_reference(x, factor, shift, eps, rounding)
+    return norm_modulate_reference(x, factor, shift, eps, rounding, added)
 
 
 def norm_modulate_reference(
@@ -38,19 +54,19 @@ def norm_modulate_reference(
     shift: torch.Tensor,
     eps: float,
     rounding: Rounding | None = None,
+    added: Added | None = None,
 ) -> torch.Tensor | QuantizedRows:
+    if added is not None:
+        add_gated(x, added)
     y = layer_norm(x.float(), x.shape[-1:], factor, shift, eps)
     return quantize_rows_reference(y, rounding) if rounding else y.to(x.dtype)
 
 
-def add_gated(x: torch.Tensor, delta: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def add_gated(x: torch.Tensor, added: Added) -> torch.Tensor:
     """x[m, k] + delta[m, k] * gate[k], computed in fp32, into x."""
-    if use_triton(x, "add_gated"):
-        return gpu_twin(add_gated_reference)(x, delta, gate)
-    return add_gated_reference(x, delta, gate)
-
-
-def add_gated_reference(x: torch.Tensor, delta: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    delta, gate = added
+    if gate is None:
+        return x.add_(delta)
     if x.dtype == torch.float32:
         return x.addcmul_(delta, gate)
     return x.copy_(torch.addcmul(x.float(), delta.float(), gate))

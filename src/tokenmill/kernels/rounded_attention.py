@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tokenmill.kernels import triton_kernels, use_triton
+from tokenmill.kernels import triton_kernels
+from tokenmill.kernels.bidirectional import takes_heads
 
 AttentionType = Literal["auto", "int8", "int8-fp8", "fp8"]
 KEY_BLOCK = 128  # keys that share a scale
-HEAD_DIM = 128  # of the kernels
 WEIGHT_SCALE = 256.0  # of weights in fp8, which are up to 1
 
 
@@ -40,11 +40,16 @@ ROUNDINGS: dict[AttentionType, Rounding | None] = {
 }
 
 
+def runs_on(device: torch.device) -> bool:
+    """On CPU by the reference, whose scores are all in memory at once; of GPUs on Hopper."""
+    return device.type != "cuda" or bool(triton_kernels("hopper").is_here())
+
+
 def attend_rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: Rounding
 ) -> torch.Tensor:
     """Every query sees every key: q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
-    if use_triton(q, "attend_rounded") and q.shape[-1] == HEAD_DIM:
+    if takes_heads(q, "attend_rounded"):
         found: torch.Tensor = triton_kernels("bidirectional").attend_rounded(q, k, v, rounding)
         return found
     return attend_rounded_reference(q, k, v, rounding)

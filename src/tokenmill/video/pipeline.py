@@ -113,7 +113,8 @@ def build_pipeline(
         split = TokenSplit(ranks, parallel.cfg)
         experts = Experts(spec.transformer, sources, dtype, device, offload, split)
         encoder = TextEncoder(spec.text, readers["text_encoder"], plain_type(dtype), device)
-        decoder = VideoDecoder(spec.vae, readers["vae"], device, split=ColumnSplit(ranks))
+        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+        decoder = VideoDecoder(spec.vae, readers["vae"], device, kind, ColumnSplit(ranks))
     return Pipeline(
         spec,
         encoder,

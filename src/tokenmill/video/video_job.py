@@ -19,7 +19,7 @@ from tokenmill.core.specs.wan_checks import check_video
 from tokenmill.core.types import InvalidRequestError, Request
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
-from tokenmill.kernels.rounded_attention import ROUNDINGS
+from tokenmill.kernels.rounded_attention import ROUNDINGS, runs_on
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
 from tokenmill.models.wan.wan_vae import Tiles
 from tokenmill.video.experts import synchronize
@@ -38,6 +38,7 @@ class VideoJob:
         self.params = check_video(request, pipeline.spec)
         width, height = self.params.size
         _check_latent(self.params, pipeline.spec)
+        _check_attention(self.params, pipeline.device)
         self.grid = pipeline.spec.grid(self.params.num_frames, height, width)
         check_division(pipeline.parallel, self.params, pipeline.spec)
         self.latents: torch.Tensor | None = None  # after the last step so far
@@ -210,6 +211,12 @@ def _noise(params: VideoParams, spec: WanSpec) -> torch.Tensor:
 def _check_latent(params: VideoParams, spec: WanSpec) -> None:
     if params.latent is not None:
         _fixed_latent(params.latent, _latent_shape(params, spec))
+
+
+def _check_attention(params: VideoParams, device: torch.device) -> None:
+    if params.rounds_attention and not runs_on(device):
+        problem = f"{params.attention_dtype} needs a Hopper GPU (H100, H200); use auto"
+        raise InvalidRequestError(f"attention_dtype {problem}", "attention_dtype")
 
 
 def _latent_shape(params: VideoParams, spec: WanSpec) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
-"""Attention without a mask or a cache: norm over all heads and rotation in one pass, the softmax.
+"""What attention without a mask reads: norm over all heads and rotation in one pass, rounding.
 
-A program of attention takes a tile of one head's queries. It is the plain kernel of any GPU; that
-of bidirectional_hopper.py reads the same tensors.
+The attention itself is in bidirectional_hopper.py.
 
 What kernels/rounded_attention.py rounds lies by head: codes of queries and keys
 [b, heads, tiles * TILE, DIM], values in fp8 with the keys of a channel side by side,
@@ -15,42 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels import bidirectional, triton_kernels
-from tokenmill.kernels.gpu import hopper
-from tokenmill.kernels.gpu.attention import LOG2E
+from tokenmill.kernels import triton_kernels
 from tokenmill.kernels.gpu.dependent import launch_options, wait
-from tokenmill.kernels.gpu.rows import ELEMENTS_PER_WARP, FP8_LIMIT, MAX_WARPS
+from tokenmill.kernels.gpu.modulation import load_row, row_parts, store_row
+from tokenmill.kernels.gpu.rows import FP8_LIMIT
 
 if TYPE_CHECKING:
     from tokenmill.kernels.rounded_attention import Rounding
 
 TILE = 128  # of codes
-DIM = 128  # of the heads that the Hopper kernel takes
-MASKED = tl.constexpr(-1e30)
-WEIGHT_SHIFT = tl.constexpr(8.0)  # weights in fp8 are up to 2^8
-
-
-class AttentionShape(NamedTuple):
-    """How a program of attention is laid out."""
-
-    rows: int = 128
-    keys: int = 128
-    stages: int = 2
-    warps: int = 8
-
-
-class HopperShape(NamedTuple):
-    """The same of the Hopper kernel, whose tiles are fixed."""
-
-    stages: int = 2
-    turns: bool = True  # the groups begin their products in turns
-
-
-SHAPE = AttentionShape()
-CODES_SHAPE = AttentionShape()  # as codes are packed
-HOPPER_SHAPE = HopperShape()
 
 
 class Packed(NamedTuple):
@@ -74,24 +47,32 @@ class Packed(NamedTuple):
 
 
 @triton.jit
+def _rotated(y, cos, sin, FIRST: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """Channels of a token from FIRST on, with its cos and sin, which are the same in each head."""
+    first, second = tl.split(tl.reshape(y, (SIZE // 2, 2)))
+    turn = (FIRST // 2 + tl.arange(0, SIZE // 2)) % HALF
+    c, s = tl.load(cos + turn), tl.load(sin + turn)
+    return tl.reshape(tl.join(first * c - second * s, first * s + second * c), (SIZE,))
+
+
+@triton.jit
 def norm_rotate_kernel(
     x, weight, cos, sin, out, tokens, stride, k, eps,
-    HALF: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, ROTATE: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < k
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait(EARLY)
-    values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    y = values * tl.rsqrt(tl.sum(values * values, axis=0) / k + eps) * gain
+    head, tail = load_row(x + row * stride, k, HEAD, TAIL)
+    squares = tl.sum(head * head, axis=0) + tl.sum(tail * tail, axis=0)
+    inverse = tl.rsqrt(squares / k + eps)
+    gain, last = load_row(weight, k, HEAD, TAIL)
+    head, tail = head * inverse * gain, tail * inverse * last
     if ROTATE:
-        pairs = tl.arange(0, BLOCK // 2)
-        first, second = tl.split(tl.reshape(y, (BLOCK // 2, 2)))
-        places = (row % tokens) * HALF + pairs % HALF  # the same turns for every head
-        c, s = tl.load(cos + places), tl.load(sin + places)
-        y = tl.reshape(tl.join(first * c - second * s, first * s + second * c), (BLOCK,))
-    tl.store(out + row * k + columns, y.to(out.dtype.element_ty), mask=inside)
+        place = (row % tokens) * HALF
+        head = _rotated(head, cos + place, sin + place, 0, HEAD, HALF)
+        tail = _rotated(tail, cos + place, sin + place, HEAD, TAIL, HALF)
+    store_row(out + row * k, head, tail, k, HEAD, TAIL)
 
 
 def norm_rotate(
@@ -108,11 +89,9 @@ def norm_rotate(
     cos, sin = (weight, weight) if rotation is None else rotation
     assert cos.is_contiguous() and sin.is_contiguous()
     out = torch.empty(branches, tokens, num_heads, k // num_heads, device=x.device, dtype=x.dtype)
-    block = triton.next_power_of_2(k)
     norm_rotate_kernel[(branches * tokens,)](
         x, weight, cos, sin, out, tokens, x.stride(1), k, eps,
-        HALF=k // num_heads // 2, ROTATE=rotation is not None, BLOCK=block,
-        num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)), **launch_options(),
+        HALF=k // num_heads // 2, ROTATE=rotation is not None, **row_parts(k),
     )  # fmt: skip
     return out
 
@@ -123,109 +102,14 @@ def key_order(place):
     return (place & -15) | ((place & 6) << 1) | ((place & 8) >> 2)
 
 
-@triton.jit
-def _tile(base, row, column, stride, left, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-          TMA: tl.constexpr):  # fmt: skip
-    """A tile [ROWS, WIDTH]; of its rows `left` are read, the others may be any."""
-    if TMA:
-        return base.load([row, column])
-    else:
-        index = tl.arange(0, ROWS)
-        lines = (row + index).to(tl.int64)[:, None] * stride + column
-        return tl.load(
-            base + lines + tl.arange(0, WIDTH)[None, :], mask=(index < left)[:, None], other=0.0
-        )
-
-
-@triton.jit
-def _weigh(
-    queries, acc, peak, total, k, v, k_scales, factor, places, begin, end, num_keys,
-    DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CODES: tl.constexpr, FP8: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Sums, peaks and totals with the keys [begin, end); RAGGED: some are past the last one."""
-    k_row, k_column, k_stride, v_row, v_column, v_stride = places
-    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
-        left = num_keys - first
-        keys = _tile(k, k_row + first, k_column, k_stride, KEYS if CODES else left, KEYS, DIM, TMA)
-        scores = tl.dot(queries, tl.trans(keys)).to(tl.float32)
-        by = factor
-        if CODES:
-            by = factor * tl.load(k_scales + first // KEYS)
-        if RAGGED:
-            place = tl.arange(0, KEYS)
-            key = key_order(place) if FP8 else place
-            scores = tl.where((key < left)[None, :], scores * by[:, None], MASKED)
-            by = tl.full([ROWS], 1.0, tl.float32)
-        top = tl.maximum(peak, tl.max(scores, axis=1) * by)
-        offset = top - WEIGHT_SHIFT if FP8 else top
-        weights = tl.exp2(scores * by[:, None] - offset[:, None])
-        shrink = tl.exp2(peak - top)
-        total = total * shrink + tl.sum(weights, axis=1)
-        peak = top
-        acc *= shrink[:, None]
-        if FP8:
-            split = tl.permute(tl.reshape(weights, (ROWS, KEYS // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-            values = _tile(v, v_row, v_column + first, v_stride, DIM, DIM, KEYS, TMA)
-            acc += tl.dot(tl.reshape(split, (ROWS, KEYS)).to(values.dtype), tl.trans(values))
-        else:
-            values = _tile(v, v_row + first, v_column, v_stride, left, KEYS, DIM, TMA)
-            acc = tl.dot(weights.to(values.dtype), values, acc)
-    return acc, peak, total
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def attend_kernel(
-    q, k, v, out, q_scales, k_scales, v_scales, num_queries, num_keys, heads, q_stride, k_stride,
-    v_stride, scale,
-    DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CODES: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Rows of one tile of queries, one head, one sequence, to out[b, n, heads, DIM]."""
-    wait(EARLY)
-    tile, head, branch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group = branch * heads + head
-    row = tile * ROWS + tl.arange(0, ROWS)
-    channels = tl.arange(0, DIM)
-    valid = row < num_queries
-    factor = tl.full([ROWS], scale, tl.float32) * LOG2E
-    count = tl.cdiv(num_keys, KEYS)
-    if CODES:
-        q_row, q_column = group.to(tl.int64) * tl.cdiv(num_queries, ROWS) * ROWS, 0
-        k_row, k_column = group * count * KEYS, 0
-        factor *= tl.load(q_scales + q_row + row)
-        k_scales += group * count
-    else:
-        q_row, q_column = branch.to(tl.int64) * num_queries, head * DIM
-        k_row, k_column = branch * num_keys, head * DIM
-    if FP8:
-        v_row, v_column = group * DIM, 0
-    else:
-        v_row, v_column = branch * num_keys, head * DIM
-    lines = q + (q_row + row)[:, None] * q_stride + q_column
-    queries = tl.load(lines + channels[None, :], mask=valid[:, None], other=0.0)
-    places = (k_row, k_column, k_stride, v_row, v_column, v_stride)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    peak, total = tl.full([ROWS], MASKED, tl.float32), tl.zeros([ROWS], tl.float32)
-    whole = num_keys // KEYS * KEYS
-    acc, peak, total = _weigh(
-        queries, acc, peak, total, k, v, k_scales, factor, places, 0, whole, num_keys,
-        DIM, ROWS, KEYS, STAGES, CODES, FP8, False, TMA,
-    )  # fmt: skip
-    acc, peak, total = _weigh(
-        queries, acc, peak, total, k, v, k_scales, factor, places, whole, num_keys, num_keys,
-        DIM, ROWS, KEYS, 1, CODES, FP8, True, TMA,
-    )  # fmt: skip
-    acc = acc / total[:, None]
-    if FP8:
-        acc *= tl.load(v_scales + group * DIM + channels)[None, :]
-    place = ((branch.to(tl.int64) * num_queries + row) * heads + head)[:, None] * DIM
-    tl.store(out + place + channels[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None])
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
-    return attend_packed(Packed(_rows(q), None, _rows(k), None, _rows(v), None), q, k.shape[1])
+    return attend_packed(plain(q, k, v), q, k.shape[1])
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Packed:
+    """All that attention reads, as it comes."""
+    return Packed(_rows(q), None, _rows(k), None, _rows(v), None)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -238,28 +122,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def attend_packed(packed: Packed, like: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Attention over plain or rounded tensors; the result is as `like`[b, n, heads, dim]."""
     out = torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    fits = like.shape[3] == DIM and like.dtype == torch.bfloat16
-    if bidirectional.KERNEL == "hopper" and hopper.is_usable() and fits:
-        triton_kernels("bidirectional_hopper").launch(packed, out, num_keys, HOPPER_SHAPE)
-    else:
-        _launch(packed, out, num_keys)
+    triton_kernels("bidirectional_hopper").launch(packed, out, num_keys)
     return out
-
-
-def _launch(packed: Packed, out: torch.Tensor, num_keys: int) -> None:
-    branches, num_queries, heads, dim = out.shape
-    codes, fp8 = packed.q_scales is not None, packed.v_scales is not None
-    q, k = packed.rows(packed.q, codes), packed.rows(packed.k, codes)
-    v = packed.rows(packed.v, fp8)
-    tma, shape = hopper.is_here(), CODES_SHAPE if codes else SHAPE
-    key_tile, value_tile = [shape.keys, dim], [dim, shape.keys] if fp8 else [shape.keys, dim]
-    attend_kernel[(triton.cdiv(num_queries, shape.rows), heads, branches)](
-        q, TensorDescriptor.from_tensor(k, key_tile) if tma else k,
-        TensorDescriptor.from_tensor(v, value_tile) if tma else v, out, packed.q_scales,
-        packed.k_scales, packed.v_scales, num_queries, num_keys, heads, q.stride(0), k.stride(0),
-        v.stride(0), dim**-0.5, DIM=dim, ROWS=shape.rows, KEYS=shape.keys, STAGES=shape.stages,
-        CODES=codes, FP8=fp8, TMA=tma, num_warps=shape.warps, **launch_options(),
-    )  # fmt: skip
 
 
 @triton.jit

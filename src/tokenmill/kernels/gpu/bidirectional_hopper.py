@@ -15,6 +15,8 @@ rounded keys lie in the order that `key_order` gives.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -29,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.attention import LOG2E
-from tokenmill.kernels.gpu.bidirectional import HopperShape, Packed
+from tokenmill.kernels.gpu.bidirectional import Packed
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 
 ROWS = gl.constexpr(128)  # of queries per program
@@ -43,8 +45,17 @@ FP8_SHIFT = gl.constexpr(8.0)  # weights in fp8 are up to 2^8
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SCORES_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-TILE_8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+
+
+class Shape(NamedTuple):
+    """How a program is laid out; the bits do not depend on it."""
+
+    stages: int
+    turns: bool  # the groups begin their products in turns
+
+
+PLAIN = Shape(3, True)
+ROUNDED = Shape(2, False)
 
 
 @gluon.jit
@@ -349,7 +360,7 @@ def attend_kernel(
     )  # fmt: skip
 
 
-def launch(packed: Packed, out: torch.Tensor, num_keys: int, shape: HopperShape) -> None:
+def launch(packed: Packed, out: torch.Tensor, num_keys: int, shape: Shape | None = None) -> None:
     """Attention to out[b, n, heads, DIM]."""
     branches, num_queries, heads, _ = out.shape
     codes, fp8 = packed.q_scales is not None, packed.v_scales is not None
@@ -357,6 +368,7 @@ def launch(packed: Packed, out: torch.Tensor, num_keys: int, shape: HopperShape)
         _tiles(packed.rows(part, rounded), rounded)
         for part, rounded in ((packed.q, codes), (packed.k, codes), (packed.v, fp8))
     )
+    shape = shape or (ROUNDED if codes else PLAIN)
     given = (packed.q_scales, packed.k_scales, packed.v_scales)
     scales = (out if part is None else part for part in given)
     attend_kernel[(triton.cdiv(num_queries, ROWS.value), heads, branches)](

@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, linear, silu
 from tokenmill.core.specs.wan import WanTransformerSpec
 from tokenmill.kernels.bidirectional import Rotation, attend, norm_rotate
 from tokenmill.kernels.matmul import QuantizedRows
-from tokenmill.kernels.modulation import add_gated, gelu_rows, norm_modulate
+from tokenmill.kernels.modulation import Added, add_gated, gelu_rows, norm_modulate
 from tokenmill.kernels.rounded_attention import Rounding, attend_rounded
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype, plain_type
 from tokenmill.models.family import Shape
@@ -184,19 +184,24 @@ class WanBlock:
         time: torch.Tensor,
         rotation: Rotation,
         kv: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """x[branches * n, k] and the timestep's fp32 [6, k] -> x, in place."""
+        added: Added | None,
+    ) -> Added:
+        """x[branches * n, k], in place, and the timestep's fp32 [6, k] -> what is yet to be added.
+
+        `added` is that of the block before: it is added in the pass of the first norm.
+        """
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.table + time
         branches = kv[0].shape[0]
         qkv, q, up = self.attention.qkv, self.text.q, self.ffn.up
-        normed = norm_modulate(x, 1 + scale, shift, self.eps, qkv.rounding)
-        x = add_gated(x, self.attention(normed, rotation, branches), gate)
-        normed = x
-        if self.norm is not None:
-            normed = norm_modulate(x, *self.norm, self.eps, q.rounding)
-        x = x.add_(self.text(normed, kv))
-        normed = norm_modulate(x, 1 + ffn_scale, ffn_shift, self.eps, up.rounding)
-        return add_gated(x, self.ffn(normed), ffn_gate)
+        normed = norm_modulate(x, 1 + scale, shift, self.eps, qkv.rounding, added)
+        added = Added(self.attention(normed, rotation, branches), gate)
+        if self.norm is None:
+            normed = add_gated(x, added)
+        else:
+            normed = norm_modulate(x, *self.norm, self.eps, q.rounding, added)
+        added = Added(self.text(normed, kv), None)
+        normed = norm_modulate(x, 1 + ffn_scale, ffn_shift, self.eps, up.rounding, added)
+        return Added(self.ffn(normed), ffn_gate)
 
 
 class WanTransformer:
@@ -273,10 +278,10 @@ class WanTransformer:
         self, x: torch.Tensor, time: torch.Tensor, grid: Grid, text: TextKV
     ) -> torch.Tensor:
         """All blocks, in place."""
-        rotation = self.rotation(grid)
+        rotation, added = self.rotation(grid), None
         for block, kv in zip(self.blocks, text, strict=True):
-            x = block(x, time, rotation, kv)
-        return x
+            added = block(x, time, rotation, kv, added)
+        return x if added is None else add_gated(x, added)
 
     def project(self, x: torch.Tensor, embedding: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Rows of patches -> fp32 [branches of all ranks, channels, frames, height, width]."""
