@@ -115,7 +115,7 @@ class Bench:
         history = [0, *np.cumsum(self.lengths + 1).tolist()]
         candidates = [0, *np.cumsum(self.counts).tolist()]
         targets, before = hstu.query_tiles(history, candidates, hstu.TILE_ROWS)
-        tiles = torch.tensor(targets + before, dtype=torch.int32, device=self.device)
+        tiles = torch.from_numpy(np.concatenate([targets, before])).to(self.device)
         return hstu.Jagged(history, candidates, tiles, len(targets))
 
     def attention_flops(self, targets_only: bool) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.kernels import hstu
 from tokenmill.kernels.gpu import hstu as gpu
 from tokenmill.models.hstu import HstuModel
+from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.stores.table import DeviceTable
 
@@ -90,16 +92,39 @@ def test_products_in_fp8(rows: int) -> None:
     close(hstu.gate_output_fp8(x, u, o, norm, packed), plain, FP8_ERROR)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("chunk", [None, 100])
-def test_scores_are_those_of_fp32(chunk: int | None, fp8: bool) -> None:
-    plain = tiny_model(WIDE)
-    requests = [tiny_request(1200, 300, WIDE), tiny_request(5, 4, WIDE, user=2)]
+def on_gpu(plain: RankingModel, **levers: Any) -> RankingModel:
+    """The same model in bf16 or fp8."""
     dense = {name: t.to("cuda", torch.bfloat16) for name, t in plain.dense.tensors.items()}
     stores = {
         name: DeviceTable(store.lookup(torch.arange(store.spec.num_rows)).cuda())
         for name, store in plain.stores.items()
     }
-    fast = RankingModel(HstuModel(WIDE, dense, candidate_chunk=chunk, fp8=fp8), stores)
+    return RankingModel(HstuModel(WIDE, dense, **levers), stores)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_scores_are_those_of_fp32(chunk: int | None, fp8: bool) -> None:
+    plain = tiny_model(WIDE)
+    requests = [tiny_request(1200, 300, WIDE), tiny_request(5, 4, WIDE, user=2)]
+    fast = on_gpu(plain, candidate_chunk=chunk, fp8=fp8)
     for expected, found in zip(plain.score(requests), fast.score(requests), strict=True):
         np.testing.assert_allclose(found, expected, atol=6e-2 if fp8 else 3e-2)
+
+
+def test_the_host_never_waits_before_it_has_to() -> None:
+    """A batch is made and launched without a wait, and its scores come past what follows it."""
+    model = on_gpu(tiny_model(WIDE))
+    requests = [tiny_request(1200, 300, WIDE), tiny_request(5, 4, WIDE, user=2)]
+    expected = model.score(requests)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(10**8)  # a batch that runs still
+        scores = model.launch(make_batch(requests, WIDE, "cuda"))
+        assert not torch.cuda.current_stream().query()
+        torch.cuda._sleep(2 * 10**9)  # the batch after it: about a second
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    np.testing.assert_array_equal(scores.wait(), np.concatenate(expected))
+    assert not torch.cuda.current_stream().query()

@@ -5,6 +5,7 @@ fp32 throughout, since the interpreter's bf16 products are wrong; on a GPU tf32 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton_parity  # noqa: F401  the interpreter then rounds to fp8 as torch does
 
@@ -18,7 +19,7 @@ HISTORIES, CANDIDATES = [0, 200, 201, 330], [0, 3, 140, 141]
 def batch_on(device: str) -> hstu.Jagged:
     """Three users: more rows than a tile, one row, and a second tile of candidates."""
     targets, before = hstu.query_tiles(HISTORIES, CANDIDATES, hstu.TILE_ROWS)
-    tiles = torch.tensor(targets + before, dtype=torch.int32, device=device)
+    tiles = torch.from_numpy(np.concatenate([targets, before])).to(device)
     return hstu.Jagged(HISTORIES, CANDIDATES, tiles, len(targets))
 
 
@@ -45,7 +46,7 @@ def check_attention(device: str) -> None:
 def check_history_alone(device: str) -> None:
     """No candidate at all, as the first pass of candidates in chunks has it."""
     targets, before = hstu.query_tiles([0, 130], [0, 0], hstu.TILE_ROWS)
-    tiles = torch.tensor(targets + before, dtype=torch.int32, device=device)
+    tiles = torch.from_numpy(np.concatenate([targets, before])).to(device)
     rows = hstu.Jagged([0, 130], [0, 0], tiles, len(targets))
     q, k, v = torch.randn(3, 130, 1, 16, device=device).unbind()
     parts = q, k, v, k[130:], v[130:], rows, 130

@@ -69,6 +69,28 @@ def test_a_batch_is_made_while_the_one_before_it_runs() -> None:
         np.testing.assert_allclose(answer.scores, model.score([request])[0], atol=1e-6)
 
 
+def test_the_next_batch_is_launched_before_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches are in flight while a step waits, and it waits for the older one alone."""
+    events: list[str] = []
+    names = iter("abc")
+
+    class Running:
+        def __init__(self) -> None:
+            self.name = next(names)
+            events.append(f"launch {self.name}")
+
+        def wait(self) -> np.ndarray:
+            events.append(f"wait {self.name}")
+            return np.zeros((4, 1), np.float32)
+
+    engine = RankingEngine(tiny_model(), BatchLimits(max_batch_requests=1), overlapped=True)
+    monkeypatch.setattr(engine.model, "launch", lambda batch: Running())
+    for name in "abc":
+        engine.submit(named(name))
+    assert list(drain(engine)) == ["a", "b", "c"]
+    assert events == ["launch a", "launch b", "wait a", "launch c", "wait b", "wait c"]
+
+
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_every_request_gets_exactly_one_answer(overlapped: bool) -> None:
     """Wrong, refused by a full queue, aborted, late, twice submitted, and those that run."""

@@ -16,8 +16,8 @@ from tiny_ranking import TINY, tiny_model, tiny_request, tiny_tensors
 from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.kernels import hstu
-from tokenmill.kernels.hstu import query_tiles
-from tokenmill.models.hstu import HstuModel
+from tokenmill.kernels.hstu import Tile, query_tiles
+from tokenmill.models.hstu import HstuModel, time_buckets
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import choose_device, choose_dtype, random_model
 from tokenmill.ranking.requests import ids_of
@@ -105,6 +105,21 @@ def test_candidates_do_not_see_each_other_and_positions_count_from_the_end() -> 
     assert batch.positions.tolist()[29:33] == [3, 2, 1, 1]
 
 
+def test_rows_of_a_batch_are_each_users_own() -> None:
+    """Order, positions and times of two users, one of whom has no times, by hand."""
+    old = replace(tiny_request(2, 1), timestamps=np.array([100, 7100]), query_time=7200)
+    new = replace(tiny_request(3, 2, user=2), query_time=3600)
+    batch = model_batch(tiny_model(), old, new)
+    assert batch.user_ids.tolist() == [1, 2] and batch.known.tolist() == [False, False]
+    assert batch.order.tolist() == [0, 2, 3, 1, 4, 5, 6, 7, 8, 9]
+    assert batch.positions.tolist() == [0, 3, 2, 0, 4, 3, 2, 1, 1, 1]
+    assert batch.query_times.tolist() == [7200, 3600, 3600]
+    ages = torch.tensor([7200, 7100, 100, 3600, 0, 0, 0, 0, 0, 0])
+    assert batch.time_buckets.equal(time_buckets(ages, TINY.num_time_buckets))
+    items = [*old.item_ids, *new.item_ids, *old.candidate_ids, *new.candidate_ids]
+    assert batch.item_ids.tolist() == items
+
+
 def model_batch(model: RankingModel, *requests: Any) -> Any:
     from tokenmill.ranking.batch import make_batch
 
@@ -119,12 +134,13 @@ def test_work_of_a_request_is_that_of_the_benchmark() -> None:
 
 def test_tiles_cover_every_row_once_longest_first() -> None:
     targets, before = query_tiles([0, 130, 131], [0, 5, 205], 128)
-    assert [tuple(tile) for tile in before] == [
+    assert [tuple(tile) for tile in before.tolist()] == [
         (128, 2, 0, 130, 0),
         (0, 128, 0, 128, 0),
         (130, 1, 130, 1, 0),
     ]
-    assert sorted((t.first, t.rows, t.num_keys) for t in targets) == [
+    tiles = [Tile(*tile) for tile in targets.tolist()]
+    assert sorted((t.first, t.rows, t.num_keys) for t in tiles) == [
         (0, 5, 130),
         (5, 128, 1),
         (133, 72, 1),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import layer_norm, silu
 
@@ -61,12 +62,18 @@ def jagged(
     history: Sequence[int], candidates: Sequence[int], device: torch.device | str = "cpu"
 ) -> Jagged:
     """Offsets of a batch, with the tiles of the kernel where the device has one."""
-    targets: list[Tile] = []
-    before: list[Tile] = []
-    if torch.device(device).type != "cpu":
-        targets, before = query_tiles(history, candidates, TILE_ROWS)
-    tiles = torch.tensor(targets + before, dtype=torch.int32).view(-1, len(Tile._fields))
-    return Jagged(history, candidates, tiles.to(device, non_blocking=True), len(targets))
+    tiles, num_targets = batch_tiles(history, candidates, device)
+    return Jagged(history, candidates, torch.from_numpy(tiles).to(device), num_targets)
+
+
+def batch_tiles(
+    history: Sequence[int], candidates: Sequence[int], device: torch.device | str
+) -> tuple[np.ndarray, int]:
+    """The kernel's tiles int32[n, 5] and how many are of candidates; none without a kernel."""
+    if torch.device(device).type == "cpu":
+        return np.zeros((0, len(Tile._fields)), np.int32), 0
+    targets, before = query_tiles(history, candidates, TILE_ROWS)
+    return np.concatenate([targets, before]), len(targets)
 
 
 class Tile(NamedTuple):
@@ -81,20 +88,34 @@ class Tile(NamedTuple):
 
 def query_tiles(
     history: Sequence[int], candidates: Sequence[int], size: int
-) -> tuple[list[Tile], list[Tile]]:
-    """Tiles of candidates and of histories, those with most keys first: the last ones are short."""
-    targets: list[Tile] = []
-    before: list[Tile] = []
-    ends = zip(history, history[1:], candidates, candidates[1:], strict=False)
-    for start, end, first, last in ends:
-        starts = range(first, last, size)
-        targets += [Tile(row, min(size, last - row), start, end - start, 1) for row in starts]
-        for row in range(start, end, size):
-            rows = min(size, end - row)
-            before.append(Tile(row, rows, start, row + rows - start, 0))
-    for tiles in (targets, before):
-        tiles.sort(key=lambda tile: -tile.num_keys)
-    return targets, before
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles of candidates and of histories, int32[n, 5] in the order of Tile's fields.
+
+    Those with most keys come first, so that the last ones are short.
+    """
+    start, end = np.array(history[:-1]), np.array(history[1:])
+    first, rows, user = _pieces(np.array(candidates[:-1]), np.array(candidates[1:]), size)
+    ones = np.ones_like(first)
+    targets = first, rows, start[user], (end - start)[user], ones
+    first, rows, user = _pieces(start, end, size)
+    before = first, rows, start[user], first + rows - start[user], np.zeros_like(first)
+    return _longest_first(targets), _longest_first(before)
+
+
+def _pieces(
+    start: np.ndarray, end: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First row, rows and user of the pieces of [start, end) of each user."""
+    counts = -(-(end - start) // size)
+    user = np.repeat(np.arange(len(start)), counts)
+    index = np.arange(len(user)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = start[user] + index * size
+    return first, np.minimum(size, end[user] - first), user
+
+
+def _longest_first(fields: tuple[np.ndarray, ...]) -> np.ndarray:
+    tiles = np.stack(fields, axis=1).astype(np.int32)
+    return tiles[np.argsort(-tiles[:, Tile._fields.index("num_keys")], kind="stable")]
 
 
 def takes(x: torch.Tensor, *widths: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from tokenmill.core.types import InvalidRequestError, TokenmillError
 from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import make_batch
-from tokenmill.ranking.model import RankingModel, collect
+from tokenmill.ranking.model import RankingModel, Scores
 from tokenmill.ranking.policy import BatchLimits, RankQueue, Waiting
 from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, check_request
 
@@ -39,15 +39,15 @@ class _Launched:
 
     waiting: list[Waiting]
     batch: RankBatch
-    scores: torch.Tensor
+    scores: Scores
     start_ns: int
 
 
 class RankingEngine:
     """Batches of waiting requests through one model; one caller at a time.
 
-    `overlapped` makes a batch on the host while the GPU runs the one before it; a step then returns
-    the answers of that one.
+    `overlapped` has two batches in flight: a step makes and launches one while the GPU runs the one
+    before it, and then returns the answers of that one.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RankingEngine:
     def _collect(self, launched: _Launched) -> list[RankOutput]:
         waiting = launched.waiting
         try:
-            scores = collect(launched.scores)
+            scores = launched.scores.wait()
         except _OF_THE_BATCH as fault:
             return _failed(waiting, fault)
         now = self.clock()

@@ -28,6 +28,11 @@ class RankingModel:
             if name not in stores:
                 raise ModelLoadError(f"{name}: the model needs a table of this name")
             check_store(name, stores[name], self.spec)
+        self._prefetching = {
+            name: store
+            for name, store in stores.items()
+            if name != "category" and isinstance(store, PrefetchingStore)
+        }
         self._categories = torch.arange(self.spec.num_categories, device=dense.device)
 
     def embed(self, batch: RankBatch) -> Embedded:
@@ -42,27 +47,24 @@ class RankingModel:
 
     def prefetch(self, request: RankRequest) -> None:
         """Let stores read a request's rows ahead, as far as they have room; nothing waits."""
-        wanted = {
-            "item": np.concatenate([request.item_ids, request.candidate_ids]),
-            "user": np.array([request.user_id]),
-        }
-        for name, ids in wanted.items():
-            store = self.stores[name]
-            if isinstance(store, PrefetchingStore):
-                store.prefetch(torch.from_numpy(ids), timeout_s=0)
+        for name, store in self._prefetching.items():
+            ids = np.array([request.user_id])
+            if name == "item":
+                ids = np.concatenate([request.item_ids, request.candidate_ids])
+            store.prefetch(torch.from_numpy(ids), timeout_s=0)
 
     def close(self) -> None:
         for store in self.stores.values():
             store.close()
 
     @torch.inference_mode()
-    def launch(self, batch: RankBatch) -> torch.Tensor:
+    def launch(self, batch: RankBatch) -> Scores:
         """Probabilities float32[candidates of all requests, tasks]; a GPU may be at it still."""
-        return self.dense.scores(batch, self.embed(batch))
+        return Scores(self.dense.scores(batch, self.embed(batch)))
 
     def score_batch(self, batch: RankBatch) -> np.ndarray:
         """The same on the host."""
-        return collect(self.launch(batch))
+        return self.launch(batch).wait()
 
     def score(self, requests: Sequence[RankRequest]) -> list[np.ndarray]:
         """Scores [candidates, tasks] of each request, as one batch."""
@@ -72,10 +74,29 @@ class RankingModel:
         return np.split(self.score_batch(batch), batch.rows.candidates[1:-1])
 
 
-def collect(scores: torch.Tensor) -> np.ndarray:
-    """Wait for the scores of a launched batch."""
-    found: np.ndarray = scores.cpu().numpy()
-    return found
+class Scores:
+    """Scores of a launched batch on their way to the host.
+
+    Their copy stands in the device's stream right behind the batch: to wait for it is not to wait
+    for batches that were launched since.
+    """
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        on_gpu = scores.device.type == "cuda"
+        self._done = torch.cuda.Event() if on_gpu else None
+        if self._done is not None:
+            pinned = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+            scores = pinned.copy_(scores, non_blocking=True)
+            self._done.record()
+        self._scores = scores
+
+    def wait(self) -> np.ndarray:
+        """The scores, which the caller may keep: pinned memory is not his."""
+        if self._done is None:
+            found: np.ndarray = self._scores.numpy()
+            return found
+        self._done.synchronize()
+        return self._scores.numpy().copy()
 
 
 def limit_threads(spec: HstuSpec, num_threads: int | None = None) -> None:

@@ -140,8 +140,9 @@ def _check_lengths(request: RankRequest, spec: HstuSpec) -> None:
 
 
 def _check_range(name: str, values: Ids, count: int, source: str) -> None:
-    wrong = (values < 0) | (values >= count)
-    if wrong.any():
+    # As unsigned numbers those below zero are the largest: one pass finds both kinds.
+    if len(values) and int(values.view(np.uint64).max()) >= count:
+        wrong = (values < 0) | (values >= count)
         value = int(values[wrong.argmax()])
         at = "" if name == "user_id" else f"[{int(wrong.argmax())}]"
         message = f"{name}{at}: {value} is unknown; values are 0 to {count - 1} ({source})"

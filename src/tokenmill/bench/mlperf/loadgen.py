@@ -89,7 +89,7 @@ def load_library() -> Any:
     return mlperf_loadgen
 
 
-def respond(library: Any, complete: Any, answers: Iterable[tuple[int, array[int], int]]) -> None:
+def respond(library: Any, complete: Any, answers: Iterable[tuple[int, array[Any], int]]) -> None:
     """Call `complete` of LoadGen with (query, data, number of tokens) of each answer."""
     responses, kept = [], []
     for query_id, data, num_tokens in answers:

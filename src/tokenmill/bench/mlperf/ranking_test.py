@@ -94,16 +94,17 @@ class RankingUnderTest(loadgen.SteppedSystem):
             query_id, index, times = self._open.pop(output.request_id)
             times.record(now_ns, 1)
             self.times.append(times)
-            scores = output.scores[:, 0].tolist()
+            scores = array("f", output.scores[:, 0].tobytes())
             answers.append((query_id, answer_data(self._samples, index, scores), 1))
         loadgen.respond(self._library, self._library.QuerySamplesComplete, answers)
 
 
-def answer_data(samples: Sequence[RankSample], index: int, scores: Sequence[float]) -> Any:
+def answer_data(samples: Sequence[RankSample], index: int, scores: array[float]) -> array[float]:
     """As the reference has it: timestamp, sample, scores, labels, weights, their number."""
-    labels = samples[index].labels
-    truth = [0.0] * len(scores) if labels is None else labels.tolist()
-    return array("f", [0.0, index, *scores, *truth, *[1.0] * len(scores), len(scores)])
+    count, labels = len(scores), samples[index].labels
+    truth = array("f", bytes(4 * count) if labels is None else labels.astype("f4").tobytes())
+    ends = array("f", [0.0, index]), array("f", [count])
+    return ends[0] + scores + truth + array("f", [1.0]) * count + ends[1]
 
 
 def check_done(outputs: Sequence[RankOutput]) -> None:
@@ -150,7 +151,7 @@ def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
     sut = RankingServerUnderTest(
         target,
         [sample.request for sample in samples],
-        lambda index, scores: answer_data(samples, index, scores),
+        lambda index, scores: answer_data(samples, index, array("f", scores)),
         settings.get("max-in-flight"),
     )
     facts = _facts(settings, run, samples, []) | {
