@@ -53,6 +53,7 @@ KERNELS = {
         "add_and_norm",
         "gelu_rows",
         "norm_rotate",
+        "norm_silu",
         "hopper_attention",
         "transformer",
     ),

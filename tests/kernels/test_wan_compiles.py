@@ -103,3 +103,19 @@ def test_rounding_for_attention_compiles(codes: str) -> None:
         source = ASTSource(kernel, names, own, attributes)
         compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8})
         assert "ld.global.v4.b32" in compiled.asm["ptx"] and "STL" not in compiled.asm["sass"]
+
+
+@pytest.mark.parametrize("channels", [96, 192, 384])
+def test_norm_of_frames_compiles_and_stays_in_registers(channels: int) -> None:
+    kernel, block = modulation.norm_silu_kernel, triton.next_power_of_2(channels)
+    constants = {"BLOCK": block, "POSITIONS": modulation.frame_positions(block)}
+    types = dict.fromkeys(("x", "gamma", "before", "out"), "*bf16") | {"root": "fp32"}
+    names = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    even = [n for n in names if names[n].startswith("*") or n.endswith(("_frame", "_channel"))]
+    places = [kernel.arg_names.index(n) for n in (*even, "size")]
+    source = ASTSource(kernel, names, constants, {(i,): [["tt.divisibility", 16]] for i in places})
+    compiled = triton.compile(
+        source, GPUTarget("cuda", 90, 32), {"num_warps": modulation.FRAME_WARPS}
+    )
+    assert "ld.global.v4.b32" in compiled.asm["ptx"] and "st.global.v4.b32" in compiled.asm["ptx"]
+    assert "STL" not in compiled.asm["sass"]

@@ -84,6 +84,25 @@ def check_norm_rotate(device: str) -> None:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+def check_norm_silu(device: str) -> None:
+    """Dense frames, and those of an upsampler, where a frame's channels lie together."""
+    for channels, frames, seen, height, width in (
+        (5, 1, 2, 3, 7),
+        (48, 4, 2, 5, 40),
+        (96, 2, 0, 2, 8),
+    ):
+        x = torch.randn(1, channels, frames, height, width, device=device)
+        x[..., 0] = 0.0  # a position without a length
+        gamma = torch.randn(channels, 1, 1, 1, device=device)
+        before = torch.randn(1, channels, seen, height, width, device=device)
+        by_frame = x.transpose(1, 2).contiguous().transpose(1, 2)
+        expected = modulation.norm_silu_reference(x, gamma, before)
+        for own in (x, by_frame):
+            found = gpu_modulation.norm_silu(own, gamma, before)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
 # Queries, keys, heads and branches: ragged ends, one of each, more keys than queries and fewer.
 ATTENTION = ((1, 1, 1, 1), (130, 300, 2, 2), (128, 256, 1, 1), (3, 129, 1, 2), (260, 5, 1, 1))
 ROUNDINGS = [own for own in rounded_attention.ROUNDINGS.values() if own is not None]
@@ -180,6 +199,7 @@ CHECKS = {
     "add_and_norm": check_add_and_norm,
     "gelu_rows": check_gelu_rows,
     "norm_rotate": check_norm_rotate,
+    "norm_silu": check_norm_silu,
     "hopper_attention": check_hopper_attention,
     "transformer": check_transformer,  # last: it changes how the modules dispatch
 }

@@ -1,4 +1,4 @@
-"""Row-wise operations of a diffusion transformer: modulated LayerNorm, gated residual, GELU.
+"""Norms and activations of a video model: of a transformer's rows, and of a decoder's frames.
 
 What a linear reads next is rounded to fp8 in the same pass where the linear asks for it, and what
 is to be added to the stream before a norm is added in the norm's pass.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import gelu, layer_norm
+from torch.nn.functional import gelu, layer_norm, normalize, silu
 
-from tokenmill.kernels import triton_kernels, use_triton
+from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
 from tokenmill.kernels.matmul import (
     QuantizedRows,
     Rounding,
@@ -78,3 +78,23 @@ def gelu_rows(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor
         return QuantizedRows(*triton_kernels("modulation").gelu_rows(x))
     activated = gelu(x, approximate="tanh")
     return activated if rounding is None else quantize_rows(activated, rounding)
+
+
+def norm_silu(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """SiLU of the norm of frames x[1, c, t, h, w] behind the frames `before`[1, c, f, h, w].
+
+    So it is what a convolution reads that looks back f frames: [1, c, f + t, h, w].
+    """
+    if use_triton(x, "norm_silu"):
+        return gpu_twin(norm_silu_reference)(x, gamma, before)
+    return norm_silu_reference(x, gamma, before)
+
+
+def norm_silu_reference(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return torch.cat([before, silu(norm_frames(x, gamma))], dim=2)
+
+
+def norm_frames(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    """x[n, c, ...] divided by its root mean square over c, times gamma."""
+    normed: torch.Tensor = normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma
+    return normed

@@ -1,7 +1,7 @@
-"""Row-wise kernels of a diffusion transformer, fp32 inside whatever the tensors hold.
+"""Norms and activations of a video model, fp32 inside whatever the tensors hold.
 
 A program takes a whole row, which it reads once. Rows come back as (values, scales), scales being
-None unless the values are fp8.
+None unless the values are fp8. Of frames a program takes all channels of neighbouring positions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.rows import FP8_LIMIT, MAX_WARPS, Rows, activate
 
 PART_PER_WARP = 1024  # elements of a row's first part
+FRAME_TILE = 8192  # channels, as a power of two, times positions of a program
+FRAME_WARPS = 8
 
 
 @triton.jit
@@ -93,6 +95,30 @@ def gelu_rows_kernel(
     _store(head, tail, out, scales, row, k, True)
 
 
+@triton.jit
+def norm_silu_kernel(
+    x, gamma, before, out, channels, frames, size, x_channel, x_frame, before_channel,
+    before_frame, root, BLOCK: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)[None, :]
+    frame, channel = tl.program_id(1), tl.arange(0, BLOCK)
+    seen = tl.num_programs(1) - frames
+    inside = (channel < channels)[:, None] & (place < size)
+    wide = channel.to(tl.int64)[:, None]
+    target = out + wide * (tl.num_programs(1) * size) + frame.to(tl.int64) * size + place
+    if frame < seen:
+        line = before + wide * before_channel + frame.to(tl.int64) * before_frame
+        tl.store(target, tl.load(line + place, mask=inside, other=0.0), mask=inside)
+    else:
+        line = x + wide * x_channel + (frame - seen).to(tl.int64) * x_frame
+        values = tl.load(line + place, mask=inside, other=0.0).to(tl.float32)
+        length = tl.maximum(tl.sqrt(tl.sum(values * values, axis=0)), 1e-12)
+        gain = tl.load(gamma + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        y = values * (root / length)[None, :] * gain[:, None]
+        y = y / (1.0 + tl.exp(-y))
+        tl.store(target, y.to(out.dtype.element_ty), mask=inside)
+
+
 def norm_modulate(
     x: torch.Tensor,
     factor: torch.Tensor,
@@ -141,3 +167,25 @@ def row_parts(k: int) -> dict[str, int | bool]:
     warps = min(MAX_WARPS, max(1, head // PART_PER_WARP))
     tail = triton.next_power_of_2(max(1, k - head))
     return {"HEAD": head, "TAIL": tail, "num_warps": warps, **launch_options()}
+
+
+def norm_silu(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """x[1, c, t, h, w] behind `before`[1, c, f, h, w], whose frames are dense."""
+    _, channels, frames, height, width = x.shape
+    seen, size = before.shape[2], height * width
+    for part in (x, before):
+        assert part.stride(4) == 1 and part.stride(3) == width
+    out = torch.empty(1, channels, seen + frames, height, width, device=x.device, dtype=x.dtype)
+    block = triton.next_power_of_2(channels)
+    positions = frame_positions(block)
+    norm_silu_kernel[(triton.cdiv(size, positions), seen + frames)](
+        x, gamma, before, out, channels, frames, size, x.stride(1), x.stride(2),
+        before.stride(1), before.stride(2), channels**0.5,
+        BLOCK=block, POSITIONS=positions, num_warps=FRAME_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def frame_positions(block: int) -> int:
+    """Positions of a program with so many channels: at least two sectors of memory in bf16."""
+    return max(32, FRAME_TILE // block)

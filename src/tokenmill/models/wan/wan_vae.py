@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import conv2d, conv3d, interpolate, normalize, pad, silu
+from torch.nn.functional import conv2d, conv3d, interpolate
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from tokenmill.core.specs.wan import VaeSpec
+from tokenmill.kernels.modulation import norm_frames, norm_silu
 from tokenmill.layers.linear import Device
 from tokenmill.models.family import Shape
 from tokenmill.models.wan.wan_split import ColumnSplit
@@ -129,17 +130,26 @@ class VideoDecoder:
                 x = self._res_block(x, f"{block}.resnets.{number}", seen)
             if index < len(temporal):
                 x = self._upsample(x, f"{block}.upsamplers.0", seen, temporal[index])
-        return self._conv3d(silu(self._norm(x, "decoder.norm_out")), "decoder.conv_out", seen)
+        return self._norm_conv3d(x, "decoder.norm_out", "decoder.conv_out", seen)
 
     def _conv3d(self, x: torch.Tensor, name: str, seen: Seen | None) -> torch.Tensor:
         """A convolution that sees its frame and, in a kernel of three, the two before it."""
-        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
-        depth, rows, columns = weight.shape[2:]
-        x, padding = self._with_neighbours(x, columns // 2)
-        if depth > 1:
-            assert seen is not None
-            x = torch.cat([seen[name], x], 2) if name in seen else pad(x, (0,) * 4 + (_SEEN, 0))
+        if seen is not None:
+            x = torch.cat([_before(x, name, seen), x], dim=2)
             seen[name] = x[:, :, -_SEEN:].clone()
+        return self._convolve(x, name)
+
+    def _norm_conv3d(self, x: torch.Tensor, norm_name: str, name: str, seen: Seen) -> torch.Tensor:
+        """The same of the SiLU of x's norm."""
+        x = norm_silu(x, self._gamma(norm_name), _before(x, name, seen))
+        seen[name] = x[:, :, -_SEEN:].clone()
+        return self._convolve(x, name)
+
+    def _convolve(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """x[1, c, frames, h, w] begins with the frames that the first result looks back to."""
+        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
+        rows, columns = weight.shape[3:]
+        x, padding = self._with_neighbours(x, columns // 2)
         return conv3d(x, weight, bias, padding=(0, rows // 2, padding))
 
     def _with_neighbours(self, x: torch.Tensor, columns: int) -> tuple[torch.Tensor, int]:
@@ -148,22 +158,19 @@ class VideoDecoder:
             return x, columns
         return self.split.with_neighbours(x), 0
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Each position divided by its root mean square over the channels."""
-        gamma = self._tensors[f"{name}.gamma"]
-        normed: torch.Tensor = normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma
-        return normed
+    def _gamma(self, name: str) -> torch.Tensor:
+        return self._tensors[f"{name}.gamma"]
 
     def _res_block(self, x: torch.Tensor, name: str, seen: Seen) -> torch.Tensor:
         same = f"{name}.conv_shortcut.weight" not in self._tensors
         shortcut = x if same else self._conv3d(x, f"{name}.conv_shortcut", None)
-        x = self._conv3d(silu(self._norm(x, f"{name}.norm1")), f"{name}.conv1", seen)
-        return shortcut + self._conv3d(silu(self._norm(x, f"{name}.norm2")), f"{name}.conv2", seen)
+        x = self._norm_conv3d(x, f"{name}.norm1", f"{name}.conv1", seen)
+        return shortcut + self._norm_conv3d(x, f"{name}.norm2", f"{name}.conv2", seen)
 
     def _attend(self, x: torch.Tensor, name: str, columns: int) -> torch.Tensor:
         """Attention of one head over the positions of each frame."""
         frames = x[0].transpose(0, 1)
-        qkv = self._conv2d(self._norm(frames, f"{name}.norm"), f"{name}.to_qkv")
+        qkv = self._conv2d(norm_frames(frames, self._gamma(f"{name}.norm")), f"{name}.to_qkv")
         dim = frames.shape[1]
         q = qkv[:, :dim].flatten(2).transpose(1, 2)
         kv = self.split.all_columns(qkv[:, dim:], columns)
@@ -200,6 +207,11 @@ class VideoDecoder:
                     _blend(row[j - 1], tile, overlap, -1)
             joined.append(torch.cat([tile[..., :stride, :stride] for tile in row], dim=-1))
         return torch.cat(joined, dim=-2)
+
+
+def _before(x: torch.Tensor, name: str, seen: Seen) -> torch.Tensor:
+    """The two frames that a convolution had before x's; at the beginning of a video zeros."""
+    return seen[name] if name in seen else x.new_zeros(*x.shape[:2], _SEEN, *x.shape[3:])
 
 
 def _places(shape: torch.Size, tiles: Tiles | None) -> list[list[tuple[int, int, int, int]]]:
