@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from driver import complete
+from driver import assert_same, complete
 from gpu.setups import QWEN3_VL_SETUPS, SETUPS, Checkpoints, image_prompts
+from kv.at_once import without_threads
+from kv.conversations import grow, hits
 from tokenmill.core.config import GIB, NGRAM, ExecutionConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.choices import resolve_setup, set_mode
+from tokenmill.engine.engine import LanguageEngine
 
 GPU_TESTS = Path(__file__).parents[1] / "gpu"
 DOWNLOADED = "smollm2"  # by tests that need the real weights
@@ -58,6 +61,16 @@ def test_images_run_on_cpu(name: str, checkpoints: Checkpoints) -> None:
     images = [each.images for each in asked]
     answers = complete(engine, [each.token_ids for each in asked], greedy, images=images)
     assert [len(answer.token_ids) for answer in answers] == [6] * 4
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_tiers_have_hits_on_cpu(name: str, checkpoints: Checkpoints) -> None:
+    """What tests/gpu asks evicts blocks, and finds them where it looks for them."""
+    built = SETUPS[f"tiers-{name}"].build(checkpoints, "cpu")
+    assert isinstance(built.engine, LanguageEngine) and built.engine.tiers is not None
+    without_threads(built.engine.tiers)
+    assert_same(grow(built), grow(SETUPS["tiers-off"].build(checkpoints, "cpu")))
+    assert hits(built, name) > 0
 
 
 def test_no_gpu_test_builds_an_engine_that_is_not_listed() -> None:

@@ -179,6 +179,8 @@ class EngineSetup:
     limits: SchedulerConfig = LIMITS
     max_model_len: int | None = None
     draft: str = HEAD
+    block_size: int | None = None
+    offloading: str | None = None  # {folder} is the checkpoint's
 
     def configs(self, checkpoints: Checkpoints, device: Device) -> Setup:
         folder = checkpoints[self.checkpoint]
@@ -191,7 +193,12 @@ class EngineSetup:
                 max_model_len=self.max_model_len,
                 draft=self._draft(folder) if self.execution.mtp else None,
             ),
-            CacheConfig(num_blocks=self.num_blocks, dtype=self.kv_dtype if on_gpu else "auto"),
+            CacheConfig(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                dtype=self.kv_dtype if on_gpu else "auto",
+                offloading=self.offloading and self.offloading.format(folder=folder),
+            ),
             self.limits,
             self.execution,
         )
@@ -253,6 +260,23 @@ QWEN3_VL_SETUPS = {
 }
 
 
+def _tiers(offloading: str | None, checkpoint: str = "qwen3", num_blocks: int = 22) -> EngineSetup:
+    setup = EngineSetup(checkpoint, INVARIANT, num_blocks=num_blocks, offloading=offloading)
+    return replace(setup, block_size=16, limits=replace(LIMITS, max_num_batched_tokens=48))
+
+
+# The disk's host memory has fewer slots than the tests have blocks.
+TIERS_SETUPS = {
+    "tiers-room": _tiers(None, num_blocks=400),
+    "tiers-off": _tiers(None),
+    "tiers-host": _tiers("host=64MiB"),
+    "tiers-host-fast": replace(_tiers("host=64MiB"), execution=DEFAULT),
+    "tiers-disk": _tiers("host=768KiB,disk={folder}/kv:64MiB"),
+    "tiers-windows-off": _tiers(None, "gemma3"),
+    "tiers-windows": _tiers("host=64MiB", "gemma3"),
+}
+
+
 def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
     return replace(execution, mtp=depth, mtp_adaptive=False)
 
@@ -302,6 +326,7 @@ SETUPS: dict[str, EngineSetup] = (
     | GEMMA3_SETUPS
     | GPT_OSS_SETUPS
     | QWEN3_VL_SETUPS
+    | TIERS_SETUPS
     | DRAFTED_QWEN3
     | DRAFTED_LLAMA
     | SMOLLM2

@@ -21,4 +21,4 @@ class AtOnce:
 
 def without_threads(tiers: KVTiers) -> None:
     """Let the disk of tiers write and read at once."""
-    tiers._writer = tiers._readers = AtOnce()  # type: ignore[assignment]
+    tiers._writers = tiers._readers = AtOnce()  # type: ignore[assignment]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +17,12 @@ from tokenmill.core.config import Setup
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import Request, SamplingParams, TokenmillError
 from tokenmill.engine.build import BuiltEngine, build_engine
+from tokenmill.engine.choices import KV_BYTES
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.tiers.page_copies import PageCopies
+from tokenmill.models.checkpoints.weights import read_spec
 
+Say = Callable[[str], None]  # one line on what is done, with the figures so far
 _COPIED_BYTES = 2**28  # of a copy that is timed
 _ROUNDS = 5
 
@@ -49,22 +55,23 @@ class _Run:
     answers: list[list[int]] = field(default_factory=list)
 
 
-def measure(setup: Setup, load: Conversations, times_device: float) -> dict[str, Any]:
+def host_bytes(setup: Setup, load: Conversations) -> int:
+    """Host memory that holds all conversations, and an eighth more for blocks that are not full."""
+    spec = read_spec(Path(setup.model.model))
+    return load.num_tokens * spec.kv_bytes_per_token(KV_BYTES[setup.cache.dtype]) * 9 // 8
+
+
+def measure(setup: Setup, load: Conversations, times_device: float, say: Say) -> dict[str, Any]:
     """The report: one engine after the other on the same conversations."""
     assert setup.cache.block_size is not None
     num_blocks = max(1, int(load.num_tokens / times_device) // setup.cache.block_size)
     cache = replace(setup.cache, num_blocks=num_blocks)
-    runs, answers, copies = {}, {}, {}
-    for name, offloading in (("off", None), ("on", cache.offloading)):
-        built = build_engine(replace(setup, cache=replace(cache, offloading=offloading)))
-        run = _converse(_engine(built), load, built.spec.vocab_size)
-        runs[name] = _figures(run, built)
-        answers[name] = run.answers
-        if offloading is not None:
-            copies = _copy_rates(built)
-        built.close()
-    same = sum(a == b for a, b in zip(*answers.values(), strict=True))
-    on, off = runs["on"], runs["off"]
+    say(
+        f"{load.count} conversations of {load.num_tokens:,} tokens in all; the device holds "
+        f"{num_blocks * setup.cache.block_size:,}"
+    )
+    off = _measure(replace(setup, cache=replace(cache, offloading=None)), load, "off", say)
+    on = _measure(replace(setup, cache=cache), load, "on", say)
     return {
         "benchmark": "kv-tiers",
         "offloading": cache.offloading,
@@ -72,12 +79,50 @@ def measure(setup: Setup, load: Conversations, times_device: float) -> dict[str,
         "device_tokens": num_blocks * setup.cache.block_size,
         "conversation_tokens": load.num_tokens,
         "num_requests": load.count * load.turns,
-        "runs": runs,
-        "copies": copies,
-        "same_answers": same,
-        "ttft_ratio": on["ttft_ms"]["mean"] / off["ttft_ms"]["mean"],
-        "computed_ratio": on["computed_tokens"] / off["computed_tokens"],
+        "runs": {"off": off.figures, "on": on.figures},
+        "copies": on.copies,
+        "same_answers": sum(a == b for a, b in zip(off.answers, on.answers, strict=True)),
+        "ttft_ratio": on.figures["ttft_ms"]["mean"] / off.figures["ttft_ms"]["mean"],
+        "computed_ratio": on.figures["computed_tokens"] / off.figures["computed_tokens"],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The figures of one engine, which is gone by then."""
+
+    figures: dict[str, Any]
+    answers: list[list[int]]
+    copies: dict[str, float]
+
+
+def _measure(setup: Setup, load: Conversations, name: str, say: Say) -> _Side:
+    """Build an engine and talk to it; its memory is free for the next one."""
+    begin = time.monotonic()
+    say(f"tiers {name}: starting the engine")
+    built = build_engine(setup)
+    start_s = round(time.monotonic() - begin, 2)
+    say(f"tiers {name}: the engine started in {start_s:.1f} s")
+    run = _converse(
+        _engine(built), load, built.spec.vocab_size, lambda line: say(f"tiers {name}, {line}")
+    )
+    figures, copies = {"start_s": start_s} | _figures(run, built), {}
+    if _engine(built).tiers is not None:
+        copies = _copy_rates(built)
+        say(_rates(copies))
+    built.close()
+    del built
+    gc.collect()
+    if setup.model.device == "cuda":
+        torch.cuda.empty_cache()
+    return _Side(figures, run.answers, copies)
+
+
+def _rates(copies: dict[str, float]) -> str:
+    return (
+        f"blocks to host memory {copies['save_gb_s']:.2f} GB/s, back {copies['load_gb_s']:.2f} "
+        f"GB/s, a plain copy {copies['plain_gb_s']:.2f} GB/s"
+    )
 
 
 def _engine(built: BuiltEngine) -> LanguageEngine:
@@ -85,7 +130,7 @@ def _engine(built: BuiltEngine) -> LanguageEngine:
     return built.engine
 
 
-def _converse(engine: LanguageEngine, load: Conversations, vocab_size: int) -> _Run:
+def _converse(engine: LanguageEngine, load: Conversations, vocab_size: int, say: Say) -> _Run:
     """All conversations turn by turn, so that each comes back when all others have spoken."""
     source, run = random.Random(load.seed), _Run()
     spoken: list[list[int]] = [[] for _ in range(load.count)]
@@ -97,8 +142,19 @@ def _converse(engine: LanguageEngine, load: Conversations, vocab_size: int) -> _
         while waiting:
             some, waiting = waiting[: load.at_once], waiting[load.at_once :]
             _ask(engine, turn, some, load.answer_tokens, run)
-    run.seconds = time.monotonic() - begin
+        run.seconds = time.monotonic() - begin
+        say(f"turn {turn + 1} of {load.turns}: {_so_far(run, load.count)}")
     return run
+
+
+def _so_far(run: _Run, count: int) -> str:
+    """TTFT of the latest requests, and what was computed of all prompts."""
+    ttft = summarize([times.ttft_ms for times in run.times[-count:]])
+    return (
+        f"TTFT mean {ttft['mean']:.0f} ms, max {ttft['max']:.0f} ms; so far "
+        f"{run.num_prompt_tokens - run.num_cached_tokens:,} of {run.num_prompt_tokens:,} prompt "
+        f"tokens computed, {run.seconds:.1f} s"
+    )
 
 
 def _ask(

@@ -52,7 +52,7 @@ from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.features import FeatureReader
-from tokenmill.kv.tiers.page_copies import STAGED_BYTES
+from tokenmill.kv.tiers.page_copies import staged_bytes
 from tokenmill.layers.linear import ComputeType, activation_dtype
 from tokenmill.models import family_of
 from tokenmill.models.checkpoints.shards import local_spec, plan_layout, wanted
@@ -209,7 +209,7 @@ def load_part(
     mtp = _load_draft(draft_files, network, loaded) if has_module else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     if cache.offloading is not None:
-        reserve += 2 * STAGED_BYTES
+        reserve += staged_bytes(device)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
     groups = plan_groups(cached.layer_windows, cached.num_layers - network.spec.num_layers)

@@ -399,9 +399,17 @@ COMMANDS = (
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
     Setting("conversations", "Conversations, which take turns.", count(1), default=32),
     Setting("conversation-turns", "Turns of each conversation.", count(1), default=4),
-    Setting("turn-tokens", "Tokens that a user adds in a turn.", count(1), default=112),
-    Setting("answer-tokens", "Tokens of each answer.", count(1), default=16),
-    Setting("num-users", "Requests in flight at a time.", count(1), default=2),
+    Setting(
+        "turn-tokens",
+        "Tokens that a user adds in a turn; by default 112 on a CPU and 992 on a GPU.",
+        count(1),
+    ),
+    Setting(
+        "answer-tokens", "Tokens of each answer; by default 16 on a CPU and 32 on a GPU.", count(1)
+    ),
+    Setting(
+        "num-users", "Requests in flight at a time; by default 2 on a CPU and 4 on a GPU.", count(1)
+    ),
     Setting(
         "working-set",
         "Times that the KV of all conversations is larger than the device's.",

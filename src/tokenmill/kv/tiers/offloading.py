@@ -9,6 +9,7 @@ computed, too: its request waits again, and does not find it any more.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _DiskAction = Callable[[bytes, list[Bytes]], bool]
 _MOST_WRITES = 64  # blocks that are on their way to disk at a time
+_CORES = os.cpu_count() or 1
+# Threads: a checksum takes a core about a second for each GB.
+_NUM_WRITERS, _NUM_READERS = min(4, _CORES), max(2, min(8, _CORES))
 _SPARE = 8  # with a disk, one slot in so many is kept free
 _COUNTERS = (
     "host_hit_tokens", "disk_hit_tokens", "saved_bytes", "save_s", "loaded_bytes", "load_s",
@@ -70,7 +74,8 @@ class KVTiers:
         )
         self._copying: list[_Copy] = []
         self._writes: list[tuple[bytes, Slots, Future[bool]]] = []  # least recently used first
-        self._writer, self._readers = ThreadPoolExecutor(1), ThreadPoolExecutor(2)
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, "kv-writer")
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "kv-reader")
         self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         scheduler.pool.tiers = self
 
@@ -140,7 +145,7 @@ class KVTiers:
         wait([write for _, _, write in self._writes])
 
     def close(self) -> None:
-        self._writer.shutdown()
+        self._writers.shutdown()
         self._readers.shutdown()
         self.copies.close()
 
@@ -186,7 +191,7 @@ class KVTiers:
                 host.drop(name)
                 continue
             slots = host.pin(name)
-            write = self._writer.submit(self._settled, disk.write, name, slots)
+            write = self._writers.submit(self._settled, disk.write, name, slots)
             self._writes.append((name, slots, write))
 
     def _settled(self, action: _DiskAction, name: bytes, slots: Slots) -> bool:
