@@ -8,8 +8,9 @@ images by CUDA graphs and without. throughput: the 30B-A3B shape in bf16, reques
 tokens of text and 1,400 of an image, 43 tokens out. streams: the time between tokens of requests
 without images, alone and while the others arrive. layers: the 235B shape in fp8, with --layers of
 its 94 layers, and what follows for a sample on all of them, without the communication of several
-GPUs. Each part is a process of its own and prints a line; the last line is one JSON object with all
-of them.
+GPUs. Every figure is printed as soon as it is known, and a part's last line is one JSON object with
+all of its figures. One part runs in this process, several each in its own; what does not fit into
+--seconds any more is left out and named.
 
 `python scripts/qwen3_vl_gpu.py --tiny` runs all of it on a CPU with a tiny model.
 """
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +35,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import tokenmill.bench
 from tokenmill.bench.ceiling import measure_machine
@@ -55,14 +59,17 @@ from tokenmill.engine.graphs.encoder_graphs import SIZES as SIZES_OF_GRAPHS
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.images import normalised
 from tokenmill.engine.probe import DecodeProbe
-from tokenmill.kernels import segments
+from tokenmill.kernels import MODE, segments
+from tokenmill.kernels.gpu import segments as gpu_segments
+from tokenmill.kernels.gpu import segments_hopper
+from tokenmill.kernels.gpu.bidirectional import HopperShape
 from tokenmill.models import spec_of
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
-PARTS = ("encoder", "throughput", "layers")
+PARTS = {"encoder": 45.0, "throughput": 100.0, "layers": 70.0}  # seconds of each
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
 SIZES = ((1024, 768), (1024, 1024), (1280, 1152), (1536, 1280), (1408, 1408), (1408, 1024))
-TILES = ((64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3), (128, 4, 2))
+TILES = ((64, 4, 3), (128, 8, 2), (64, 8, 3), (128, 8, 3), (64, 4, 2))  # keys, warps, stages
 TEXT, OUT = (400, 1200), 43
 ALL_LAYERS, RED_HAT = 94, 2.277  # samples/s per H200 of 8, MLPerf Inference v6.0, Offline
 TINY_TEXT = {
@@ -77,32 +84,46 @@ TINY_VISION = {
 }  # fmt: skip
 
 
+class Report:
+    """A part's figures: each is printed as soon as it is known."""
+
+    def __init__(self, part: str, seconds: float) -> None:
+        self.part, self.found = part, {"part": part}
+        self._begin, self._end = BEGIN, BEGIN + seconds
+
+    def add(self, **figures: Any) -> None:
+        """Print figures, and keep them for the last line."""
+        self.found |= figures
+        now_s = round(time.monotonic() - self._begin, 1)
+        print(json.dumps({"part": self.part, "at_s": now_s, **figures}), flush=True)
+
+    def has(self, seconds: float, what: str) -> bool:
+        """Whether there is time for what takes so long; else say that it is left out."""
+        enough = time.monotonic() + seconds < self._end
+        if not enough:
+            self.found.setdefault("left_out", []).append(what)
+            print(f"{self.part}: no time for {what}", flush=True)
+        return enough
+
+
+BEGIN = time.monotonic()
+
+
 def main() -> None:
     args = _arguments()
-    if args.part:
-        print(json.dumps({"part": args.part, **RUNS[args.part](args)}), flush=True)
+    parts = args.parts.split(",")
+    if len(parts) == 1:
+        report = Report(parts[0], args.seconds)
+        RUNS[parts[0]](args, report)
+        print(json.dumps({"benchmark": "qwen3-vl", "weights": "random", **report.found}))
         return
-    begin, report = time.monotonic(), {}
-    for part in args.parts.split(","):
-        left = args.seconds - (time.monotonic() - begin)
-        report[part] = _run_apart(part, left)
-        report[part]["wall_s"] = round(time.monotonic() - begin, 1)
-        print(f"{part}: {json.dumps(report[part])}", flush=True)
-    print(json.dumps({"benchmark": "qwen3-vl", "weights": "random", **report}), flush=True)
-
-
-def _run_apart(part: str, seconds: float) -> dict[str, Any]:
-    """One part in a process of its own: what it takes of the GPU is gone after it."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=max(1, seconds))
-        printed, problem = done.stdout, {"error": f"exit {done.returncode}"}
-    except subprocess.TimeoutExpired as error:
-        printed, problem = error.stdout or b"", {"error": f"cut off after {seconds:.0f} s"}
-        done = None
-    lines = [line for line in printed.decode().splitlines() if line.startswith("{")]
-    found = json.loads(lines[-1]) if lines else {}
-    return found if done is not None and done.returncode == 0 else found | problem
+    for part in parts:  # what one takes of the GPU is gone after it
+        left = args.seconds - (time.monotonic() - BEGIN)
+        command = [sys.executable, __file__, *sys.argv[1:], "--parts", part]
+        try:
+            subprocess.run([*command, "--seconds", str(left)], timeout=max(1.0, left))
+        except subprocess.TimeoutExpired:
+            print(f"{part}: cut off after {left:.0f} s", flush=True)
 
 
 def _config(name: str, args: argparse.Namespace, **text: int) -> Path:
@@ -138,7 +159,7 @@ def _seconds(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 @torch.inference_mode()
-def encoder(args: argparse.Namespace) -> dict[str, Any]:
+def encoder(args: argparse.Namespace, report: Report) -> None:
     """The encoder alone, one image at a time and several."""
     device, repeats = args.device, 1 if args.tiny else 10
     spec, side = _vision("qwen3-vl-30b-a3b", args), 8 if args.tiny else 64
@@ -150,7 +171,7 @@ def encoder(args: argparse.Namespace) -> dict[str, Any]:
     text = spec_of(json.loads(_config("qwen3-vl-30b-a3b", args).read_text()))
     machine = measure_machine(text, os.cpu_count() or 1, device)
     ceiling = machine.flops_per_s("bf16" if device == "cuda" else "fp32")
-    report: dict[str, Any] = {"patches": side**2, "ceiling_tflops": round(ceiling / 1e12, 2)}
+    report.add(patches=side**2, ceiling_tflops=round(ceiling / 1e12, 2))
 
     def timed(count: int) -> dict[str, float]:
         pixels = torch.rand(count * side**2, spec.patch_dim, device=device)
@@ -160,27 +181,46 @@ def encoder(args: argparse.Namespace) -> dict[str, Any]:
         found = {"ms": 1e3 * seconds / count, "tflops": rate / 1e12, "share": rate / ceiling}
         return {name: round(value, 4) for name, value in found.items()}
 
-    report["images"] = {str(count): timed(count) for count in (1, 2, 4)}
-    print(json.dumps({"part": "encoder", **report}), flush=True)  # should the rest be cut off
-    report["small"] = _small(built, spec, device, repeats)
+    for count in (1, 4, 2):
+        report.add(**{f"images_{count}": timed(count)})
     if device == "cuda":
-        report |= _kernels(built, spec, side, machine)
-        report["attention_tflops"] = found = _attention(spec, side)
-        own = [name for name in found if name.startswith("tile") and "pointers" not in name]
-        best = max(own, key=lambda name: found[name])
-        from tokenmill.kernels.gpu import segments as gpu_segments
+        report.add(**_kernels(built, spec, side, machine))
+        _other_attention(spec, side, report, timed)
+    if report.has(8, "small images"):
+        report.add(small=_small(built, spec, device, repeats))
 
+
+def _other_attention(
+    spec: VisionSpec, side: int, report: Report, timed: Callable[[int], dict[str, float]]
+) -> None:
+    """One layer's attention by other kernels and tiles, and the encoder with them."""
+    gpu_segments.ON_HOPPER = True
+    try:
+        report.add(with_hopper_attention=timed(4), hopper_difference=_hopper_difference(spec))
+    except Exception as error:
+        print(f"Hopper kernel: {error}"[:300], flush=True)
+    gpu_segments.ON_HOPPER = False
+    MODE.without = frozenset({"segment_attention"})
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        report.add(with_cudnn_attention=timed(4))
+    MODE.without = frozenset()
+    found = _attention(spec, side, report)
+    tiles = [name for name in found if name.startswith("tile")]
+    if tiles:
+        best = max(tiles, key=lambda name: found[name])
         gpu_segments.TILE = gpu_segments.Tile(*map(int, best.split()[1].split("/")))
-        report["with_best_tile"] = {"tile": best, "images": {"4": timed(4)}}
-        from tokenmill.kernels import MODE
+        report.add(with_best_tile={"tile": best, **timed(4)})
 
-        MODE.without = frozenset({"segment_attention"})
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            with sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
-                report[f"with_{backend.name.lower()}"] = {"4": timed(4)}
-    return report
+def _hopper_difference(spec: VisionSpec) -> float:
+    """Relative, of the Hopper kernel to torch's attention in fp32, over two odd segments."""
+    lens = (1000, 333)
+    qkv = torch.randn(sum(lens), 3 * spec.hidden_size, device="cuda", dtype=torch.bfloat16)
+    qkv[:, : spec.hidden_size] *= 0.1
+    plan = segments.plan_segments(lens, qkv.device)
+    found = segments_hopper.attend(qkv, plan, spec.num_heads).float()
+    expected = segments.segment_attention_reference(qkv.float(), plan, spec.num_heads)
+    return round(float((found - expected).norm() / expected.norm()), 5)
 
 
 def _small(
@@ -188,11 +228,16 @@ def _small(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of one image by its patches: as it is, and in the size of a graph."""
     sides = (4, 6) if device == "cpu" else (16, 24, 32, 48, 64)
-    graphs = EncoderGraphs(built, spec, (128,) if device == "cpu" else SIZES_OF_GRAPHS)
+    wanted = (
+        (128,)
+        if device == "cpu"
+        else tuple(SIZES_OF_GRAPHS[bisect_left(SIZES_OF_GRAPHS, side**2)] for side in sides)
+    )
+    graphs = EncoderGraphs(built, spec, wanted)
     found: dict[str, dict[str, float]] = {}
     if device == "cuda":
         begin = time.perf_counter()
-        report = capture_all(graphs.jobs(torch.cuda.graph_pool_handle()), CaptureLimits(30, 2**33))
+        report = capture_all(graphs.jobs(torch.cuda.graph_pool_handle()), CaptureLimits(6, 2**33))
         graphs.start()
         found["capture"] = {"s": time.perf_counter() - begin, "mib": report.memory_bytes / 2**20}
     for side in sides:
@@ -252,23 +297,14 @@ def _kernels(built: VisionEncoder, spec: VisionSpec, side: int, machine: Machine
     return {"kinds": kinds, "kernels_ms": longest}
 
 
-def _attention(spec: VisionSpec, side: int) -> dict[str, float]:
-    """TFLOP/s of one layer's attention over four images, by tile and by torch."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from tokenmill.kernels.gpu.segments import Tile, attend
-
+def _attention(spec: VisionSpec, side: int, report: Report) -> dict[str, float]:
+    """TFLOP/s of one layer's attention over four images: by torch, on Hopper, by tile."""
     heads, lens = spec.num_heads, (side**2,) * 4
     qkv = torch.randn(sum(lens), 3 * spec.hidden_size, device="cuda", dtype=torch.bfloat16)
     plan = segments.plan_segments(lens, qkv.device)
     flops = 4 * spec.hidden_size * sum(n * n for n in lens)
-    runs: dict[str, Callable[[], object]] = {}
-    for shape in TILES:
-        for tma in (True, False):
-            name = f"tile {'/'.join(map(str, shape))}{'' if tma else ' pointers'}"
-            runs[name] = lambda s=shape, t=tma: attend(qkv, plan, heads, Tile(*s), t)
     q, k, v = qkv.unflatten(1, (3, heads, -1)).unflatten(0, (4, -1)).permute(2, 0, 3, 1, 4)
+    runs: dict[str, Callable[[], object]] = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
 
         def run(backend: Any = backend) -> object:
@@ -276,12 +312,23 @@ def _attention(spec: VisionSpec, side: int) -> dict[str, float]:
                 return scaled_dot_product_attention(q, k, v, scale=1.0)
 
         runs[backend.name] = run
-    found = {}
-    for name, run in runs.items():
+    for stages, turns in ((3, True), (2, True), (3, False)):
+        shape = HopperShape(stages, turns)
+        name = f"hopper {stages}{' in turns' if turns else ''}"
+        runs[name] = partial(segments_hopper.attend, qkv, plan, heads, shape)
+    for tile in TILES:
+        name = f"tile {'/'.join(map(str, tile))}"
+        runs[name] = partial(gpu_segments.attend, qkv, plan, heads, gpu_segments.Tile(*tile), True)
+    found: dict[str, float] = {}
+    for name, each in runs.items():
+        if not report.has(14, name):
+            continue
         try:
-            found[name] = round(flops / _seconds(run, "cuda", 10) / 1e12, 1)
+            found[name] = round(flops / _seconds(each, "cuda", 10) / 1e12, 1)
+            report.add(attention_tflops={name: found[name]})
         except Exception as error:
-            print(f"{name}: {error}"[:200], file=sys.stderr)
+            print(f"{name}: {error}"[:300], flush=True)
+    report.found["attention_tflops"] = found
     return found
 
 
@@ -355,51 +402,58 @@ def _run(built: BuiltEngine, requests: list[Request]) -> float:
     return time.perf_counter() - begin
 
 
-def throughput(args: argparse.Namespace) -> dict[str, Any]:
+def throughput(args: argparse.Namespace, report: Report) -> None:
     """Samples per second of the 30B-A3B shape, then the streams beside images."""
+    begin = time.monotonic()
     built = _build(_config("qwen3-vl-30b-a3b", args), args, "bf16", max_waiting=8192)
+    report.add(
+        build_s=round(time.monotonic() - begin, 1),
+        max_num_seqs=built.max_num_seqs,
+        max_num_batched_tokens=built.max_num_batched_tokens,
+    )
     work = Work(built, args.tiny)
-    _run(built, [work.sample(8) for _ in range(2 if args.tiny else 24)])
+    warm_s = _run(built, [work.sample(8) for _ in range(2 if args.tiny else 24)])
     requests = [work.sample() for _ in range(args.samples)]
     tokens = sum(len(r.prompt_token_ids) for r in requests)
     images = sum(r.images[0].num_tokens for r in requests)
     seconds = _run(built, requests)
-    report = {
-        "samples": args.samples,
-        "text_tokens": tokens - images,
-        "image_tokens": images,
-        "seconds": round(seconds, 3),
-        "samples_s": round(args.samples / seconds, 3),
-        "max_num_seqs": built.max_num_seqs,
-        "max_num_batched_tokens": built.max_num_batched_tokens,
-    }
-    print(json.dumps({"part": "throughput", **report}), flush=True)  # should the rest be cut off
-    fewer = [work.sample(as_text=True) for _ in range(args.samples // 2)]
-    report["as_text_samples_s"] = round(len(fewer) / _run(built, fewer), 3)
-    print(json.dumps({"part": "throughput", **report}), flush=True)
-    report["streams"] = _streams(built, work, args)
-    print(json.dumps({"part": "throughput", **report}), flush=True)
-    if args.stream_budget < built.max_num_batched_tokens:
+    report.add(
+        samples=args.samples,
+        text_tokens=tokens - images,
+        image_tokens=images,
+        warm_s=round(warm_s, 3),
+        seconds=round(seconds, 3),
+        samples_s=round(args.samples / seconds, 3),
+    )
+    if report.has(2.5 * args.stream_seconds, "streams"):
+        _streams(built, work, args, report, "streams", ("alone", "images"))
+    if report.has(seconds / 4, "the same lengths as text"):
+        fewer = [work.sample(as_text=True) for _ in range(max(1, args.samples // 4))]
+        report.add(as_text_samples_s=round(len(fewer) / _run(built, fewer), 3))
+    short = args.stream_budget < built.max_num_batched_tokens
+    if short and report.has(2.5 * args.stream_seconds, "streams of short steps"):
         built.engine._scheduler._budget = built.engine._scheduler._full_budget = args.stream_budget
-        report["streams_of_short_steps"] = _streams(built, work, args, ("alone", "images"))
-    return report
+        _streams(built, work, args, report, "streams_of_short_steps", ("alone", "images"))
 
 
 def _streams(
     built: BuiltEngine,
     work: Work,
     args: argparse.Namespace,
-    names: tuple[str, ...] = ("alone", "images", "as_text"),
-) -> dict[str, Any]:
+    report: Report,
+    title: str,
+    names: tuple[str, ...],
+) -> None:
     """Milliseconds between tokens of text requests: alone, beside images, beside as much text."""
-    found: dict[str, Any] = {"text_per_s": args.text_rate, "images_per_s": args.image_rate}
+    p99s = {}
     for name in names:
         beside = {"alone": None, "images": False, "as_text": True}[name]
         gaps = np.array(_gaps(built, work, args, beside)) * 1e3
         p50, p99 = np.percentile(gaps, [50, 99])
-        found[name] = {"itl_ms_p50": round(p50, 2), "itl_ms_p99": round(p99, 2), "gaps": len(gaps)}
-    ratio = found["images"]["itl_ms_p99"] / found["alone"]["itl_ms_p99"]
-    return found | {"p99_ratio": round(ratio, 3)}
+        p99s[name] = p99
+        found = {"itl_ms_p50": round(p50, 2), "itl_ms_p99": round(p99, 2), "gaps": len(gaps)}
+        report.add(**{f"{title}_{name}": found})
+    report.add(**{f"{title}_p99_ratio": round(p99s["images"] / p99s["alone"], 3)})
 
 
 def _gaps(
@@ -436,7 +490,7 @@ def _gaps(
     return gaps
 
 
-def layers(args: argparse.Namespace) -> dict[str, Any]:
+def layers(args: argparse.Namespace, report: Report) -> None:
     """Some layers of 235B in fp8 and its whole encoder: a step's parts, and a sample on all."""
     count = 2 if args.tiny else args.layers
     path = _config("qwen3-vl-235b-a22b", args, num_hidden_layers=count)
@@ -462,7 +516,7 @@ def layers(args: argparse.Namespace) -> dict[str, Any]:
         "decode": (OUT - 1) * step / size / share,
     }
     predicted = 1 / sum(whole.values())
-    return {
+    figures = {
         "layers": count,
         "weights_gb": round(built.weight_bytes / 1e9, 1),
         "encode_ms": round(1e3 * encode["s"], 3),
@@ -477,6 +531,7 @@ def layers(args: argparse.Namespace) -> dict[str, Any]:
         "predicted_samples_s": round(predicted, 3),
         "red_hat_samples_s": RED_HAT,
     }
+    report.add(**figures)
 
 
 def _encode_seconds(built: BuiltEngine, work: Work, args: argparse.Namespace) -> dict[str, float]:
@@ -505,7 +560,7 @@ def _decode_least(built: BuiltEngine, size: int, context: int, machine: Machine)
     return sum(least.values())
 
 
-RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+RUNS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
     "encoder": encoder,
     "throughput": throughput,
     "layers": layers,
@@ -517,8 +572,8 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="which, by commas")
-    parser.add_argument("--seconds", type=float, default=215.0, help="after which parts are cut")
-    parser.add_argument("--samples", type=int, default=None, help="256")
+    parser.add_argument("--seconds", type=float, help="after which nothing more is begun")
+    parser.add_argument("--samples", type=int, default=None, help="192")
     parser.add_argument("--layers", type=int, default=24, help="of 94, in fp8")
     parser.add_argument("--batch", type=int, default=256, help="sequences of the decode step")
     parser.add_argument("--text-rate", type=float, default=8.0, help="streams a second")
@@ -528,10 +583,13 @@ def _arguments() -> argparse.Namespace:
         "--stream-budget", type=int, default=1024, help="tokens of a step of the second streams"
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    unknown = sorted(set(args.parts.split(",")) - set(PARTS))
+    if unknown:
+        parser.error(f"--parts {args.parts}: {unknown[0]} is none of {', '.join(PARTS)}")
+    args.seconds = args.seconds or sum(PARTS[part] for part in args.parts.split(","))
     args.device = "cpu" if args.tiny else "cuda"
-    args.samples = args.samples or (6 if args.tiny else 256)
+    args.samples = args.samples or (6 if args.tiny else 192)
     args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 7.0)
     return args
 

@@ -41,6 +41,10 @@ class Tensor:
     def dtype(self) -> Any:
         return NAMES[self.data.dtype]
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
         own = DTYPES[dtype]
         return Tensor(self.data.view(own) if bitcast else self.data.to(own))
@@ -68,7 +72,7 @@ def _operator(name: str) -> Callable[[Any, Any], Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "and", "or", "lshift", "rshift", "lt", "eq"):
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "lshift", "rshift", "lt", "ge", "eq"):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("radd", "rmul", "rtruediv"):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
@@ -161,9 +165,10 @@ class Descriptor:
     def copy(self, place: list[int], barrier: Barrier, target: Shared) -> None:
         row, column = place
         rows, columns = self.block
-        piece = self.matrix[row : row + rows, column : column + columns]
+        before = max(0, -row)  # rows before the first are zero, too
+        piece = self.matrix[row + before : row + rows, column : column + columns]
         target.data.zero_()
-        target.data[: piece.shape[0], : piece.shape[1]] = piece
+        target.data[before : before + piece.shape[0], : piece.shape[1]] = piece
         barrier.update(num_bytes=-self.block_type.nbytes)
 
 
@@ -177,6 +182,7 @@ class Product:
 
     def finish(self) -> None:
         a, b, acc, use_acc = self.parts
+        acc = acc.value if isinstance(acc, Product) else acc  # one begun earlier
         if a.data.dtype == torch.int8:
             product = a.data.int() @ b.data.int()
         else:
@@ -207,8 +213,13 @@ def _wait(pendings: int, deps: tuple[Any, ...]) -> Any:
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     if isinstance(pointer.offset, int):
-        return Tensor(pointer.storage[pointer.offset])
-    return Tensor(pointer.storage[pointer.offset.long()])
+        found = pointer.storage[pointer.offset]
+        return Tensor(found) if found.is_floating_point() else Scalar(int(found))
+    if mask is None:
+        return Tensor(pointer.storage[pointer.offset.long()])
+    seen = mask.data.expand(pointer.offset.shape)
+    found = pointer.storage[torch.where(seen, pointer.offset, 0)]
+    return Tensor(torch.where(seen, found, other).to(found.dtype))
 
 
 def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
@@ -292,6 +303,9 @@ def run(
     """All programs of a kernel of `module`, one after the other."""
     for program in itertools.product(*(range(size) for size in grid)):
         space = dict(vars(module))
+        for value in vars(module).values():  # what kernels of other modules use
+            if isinstance(value, JITFunction | InterpretedFunction):
+                space = value.fn.__globals__ | space
         space |= {
             "gl": _language(program), "mbarrier": _MBARRIER, "tma": _TMA, "wait": lambda *_: None,
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": lambda n, deps: _wait(n, deps),

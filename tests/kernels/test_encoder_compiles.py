@@ -1,9 +1,12 @@
 """The attention of a vision encoder, compiled for Hopper without one."""
 
+import re
+
+import pytest
 from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper
-from tokenmill.kernels.gpu import segments
+from tokenmill.kernels.gpu import segments, segments_hopper
 
 
 def test_attention_of_images_compiles_and_fits() -> None:
@@ -28,3 +31,26 @@ def test_attention_of_images_compiles_and_fits() -> None:
         warps,
     )
     assert "st.local" not in compiled.asm["ptx"]
+
+
+def tile(channels: int) -> str:
+    layout = f"swizzle_byte_width={2 * channels}, element_bitwidth=16, rank=2, "
+    layout += "transposed=False, fp4_padded=False, cga_layout=[]"
+    return f"tensordesc<bf16[128, {channels}],NVMMASharedLayout({layout})>"
+
+
+@pytest.mark.parametrize(("stages", "turns"), [(3, True), (2, False)])
+def test_segments_compile_for_hopper_and_keep_weights_in_registers(
+    stages: int, turns: bool
+) -> None:
+    numbers = ("stride", "out_stride", "size")
+    types = {"low": tile(64), "high": tile(16), "qkv": "*bf16", "out": "*bf16"}
+    types |= dict.fromkeys(numbers, "i32")
+    constants = {"DIM": 72, "STAGES": stages, "TURNS": turns, "EARLY": True}
+    kernel = segments_hopper.segment_kernel
+    compiled = compiled_for_hopper(kernel, types, constants, numbers)
+    products = re.findall(r"wgmma\.mma_async[^;]*;", compiled.asm["ptx"])
+    # Of each group, in the loop and outside of it: 8 steps of keys by two parts of the values, and
+    # the last channels of the queries.
+    assert sum(product.count("{") == 2 for product in products) == 2 * 2 * (2 * 8 + 1)
+    assert "STL" not in compiled.asm["sass"]

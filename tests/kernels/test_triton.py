@@ -45,6 +45,7 @@ KERNELS = {
         "layer_norm",
         "rotate_heads",
         "segment_attention",
+        "hopper_segments",
         "segment_bits",
         "encoder",
     ),

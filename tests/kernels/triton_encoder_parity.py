@@ -3,14 +3,16 @@
 fp32 where the interpreter runs them, since its bf16 products are wrong.
 """
 
+import gluon_emulator
 import torch
 
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.kernels import MODE, norm, segments
-from tokenmill.kernels.gpu import dependent
+from tokenmill.kernels.gpu import dependent, hopper, segments_hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu import segments as gpu_segments
+from tokenmill.kernels.gpu.bidirectional import HopperShape
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
@@ -48,6 +50,41 @@ def check_segment_attention(device: str) -> None:
         for tma in (False, True) if device == "cpu" else (False, dependent.enabled()):
             found = gpu_segments.attend(qkv, plan, heads, gpu_segments.Tile(32, 4, 1), tma)
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def check_hopper_segments(device: str) -> None:
+    """Every row of every segment is right, and rows behind them are neither read nor written."""
+    if device == "cuda" and not hopper.is_here():
+        return
+    for number, (heads, dim, lens) in enumerate(((2, 72, LENS), (1, 80, (384, 60)), (2, 72, (9,)))):
+        plain = torch.randn(sum(lens) + 40, 3 * heads * dim)
+        plain[:, : heads * dim] *= dim**-0.5
+        qkv = plain.to(device, torch.bfloat16)
+        qkv[sum(lens) :] = torch.nan
+        plan = segments.plan_segments(lens, qkv.device)
+        used = qkv[: sum(lens)]
+        expected = segments.segment_attention_reference(used.float(), plan, heads)
+        shape = HopperShape(2 + number % 2, number % 2 == 0)
+        found = hopper_segments(qkv, plan, heads, shape)[: sum(lens)].float()
+        assert (found - expected).norm() / expected.norm() < 0.005, lens
+
+
+def hopper_segments(
+    qkv: torch.Tensor, plan: segments.Segments, heads: int, shape: HopperShape
+) -> torch.Tensor:
+    """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
+    if qkv.is_cuda:
+        return segments_hopper.attend(qkv, plan, heads, shape)
+    size = qkv.shape[1] // 3
+    out = torch.full((qkv.shape[0], size), torch.nan, dtype=qkv.dtype)
+    low, high = (gluon_emulator.Descriptor(qkv, (128, width)) for width in (64, 16))
+    gluon_emulator.run(
+        segments_hopper, "segment_kernel", (heads, len(plan.tiles)), low, high,
+        *map(gluon_emulator.Pointer, (qkv, out, plan.tiles)), 3 * size, size, size,
+        DIM=size // heads, STAGES=shape.stages, TURNS=shape.turns, EARLY=False,
+    )  # fmt: skip
+    assert out[sum(plan.lens) :].isnan().all()
+    return out
 
 
 def check_segment_bits(device: str) -> None:
@@ -101,6 +138,7 @@ CHECKS = {
     "layer_norm": check_layer_norm,
     "rotate_heads": check_rotate_heads,
     "segment_attention": check_segment_attention,
+    "hopper_segments": check_hopper_segments,
     "segment_bits": check_segment_bits,
     "encoder": check_encoder,  # last: it changes how the modules dispatch
 }

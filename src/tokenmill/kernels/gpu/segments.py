@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenmill.kernels import triton_kernels
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
 from tokenmill.kernels.segments import TILE_ROWS
 
@@ -32,6 +34,7 @@ class Tile(NamedTuple):
 
 
 TILE = Tile()
+ON_HOPPER = False  # heads of 65 to 80 channels by segments_hopper.py, which no GPU has timed yet
 
 
 @triton.jit
@@ -180,6 +183,10 @@ def split_channels(dim: int) -> tuple[int, int]:
 def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> torch.Tensor:
     """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
     aligned = qkv.stride(0) * qkv.element_size() % 16 == 0
+    if ON_HOPPER and aligned and hopper.is_usable() and qkv.dtype == torch.bfloat16:
+        made = triton_kernels("segments_hopper")
+        if made.takes(qkv.shape[1] // 3 // num_heads):
+            return made.attend(qkv, segments, num_heads)
     return attend(qkv, segments, num_heads, TILE, aligned and enabled())
 
 
