@@ -249,3 +249,20 @@ def test_a_report_counts_where_prompts_are_fitted_to_take_no_time() -> None:
     router.learn_rates(StepRates(prefill=0.0))
     router.report("w0", LoadReport({"b": FrontLoad(64, 64, 1, 1, 1, 64, 64)}), 1.0, 1.1)
     assert router.loads()[0].num_requests == 1
+
+
+def test_fronts_learn_from_each_other_how_long_answers_are() -> None:
+    teller, hearer = (Router(RouterConfig(policy="kv"), name) for name in "ab")
+    for target in (teller, hearer):
+        target.add_worker("w0")
+        target.report("w0", LoadReport({"a": FrontLoad(), "b": FrontLoad()}), 0.0, 0.0)
+    before = hearer.route("h1", prompt(0), 1.0).prices
+    for number in range(32):
+        teller.route(str(number), prompt(0), 1.0)
+        teller.free(str(number), num_output_tokens=8)
+    last = teller.route("last", prompt(0), 1.0).announcement
+    assert last is not None and last.answers == [8], "each answer is told once"
+    for _ in range(32):
+        hearer.heard(last, 1.0, 1.0)
+    after = hearer.route("h2", prompt(0), 2.0).prices
+    assert after.request < before.request / 2, "requests share fewer steps"

@@ -7,10 +7,10 @@ again when it has received something: silence after that means that nobody has s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-REPORT_MS = 10.0  # at most one report in so long, but for the first and the last of a busy time
+REPORT_MS = 5.0  # at most one report in so long, but for the first and the last of a busy time
 
 
 class FrontLoad(NamedTuple):
@@ -45,6 +45,7 @@ class Announcement:
     kv_tokens: int
     hashes: list[int]  # marks of the blocks that the worker will cache (kv_index.py)
     prefix: int | None  # the last block of the longest prefix that a worker had of it
+    answers: list[int] = field(default_factory=list)  # tokens of those that ended since the last
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -120,6 +121,7 @@ class Router:
         self.index = KVIndex()
         self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
         self._num_answers = 0
+        self._answers: deque[int] = deque(maxlen=MEMORY)  # tokens of those that ended, unannounced
         self._num_alone = 1.0  # of the latest prompts, those that have a step for themselves
         self._num_learned = 2.0  # latest prompts
         self._prices = Prices.of(PRIOR, OUTPUT_TOKENS, config, self._alone)
@@ -216,6 +218,8 @@ class Router:
         if self.policy.knows_blocks:
             self._count_use(told.prefix)
         self._learn_waiting(told.worker, told.queued_tokens)
+        for num_tokens in told.answers:
+            self._learn_length(num_tokens)
         self._add(told.worker, *self._others.heard(told, 1e3 * sent_s, 1e3 * now_s))
         self._begin_if_idle(told.worker, 1, now_s)
         if told.hashes and self.config.events:
@@ -291,7 +295,9 @@ class Router:
         if self._others.known or self._announces:
             routed = self._routed[request_id]
             load = routed.queued_tokens, routed.kv_tokens
-            decision.announcement = Announcement(self._others.front, name, *load, marks, prefix)
+            told = Announcement(self._others.front, name, *load, marks, prefix, [*self._answers])
+            decision.announcement = told
+            self._answers.clear()
         return decision
 
     def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
@@ -327,6 +333,8 @@ class Router:
             self._add(routed.worker, -queued, -routed.kv_tokens, -1, -bool(queued))
             if num_output_tokens:
                 self._learn_length(num_output_tokens)
+                if self._others.known:
+                    self._answers.append(num_output_tokens)
 
     # What a request costs.
 
