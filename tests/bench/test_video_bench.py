@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tokenmill.__main__ import run
-from tokenmill.bench.commands.video import figures, least_seconds
+from tokenmill.bench.commands.video import _params, figures, least_seconds
 from tokenmill.bench.roofline import Machine
 from tokenmill.core.specs.wan import A14B
 from tokenmill.core.types import Request
@@ -39,6 +40,11 @@ def test_the_least_time_counts_each_part_at_its_own_rate() -> None:
     assert least["text"] == pytest.approx(2 * 0.00484, rel=1e-3)
     faster = least_seconds(A14B, JOB, "fp8", FAST)
     assert least["denoise"] - faster["denoise"] == pytest.approx(0.5 * 40 * 1.8075, rel=1e-3)
+    for rounding, share in (("int8", 0.75), ("int8-fp8", 0.5), ("fp8", 0.5)):
+        job = Request("a", [1] * 512, video=replace(_params(JOB), attention_dtype=rounding))
+        rounded = least_seconds(A14B, job, "fp8", FAST)["denoise"]
+        linears = 0.5 * 40 * 1.8075
+        assert rounded == pytest.approx(linears + share * (faster["denoise"] - linears), rel=1e-3)
     found = figures(A14B, JOB, "bf16", FAST, {"text": 0.1, "denoise": 521.6, "decode": 0.3})
     assert found["s_per_video"] == 522.0
     assert found["tflop_s"] == pytest.approx(500, rel=1e-3)

@@ -32,6 +32,8 @@ PANELS = {
 }
 DEFAULTS = {"model": "wan2.2-t2v-a14b"}
 PROMPT = "a red fox in snow"
+# The share of attention's products that --attention-dtype rounds: queries by keys, or all.
+ROUNDED_SHARE = {"auto": 0.0, "int8": 0.5, "int8-fp8": 1.0, "fp8": 1.0}
 
 
 def video(settings: Settings) -> None:
@@ -176,8 +178,8 @@ def least_seconds(
 ) -> dict[str, float]:
     """The roofline of each part: arithmetic at the best measured rate, or reading the weights.
 
-    fp8 is the type of the linears; attention and the other parts are counted at the rate of bf16
-    on a GPU, of fp32 on CPU.
+    fp8 is the type of the linears; attention that is rounded is counted at the rate of fp8 as far
+    as it is, and all else at the rate of bf16 on a GPU, of fp32 on CPU.
     """
     params = _params(request)
     width, height = params.size
@@ -187,7 +189,7 @@ def least_seconds(
     plain = machine.flops_per_s("bf16" if "bf16" in machine.gemm_flops else "fp32")
     arithmetic = branches * (
         model.linear_flops(tokens) / machine.flops_per_s(dtype)
-        + model.attention_flops(tokens) / plain
+        + model.attention_flops(tokens) * _attention_cost(params, plain, machine)
     )
     reading = model.num_block_params() * BYTES[dtype] / machine.read_bytes_per_s
     return {
@@ -195,6 +197,12 @@ def least_seconds(
         "denoise": params.num_steps * max(arithmetic, reading),
         "decode": spec.vae.decode_flops(grid) / plain,
     }
+
+
+def _attention_cost(params: VideoParams, plain: float, machine: Machine) -> float:
+    """Seconds per FLOP; int8 and fp8 products have the same peak on a GPU."""
+    rounded = ROUNDED_SHARE[params.attention_dtype]
+    return rounded / machine.gemm_flops.get("fp8", plain) + (1 - rounded) / plain
 
 
 def _print(report: dict[str, Any]) -> None:
