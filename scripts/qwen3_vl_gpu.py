@@ -61,8 +61,8 @@ from tokenmill.engine.images import normalised
 from tokenmill.engine.probe import DecodeProbe
 from tokenmill.kernels import MODE, segments
 from tokenmill.kernels.gpu import segments as gpu_segments
-from tokenmill.kernels.gpu import segments_hopper
-from tokenmill.kernels.gpu.bidirectional import HopperShape
+from tokenmill.kernels.gpu.bidirectional_hopper import Shape
+from tokenmill.kernels.gpu.hopper import segments as segments_hopper
 from tokenmill.models import spec_of
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
@@ -313,7 +313,7 @@ def _attention(spec: VisionSpec, side: int, report: Report) -> dict[str, float]:
 
         runs[backend.name] = run
     for stages, turns in ((3, True), (2, True), (3, False)):
-        shape = HopperShape(stages, turns)
+        shape = Shape(stages, turns)
         name = f"hopper {stages}{' in turns' if turns else ''}"
         runs[name] = partial(segments_hopper.attend, qkv, plan, heads, shape)
     for tile in TILES:

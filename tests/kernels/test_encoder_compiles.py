@@ -6,7 +6,8 @@ import pytest
 from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper
-from tokenmill.kernels.gpu import segments, segments_hopper
+from tokenmill.kernels.gpu import segments
+from tokenmill.kernels.gpu.hopper import segments as segments_hopper
 
 
 def test_attention_of_images_compiles_and_fits() -> None:

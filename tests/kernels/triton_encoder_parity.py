@@ -9,10 +9,11 @@ import torch
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.kernels import MODE, norm, segments
-from tokenmill.kernels.gpu import dependent, hopper, segments_hopper
+from tokenmill.kernels.gpu import dependent, hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu import segments as gpu_segments
-from tokenmill.kernels.gpu.bidirectional import HopperShape
+from tokenmill.kernels.gpu.bidirectional_hopper import Shape
+from tokenmill.kernels.gpu.hopper import segments as segments_hopper
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
@@ -64,13 +65,13 @@ def check_hopper_segments(device: str) -> None:
         plan = segments.plan_segments(lens, qkv.device)
         used = qkv[: sum(lens)]
         expected = segments.segment_attention_reference(used.float(), plan, heads)
-        shape = HopperShape(2 + number % 2, number % 2 == 0)
+        shape = Shape(2 + number % 2, number % 2 == 0)
         found = hopper_segments(qkv, plan, heads, shape)[: sum(lens)].float()
         assert (found - expected).norm() / expected.norm() < 0.005, lens
 
 
 def hopper_segments(
-    qkv: torch.Tensor, plan: segments.Segments, heads: int, shape: HopperShape
+    qkv: torch.Tensor, plan: segments.Segments, heads: int, shape: Shape
 ) -> torch.Tensor:
     """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
     if qkv.is_cuda:

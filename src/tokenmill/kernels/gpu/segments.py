@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 
 TILE = Tile()
-ON_HOPPER = False  # heads of 65 to 80 channels by segments_hopper.py, which no GPU has timed yet
+ON_HOPPER = False  # heads of 65 to 80 channels by hopper/segments.py, which no GPU has timed yet
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> 
     """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
     aligned = qkv.stride(0) * qkv.element_size() % 16 == 0
     if ON_HOPPER and aligned and hopper.is_usable() and qkv.dtype == torch.bfloat16:
-        made = triton_kernels("segments_hopper")
+        made = triton_kernels("hopper.segments")
         if made.takes(qkv.shape[1] // 3 // num_heads):
             return made.attend(qkv, segments, num_heads)
     return attend(qkv, segments, num_heads, TILE, aligned and enabled())

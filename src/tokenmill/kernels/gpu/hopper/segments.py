@@ -24,8 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.attention import LOG2E
-from tokenmill.kernels.gpu.bidirectional import HopperShape
-from tokenmill.kernels.gpu.bidirectional_hopper import _shrunk, _softmax
+from tokenmill.kernels.gpu.bidirectional_hopper import Shape, _shrunk, _softmax
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.segments import TILE_ROWS
 
@@ -42,7 +41,7 @@ MASKED = gl.constexpr(-1e30)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 LOW_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HIGH_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-SHAPE = HopperShape(stages=3)
+SHAPE = Shape(stages=3, turns=True)
 
 
 @gluon.jit
@@ -236,7 +235,7 @@ def takes(dim: int) -> bool:
 
 
 def attend(
-    qkv: torch.Tensor, segments: Segments, num_heads: int, shape: HopperShape = SHAPE
+    qkv: torch.Tensor, segments: Segments, num_heads: int, shape: Shape = SHAPE
 ) -> torch.Tensor:
     """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
     size = qkv.shape[1] // 3

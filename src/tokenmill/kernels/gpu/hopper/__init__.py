@@ -1,4 +1,4 @@
-"""When the kernels made for Hopper alone run: mla_hopper.py and moe_hopper.py."""
+"""Kernels made for Hopper alone, and when they run."""
 
 from __future__ import annotations
 
