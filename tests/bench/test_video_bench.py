@@ -56,7 +56,10 @@ def test_the_command_prints_one_json_line(
     measured: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["bench", "video", *TINY, "--steps", "3", "--gpu-price", "36", *measured]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
+    told = printed.err.split("Measuring\n")[-1]  # as it went: a run may be cut off
+    assert told.count("of 3: ") == report["measured_steps"] and told.count("decode: ") == 1
     assert report["whole_videos"] is not bool(measured)
     assert report["measured_steps"] == (1 if measured else 3)
     assert report["s_per_video"] == pytest.approx(sum(report["parts_s"].values()), abs=0.01)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -36,19 +38,26 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server that takes two videos at a time."""
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A server that takes two videos at a time."""
     command = [sys.executable, "-P", "-m", "tokenmill", *SERVE, "--port", "0"]
     command += ["--max-video-jobs", "2", "--video-dir", str(tmp_path_factory.mktemp("videos"))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            lines = iter(process.stderr.readline, "")
-            line = next(line for line in lines if "/v1/videos" in line)
-            yield line.split(" is served at ")[1].split("/videos")[0]
+            yield process
         finally:
             process.terminate()
             process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def server(process: subprocess.Popen[str]) -> str:
+    """Its URL."""
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    line = next(line for line in lines if "/v1/videos" in line)
+    return line.split(" is served at ")[1].split("/videos")[0]
 
 
 def pixels(client: OpenAI, video_id: str) -> bytes:
@@ -88,6 +97,26 @@ def test_the_openai_client(server: str) -> None:
         with pytest.raises(openai.BadRequestError) as wrong:
             client.videos.create(**asked | {"size": "50x32"})  # type: ignore[arg-type]
         assert wrong.value.param == "size" and wrong.value.code == "invalid_value"
+
+
+def test_a_job_whose_worker_is_killed_keeps_its_id_and_pixels(
+    server: str, process: subprocess.Popen[str]
+) -> None:
+    asked: dict[str, Any] = {"prompt": "a red fox", "size": "48x32", "seconds": "1"}
+    asked["extra_body"] = {"num_inference_steps": 50, "seed": 7}
+    with OpenAI(base_url=server, api_key="x", max_retries=0) as client:
+        reference = client.videos.create_and_poll(**asked, poll_interval_ms=20)
+        video = client.videos.create(**asked)
+        while client.videos.retrieve(video.id).progress == 0:
+            pass
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        (worker,) = map(int, children.split())
+        os.kill(worker, signal.SIGKILL)
+        ended = client.videos.poll(video.id, poll_interval_ms=20)
+        assert (ended.id, ended.status, ended.progress) == (video.id, "completed", 100)
+        assert pixels(client, video.id) == pixels(client, reference.id)
+    with urllib.request.urlopen(server.removesuffix("/v1") + "/metrics") as answer:
+        assert re.search(r"request_migrations_total\S* 1\.0", answer.read().decode())
 
 
 @pytest.fixture

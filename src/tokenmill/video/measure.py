@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from tokenmill.core.types import Request
 from tokenmill.video.experts import synchronize
 from tokenmill.video.pipeline import Pipeline
 from tokenmill.video.video_job import VideoJob
+
+Told = Callable[[str, float], None]  # what was done, and its seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,17 @@ class VideoTimes:
 
 
 @torch.inference_mode()
-def measure_video(pipeline: Pipeline, request: Request, num_steps: int | None) -> VideoTimes:
-    """Make a video, or run `num_steps` of its steps and decode."""
+def measure_video(
+    pipeline: Pipeline, request: Request, num_steps: int | None, told: Told | None = None
+) -> VideoTimes:
+    """Make a video, or run `num_steps` of its steps and decode; `told` hears of each."""
     pipeline.experts.unload()  # a video before it would have left the other expert there
     job = VideoJob(request, pipeline)
     if num_steps is None or num_steps >= job.params.num_steps:
-        return _whole(job)
+        return _whole(job, told)
     for _ in range(num_steps):
         next(job.steps)
+        _tell(job, told)
     latents = job.latents
     assert latents is not None
     steps, parts = list(job.step_seconds), dict(job.seconds)
@@ -46,12 +52,24 @@ def measure_video(pipeline: Pipeline, request: Request, num_steps: int | None) -
         del piece
     synchronize(pipeline.device)
     parts["decode"] = time.perf_counter() - start
+    if told is not None:
+        told("decode", parts["decode"])
     return VideoTimes(parts, steps, whole=False)
 
 
-def _whole(job: VideoJob) -> VideoTimes:
-    start = time.perf_counter()
+def _whole(job: VideoJob, told: Told | None) -> VideoTimes:
+    start, num_told = time.perf_counter(), 0
     for _ in job.steps:
-        pass
+        if len(job.step_seconds) > num_told:
+            num_told += 1
+            _tell(job, told)
     other = time.perf_counter() - start - sum(job.seconds.values())
+    if told is not None:
+        told("decode", job.seconds["decode"])
     return VideoTimes(job.seconds | {"other": max(0.0, other)}, job.step_seconds, whole=True)
+
+
+def _tell(job: VideoJob, told: Told | None) -> None:
+    """The step that was just run."""
+    if told is not None:
+        told(f"step {len(job.step_seconds)} of {job.params.num_steps}", job.step_seconds[-1])

@@ -26,7 +26,7 @@ from tokenmill.engine.ranks.rank_messages import (
 from tokenmill.engine.ranks.rank_models import all_or_none
 from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
 from tokenmill.models.checkpoints.weights import Progress
-from tokenmill.video.measure import VideoTimes, measure_video
+from tokenmill.video.measure import Told, VideoTimes, measure_video
 from tokenmill.video.pipeline import Pipeline, choose_device, load_pipeline
 from tokenmill.video.video_engine import VideoEngine
 
@@ -61,14 +61,16 @@ def make_engine(pipeline: Pipeline) -> Engine:
     return engine if pipeline.group is None else LeadingVideoEngine(engine, pipeline.group)
 
 
-def measure_ranks(pipeline: Pipeline, request: Request, num_steps: int | None) -> VideoTimes:
+def measure_ranks(
+    pipeline: Pipeline, request: Request, num_steps: int | None, told: Told | None = None
+) -> VideoTimes:
     """The times of a video by the clock of rank 0, which the others keep up with."""
     group = pipeline.group
     if group is None:
-        return measure_video(pipeline, request, num_steps)
+        return measure_video(pipeline, request, num_steps, told)
     with group.together(), all_or_none():
         group.tell(MeasureVideo(request, num_steps))
-        return measure_video(pipeline, request, num_steps)
+        return measure_video(pipeline, request, num_steps, told)
 
 
 class LeadingVideoEngine:

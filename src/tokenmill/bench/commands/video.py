@@ -93,12 +93,18 @@ def _measure(settings: Settings, pipeline: Pipeline, request: Request) -> list[V
     from tokenmill.video.video_ranks import measure_ranks
 
     console.note("Warming up: one step and a decode")
-    measure_ranks(pipeline, request, 1)
+    measure_ranks(pipeline, request, 1, _tell)
+    console.note("Measuring")
     params, runs = _params(request), []
     for number in range(settings.get("num-videos")):
         own = replace(request, video=replace(params, seed=params.seed + number))
-        runs.append(measure_ranks(pipeline, own, settings.get("measured-steps")))
+        runs.append(measure_ranks(pipeline, own, settings.get("measured-steps"), _tell))
     return runs
+
+
+def _tell(what: str, seconds: float) -> None:
+    """A run that is cut off has told what it measured so far."""
+    console.note(f"  {what}: {seconds:.3f} s")
 
 
 def _times(
