@@ -1,6 +1,7 @@
 """GPT-OSS against transformers: logits, MXFP4 as published, YaRN, and what is refused."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from harness import Harness, assert_same_logits
 from tiny_models import make_model, save, tame
-from tokenmill.core.types import ModelLoadError
-from tokenmill.layers import attention
+from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
+from tokenmill.core.types import ModelLoadError, Request, SamplingParams
+from tokenmill.engine.build import build_engine
+from tokenmill.engine.choices import resolve_setup
+from tokenmill.kernels.moe import route
+from tokenmill.layers import attention, mlp
 from tokenmill.layers.rotary import inverse_frequencies, rotary_table
 from tokenmill.models import spec_of
 from tokenmill.models.checkpoints.weights import open_checkpoint, open_mtp, read_spec
@@ -206,6 +211,37 @@ def test_random_weights_are_codes(tmp_path: Path) -> None:
     weights = convert_moe_packed_tensors(blocks, scales).float()
     assert weights.std().item() == pytest.approx(0.018, rel=0.05)
     assert blocks.unique().numel() > 250 and weights.mean().abs() < 1e-3
+    blocks, scales = (found[f"{EXPERTS}.down_proj_{part}"] for part in ("blocks", "scales"))
+    weights = convert_moe_packed_tensors(blocks, scales).float()
+    assert weights.std().item() == pytest.approx(0.018 / 4, rel=0.05)  # near sqrt(2 * 4)
+
+
+def test_random_routers_choose_about_evenly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the busiest expert of a deep model; drawn evenly it has 1.3 times the mean."""
+    experts, shares = 16, []
+
+    def record(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = route(*args)
+        counts = torch.bincount(ids.flatten(), minlength=experts).float()
+        shares.append((counts.max() / counts.mean()).item())
+        return ids, weights
+
+    monkeypatch.setattr(mlp, "route", record)
+    sizes = {"hidden_size": 256, "intermediate_size": 32, "num_hidden_layers": 24}
+    config = GPT_OSS_120B | sizes | {"num_local_experts": experts, "vocab_size": 512}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = random.Random(0)
+    model = ModelConfig(str(tmp_path), "fp32", "cpu", random_weights=True)
+    engine = build_engine(resolve_setup(Setup(model, CacheConfig(), SchedulerConfig()))).engine
+    for i in range(16):
+        prompt = [source.randrange(512) for _ in range(32)]
+        engine.submit(Request(str(i), prompt, SamplingParams(max_tokens=1)))
+    shares.clear()  # of the warm-up, whose tokens are all the same
+    engine.step()
+    assert len(shares) == 24 and sum(shares) / 24 < 1.6
 
 
 @pytest.mark.parametrize(

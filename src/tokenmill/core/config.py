@@ -37,7 +37,9 @@ class ModelConfig:
         "Compute type of the weights; auto: bf16 on a GPU, else the faster of fp32 and int8.",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the engine runs.")
-    random_weights: bool = setting(False, "Random weights: only config.json is read.")
+    random_weights: bool = setting(
+        False, "Random weights: only config.json is read; routers choose experts about evenly."
+    )
     seed: int = setting(0, "Seed of the random weights.", count(0), flag="weights-seed")
     max_model_len: int | None = setting(None, "Longest prompt plus answer, in tokens.", count(1))
     num_threads: int | None = setting(None, "CPU threads of the engine; all cores.", count(1, 4096))

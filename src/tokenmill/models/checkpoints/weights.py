@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from math import prod
+from math import log2, prod, sqrt
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -55,6 +55,8 @@ _ONES = (
 )
 _LFS = b"version https://git-lfs"
 _RANDOM_STD = 0.02
+_EMBEDDING = "model.embed_tokens.weight"
+_OUTPUT = re.compile(r"model\.layers\..*\.(o_proj|down_proj|w2)([._].*)?")  # adds to the stream
 
 
 class ReadableTensor(Protocol):
@@ -130,15 +132,16 @@ class FP8Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomTensor:
-    """A tensor drawn from N(0, 0.02), or ones for a norm, by seed, name and kind of device.
+    """A tensor drawn from N(0, std), or ones for a norm, by seed, name and kind of device.
 
-    Of MXFP4 all codes are drawn alike.
+    Of MXFP4 all codes are drawn alike, and scales by the power of two that is nearest to std.
     """
 
     name: str
     shape: Shape
     seed: int
     device: str = "cpu"
+    std: float = _RANDOM_STD
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,8 +162,9 @@ class RandomTensor:
         if self.name.endswith("_blocks"):
             return tensor.random_(0, 256, generator=generator)
         if self.name.endswith("_scales"):
-            return tensor.random_(*_MXFP4_SCALES, generator=generator)
-        return tensor.normal_(0.0, _RANDOM_STD, generator=generator)
+            power = round(log2(self.std / _RANDOM_STD))
+            return tensor.random_(*(s + power for s in _MXFP4_SCALES), generator=generator)
+        return tensor.normal_(0.0, self.std, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +311,20 @@ def naming(file: Path) -> Iterator[None]:
 
 def _random(spec: ModelSpec, seed: int) -> dict[str, RandomTensor]:
     shapes = expected_tensors(spec).items()
-    return {name: RandomTensor(name, shape, seed) for name, shape in shapes}
+    return {n: RandomTensor(n, shape, seed, std=_random_std(n, spec)) for n, shape in shapes}
+
+
+def _random_std(name: str, spec: ModelSpec) -> float:
+    """The deviation of a random tensor: with experts such that routers choose about evenly.
+
+    A token's own embedding must outweigh what layers add to the stream, which tokens have largely
+    in common. Embeddings that are the output head as well stay small: a token would follow itself.
+    """
+    if spec.moe is None or spec.tie_embeddings:
+        return _RANDOM_STD
+    if name == _EMBEDDING:
+        return 1.0
+    return _RANDOM_STD / sqrt(2 * spec.num_layers) if _OUTPUT.fullmatch(name) else _RANDOM_STD
 
 
 def _read_all(
