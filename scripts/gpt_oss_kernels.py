@@ -9,6 +9,9 @@ Choices are random and even. The last line is one JSON object: for each product 
 the fastest shape, and what kernels/gpu/mxfp4.py takes by itself. A shape's name begins with the
 rows of a tile, or with 1 where each choice has a tile of its own.
 
+`--decode 512` times a few shapes for so many tokens alone, evenly chosen and not, and the sort in
+one launch and in three: about half a minute.
+
 `TRITON_INTERPRET=1 python scripts/gpt_oss_kernels.py --tiny` runs all of it once without a GPU.
 """
 
@@ -37,11 +40,13 @@ from tokenmill.kernels.norm import ClampedSwiGLU
 SHAPES = {  # by rows of tokens per tile: blocks, turn, warps, stages, levels of smaller tiles
     16: ((1, 3, 4, 3), (2, 3, 4, 3), (1, 3, 4, 4), (1, 5, 4, 2), (2, 3, 4, 2), (2, 3, 8, 3),
          (4, 3, 8, 2)),
-    32: ((2, 3, 4, 3), (2, 3, 4, 3, 1), (1, 3, 4, 3, 1), (2, 3, 8, 3, 1)),
+    32: ((2, 3, 4, 3), (2, 3, 4, 3, 1), (1, 3, 4, 3, 1), (2, 3, 8, 3, 1), (4, 3, 8, 3, 1)),
     64: ((2, 3, 4, 3), (2, 3, 4, 3, 2), (2, 3, 4, 2, 2), (1, 3, 4, 3, 2), (2, 3, 8, 2, 2)),
     128: ((2, 3, 4, 2), (2, 3, 4, 2, 2), (1, 3, 4, 2, 2), (2, 3, 8, 2, 2), (2, 2, 4, 2, 2)),
     256: ((2, 3, 8, 2, 2), (1, 3, 4, 2, 2)),
 }  # fmt: skip
+DECODE_SHAPES = (2, 3, 4, 3, 1), (4, 3, 8, 3, 1), (4, 3, 8, 2, 1)  # of 32 rows
+SKEWS = 0.0, 0.4  # spread of what routers prefer, of the spread of a token's scores
 TOKENS = (1, 4, 64, 256, 768, 1024, 2048, 8192)
 TOP_K = 4
 HEADS, KV_HEADS, DIM, BLOCK = 64, 8, 64, 64
@@ -107,6 +112,10 @@ def main() -> None:
     }
     del stored
     print(json.dumps(report), flush=True)
+    if args.decode:
+        report["decode"] = _printed(_decode(bench, packed, args.decode, skew) for skew in SKEWS)
+        print(json.dumps(report))
+        return
     tokens = (1, 8) if tiny else TOKENS
     report["attention"] = _printed(_attention(bench, (1, 2) if tiny else (1, 64, 256)))
     report["layer"] = _printed(_layer(bench, packed, count) for count in tokens)
@@ -128,6 +137,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=128, help="128: 120b, 32: 20b")
     parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second")
     parser.add_argument("--flops", type=float, default=790e12)
+    parser.add_argument("--decode", type=int, default=0, help="only this many tokens, few shapes")
     parser.add_argument("--tiny", action="store_true", help="small shapes, without a GPU")
     return parser.parse_args()
 
@@ -150,8 +160,9 @@ def _experts(bench: Bench) -> tuple[tuple[PackedExperts, ...], tuple[PackedExper
     return tuple(stored), tuple(packed)
 
 
-def _choices(bench: Bench, tokens: int) -> torch.Tensor:
-    scores = torch.rand(tokens, bench.experts, device=bench.device)
+def _choices(bench: Bench, tokens: int, skew: float = 0.0) -> torch.Tensor:
+    scores = torch.randn(tokens, bench.experts, device=bench.device)
+    scores += skew * torch.randn(bench.experts, device=bench.device)
     return scores.topk(min(TOP_K, bench.experts), dim=1)[1].int()
 
 
@@ -214,6 +225,41 @@ def _products(
             "ceiling_us": round(bench.ceiling_us(num_bytes, 2.0 * count * weight.n * size), 2),
             "tried_us": tried[product],
         }
+
+
+def _decode(
+    bench: Bench, packed: tuple[PackedExperts, ...], tokens: int, skew: float
+) -> dict[str, Any]:
+    """Both products of one step by shapes of tiles of 32 rows, and the sort by expert."""
+    x, sets = _rows(bench, tokens), [_choices(bench, tokens, skew) for _ in range(4)]
+    tiles = [gpu_moe.sort_by_expert(ids, bench.experts, 32) for ids in sets]
+    count, size = sets[0].numel(), bench.size
+    gated = torch.randn(tiles[0].most * 32, size, device=bench.device).to(bench.dtype)
+    products: dict[str, list[float | None]] = {}
+    for shape in map(TileShape._make, DECODE_SHAPES):
+        first: list[Callable[[], object]] = [
+            lambda t=t, s=shape: mxfp4.gate_up_product(x, packed[0], t, TOP_K, SWIGLU, s)
+            for t in tiles
+        ]
+        second: list[Callable[[], object]] = [
+            lambda t=t, s=shape: mxfp4.down_product(gated, packed[1], t, count, s) for t in tiles
+        ]
+        products[",".join(map(str, shape))] = [_attempt(bench, first), _attempt(bench, second)]
+    usual, sorts = gpu_moe.FEW_ROWS, {}
+    for name, most in (("one_launch", count), ("three_launches", 0)):
+        gpu_moe.FEW_ROWS = most
+        sorts[name] = _attempt(
+            bench, [lambda i=i: gpu_moe.sort_by_expert(i, bench.experts, 32) for i in sets]
+        )
+    gpu_moe.FEW_ROWS = usual
+    rows = torch.bincount(sets[0].flatten().long(), minlength=bench.experts).float()
+    return {
+        "tokens": tokens,
+        "skew": skew,
+        "busiest_over_mean": round((rows.max() / rows.mean()).item(), 2),
+        "gate_up_and_down_us": products,
+        "sort_us": sorts,
+    }
 
 
 def _variants(tokens: int) -> int:
