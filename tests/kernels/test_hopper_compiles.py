@@ -48,7 +48,9 @@ def test_experts_compile_and_fit(rows: int, up: bool) -> None:
 
 
 @pytest.mark.parametrize("up", [True, False])
-@pytest.mark.parametrize(("rows", "few_or_many"), [(16, 1), (16, 9999), (32, 9999), (64, 1), (128, 1)])
+@pytest.mark.parametrize(
+    ("rows", "few_or_many"), [(16, 1), (16, 9999), (32, 9999), (64, 1), (128, 1)]
+)
 def test_weights_in_mxfp4_stay_in_registers(rows: int, few_or_many: int, up: bool) -> None:
     """The left operand of every product is registers, and nothing is written to shared memory."""
     shape = mxfp4.tile_shape(rows, few_or_many)
