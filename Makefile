@@ -57,7 +57,7 @@ lint: $(VENV)/.test
 	PYTHONHASHSEED=0 $(BIN)/mypy
 
 test: lint $(VENV)/.browser
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: lint
 	$(BIN)/pytest -n 2 --dist loadfile $(QUICK) $(SLOW:%=--ignore=%) $(ARGS)

@@ -39,10 +39,10 @@ LONG = (
     "e2e/test_parity.py",
     "engine/test_calibrate.py",
     "engine/test_golden_ways.py",
+    "test_docs.py",
     "workers/test_placement.py",
     "e2e/",
     "test_ranks.py",
-    "test_docs.py",
     "sched/test_scheduler_machine.py",
 )
 

@@ -226,7 +226,7 @@ async def test_a_failed_job_says_why_and_the_next_one_runs(tmp_path: Path) -> No
     async with video_app(tmp_path) as app:
         name = await app.create()
         app.pool.fail(name, "out_of_memory")
-        await app.until(lambda: app.state.jobs.store.record(name).is_finished)
+        await app.until(lambda: app.record(name).is_finished)
         made = await app.get(name)
         assert made["status"] == "failed"
         assert made["error"] == {"code": "out_of_memory", "message": "it is out_of_memory"}

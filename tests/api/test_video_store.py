@@ -146,7 +146,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_job_or_none(
             # What the caller was told holds; what it was not told may or may not have happened.
             assert status in AFTER[reached]
             if status == "completed":
-                assert store.path(store.record(name)).read_bytes() == b"video"
+                assert store.path(next(r for r in store if r.id == name)).read_bytes() == b"video"
             assert not [file for file in files if file.endswith(".tmp")]
             assert status != "nothing" or not files
     assert {reached for reached, _ in seen} == set(AFTER)
@@ -253,7 +253,7 @@ async def test_a_full_disk_fails_the_job_and_not_the_server(
 
         monkeypatch.setattr(video_store.os, "fsync", fsync)
         await store.complete(made, b"video", b"png", {})
-        ended = store.record(made.id)
+        (ended,) = [record for record in store if record.id == made.id]
         assert ended.status == "failed" and ended.error is not None
         says = r"No space left on device; free space .* --video-dir, or delete videos"
         assert re.search(says, ended.error.message)

@@ -50,7 +50,7 @@ async def worker_of(app: VideoApp, video_id: str) -> int:
 
 
 async def content(app: VideoApp, video_id: str) -> bytes:
-    await app.until(lambda: app.state.jobs.store.record(video_id).is_finished)
+    await app.until(lambda: app.record(video_id).is_finished)
     answer = await app.call("GET", f"/v1/videos/{video_id}/content")
     assert answer.status == 200, answer.body
     return answer.body
@@ -65,9 +65,7 @@ async def test_the_job_of_a_killed_worker_is_made_by_another_with_the_same_pixel
         first, other = [await worker_of(app, name) for name in names[:2]]
         assert first != other
         assert (await app.get(names[2]))["status"] == "queued"  # it is at no worker that may die
-        await app.until(
-            lambda: app.state.jobs.shown(app.state.jobs.store.record(names[0])).progress > 5
-        )
+        await app.until(lambda: app.state.jobs.shown(app.record(names[0])).progress > 5)
         os.kill(first, signal.SIGKILL)
         await app.until(lambda: app.pool.num_migrations == 1)
         for seed in range(3):

@@ -14,6 +14,7 @@ import msgspec
 from api.sim_server import Answer, SimServer
 from tokenmill.api.middleware import Front
 from tokenmill.api.server import bind, listening, url_of
+from tokenmill.api.videos.video_record import VideoRecord
 from tokenmill.api.videos.video_routes import VideoState
 from tokenmill.api.videos.video_server import create_app, resume, running, video_state
 from tokenmill.api.videos.video_store import VideoStore
@@ -122,11 +123,15 @@ class VideoApp:
             while not holds():
                 await asyncio.sleep(0.005)
 
+    def record(self, video_id: str) -> VideoRecord:
+        """A job that is stored."""
+        return next(record for record in self.state.jobs.store if record.id == video_id)
+
     async def finish(self, video_id: str, video: bytes = b"mp4") -> None:
         """Let a job have its video, and wait until it is stored."""
         await self.until(lambda: video_id in self.pool.open)
         self.pool.done(video_id, video)
-        await self.until(lambda: self.state.jobs.store.record(video_id).is_finished)
+        await self.until(lambda: self.record(video_id).is_finished)
 
 
 @contextlib.asynccontextmanager

@@ -406,7 +406,7 @@ class OverlapMachine(SchedulerMachine):
     overlap = True
 
 
-SETTINGS = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 SchedulerMachine.TestCase.settings = SETTINGS
 OverlapMachine.TestCase.settings = SETTINGS
 TestScheduler = SchedulerMachine.TestCase

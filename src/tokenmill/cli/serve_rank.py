@@ -16,7 +16,7 @@ from tokenmill.cli.rank import load_ranking_model
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.specs.hstu import ARCHITECTURE
 from tokenmill.settings import POOL, SERVER, SETTINGS, Settings, SettingsError
-from tokenmill.settings.commands import RANK, RANK_SERVER, RANK_TABLES
+from tokenmill.settings.commands import RANK, RANK_SERVER, RANK_TABLES, TEXT_SERVER_ONLY
 
 if TYPE_CHECKING:
     from tokenmill.ranking.rank_jobs import RankJobs
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 RANK_SETTINGS = (*RANK, *RANK_TABLES, *RANK_SERVER)
 RANK_ONLY = tuple(setting.key for setting in RANK_SETTINGS)
 _MODEL = ("model", "dtype", "device", "num-threads", "random-weights", "weights-seed")
-_OF_TEXT = (  # of settings that a server of ranking models has otherwise
-    *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
-    *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
-    *("max-stored-response-size", "stored-response-age", "log-stats", "otlp-endpoint"),
-    *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
-    *("prefill-set", "decode-set"),
-)
-_TAKEN = {s.key for s in (*SERVER, *POOL)} - set(_OF_TEXT) | {
+_TAKEN = {s.key for s in (*SERVER, *POOL)} - TEXT_SERVER_ONLY | {
     *_MODEL,
     *RANK_ONLY,
     "task",

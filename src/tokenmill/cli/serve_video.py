@@ -27,6 +27,7 @@ from tokenmill.settings import (
     SettingsError,
     video_model,
 )
+from tokenmill.settings.commands import TEXT_SERVER_ONLY
 
 if TYPE_CHECKING:
     from tokenmill.video.pipeline import Pipeline
@@ -35,16 +36,8 @@ HANG_TIMEOUT_S = 600.0  # unless given: a step of a large video takes a minute o
 VIDEO_SETTINGS = (*VIDEO_SERVER, SETTINGS["offload"], *VIDEO_PARALLEL)
 VIDEO_ONLY = tuple(setting.key for setting in VIDEO_SETTINGS)
 WORKER_SETTINGS = (*video_model(), *VIDEO_PARALLEL, SETTINGS["log-level"])
-_OF_TEXT = (  # of settings that a server of videos has otherwise
-    *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
-    *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
-    *("max-stored-response-size", "stored-response-age", "log-stats", "otlp-endpoint"),
-    *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
-    *("prefill-set", "decode-set"),
-)
-_TAKEN = {s.key for s in (*SERVER, *POOL, *VIDEO_SETTINGS, *video_model())} - set(_OF_TEXT) | {
-    "task"
-}
+_KNOWN = (*SERVER, *POOL, *VIDEO_SETTINGS, *video_model())
+_TAKEN = {s.key for s in _KNOWN} - TEXT_SERVER_ONLY | {"task"}
 
 
 def is_video_model(model: str) -> bool:

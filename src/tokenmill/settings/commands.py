@@ -35,6 +35,16 @@ POOL = (
         default=(),
     ),
 )
+# Settings of SERVER and POOL that servers of ranking and video models refuse.
+TEXT_SERVER_ONLY = frozenset(
+    (
+        *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
+        *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
+        *("max-stored-response-size", "stored-response-age", "log-stats", "otlp-endpoint"),
+        *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
+        *("prefill-set", "decode-set"),
+    )
+)
 TASK = (
     Setting(
         "task",

@@ -71,10 +71,6 @@ class VideoStore:
         """A job that may be gone."""
         return self._records.get(video_id)
 
-    def record(self, video_id: str) -> VideoRecord:
-        """A job that is there."""
-        return self._records[video_id]
-
     def get(self, video_id: str, owner: str) -> VideoRecord:
         """The job of this owner; 404 where there is none."""
         record = self._records.get(video_id)
