@@ -235,6 +235,28 @@ class Bench:
             found[f"{name}_tflops"] = round(rate, 1)
         return found
 
+    def engine_ms(self, model: Any, requests: list[Any], batches: int = 20) -> float:
+        """A batch through the engine, which makes the next one while it runs."""
+        import time
+
+        from tokenmill.ranking.engine import RankingEngine
+        from tokenmill.ranking.policy import BatchLimits
+
+        limits = BatchLimits(2**31, len(requests), latency_ms=3.6e6)
+        engine, batches = RankingEngine(model, limits), 2 if self.tiny else batches
+        start, answered = 0.0, 0
+        for turn in range(batches + 2):
+            for request in requests:
+                name = f"{turn}-{request.request_id}"
+                engine.submit(replace(request, request_id=name))
+            answered += len(engine.step())
+            if turn == 1:  # the first batch has compiled
+                start, answered = time.perf_counter(), 0
+        while engine.has_work():
+            answered += len(engine.step())
+        assert engine.stats().finished == {"done": (batches + 2) * len(requests)}
+        return (time.perf_counter() - start) * 1000 * len(requests) / answered
+
     def model(self) -> dict[str, Any]:
         """Requests on the host to scores on the host, with random weights."""
         import torch
@@ -261,7 +283,7 @@ class Bench:
         model = RankingModel(HstuModel(spec, tensors), stores)
         requests, users = self.requests(), len(self.lengths)
         batch = make_batch(requests, spec, self.device)
-        whole_ms = self.time_ms(lambda: model.score(requests))
+        whole_ms = self.engine_ms(model, requests)
         dense_ms = self.time_ms(lambda: model.score_batch(batch))
         rounded = RankingModel(HstuModel(spec, tensors, fp8=True), stores)
         fp8_ms = self.time_ms(lambda: rounded.score_batch(batch))
@@ -270,8 +292,8 @@ class Bench:
         rate, ceiling = users / dense_ms * 1e3, CEILING_TFLOPS * 1e12 * users / flops
         print(
             f"model: {rate:.1f} samples/s ({flops / dense_ms / 1e9:.1f} TFLOP/s), with the batch "
-            f"made on the host {users / whole_ms * 1e3:.1f}; ceiling {ceiling:.0f}; "
-            f"item table of {spec.num_items} rows"
+            f"made on the host and two in flight {users / whole_ms * 1e3:.1f}; "
+            f"ceiling {ceiling:.0f}; item table of {spec.num_items} rows"
         )
         print(f"model in fp8: {users / fp8_ms * 1e3:.1f} samples/s")
         return {

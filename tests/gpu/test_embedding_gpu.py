@@ -9,6 +9,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_embedding_parity
 
+from tokenmill.bench.embedding_rates import Workload, measure
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable
 from tokenmill.ranking.stores.store import TableSpec
@@ -39,3 +40,9 @@ def test_lookups_read_the_hosts_table_and_never_wait() -> None:
     store.update(ids, torch.full((len(ids), 512), 7.0, device="cuda", dtype=torch.float16))
     assert (store.lookup(batches[0]) == 7).all()
     store.close()
+
+
+def test_no_rate_exceeds_its_bound() -> None:
+    load = Workload(TableSpec(2**18, 512), 2**16, 1.05, 0.9, "cuda", budget_s=0.2)
+    report = measure(load)
+    assert report["tiers"]["cache_and_host"]["keys_s"] <= report["cache_and_host_ceiling_keys_s"]
