@@ -225,7 +225,7 @@ def test_chat_with_an_image(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.stdin", StringIO("say: a cat\nsay: a dog\n/reset\nsay: a cow\n"))
-    chat = ["chat", "--max-tokens", "20", "--url", f"{server.url}/v1"]
+    chat = ["chat", "--max-tokens", "20", "--url", server.url]  # without /v1, as with bench
     arguments = [*chat, "--image", str(folder / "a.png")]
     assert run(arguments) == 0
     assert capsys.readouterr().out == "a cat\na dog\na cow\n"

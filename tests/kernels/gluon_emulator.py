@@ -182,7 +182,9 @@ class Product:
 
     def finish(self) -> None:
         a, b, acc, use_acc = self.parts
-        acc = acc.value if isinstance(acc, Product) else acc  # one begun earlier
+        if isinstance(acc, Product):  # one begun earlier
+            assert acc.value is not None
+            acc = acc.value
         if a.data.dtype == torch.int8:
             product = a.data.int() @ b.data.int()
         else:

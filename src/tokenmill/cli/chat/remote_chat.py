@@ -6,6 +6,7 @@ import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,7 @@ class Server:
     def __init__(
         self, url: str, api_key: str | None, model: str | None, sampling: dict[str, Any]
     ) -> None:
-        self._url = url.rstrip("/")
+        self._url = api_root(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -66,6 +67,12 @@ class Server:
             reason = getattr(error, "reason", error)
             raise RemoteError(f"cannot reach {self._url}: {reason}") from None
         return response
+
+
+def api_root(url: str) -> str:
+    """The URL before /chat/completions: one that names a server alone means its /v1."""
+    url = url.rstrip("/")
+    return url if urllib.parse.urlsplit(url).path else f"{url}/v1"
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

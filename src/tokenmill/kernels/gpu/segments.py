@@ -186,7 +186,8 @@ def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> 
     if ON_HOPPER and aligned and hopper.is_usable() and qkv.dtype == torch.bfloat16:
         made = triton_kernels("hopper.segments")
         if made.takes(qkv.shape[1] // 3 // num_heads):
-            return made.attend(qkv, segments, num_heads)
+            found: torch.Tensor = made.attend(qkv, segments, num_heads)
+            return found
     return attend(qkv, segments, num_heads, TILE, aligned and enabled())
 
 

@@ -231,7 +231,7 @@ def segment_kernel(
 
 def takes(dim: int) -> bool:
     """Whether heads have so many channels as this kernel is made for."""
-    return LOW.value < dim <= LOW.value + HIGH.value
+    return bool(LOW.value < dim <= LOW.value + HIGH.value)
 
 
 def attend(
