@@ -61,7 +61,8 @@ def signature(arguments: ast.arguments) -> inspect.Signature:
 
 def twin_of(helper: str, module: str, name: str) -> inspect.Signature:
     """The twin that a dispatch names, or an error that says which one is missing."""
-    path = ROOT / FOLDERS[helper] / f"{module}.py"
+    folder = (ROOT / FOLDERS[helper]).joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     assert path.exists() and name in functions(path), f"{FOLDERS[helper]}/{module}.py has no {name}"
     return functions(path)[name]
 
