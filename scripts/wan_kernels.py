@@ -207,6 +207,7 @@ class Bench:
                 lambda: bidirectional.norm_rotate(x[None], gain, 1e-6, spec.num_heads, rotation),
                 2 * nbytes,
             ),
+            "fp8": (lambda: modulation.round_rows(x, FP8), 1.5 * nbytes),
             "gelu fp8": (lambda: modulation.gelu_rows(wide, FP8), 1.5 * wide.nbytes),
         }  # fmt: skip
         rates = {}

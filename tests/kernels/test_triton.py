@@ -52,7 +52,7 @@ KERNELS = {
     "triton_wan_parity": (
         "norm_modulate",
         "add_and_norm",
-        "gelu_rows",
+        "round_rows",
         "norm_rotate",
         "norm_silu",
         "hopper_attention",

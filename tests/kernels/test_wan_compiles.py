@@ -28,7 +28,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         {"ADD": True, "GATED": True, "FP8": True},
         "*fp8e4nv",
     ),
-    "gelu": (modulation.gelu_rows_kernel, INNER, {"FAST": True}, "*fp8e4nv"),
+    "gelu": (modulation.round_rows_kernel, INNER, {"GELU": True, "FAST": True}, "*fp8e4nv"),
     "rotate": (bidirectional.norm_rotate_kernel, WIDE, {"HALF": 64, "ROTATE": True}, "*bf16"),
 }
 SCHEMES = [("bf16", "bf16"), ("i8", "bf16"), ("i8", "fp8e4nv"), ("fp8e4nv", "fp8e4nv")]

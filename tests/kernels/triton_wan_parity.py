@@ -59,15 +59,18 @@ def check_add_and_norm(device: str) -> None:
             torch.testing.assert_close(found, normed, atol=1e-4, rtol=1e-4)
 
 
-def check_gelu_rows(device: str) -> None:
+def check_round_rows(device: str) -> None:
     """A GPU's tanh is within 2^-11, which is most in small results of values below zero."""
     bounds = (1e-4, 0.98) if device == "cpu" else (2e-3, 0.9)
     for m, k in SHAPES:
         x = 2 * torch.randn(m, k, device=device)
-        expected = modulation.gelu_rows(x.cpu(), FP8)
-        assert isinstance(expected, QuantizedRows)
-        found = QuantizedRows(*(part.cpu() for part in gpu_modulation.gelu_rows(x)))
-        assert_same_codes(found, expected, *bounds)
+        for gelu, reference in ((True, modulation.gelu_rows), (False, modulation.round_rows)):
+            expected = reference(x.cpu(), FP8)
+            assert isinstance(expected, QuantizedRows)
+            found = gpu_modulation.round_rows(x, gelu)
+            assert_same_codes(
+                QuantizedRows(*(part.cpu() for part in found)), expected, *bounds
+            )  # fmt: skip
 
 
 def check_norm_rotate(device: str) -> None:
@@ -197,7 +200,7 @@ def check_transformer(device: str) -> None:
 CHECKS = {
     "norm_modulate": check_norm_modulate,
     "add_and_norm": check_add_and_norm,
-    "gelu_rows": check_gelu_rows,
+    "round_rows": check_round_rows,
     "norm_rotate": check_norm_rotate,
     "norm_silu": check_norm_silu,
     "hopper_attention": check_hopper_attention,

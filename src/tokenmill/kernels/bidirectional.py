@@ -65,4 +65,4 @@ def attend_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 def takes_heads(q: torch.Tensor, kernel: str) -> bool:
     """True where the Hopper kernel takes q[b, n, heads, dim]."""
     fits = q.shape[-1] == HEAD_DIM and q.dtype == torch.bfloat16
-    return fits and use_triton(q, kernel) and bool(triton_kernels("hopper").is_here())
+    return fits and use_triton(q, kernel) and bool(triton_kernels("bidirectional").runs_here())

@@ -75,9 +75,16 @@ def add_gated(x: torch.Tensor, added: Added) -> torch.Tensor:
 def gelu_rows(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | QuantizedRows:
     """GELU of x[m, k] by its tanh formula, rounded as asked or as x is."""
     if rounding is not None and use_triton(x, "gelu_rows"):
-        return QuantizedRows(*triton_kernels("modulation").gelu_rows(x))
+        return QuantizedRows(*triton_kernels("modulation").round_rows(x, True))
     activated = gelu(x, approximate="tanh")
     return activated if rounding is None else quantize_rows(activated, rounding)
+
+
+def round_rows(x: torch.Tensor, rounding: Rounding | None) -> torch.Tensor | QuantizedRows:
+    """x[m, k] as a linear asks for it: in fp8, or as it is."""
+    if rounding is not None and use_triton(x, "round_rows"):
+        return QuantizedRows(*triton_kernels("modulation").round_rows(x, False))
+    return x if rounding is None else quantize_rows(x, rounding)
 
 
 def norm_silu(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

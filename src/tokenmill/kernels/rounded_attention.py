@@ -42,7 +42,7 @@ ROUNDINGS: dict[AttentionType, Rounding | None] = {
 
 def runs_on(device: torch.device) -> bool:
     """On CPU by the reference, whose scores are all in memory at once; of GPUs on Hopper."""
-    return device.type != "cuda" or bool(triton_kernels("hopper").is_here())
+    return device.type != "cuda" or bool(triton_kernels("bidirectional").runs_here())
 
 
 def attend_rounded(

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels import triton_kernels
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.modulation import load_row, row_parts, store_row
 from tokenmill.kernels.gpu.rows import FP8_LIMIT
@@ -100,6 +101,11 @@ def norm_rotate(
 def key_order(place):
     """The key that lies at a place among 16: a thread's weights are then four keys in a row."""
     return (place & -15) | ((place & 6) << 1) | ((place & 8) >> 2)
+
+
+def runs_here() -> bool:
+    """True on the GPUs that attention is made for."""
+    return hopper.is_here()
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

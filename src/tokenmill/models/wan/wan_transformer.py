@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, linear, silu
 from tokenmill.core.specs.wan import WanTransformerSpec
 from tokenmill.kernels.bidirectional import Rotation, attend, norm_rotate
 from tokenmill.kernels.matmul import QuantizedRows
-from tokenmill.kernels.modulation import Added, add_gated, gelu_rows, norm_modulate
+from tokenmill.kernels.modulation import Added, add_gated, gelu_rows, norm_modulate, round_rows
 from tokenmill.kernels.rounded_attention import Rounding, attend_rounded
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype, plain_type
 from tokenmill.models.family import Shape
@@ -126,7 +126,7 @@ class SelfAttention:
         rounding = self.rounding
         seen = attend_rounded(q, k, v, rounding) if rounding else attend(q, k, v)
         seen = self.split.to_tokens(seen)
-        return self.out(seen.flatten(2).flatten(0, 1))
+        return self.out(round_rows(seen.flatten(2).flatten(0, 1), self.out.rounding))
 
 
 class TextAttention:
@@ -150,7 +150,8 @@ class TextAttention:
         k, v = kv
         q = self.q(x).unflatten(0, (k.shape[0], -1))
         q = norm_rotate(q, self.norms[0], self.eps, self.num_heads, None)
-        return self.out(attend(q, k, v).flatten(2).flatten(0, 1))
+        seen = attend(q, k, v).flatten(2).flatten(0, 1)
+        return self.out(round_rows(seen, self.out.rounding))
 
 
 class FeedForward:
