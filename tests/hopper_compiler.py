@@ -1,6 +1,9 @@
 """Compiles a kernel for Hopper, without one, and checks that a program of it fits there."""
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -41,3 +44,18 @@ def product_loops(compiled: Any) -> list[str]:
     """The bodies of its loops that multiply."""
     loops = [part.split("scf.yield")[0] for part in compiled.asm["ttgir"].split("scf.for")[1:]]
     return [loop for loop in loops if "ttng.warp_group_dot " in loop]
+
+
+def stack_bytes(compiled: Any) -> int:
+    """What a thread spills, and whatever else it keeps in local memory.
+
+    From the binary: Triton's disassembly ends after 4,096 instructions.
+    """
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (found,) = re.findall(r"STACK:(\d+)", shown)
+    return int(found)

@@ -35,7 +35,7 @@ def make_inputs(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Grids of the Hopper kernel's launches."""
-    module, grids = triton_kernels("mla_hopper"), []
+    module, grids = triton_kernels("hopper.mla"), []
     launch = module.launch
 
     def counted(grid: tuple[int, int, int], *rest: Any) -> None:

@@ -32,7 +32,7 @@ def make_inputs(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of the Hopper kernel: which product, and rows of its tiles."""
-    module, seen = triton_kernels("moe_hopper"), []
+    module, seen = triton_kernels("hopper.moe"), []
     launch = module._launch
 
     def counted(x: Any, weight: Any, out: Any, tiles: Any, up: bool, share: int) -> None:

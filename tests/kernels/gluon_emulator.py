@@ -9,6 +9,7 @@ nobody completes ends the run. Layouts are not modelled: the compiler checks the
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import types
 from collections.abc import Callable
@@ -72,7 +73,9 @@ def _operator(name: str) -> Callable[[Any, Any], Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "and", "or", "lshift", "rshift", "lt", "ge", "eq"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+    setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("and", "or", "lshift", "rshift", "lt", "ge", "eq"):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("radd", "rmul", "rtruediv"):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
@@ -116,6 +119,10 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.data[i])
 
+    def _reinterpret(self, dtype: Any, shape: tuple[int, ...], layout: Any) -> Shared:
+        assert dtype == self.dtype
+        return Shared(self.data.view(*shape))
+
     def slice(self, start: int, length: int, dim: int) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
@@ -154,21 +161,22 @@ class Barriers:
 
 
 class Descriptor:
-    """A matrix of which tiles are copied; what lies past its end is zero."""
+    """A tensor of which tiles are copied; what lies past its end is zero."""
 
-    def __init__(self, matrix: torch.Tensor, block: tuple[int, int]) -> None:
+    def __init__(self, matrix: torch.Tensor, block: tuple[int, ...]) -> None:
         self.matrix, self.block, self.layout = matrix, block, None
         self.dtype = NAMES[matrix.dtype]
-        nbytes = block[0] * block[1] * matrix.element_size()
-        self.block_type = types.SimpleNamespace(nbytes=nbytes)
+        nbytes = math.prod(block) * matrix.element_size()
+        self.block_type = types.SimpleNamespace(nbytes=nbytes, shape=block)
 
     def copy(self, place: list[int], barrier: Barrier, target: Shared) -> None:
-        row, column = place
-        rows, columns = self.block
-        before = max(0, -row)  # rows before the first are zero, too
-        piece = self.matrix[row + before : row + rows, column : column + columns]
+        assert tuple(target.data.shape) == tuple(self.block)
+        before = [max(0, -first) for first in place]  # what lies before the first row is zero, too
+        within = zip(place, before, self.block, strict=True)
+        piece = self.matrix[tuple(slice(f + skip, f + size) for f, skip, size in within)]
         target.data.zero_()
-        target.data[before : before + piece.shape[0], : piece.shape[1]] = piece
+        inside = zip(before, piece.shape, strict=True)
+        target.data[tuple(slice(skip, skip + size) for skip, size in inside)] = piece
         barrier.update(num_bytes=-self.block_type.nbytes)
 
 
@@ -215,6 +223,7 @@ def _wait(pendings: int, deps: tuple[Any, ...]) -> Any:
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     if isinstance(pointer.offset, int):
+        assert 0 <= pointer.offset < len(pointer.storage), "a load past the end"
         found = pointer.storage[pointer.offset]
         return Tensor(found) if found.is_floating_point() else Scalar(int(found))
     if mask is None:
@@ -256,7 +265,13 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         raise faults[0]
 
 
-def _language(program: tuple[int, ...]) -> types.SimpleNamespace:
+def _largest(x: Any, y: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Tensor(torch.maximum(x.data, y.data))
+    return Scalar(max(x, y))
+
+
+def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNamespace:
     def filled(shape: list[int], value: Any, dtype: Any, layout: Any = None) -> Tensor:
         return Tensor(torch.full(shape, _raw(value), dtype=DTYPES[dtype]))
 
@@ -269,12 +284,13 @@ def _language(program: tuple[int, ...]) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         **plain, float8e4nv=gl.float8e4nv, constexpr=gl.constexpr, static_range=range,
         SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
-        program_id=lambda axis: Scalar(program[axis]), cdiv=lambda a, b: Scalar(-(-a // b)),
+        NVMMADistributedLayout=lambda *_: None, program_id=lambda axis: Scalar(program[axis]),
+        num_programs=lambda axis: Scalar(grid[axis]), cdiv=lambda a, b: Scalar(-(-a // b)),
         arange=lambda start, end, layout=None: Tensor(torch.arange(start, end)),
         zeros=lambda shape, dtype, layout=None: filled(shape, 0, dtype), full=filled,
         zeros_like=lambda x: Tensor(torch.zeros_like(x.data)),
         where=lambda seen, x, y: Tensor(torch.where(seen.data, _raw(x), _raw(y))),
-        maximum=lambda x, y: Tensor(torch.maximum(x.data, y.data)),
+        maximum=_largest, minimum=lambda x, y: Scalar(min(x, y)),
         max=lambda x, axis: Tensor(x.data.amax(axis)), sum=lambda x, axis: Tensor(x.data.sum(axis)),
         convert_layout=lambda x, layout, assert_trivial=False: x, load=_load, store=_store,
         inline_asm_elementwise=_asm, allocate_shared_memory=allocate, warp_specialize=_specialize,
@@ -309,7 +325,8 @@ def run(
             if isinstance(value, JITFunction | InterpretedFunction):
                 space = value.fn.__globals__ | space
         space |= {
-            "gl": _language(program), "mbarrier": _MBARRIER, "tma": _TMA, "wait": lambda *_: None,
+            "gl": _language(program, grid), "mbarrier": _MBARRIER, "tma": _TMA,
+            "wait": lambda *_: None,
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": lambda n, deps: _wait(n, deps),
             "fence_async_shared": lambda: None,
         }  # fmt: skip

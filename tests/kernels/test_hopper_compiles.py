@@ -7,15 +7,18 @@ import re
 import pytest
 from triton.compiler import ASTSource
 
-from hopper_compiler import compiled_for_hopper, product_loops
-from tokenmill.kernels.gpu import mla_hopper, moe_hopper, mxfp4
+from hopper_compiler import compiled_for_hopper, product_loops, stack_bytes
+from tokenmill.kernels.gpu import mxfp4
+from tokenmill.kernels.gpu.hopper import mla as mla_hopper
+from tokenmill.kernels.gpu.hopper import moe as moe_hopper
+from tokenmill.kernels.gpu.hopper import prefill
 
 
-def tiles(rows: int, columns: int) -> str:
+def tiles(*shape: int) -> str:
     """The type of a tensor whose tiles are copied whole."""
-    layout = "swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
+    layout = f"swizzle_byte_width=128, element_bitwidth=16, rank={len(shape)}, transposed=False, "
     layout += "fp4_padded=False, cga_layout=[]"
-    return f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout({layout})>"
+    return f"tensordesc<bf16{list(shape)},NVMMASharedLayout({layout})>"
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -70,3 +73,35 @@ def test_weights_in_mxfp4_stay_in_registers(rows: int, few_or_many: int, up: boo
     loops = product_loops(compiled)
     assert len(loops) == 1 + shape.levels
     assert not any(word in loop for loop in loops for word in ("local_store", "local_alloc"))
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "block_size", "sliding", "sinks"),
+    [
+        (128, 4, 64, False, False),
+        (128, 1, 16, False, False),
+        (128, 2, 256, True, False),
+        (64, 8, 64, True, True),
+    ],
+)
+def test_attention_of_prompts_compiles_and_fits(
+    dim: int, group: int, block_size: int, sliding: bool, sinks: bool
+) -> None:
+    """Weights stay in registers, and nothing is spilled."""
+    page = min(block_size, prefill.KEYS.value)
+    types = {"q": tiles(128 // group, group, dim), "out": "*bf16", "sinks": "*fp32"}
+    types |= dict.fromkeys(("k_cache", "v_cache"), tiles(page, dim))
+    types |= dict.fromkeys(("table_stride", "out_stride", "last", "window"), "i32")
+    constants = {
+        "DIM": dim, "KV_HEADS": 8, "GROUP": group, "BLOCK": block_size, "SLIDING": sliding,
+        "SINKS": sinks, "STAGES": prefill.STAGES, "EARLY": True,
+    }  # fmt: skip
+    compiled = compiled_for_hopper(prefill.prefill_kernel, types, constants, ("out_stride",))
+    ptx = compiled.asm["ptx"]
+    products = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    loops = 1 if sliding else 2  # a window's tiles are all masked
+    # Of each group the last product and that of each loop have their left operand in registers.
+    assert sum(product.count("{") == 2 for product in products) == 2 * (loops + 1) * 8
+    copies = len(re.findall(r"cp\.async\.bulk\.tensor\.2d", ptx))
+    assert copies and copies % ((128 // page) * (dim // 64)) == 0
+    assert stack_bytes(compiled) == 0 and "st.shared.v4" not in ptx

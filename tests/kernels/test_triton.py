@@ -58,6 +58,7 @@ KERNELS = {
         "hopper_attention",
         "transformer",
     ),
+    "triton_prefill_parity": ("prompts", "drawn_prompts", "neighbours"),
     "triton_embedding_parity": ("lookup", "write", "constants"),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }

@@ -148,7 +148,8 @@ class InputBuilder:
             [row for i in ready for row in range(starts[i + 1] - beyond[i] - 1, starts[i + 1])],
             np.int64,
         )
-        plans = plan_tiles(lens, self.group, self.kv_heads, self.device.type == "cuda")
+        on_gpu = self.device.type == "cuda"
+        plans = plan_tiles(lens, self.group, self.kv_heads, on_gpu, contexts)
         tiles = [array for plan in plans for array in (plan.seqs, plan.starts)]
         sent = self.staging.send(
             [

@@ -7,7 +7,7 @@ v_cache is [blocks, kv_heads, block_size, head_dim], and on a GPU k_cache too. O
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ SHORT = 9  # most queries of a sequence that splits its keys: a token and its dr
 NARROW_ROWS = 16  # of the narrowest tile on a GPU, whatever it needs
 GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles split their keys
 MAX_SPLITS = 32
+# Which kernel a Hopper GPU runs for prompts: the plain one, or that for Hopper where it can run.
+PREFILL: Literal["triton", "hopper"] = "triton"
 
 
 class TilePlan(NamedTuple):
@@ -71,8 +73,14 @@ class AttentionBatch:
     sliding: tuple[AttentionBatch, ...] = ()
 
 
-def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) -> list[TilePlan]:
-    """Cut each sequence's queries into tiles.
+def plan_tiles(
+    query_lens: np.ndarray,
+    group: int,
+    kv_heads: int,
+    on_gpu: bool,
+    contexts: np.ndarray | None = None,
+) -> list[TilePlan]:
+    """Cut each sequence's queries into tiles; contexts: keys before them, none unless given.
 
     On a GPU single queries, which come first, and after them the few of a token and its drafts get
     narrow tiles that split their keys; unless a result may not depend on the batch: then all tiles
@@ -90,7 +98,8 @@ def plan_tiles(query_lens: np.ndarray, group: int, kv_heads: int, on_gpu: bool) 
     plans = [_narrow(query_lens, *each, kv_heads) for each in bounds if each[0] < each[1]]
     if num_short < len(query_lens):
         wide = _cut(query_lens[num_short:], num_short, tokens)
-        order = np.argsort(-wide.starts, kind="stable")  # the longest tiles start first
+        before = wide.starts if contexts is None else wide.starts + contexts[wide.seqs]
+        order = np.argsort(-before, kind="stable")  # the longest tiles start first
         plans.append(wide._replace(seqs=wide.seqs[order], starts=wide.starts[order]))
     return plans
 

@@ -32,6 +32,7 @@ PARTS = ("attention", "experts", "linear", "other")
 _KERNELS = {
     "latent_kernel": "attention",
     "_attention_kernel": "attention",
+    "prefill_kernel": "attention",
     "_join_kernel": "attention",
     "grouped_kernel": "experts",
     "_skinny_kernel": "linear",

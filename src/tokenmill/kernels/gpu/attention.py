@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels import MODE
-from tokenmill.kernels.attention import spread_width
+from tokenmill.kernels import MODE, attention, triton_kernels
+from tokenmill.kernels.attention import GPU_TILE_ROWS, spread_width
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NARROW_WINDOW = 256  # keys
+HOPPER_DIMS = (64, 128)  # of the heads that kernels/gpu/hopper/prefill.py takes
+HOPPER_ITEMS = 32  # tiles times KV heads, at least; fewer leave most of a GPU idle either way
 
 
 # Arguments that change from step to step are not specialised: each new kind would be compiled.
@@ -321,6 +324,11 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
+    if suits_hopper(q, v_cache, tiles, num_heads):
+        triton_kernels("hopper.prefill").launch(
+            q, out, k_cache, v_cache, tiles, batch, num_heads, window, sinks
+        )
+        return
     _, kv_heads, block_size, dim = v_cache.shape
     group = num_heads // kv_heads
     rows = max(16, triton.next_power_of_2(tiles.tokens * group))
@@ -349,6 +357,25 @@ def paged_attention(
             partial, stats, out, out.stride(0), q.shape[0], num_heads, tiles.rows.start, DIM=dim,
             SPLITS=splits, num_warps=1, **launch_options(),
         )  # fmt: skip
+
+
+def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_heads: int) -> bool:
+    """Whether kernels/gpu/hopper/prefill.py takes these tiles, which the plain kernel does too.
+
+    Prompts of some size in bfloat16, whose tiles are full: query heads by KV head divide a tile.
+    A cache in fp8, other heads and batch-invariant mode stay with the plain kernel.
+    """
+    if attention.PREFILL != "hopper" or not hopper.is_usable():
+        return False
+    kv_heads, dim = v_cache.shape[1], v_cache.shape[3]
+    return (
+        q.dtype == v_cache.dtype == torch.bfloat16
+        and dim in HOPPER_DIMS
+        and not tiles.rows  # narrow tiles share keys
+        and tiles.tokens * num_heads == GPU_TILE_ROWS * kv_heads
+        and tiles.seqs.shape[0] * kv_heads >= HOPPER_ITEMS
+        and q.stride(0) % 8 == 0  # rows are copied 16 bytes at a time
+    )
 
 
 def window_splits(splits: int, window: int) -> int:

@@ -3,7 +3,7 @@
 A program takes up to 64 rows (tokens times heads) of a tile and walks over the latents, which it
 reads once as keys and as values. Where few sequences do not fill the chip, the keys of a tile are
 split over several programs, and the join of kernels/gpu/attention.py adds up their parts. On Hopper
-kernels/gpu/mla_hopper.py takes whole tiles of 64 rows of bfloat16.
+kernels/gpu/hopper/mla.py takes whole tiles of 64 rows of bfloat16.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def latent_attention(
         tiles.tokens, scale,
     )  # fmt: skip
     if _suits_hopper(q_latent, q, rope_cache, latent_cache, tiles):
-        triton_kernels("mla_hopper").launch(
+        triton_kernels("hopper.mla").launch(
             (parts, count, splits), q_latent, q, rope_cache, latent_cache, common
         )
     else:
@@ -242,7 +242,7 @@ def _suits_hopper(
     latent_cache: torch.Tensor,
     tiles: QueryTiles,
 ) -> bool:
-    """Whole tiles of 64 rows of the shape that kernels/gpu/mla_hopper.py is made for."""
+    """Whole tiles of 64 rows of the shape that kernels/gpu/hopper/mla.py is made for."""
     if not hopper.is_usable():
         return False
     block_size, latent = latent_cache.shape[2:]

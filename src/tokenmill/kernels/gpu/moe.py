@@ -3,7 +3,7 @@
 The number of tiles is known to the device alone; as many programs run as there can be at most, and
 those beyond the last tile end at once. So a CUDA graph holds all of it.
 
-On Hopper kernels/gpu/moe_hopper.py takes the products of bfloat16; those of MXFP4 are in
+On Hopper kernels/gpu/hopper/moe.py takes the products of bfloat16; those of MXFP4 are in
 kernels/gpu/mxfp4.py.
 """
 
@@ -354,7 +354,7 @@ def apply_experts(
         )
         return results
     if activation == "silu" and _suits_hopper(x, gate_up, down):
-        grouped = triton_kernels("moe_hopper")
+        grouped = triton_kernels("hopper.moe")
         tiles = sort_by_expert(ids, num_experts, grouped.tile_rows(count, num_experts))
         results = grouped.down_product(
             grouped.gate_up_product(x, gate_up, tiles, share=top_k), down, tiles, count
@@ -369,10 +369,10 @@ def apply_experts(
 
 
 def _suits_hopper(x: torch.Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
-    """bfloat16 without biases and matrices of whole tiles of kernels/gpu/moe_hopper.py."""
+    """bfloat16 without biases and matrices of whole tiles of kernels/gpu/hopper/moe.py."""
     if not hopper.is_usable() or x.dtype != torch.bfloat16 or gate_up.bias is not None:
         return False
-    suits = triton_kernels("moe_hopper").suits
+    suits = triton_kernels("hopper.moe").suits
     return all(w.data is not None and w.data.dtype == x.dtype and suits(w) for w in (gate_up, down))
 
 

@@ -1,0 +1,125 @@
+"""Attention of prompts on Hopper: against the reference, in a graph, and where it must not run."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+import triton_prefill_parity as parity
+
+from tokenmill.kernels import MODE, attention, triton_kernels
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
+from tokenmill.kernels.gpu import hopper
+
+pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[QueryTiles]:
+    """Tiles that the Hopper kernel took."""
+    module, seen = triton_kernels("hopper.prefill"), []
+    launch = module.launch
+
+    def counted(*rest: Any) -> None:
+        seen.append(rest[4])
+        launch(*rest)
+
+    monkeypatch.setattr(module, "launch", counted)
+    monkeypatch.setattr(attention, "PREFILL", "hopper")
+    return seen
+
+
+def inputs(
+    lens: list[int], contexts: list[int], heads: tuple[int, int] = (32, 8), dim: int = 128
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, int]:
+    """Arguments of paged_attention; blocks of 64 in any order."""
+    torch.manual_seed(0)
+    width = max(-(-(n + c) // 64) for n, c in zip(lens, contexts, strict=True))
+    plans = plan_tiles(np.array(lens), heads[0] // heads[1], heads[1], True, np.array(contexts))
+    shape = (len(lens) * width, heads[1], 64, dim)
+    k_cache, v_cache = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
+    qkv = torch.randn(sum(lens), (heads[0] + 2 * heads[1]) * dim, device="cuda") * dim**-0.5
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32, device="cuda")
+    nothing = torch.zeros(1, dtype=torch.int32, device="cuda")
+    batch = AttentionBatch(
+        nothing, nothing, starts, torch.tensor(contexts, dtype=torch.int32, device="cuda"),
+        torch.randperm(shape[0], device="cuda").int().view(len(lens), width),
+        torch.arange(len(lens), dtype=torch.int32, device="cuda"),
+        tuple(QueryTiles.of(plan, "cuda") for plan in plans),
+    )  # fmt: skip
+    return qkv.bfloat16()[:, : heads[0] * dim], k_cache, v_cache, batch, heads[0]
+
+
+@pytest.mark.parametrize("check", parity.CHECKS)
+def test_small_sizes_follow_the_reference(check: str) -> None:
+    torch.manual_seed(0)
+    parity.CHECKS[check]("cuda")
+
+
+@pytest.mark.parametrize(
+    ("lens", "contexts", "heads", "dim"),
+    [
+        ([4000], [0], (32, 8), 128),
+        ([1, 1, 700, 1300, 10], [900, 64, 0, 3000, 128], (32, 8), 128),  # a mixed step
+        ([2049], [5], (16, 8), 128),
+        ([1000, 513], [0, 77], (64, 8), 64),
+        ([600, 500], [0, 100], (8, 8), 128),
+    ],
+)
+def test_large_sizes_follow_the_reference_in_a_graph(
+    lens: list[int],
+    contexts: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    launches: list[QueryTiles],
+) -> None:
+    own = inputs(lens, contexts, heads, dim)
+    found = attention.paged_attention(*own)
+    q, k_cache, v_cache, batch, _ = own
+    expected = attention.paged_attention_reference(
+        q.float(), k_cache.float(), v_cache.float(), batch, heads[0]
+    )
+    assert len(launches) == 1
+    assert parity.error(found, expected) < parity.LIMIT
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = attention.paged_attention(*own)
+    graph.replay()
+    assert torch.equal(found, again)
+
+
+def test_windows_and_sinks_follow_the_plain_kernel(
+    launches: list[QueryTiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = inputs([900, 300], [0, 2000], (64, 8), 64)
+    sinks = torch.randn(64, device="cuda")
+    found = attention.paged_attention(*own, window=128, sinks=sinks)
+    monkeypatch.setattr(attention, "PREFILL", "triton")
+    expected = attention.paged_attention(*own, window=128, sinks=sinks)
+    assert len(launches) == 1
+    assert parity.error(found, expected.float()) < 2 * parity.LIMIT
+
+
+def test_others_take_the_plain_kernel(
+    launches: list[QueryTiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention.paged_attention(*inputs([1] * 40, [300] * 40))  # answers
+    attention.paged_attention(*inputs([20], [0]))  # too few
+    attention.paged_attention(*inputs([900], [0], (28, 4)))  # seven heads share a KV head
+    attention.paged_attention(*inputs([900], [0], (8, 8), 32))
+    own = inputs([900], [0])
+    halves: list[Any] = [x.half() if isinstance(x, torch.Tensor) else x for x in own]
+    attention.paged_attention(*halves)
+    q, k_cache, v_cache, batch, heads = own
+    fp8 = torch.float8_e4m3fn
+    attention.paged_attention(q, k_cache.to(fp8), v_cache.to(fp8), batch, heads)
+    switches = ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False))
+    for switch in (*switches, (attention, "PREFILL", "triton")):
+        with monkeypatch.context() as patch:
+            patch.setattr(*switch)
+            attention.paged_attention(*own)
+    assert not launches
