@@ -124,7 +124,7 @@ def seconds(work: Work, repeats: int = 5) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
-    return min(times) / repeats / 1e3
+    return float(min(times)) / repeats / 1e3
 
 
 def measure(name: str, prompts: Prompts, kernels: tuple[str, ...]) -> dict[str, float]:
