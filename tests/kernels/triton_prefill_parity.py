@@ -58,9 +58,10 @@ def make_inputs(case: Case, device: str) -> Inputs:
     k_cache = torch.randn(shape) + 2 * torch.randn(case.dim)
     rows = torch.randn(sum(case.query_lens), (heads + 2 * kv_heads) * case.dim)
     rows = (rows * case.dim**-0.5).to(device, torch.bfloat16)
-    caches = [c.to(device, torch.bfloat16) for c in (k_cache, torch.randn(shape))]
+    keys, values = (c.to(device, torch.bfloat16) for c in (k_cache, torch.randn(shape)))
     sinks = 3 * torch.randn(heads, device=device) if case.sinks else None
-    return Inputs(rows[:, : heads * case.dim], *caches, replace(batch, tiles=(tiles,)), sinks)
+    batch = replace(batch, tiles=(tiles,))
+    return Inputs(rows[:, : heads * case.dim], keys, values, batch, sinks)
 
 
 def tiles_of(case: Case, batch: AttentionBatch) -> tuple[QueryTiles, ...]:
