@@ -17,6 +17,7 @@ from tokenmill.kernels import hstu
 from tokenmill.kernels.gpu import hstu as gpu
 from tokenmill.models.hstu import HstuModel
 from tokenmill.ranking.batch import make_batch
+from tokenmill.ranking.engine import RankingEngine
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.stores.table import DeviceTable
 
@@ -128,3 +129,25 @@ def test_the_host_never_waits_before_it_has_to() -> None:
         torch.cuda.set_sync_debug_mode("default")
     np.testing.assert_array_equal(scores.wait(), np.concatenate(expected))
     assert not torch.cuda.current_stream().query()
+
+
+def test_no_kernel_is_compiled_once_the_engine_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are multiples of 16 now and then, and so are the places of a batch's columns."""
+    from triton import knobs
+
+    engine, compiled = RankingEngine(on_gpu(tiny_model(WIDE))), list[str]()
+    engine.warm_up()
+
+    def note(**about: object) -> bool:
+        compiled.append(str(about.get("repr")))
+        return False
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    for history, candidates in ((1, 1), (15, 16), (240, 15), (239, 16), (1007, 512), (97, 3)):
+        for name, count in (("a", 1), ("b", 2), ("c", 5)):
+            for index in range(count):
+                request = tiny_request(history, candidates, WIDE)
+                engine.submit(replace(request, request_id=f"{name}{index}"))
+            while engine.has_work():
+                assert all(output.finish == "done" for output in engine.step())
+    assert compiled == []

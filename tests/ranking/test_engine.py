@@ -14,9 +14,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.core.specs.hstu import HstuSpec
-from tokenmill.core.types import InvalidRequestError
+from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.models.hstu import RankBatch
-from tokenmill.ranking.engine import RankingEngine
+from tokenmill.ranking.batch import to_device
+from tokenmill.ranking.engine import RankingEngine, RankStats, largest_batch
 from tokenmill.ranking.policy import BatchLimits, RankQueue
 from tokenmill.ranking.requests import RankOutput, RankRequest
 from tokenmill.ranking.stores.store import EmbeddingError
@@ -194,3 +195,34 @@ def test_the_limit_holds_in_simulation_and_batches_carry_the_load() -> None:
     assert np.percentile(batched, 99) < 80
     single = simulate(BatchLimits(max_batch_requests=1), 1000, 3000)
     assert np.percentile(single, 99) > 1000
+
+
+def test_a_warm_engine_knows_its_rate_and_has_counted_nothing() -> None:
+    """The step that compiled does not count: after it alone all batches would be of one request."""
+    limits = BatchLimits(max_batch_tokens=400)
+    requests = largest_batch(TINY, limits)
+    sizes = {request.num_tokens for request in requests}
+    assert len(requests) == 4 and max(sizes) * 4 <= 400 and max(sizes) >= TINY.max_seq_len - 1
+    times = iter([0, 10**12, *range(10**12, 10**12 + 1000)])  # the first step took 1,000 s
+    engine = RankingEngine(tiny_model(), limits, clock=lambda: next(times))
+    engine.warm_up()
+    assert 0 < engine.queue.meter.ns_per_flop < 1e-3
+    assert engine.stats() == RankStats() and not engine.has_work()
+
+
+def test_a_batch_that_does_not_fit_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: RankBatch) -> None:
+        raise torch.OutOfMemoryError("2 GiB are missing")
+
+    engine = RankingEngine(tiny_model(), BatchLimits(max_batch_tokens=400))
+    monkeypatch.setattr(engine.model, "launch", fail)
+    with pytest.raises(ModelLoadError, match=r"400 tokens .* 2 GiB .* --max-batch-tokens"):
+        engine.warm_up()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [3, 0, 5, 1]])
+def test_columns_of_a_batch_are_aligned(sizes: list[int]) -> None:
+    columns = [[np.arange(size), np.arange(size // 2)] for size in sizes]
+    for column, sent in zip(columns, to_device(columns, "cpu"), strict=True):
+        assert sent.tolist() == np.concatenate(column).tolist()
+        assert sent.data_ptr() % 16 == 0 or not len(sent)

@@ -101,7 +101,10 @@ def _load(settings: Settings) -> RankJobs:
         max_queue_requests=settings.get("max-queue"),
         latency_ms=settings.get("latency-limit"),
     )
-    return RankJobs(RankingEngine(model, limits))
+    engine = RankingEngine(model, limits)
+    if engine.on_gpu:
+        engine.warm_up()
+    return RankJobs(engine)
 
 
 def facts_of(jobs: RankJobs) -> dict[str, Any]:

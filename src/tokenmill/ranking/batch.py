@@ -17,6 +17,8 @@ from tokenmill.kernels.hstu import Jagged, batch_tiles
 from tokenmill.models.hstu import RankBatch, time_buckets
 from tokenmill.ranking.requests import Ids, RankRequest
 
+_NOTHING = np.zeros(1, np.int64)
+
 
 def make_batch(
     requests: Sequence[RankRequest], spec: HstuSpec, device: torch.device | str = "cpu"
@@ -120,14 +122,19 @@ class _Rows:
 
 
 def to_device(columns: Sequence[list[Ids]], device: torch.device | str) -> list[torch.Tensor]:
-    """int64 columns, each of some parts, by one copy that waits for nothing on the device."""
+    """int64 columns, each of some parts, by one copy that waits for nothing on the device.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for a pointer that is not.
+    """
     sizes = [sum(map(len, parts)) for parts in columns]
+    filled = [[*parts, _NOTHING[: size % 2]] for parts, size in zip(columns, sizes, strict=True)]
     on_gpu = torch.device(device).type == "cuda"
-    buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=on_gpu)
-    np.concatenate([part for parts in columns for part in parts], out=buffer.numpy())
+    places = [size + size % 2 for size in sizes]
+    buffer = torch.empty(sum(places), dtype=torch.int64, pin_memory=on_gpu)
+    np.concatenate([part for parts in filled for part in parts], out=buffer.numpy())
     if on_gpu:
         buffer = _copied(buffer, torch.device(device))
-    return list(buffer.split(sizes))
+    return [part[:size] for part, size in zip(buffer.split(places), sizes, strict=True)]
 
 
 @cache

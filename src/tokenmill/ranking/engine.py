@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tokenmill.core.types import InvalidRequestError, TokenmillError
+from tokenmill.core.specs.hstu import HstuSpec
+from tokenmill.core.types import InvalidRequestError, ModelLoadError, TokenmillError
 from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.model import RankingModel, Scores
-from tokenmill.ranking.policy import BatchLimits, RankQueue, Waiting
+from tokenmill.ranking.policy import BatchLimits, RankQueue, StepMeter, Waiting
 from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, check_request
 
 # What fails one batch only. After anything else the engine is not to be trusted: an error of CUDA
 # comes back with every later call, so it is raised and ends the process.
 _OF_THE_BATCH = (torch.OutOfMemoryError, MemoryError, TokenmillError)
+_WARM_UPS = 3
 
 
 @dataclass(slots=True)
@@ -59,11 +61,24 @@ class RankingEngine:
     ) -> None:
         self.model, self.clock = model, clock
         self.queue = RankQueue(model.spec, limits or BatchLimits())
-        on_gpu = model.dense.device.type == "cuda"
-        self._overlapped = on_gpu if overlapped is None else overlapped
+        self.on_gpu = model.dense.device.type == "cuda"
+        self._overlapped = self.on_gpu if overlapped is None else overlapped
         self._in_flight: _Launched | None = None
         self._collected_ns = 0
         self._answers: list[RankOutput] = []  # of requests that ended outside a step
+        self._stats = RankStats()
+
+    def warm_up(self) -> None:
+        """Run the largest batch until its kernels are compiled, its memory is taken and its rate
+        is known: a step that compiles has none. An error says that it does not fit.
+        """
+        requests = largest_batch(self.model.spec, self.queue.limits)
+        for count in (1, *[len(requests)] * _WARM_UPS):
+            self.queue.meter = StepMeter()
+            for request in requests[:count]:
+                self.submit(request)
+            while self.has_work():
+                _check_warm(self.step(), self.queue.limits)
         self._stats = RankStats()
 
     def submit(self, request: RankRequest) -> None:
@@ -151,6 +166,28 @@ class RankingEngine:
         self._stats.run_ns += run_ns
         self._stats.num_candidates += sum(request.num_candidates for request in requests)
         self._stats.num_tokens += sum(request.num_tokens for request in requests)
+
+
+def largest_batch(spec: HstuSpec, limits: BatchLimits) -> list[RankRequest]:
+    """As many of the longest requests as one batch takes; all of item 0 and user 0."""
+    candidates = max(1, min(spec.max_candidates, limits.max_batch_tokens // 2))
+    history = max(1, min(spec.max_seq_len, limits.max_batch_tokens) - candidates - 1)
+    count = max(1, limits.max_batch_tokens // (history + candidates + 1))
+    items, others = np.zeros(history, np.int64), np.zeros(candidates, np.int64)
+    return [
+        RankRequest(f"warm-up-{index}", 0, items, items, items, others, others)
+        for index in range(min(count, limits.max_batch_requests, limits.max_queue_requests))
+    ]
+
+
+def _check_warm(outputs: list[RankOutput], limits: BatchLimits) -> None:
+    for output in outputs:
+        if output.finish is not RankFinish.DONE:
+            most = limits.max_batch_tokens
+            raise ModelLoadError(
+                f"a batch of {most} tokens cannot run: {output.message}; try a smaller "
+                "--max-batch-tokens"
+            )
 
 
 def _failed(waiting: list[Waiting], fault: Exception) -> list[RankOutput]:

@@ -56,7 +56,7 @@ def test_a_warm_up_that_fails_ends_the_run(
     monkeypatch.setattr(RankingModel, "launch", no_kernel)
     values = {"benchmark": "dlrm-v3", "model": str(folder / "model"), "device": "cpu"}
     values |= {"submission-dir": str(tmp_path), "dataset": str(folder / "requests.jsonl")}
-    with pytest.raises(BenchError, match=r"warm-up-0-0 was not answered: .*no tile fits"):
+    with pytest.raises(BenchError, match=r"warm-up was not answered: .*no tile fits"):
         ranking_test.child_report(Settings(values), runs.Run(DLRM_V3, "Offline", 1.0, 8))
 
 

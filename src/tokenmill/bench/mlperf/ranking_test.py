@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 2**31
 NO_HURRY_MS = 3.6e6  # Offline: batches are as large as their tokens allow
-WARM_UP = 3
 _NO_AUDIT = "its audit, TEST08, needs the queries of MLCommons' dataset in the order of their time"
 _NO_FOLDER = "a submission needs TEST08, which is not there"
 NOT_HERE = {  # settings, and why they are refused
@@ -122,7 +121,7 @@ def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     model, notices = _model(settings)
     samples = _samples(settings, run, model.spec, accuracy)
     folder = Path(settings.get("submission-dir"))
-    sut = RankingUnderTest(_engine(settings, run, model, samples), samples)
+    sut = RankingUnderTest(_engine(settings, run, model, samples[0]), samples)
     bench.execute(sut, len(samples), run, folder, accuracy)
     facts = _facts(settings, run, samples, notices)
     facts["dtype"] = model.dense.type_name
@@ -259,9 +258,9 @@ def read_samples(path: Path, spec: HstuSpec) -> list[RankSample]:
 
 
 def _engine(
-    settings: Settings, run: bench.Run, model: RankingModel, samples: Sequence[RankSample]
+    settings: Settings, run: bench.Run, model: RankingModel, sample: RankSample
 ) -> RankingEngine:
-    """An engine that has run a few batches: kernels are compiled, and steps have a known rate."""
+    """An engine that has answered a sample: what cannot run fails before LoadGen begins."""
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.policy import BatchLimits
 
@@ -272,11 +271,11 @@ def _engine(
         latency_ms=float(limit or NO_HURRY_MS),
     )
     engine = RankingEngine(model, limits)
-    for turn in range(WARM_UP):
-        for index, sample in enumerate(samples[: 2**turn]):
-            engine.submit(replace(sample.request, request_id=f"warm-up-{turn}-{index}"))
-        while engine.has_work():
-            check_done(engine.step())
+    if engine.on_gpu:
+        engine.warm_up()
+    engine.submit(replace(sample.request, request_id="warm-up"))
+    while engine.has_work():
+        check_done(engine.step())
     return engine
 
 
