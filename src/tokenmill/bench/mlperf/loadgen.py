@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -31,6 +32,7 @@ ACCURACY = "mlperf_log_accuracy.json"
 MARK = ":::MLLOG "
 Text = Callable[[list[int]], str]
 SWITCH_INTERVAL_S = 0.0005  # LoadGen's threads need the interpreter to issue a query
+SUBMITTED_PER_STEP = 256
 ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -114,6 +116,7 @@ class SteppedSystem(ABC):
         self._stepped = engine
         self._library = load_library()
         self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
+        self._arrived: deque[tuple[int, int]] = deque()
         self._num_issued = 0
         self.times: list[RequestTimes] = []
 
@@ -131,14 +134,18 @@ class SteppedSystem(ABC):
             self._report(self._stepped.step())
 
     def _take(self) -> bool:
-        """Submit what has arrived; an idle engine waits for it. False at the end."""
-        while not (self._arrivals.empty() and self._stepped.has_work()):
+        """Submit what has arrived; an idle engine waits for it. False at the end.
+
+        All samples of Offline arrive at once: the engine begins with the first of them.
+        """
+        while not (self._arrivals.empty() and (self._arrived or self._stepped.has_work())):
             queries = self._arrivals.get()
             if queries is None:
                 return False
-            for query_id, index in queries:
-                self._submit(f"query-{self._num_issued}", query_id, index)
-                self._num_issued += 1
+            self._arrived.extend(queries)
+        for _ in range(min(len(self._arrived), SUBMITTED_PER_STEP)):
+            self._submit(f"query-{self._num_issued}", *self._arrived.popleft())
+            self._num_issued += 1
         return True
 
     @abstractmethod
