@@ -250,6 +250,28 @@ def test_routers_hear_of_own_blocks_only(tmp_path: Path) -> None:
     assert (name(0), False) not in one.changes and (name(1), False) in one.changes
 
 
+@pytest.mark.parametrize(("owner", "step"), [(DiskTier, "_finish"), (os.path, "exists")])
+def test_routers_hear_last_that_a_block_has_gone(
+    owner: Any, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer removes a block as soon as it has its name, or was found."""
+    tier, whole = DiskTier(str(tmp_path), 5000, ROOT), getattr(owner, step)
+    if step == "exists":
+        assert DiskTier(str(tmp_path), 5000, ROOT).write(name(1), page(1))
+
+    def overtaken(*args: Any) -> Any:
+        monkeypatch.undo()
+        found = whole(*args)
+        for number in range(2, 10):
+            assert tier.write(name(number), page(number))
+        return found
+
+    monkeypatch.setattr(owner, step, overtaken)
+    tier.write(name(1), page(1))
+    told = {told for told, here in dict(tier.changes).items() if here}
+    assert told == set(tier.names()) == {bytes.fromhex(path.name) for path in files(tmp_path)}
+
+
 def test_names() -> None:
     assert hash_of(name(7)) == 7 == hash_of(name(7) + WINDOW)
     assert is_full(name(7)) and not is_full(name(7) + WINDOW)

@@ -97,10 +97,7 @@ class DiskTier:
         """Whether a block is here, as far as is known; another worker may have written it."""
         if name in self._known:
             return True
-        if name not in self._lost and os.path.exists(self._path(name)):
-            self._note(name, here=True)
-            return True
-        return False
+        return name not in self._lost and self._found(name)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -121,13 +118,23 @@ class DiskTier:
             self._known.discard(name)
         self.changes.append((name, here))
 
+    def _found(self, name: bytes) -> bool:
+        """Whether a block has a file, which is noted; the last note of a removed one says so."""
+        path = self._path(name)
+        if not os.path.exists(path):
+            return False
+        self._note(name, here=True)
+        if os.path.exists(path):
+            return True
+        self._note(name, here=False)  # a writer removed it, and noted that first
+        return False
+
     # What other threads do.
 
     def write(self, name: bytes, pages: list[Bytes]) -> bool:
         """Write a block; False if there is no room."""
         path = self._path(name)
-        if os.path.exists(path):
-            self._note(name, here=True)
+        if self._found(name):
             return True
         if time.monotonic() < self._full_until:
             return False
@@ -140,13 +147,12 @@ class DiskTier:
                 file.write(_HEADER.pack(_MAGIC, num_bytes, _checksum(name, pages)))
                 for page in pages:
                     file.write(page.data)
-            self._finish(temporary, path)
+            self._finish(temporary, path, name)
         except OSError as error:
             self._remove(temporary)
             if error.errno in _FULL:
                 self._full_until = time.monotonic() + _FULL_S
             return self._refuse(error.strerror or str(error))
-        self._note(name, here=True)
         return True
 
     def _refuse(self, problem: str) -> bool:
@@ -196,12 +202,13 @@ class DiskTier:
                 file.truncate(num_bytes)
             usage.set(usage.value + num_bytes)
 
-    def _finish(self, temporary: Path, path: Path) -> None:
+    def _finish(self, temporary: Path, path: Path, name: bytes) -> None:
         """Give a file its name; another worker may have written the same block meanwhile."""
         with self._lock, self._usage() as usage:
             replaced = path.stat().st_size if path.exists() else 0
             temporary.rename(path)
             usage.set(max(0, usage.value - replaced))
+            self._note(name, here=True)  # before another writer may remove it, and note that
 
     def _shrink(self, target: int) -> int:
         """Remove the least recently used files until all take no more than `target`."""
