@@ -120,7 +120,7 @@ class WorkerLink:
     async def start(self, spawn: Spawn) -> ModelFacts:
         """Spawn the worker and wait until it is ready; raises WorkerStartError."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.fileno(), self._receive)
+        loop.add_reader(self._socket.fileno(), self._receive_unless_due)
         loop.add_reader(self._monitor.fileno(), self._receive_event)
         try:
             self._process = await spawn(self.address)
@@ -191,6 +191,11 @@ class WorkerLink:
         if not self._receive_due:
             self._receive_due = True
             asyncio.get_running_loop().call_soon(self._receive)
+
+    def _receive_unless_due(self) -> None:
+        """Leave it to a read that is due: each of two would schedule the next one."""
+        if not self._receive_due:
+            self._receive()
 
     def _receive(self) -> None:
         """Take one message and let the streams it woke run; more at once while lagging behind."""
