@@ -131,11 +131,14 @@ def test_the_host_never_waits_before_it_has_to() -> None:
     assert not torch.cuda.current_stream().query()
 
 
-def test_no_kernel_is_compiled_once_the_engine_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_kernel_is_compiled_once_the_engine_is_warm(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are multiples of 16 now and then, and so are the places of a batch's columns."""
     from triton import knobs
 
-    engine, compiled = RankingEngine(on_gpu(tiny_model(WIDE))), list[str]()
+    engine, compiled = RankingEngine(on_gpu(tiny_model(WIDE), fp8=fp8)), list[str]()
     engine.warm_up()
 
     def note(**about: object) -> bool:

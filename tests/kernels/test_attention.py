@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,3 +160,20 @@ def test_later_keys_do_not_change_a_bit(kind: torch.dtype) -> None:
         k_cache[block, :, :, 8:], v_cache[block, :, 8:] = size, -size
         after = attention.paged_attention(q, k_cache, v_cache, batch, 2)
         assert torch.equal(before[:40], after[:40]) and not torch.equal(before[40:], after[40:])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "taken"), [(4, False), (8, True), (64, True), (192, False), (256, True)]
+)
+def test_blocks_that_hopper_takes(
+    block_size: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of 128 keys is whole blocks or lies in one of them."""
+    gpu = pytest.importorskip("tokenmill.kernels.gpu.attention")
+    monkeypatch.setattr(attention, "PREFILL", "hopper")
+    monkeypatch.setattr(gpu.hopper, "is_usable", lambda: True)
+    plan = attention.plan_tiles(np.array([900]), 4, 8, True, np.array([0]))[0]
+    q = torch.zeros(900, 32 * 128, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 8, block_size, 128, dtype=torch.bfloat16)
+    tiles = attention.QueryTiles.of(plan, "cpu")
+    assert gpu.suits_hopper(q, cache, tiles, 32) is taken

@@ -154,6 +154,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"candidates.item_ids\[0\]: -1 is unknown",
     ),
     "unknown user": ({"user_id": 8}, "user_id: 8 is unknown; values are 0 to 7"),
+    "no such number": ({"user_id": 2**64}, "user_id: 18446744073709551616 is unknown"),
+    "narrow ids": ({"item_ids": np.array([1, 64, 3], np.int32)}, r"item_ids\[1\]: 64 is unknown"),
     "unknown category": ({"category_ids": np.array([0, 0, 4])}, r"category_ids\[2\]: 4 is unknown"),
     "unknown action": ({"actions": np.array([0, 32, 0])}, r"actions\[1\]: 32 is unknown"),
     "empty history": ({"item_ids": np.zeros(0, int)}, "item_ids: the history is empty"),

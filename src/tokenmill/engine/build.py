@@ -21,6 +21,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.kv import parse_tiers
 from tokenmill.core.kv_groups import KVGroups, plan_groups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.specs.vision import VisionSpec
@@ -209,7 +210,7 @@ def load_part(
     mtp = _load_draft(draft_files, network, loaded) if has_module else None
     reserve = _reserve(spec, scheduler, setup.execution, device)
     if cache.offloading is not None:
-        reserve += staged_bytes(device)
+        reserve += staged_bytes(device, parse_tiers(cache.offloading).host_bytes)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
     groups = plan_groups(cached.layer_windows, cached.num_layers - network.spec.num_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, chec
 # comes back with every later call, so it is raised and ends the process.
 _OF_THE_BATCH = (torch.OutOfMemoryError, MemoryError, TokenmillError)
 _WARM_UPS = 3
+FEW_CANDIDATES = (1, 2, 4, 5, 16)  # products in fp8 of so few rows have kernels of their own
 
 
 @dataclass(slots=True)
@@ -72,13 +73,16 @@ class RankingEngine:
         """Run the largest batch until its kernels are compiled, its memory is taken and its rate
         is known: a step that compiles has none. An error says that it does not fit.
         """
-        requests = largest_batch(self.model.spec, self.queue.limits)
-        for count in (1, *[len(requests)] * _WARM_UPS):
+        limits = self.queue.limits
+        requests = largest_batch(self.model.spec, limits)
+        first = requests[0]
+        few = [_first_candidates(first, count) for count in FEW_CANDIDATES]
+        for batch in (*([request] for request in few), *[requests] * _WARM_UPS):
             self.queue.meter = StepMeter()
-            for request in requests[:count]:
+            for request in batch:
                 self.submit(request)
             while self.has_work():
-                _check_warm(self.step(), self.queue.limits)
+                _check_warm(self.step(), limits)
         self._stats = RankStats()
 
     def submit(self, request: RankRequest) -> None:
@@ -180,13 +184,17 @@ def largest_batch(spec: HstuSpec, limits: BatchLimits) -> list[RankRequest]:
     ]
 
 
+def _first_candidates(request: RankRequest, count: int) -> RankRequest:
+    few = request.candidate_ids[:count]
+    return replace(request, candidate_ids=few, candidate_category_ids=few)
+
+
 def _check_warm(outputs: list[RankOutput], limits: BatchLimits) -> None:
     for output in outputs:
         if output.finish is not RankFinish.DONE:
-            most = limits.max_batch_tokens
             raise ModelLoadError(
-                f"a batch of {most} tokens cannot run: {output.message}; try a smaller "
-                "--max-batch-tokens"
+                f"a batch of at most {limits.max_batch_tokens} tokens (--max-batch-tokens) "
+                f"cannot run: {output.message}"
             )
 
 

@@ -100,7 +100,6 @@ def check_request(request: RankRequest, spec: HstuSpec) -> None:
             "history.item_ids",
         )
     ranges = (
-        ("user_id", np.array([request.user_id]), spec.num_users, "num_users"),
         ("history.item_ids", request.item_ids, spec.num_items, "num_items"),
         ("candidates.item_ids", request.candidate_ids, spec.num_items, "num_items"),
         ("history.category_ids", request.category_ids, spec.num_categories, "num_categories"),
@@ -108,6 +107,8 @@ def check_request(request: RankRequest, spec: HstuSpec) -> None:
            "num_categories"),),
         ("history.actions", request.actions, 1 << spec.num_actions, "2 ** num_actions"),
     )  # fmt: skip
+    if not 0 <= request.user_id < spec.num_users:
+        raise _unknown("user_id", "", request.user_id, spec.num_users, "num_users")
     for name, values, count, source in ranges:
         _check_range(name, values, count, source)
     _check_times(request)
@@ -141,12 +142,14 @@ def _check_lengths(request: RankRequest, spec: HstuSpec) -> None:
 
 def _check_range(name: str, values: Ids, count: int, source: str) -> None:
     # As unsigned numbers those below zero are the largest: one pass finds both kinds.
-    if len(values) and int(values.view(np.uint64).max()) >= count:
-        wrong = (values < 0) | (values >= count)
-        value = int(values[wrong.argmax()])
-        at = "" if name == "user_id" else f"[{int(wrong.argmax())}]"
-        message = f"{name}{at}: {value} is unknown; values are 0 to {count - 1} ({source})"
-        raise InvalidRequestError(message, name)
+    if len(values) and int(values.astype(np.int64, copy=False).view(np.uint64).max()) >= count:
+        at = int(((values < 0) | (values >= count)).argmax())
+        raise _unknown(name, f"[{at}]", int(values[at]), count, source)
+
+
+def _unknown(name: str, place: str, value: int, count: int, source: str) -> InvalidRequestError:
+    message = f"{name}{place}: {value} is unknown; values are 0 to {count - 1} ({source})"
+    return InvalidRequestError(message, name)
 
 
 def _check_times(request: RankRequest) -> None:

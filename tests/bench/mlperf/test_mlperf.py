@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.mlperf.known_latencies import about, drive, near, report_of
 from tokenmill.bench.commands.mlperf import run_of
+from tokenmill.bench.mlperf import loadgen
 from tokenmill.bench.mlperf import runs as mlperf
 from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, WAN, Preset
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
@@ -252,3 +255,45 @@ def test_peak_is_bracketed_then_bisected(capacity: float, start: float) -> None:
 
 def test_no_rate_is_valid() -> None:
     assert mlperf.find_peak(lambda qps: False, 1.0) is None
+
+
+class OneByOne:
+    """Takes what comes and answers one request a step."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.most = 0
+
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[str]:
+        self.most = max(self.most, len(self.waiting))
+        return [self.waiting.pop(0)]
+
+
+class OneByOneUnderTest(loadgen.SteppedSystem):
+    def __init__(self, engine: OneByOne) -> None:
+        super().__init__(engine)
+        self.one, self.answered, self.issued = engine, list[str](), list[loadgen.Arrival]()
+
+    def _submit(self, request_id: str, arrival: loadgen.Arrival) -> None:
+        self.one.waiting.append(request_id)
+        self.issued.append(arrival)
+
+    def _report(self, outputs: Sequence[Any]) -> None:
+        self.answered += outputs
+        if len(self.answered) == 5:
+            self.end()
+
+
+def test_samples_that_come_at_once_are_submitted_while_the_engine_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loadgen, "SUBMITTED_PER_STEP", 2)
+    system = OneByOneUnderTest(OneByOne())
+    system.issue([SimpleNamespace(id=i, index=i) for i in range(5)])
+    system.drive()
+    assert system.answered == [f"query-{i}" for i in range(5)]
+    assert system.one.most == 3  # two, then one and two, then two and the last
+    assert len({arrival.issued_ns for arrival in system.issued}) == 1

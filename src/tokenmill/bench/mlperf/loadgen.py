@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.images import ImageSpan
@@ -32,7 +32,7 @@ ACCURACY = "mlperf_log_accuracy.json"
 MARK = ":::MLLOG "
 Text = Callable[[list[int]], str]
 SWITCH_INTERVAL_S = 0.0005  # LoadGen's threads need the interpreter to issue a query
-SUBMITTED_PER_STEP = 256
+SUBMITTED_PER_STEP = 256  # more than a step takes, and few enough to delay none
 ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -109,20 +109,29 @@ class Stepped(Protocol):
     def step(self) -> Sequence[Any]: ...
 
 
+class Arrival(NamedTuple):
+    """A sample that LoadGen wants answered."""
+
+    query_id: int
+    index: int  # in the library
+    issued_ns: int
+
+
 class SteppedSystem(ABC):
     """A system under test whose engine the caller's thread steps."""
 
     def __init__(self, engine: Stepped) -> None:
         self._stepped = engine
         self._library = load_library()
-        self._arrivals: SimpleQueue[list[tuple[int, int]] | None] = SimpleQueue()
-        self._arrived: deque[tuple[int, int]] = deque()
+        self._arrivals: SimpleQueue[list[Arrival] | None] = SimpleQueue()
+        self._arrived: deque[Arrival] = deque()
         self._num_issued = 0
         self.times: list[RequestTimes] = []
 
     def issue(self, queries: Iterable[Any]) -> None:
         """LoadGen's callback: some samples to answer."""
-        self._arrivals.put([(query.id, query.index) for query in queries])
+        now_ns = time.monotonic_ns()
+        self._arrivals.put([Arrival(query.id, query.index, now_ns) for query in queries])
 
     def end(self) -> None:
         """No query comes any more."""
@@ -144,12 +153,12 @@ class SteppedSystem(ABC):
                 return False
             self._arrived.extend(queries)
         for _ in range(min(len(self._arrived), SUBMITTED_PER_STEP)):
-            self._submit(f"query-{self._num_issued}", *self._arrived.popleft())
+            self._submit(f"query-{self._num_issued}", self._arrived.popleft())
             self._num_issued += 1
         return True
 
     @abstractmethod
-    def _submit(self, request_id: str, query_id: int, index: int) -> None:
+    def _submit(self, request_id: str, arrival: Arrival) -> None:
         """Give the engine a sample of the library."""
 
     @abstractmethod
@@ -167,9 +176,9 @@ class EngineUnderTest(SteppedSystem):
         self._samples, self._text = samples, text
         self._jobs: dict[str, _Job] = {}
 
-    def _submit(self, request_id: str, query_id: int, index: int) -> None:
-        sample, now_ns = self._samples[index], time.monotonic_ns()
-        self._jobs[request_id] = _Job(query_id, RequestTimes(now_ns))
+    def _submit(self, request_id: str, arrival: Arrival) -> None:
+        sample, now_ns = self._samples[arrival.index], arrival.issued_ns
+        self._jobs[request_id] = _Job(arrival.query_id, RequestTimes(now_ns))
         prompt = sample.prompt_token_ids.tolist()
         images = _unknown(sample.images(), request_id) if sample.images is not None else ()
         request = Request(request_id, prompt, sample.sampling, arrival_ns=now_ns, images=images)

@@ -82,8 +82,9 @@ class RankingUnderTest(loadgen.SteppedSystem):
         self._engine, self._samples = engine, samples
         self._open: dict[str, tuple[int, int, RequestTimes]] = {}
 
-    def _submit(self, request_id: str, query_id: int, index: int) -> None:
-        self._open[request_id] = query_id, index, RequestTimes(time.monotonic_ns())
+    def _submit(self, request_id: str, arrival: loadgen.Arrival) -> None:
+        query_id, index, issued_ns = arrival
+        self._open[request_id] = query_id, index, RequestTimes(issued_ns)
         self._engine.submit(replace(self._samples[index].request, request_id=request_id))
 
     def _report(self, outputs: Sequence[RankOutput]) -> None:

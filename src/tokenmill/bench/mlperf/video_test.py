@@ -127,8 +127,8 @@ class VideoUnderTest(loadgen.SteppedSystem):
         self._engine, self._samples, self._keep = engine, samples, keep
         self._open: dict[str, tuple[int, int, RequestTimes]] = {}
 
-    def _submit(self, request_id: str, query_id: int, index: int) -> None:
-        now_ns = time.monotonic_ns()
+    def _submit(self, request_id: str, arrival: loadgen.Arrival) -> None:
+        query_id, index, now_ns = arrival
         self._open[request_id] = query_id, index, RequestTimes(now_ns)
         request = self._samples[index].request
         self._engine.submit(replace(request, request_id=request_id, arrival_ns=now_ns))

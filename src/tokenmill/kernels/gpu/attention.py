@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LOG2E = tl.constexpr(1.4426950408889634)
 NARROW_WINDOW = 256  # keys
 HOPPER_DIMS = (64, 128)  # of the heads that kernels/gpu/hopper/prefill.py takes
+HOPPER_KEYS, HOPPER_LEAST_BLOCK = 128, 8  # a tile's; rows that shared memory interleaves
 HOPPER_ITEMS = 32  # tiles times KV heads, at least; fewer leave most of a GPU idle either way
 
 
@@ -363,13 +364,16 @@ def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_
     """Whether kernels/gpu/hopper/prefill.py takes these tiles, which the plain kernel does too.
 
     Prompts of some size in bfloat16, whose tiles are full: query heads by KV head divide a tile.
-    A cache in fp8, other heads and batch-invariant mode stay with the plain kernel.
+    A cache in fp8, other heads, blocks that are no whole part or multiple of a tile of keys, and
+    batch-invariant mode stay with the plain kernel.
     """
     if attention.PREFILL != "hopper" or not hopper.is_usable():
         return False
-    kv_heads, dim = v_cache.shape[1], v_cache.shape[3]
+    _, kv_heads, block_size, dim = v_cache.shape
     return (
         q.dtype == v_cache.dtype == torch.bfloat16
+        and block_size >= HOPPER_LEAST_BLOCK
+        and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
         and dim in HOPPER_DIMS
         and not tiles.rows  # narrow tiles share keys
         and tiles.tokens * num_heads == GPU_TILE_ROWS * kv_heads

@@ -52,9 +52,11 @@ def page_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes // tensor.shape[0] for tensor in tensors)
 
 
-def staged_bytes(device: str) -> int:
-    """What copies take of a device's memory."""
-    return _STAGED_IN + _STAGED_OUT if device == "cuda" else 0
+def staged_bytes(device: str, host_bytes: int) -> int:
+    """What copies take of a device's memory: no more than there is to copy."""
+    if device != "cuda":
+        return 0
+    return min(_STAGED_IN, host_bytes) + min(_STAGED_OUT, host_bytes)
 
 
 def open_copies(tensors: Sequence[torch.Tensor], num_slots: int) -> PageCopies:

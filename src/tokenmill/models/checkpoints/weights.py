@@ -33,6 +33,7 @@ from tokenmill.models.checkpoints.tensor_checks import (
 from tokenmill.models.family import Shape
 from tokenmill.models.names import (
     EAGLE_COPIES,
+    EMBEDDING,
     MTP_COPIES,
     STATIC_SCALES,
     eagle_tensors,
@@ -55,7 +56,6 @@ _ONES = (
 )
 _LFS = b"version https://git-lfs"
 _RANDOM_STD = 0.02
-_EMBEDDING = "model.embed_tokens.weight"
 _OUTPUT = re.compile(r"model\.layers\..*\.(o_proj|down_proj|w2)([._].*)?")  # adds to the stream
 
 
@@ -318,12 +318,13 @@ def _random_std(name: str, spec: ModelSpec) -> float:
     """The deviation of a random tensor: with experts such that routers choose about evenly.
 
     A token's own embedding must outweigh what layers add to the stream, which tokens have largely
-    in common. Embeddings that are the output head as well stay small: a token would follow itself.
+    in common, and not drown it: it is as large as a product of the model's width. Embeddings that
+    are the output head as well stay small: a token would follow itself.
     """
     if spec.moe is None or spec.tie_embeddings:
         return _RANDOM_STD
-    if name == _EMBEDDING:
-        return 1.0
+    if name == EMBEDDING:
+        return min(1.0, _RANDOM_STD * sqrt(spec.hidden_size))
     return _RANDOM_STD / sqrt(2 * spec.num_layers) if _OUTPUT.fullmatch(name) else _RANDOM_STD
 
 
