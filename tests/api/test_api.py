@@ -147,7 +147,8 @@ def test_usage_in_every_event(server: SimServer) -> None:
     for ask in (server.chat, server.complete):
         *chunks, last, _ = ask("hi", stream=True, stream_options=options, max_tokens=3).events
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts[0] == 1 and counts[-1] == 3 and counts == sorted(counts)
+        # On a busy machine an event has several tokens.
+        assert counts[0] >= 1 and counts[-1] == 3 and counts == sorted(counts)
         assert last["choices"] == [] and last["usage"] == chunks[-1]["usage"]
         alone = {"continuous_usage_stats": True}  # include_usage decides, as in vLLM
         assert "usage" not in ask("hi", stream=True, stream_options=alone).events[0]
