@@ -12,37 +12,57 @@ import sys
 import traceback
 from collections.abc import Iterable
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 HERE = Path(__file__).parent
+FORK = get_context("fork")
+LIMIT_S, CHECK_LIMIT_S = 1200, 300
 
 
 def run_checks(modules: Iterable[str]) -> dict[str, dict[str, str]]:
     """By module and check: what went wrong, or nothing."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, __file__, *modules]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=env, check=True, timeout=LIMIT_S
+    )
     found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def _attempt(module: str, name: str) -> str:
+def _attempt(module: str, name: str, told: Connection) -> None:
     import torch
 
     torch.manual_seed(0)
     try:
         importlib.import_module(module).CHECKS[name]("cpu")
     except Exception:
-        return traceback.format_exc()
-    return ""
+        told.send(traceback.format_exc())
+
+
+def _fault(module: str, name: str) -> str:
+    """What went wrong in a check, in a process of its own; nothing if all went well."""
+    reader, writer = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_attempt, args=(module, name, writer), daemon=True)
+    process.start()
+    writer.close()  # else a child that dies would not end what is read
+    try:
+        if not reader.poll(CHECK_LIMIT_S):
+            return f"the check has not ended in {CHECK_LIMIT_S} s"
+        return str(reader.recv())
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        return f"the process of the check exited with code {code}" if code else ""
+    finally:
+        process.kill()
 
 
 if __name__ == "__main__":
     sys.path.append(str(HERE))
-    named = [(each, name) for each in sys.argv[1:] for name in importlib.import_module(each).CHECKS]
-    with get_context("fork").Pool(1, maxtasksperchild=1) as forks:
-        faults = forks.starmap(_attempt, named, chunksize=1)
-    found: dict[str, dict[str, str]] = {each: {} for each in sys.argv[1:]}
-    for (each, name), fault in zip(named, faults, strict=True):
-        found[each][name] = fault
+    found = {
+        each: {name: _fault(each, name) for name in importlib.import_module(each).CHECKS}
+        for each in sys.argv[1:]
+    }
     print(json.dumps(found))

@@ -1,5 +1,6 @@
 """The Triton kernels against the torch references: interpreted on CPU, compiled where a GPU is."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -82,3 +83,13 @@ def test_triton_matches_reference(
     module: str, kernel: str, faults: dict[str, dict[str, str]]
 ) -> None:
     assert not faults[module][kernel], faults[module][kernel]
+
+
+def test_a_check_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os\nCHECKS = {'dies': lambda _: os.kill(os.getpid(), 9), "
+    code += "'fails': lambda _: 1 / 0, 'passes': lambda _: None}\n"
+    (tmp_path / "deadly_parity.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = run_checks(["deadly_parity"])["deadly_parity"]
+    assert found["dies"].endswith("code -9") and "ZeroDivisionError" in found["fails"]
+    assert found["passes"] == ""
