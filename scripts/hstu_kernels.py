@@ -285,6 +285,14 @@ class Bench:
         batch = make_batch(requests, spec, self.device)
         whole_ms = self.engine_ms(model, requests)
         dense_ms = self.time_ms(lambda: model.score_batch(batch))
+        embedded = model.embed(batch)
+        inputs_ms = self.time_ms(lambda: model.dense.inputs(batch, embedded))
+        embed_ms = self.time_ms(lambda: model.embed(batch))
+        batch_ms = self.time_ms(lambda: make_batch(requests, spec, self.device))
+        print(
+            f"of a batch: rows of the tables {embed_ms:.2f} ms, inputs of the layers "
+            f"{inputs_ms:.2f} ms; the batch made on host and device {batch_ms:.2f} ms"
+        )
         rounded = RankingModel(HstuModel(spec, tensors, fp8=True), stores)
         fp8_ms = self.time_ms(lambda: rounded.score_batch(batch))
         pairs = zip(self.lengths.tolist(), self.counts.tolist(), strict=True)
@@ -298,6 +306,8 @@ class Bench:
         print(f"model in fp8: {users / fp8_ms * 1e3:.1f} samples/s")
         return {
             "samples_per_s": round(rate, 1),
+            "inputs_ms": round(inputs_ms, 3),
+            "embed_ms": round(embed_ms, 3),
             "samples_per_s_fp8": round(users / fp8_ms * 1e3, 1),
             "samples_per_s_with_host": round(users / whole_ms * 1e3, 1),
             "ceiling_samples_per_s": round(ceiling, 1),

@@ -100,7 +100,25 @@ def on_gpu(plain: RankingModel, **levers: Any) -> RankingModel:
         name: DeviceTable(store.lookup(torch.arange(store.spec.num_rows)).cuda())
         for name, store in plain.stores.items()
     }
-    return RankingModel(HstuModel(WIDE, dense, **levers), stores)
+    return RankingModel(HstuModel(plain.spec, dense, **levers), stores)
+
+
+def test_rows_are_those_of_fp32() -> None:
+    """Users with and without times, one of them too short for its own row to count."""
+    spec = replace(WIDE, preprocessor_dim=256)
+    times = np.arange(1200) * 500
+    long = replace(tiny_request(1200, 300, spec), timestamps=times, query_time=600_000)
+    requests = [long, tiny_request(5, 4, spec, user=2)]
+    plain = tiny_model(spec)
+    for name in ("positions", "times"):  # as large as the rest: a wrong one must show
+        plain.dense.tensors[name].mul_(1000)
+    fast = on_gpu(plain)
+    found, expected = (
+        model.dense.inputs(batch, model.embed(batch))
+        for model in (fast, plain)
+        for batch in [make_batch(requests, spec, model.dense.device)]
+    )
+    close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

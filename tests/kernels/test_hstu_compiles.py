@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hopper_compiler import compiled_for_hopper
+from hopper_compiler import compiled_for_hopper, stack_bytes
 from tokenmill.kernels.gpu import hstu
 from tokenmill.kernels.hstu import HEAD_DIMS
 
@@ -52,6 +52,26 @@ def test_products_around_it_compile_and_fit(kernel: Any) -> None:
         kernel, types, constants, (*strides, *sizes), ASTSource, shape.warps
     )
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [hstu.input_rows_kernel, hstu.swish_norm_kernel])
+def test_whole_rows_are_made_in_registers(kernel: Any) -> None:
+    """By 16 bytes a thread; a row's sums are one warp's, and nothing is spilled."""
+    names, (rows, width) = kernel.arg_names, hstu.whole_rows(512)
+    types = dict.fromkeys(("num_rows", "num_users", "num_items", "last_action", "width"), "i32")
+    types |= dict.fromkeys(("scale", "eps"), "fp32")
+    types |= {name: "*i64" for name in names if name == "order" or name.endswith("_ids")}
+    constants = {"ROWS": rows, "WIDTH": width}
+    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (i,): aligned for i, n in enumerate(names) if n == "width" or signature[n][0] == "*"
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1})
+    ptx = compiled.asm["ptx"]
+    assert "st.global.v4.b32" in ptx and "st.global.b16" not in ptx
+    assert "bar.sync" not in ptx and stack_bytes(compiled) == 0
 
 
 def test_rows_of_the_gate_are_rounded_in_registers() -> None:

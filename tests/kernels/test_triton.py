@@ -41,6 +41,7 @@ KERNELS = {
     ),
     "triton_hstu_parity": (
         *("attention", "history_alone", "norm_uvqk", "gate_output", "gate_rows"),
+        *("input_rows", "swish_norm"),
     ),
     "triton_encoder_parity": (
         "layer_norm",

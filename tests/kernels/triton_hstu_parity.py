@@ -88,10 +88,34 @@ def check_gate_rows(device: str) -> None:
     torch.testing.assert_close(found.values.float(), expected.values.float(), atol=0.02, rtol=0.13)
 
 
+def check_input_rows(device: str) -> None:
+    """Two users of 3 and 5 items and 4 candidates in an order, and rows that end inside a tile."""
+    items, d = torch.randn(12, 48, device=device) * 2 + 1, 48
+    tables = hstu.RowTables(*(torch.randn(n, d, device=device) for n in (2, 5, 9, 11, 7)))
+    order = torch.tensor([0, 2, 3, 4, 1, *range(5, 14)], device=device)
+
+    def some(limit: int, count: int) -> torch.Tensor:
+        return torch.randint(limit, (count,), device=device)
+
+    ids = hstu.RowIds(order, some(5, 12), some(8, 8), some(11, 14), some(7, 14))
+    parts = items, norm_of(d, device), 1e-5, tables, ids, 3.5
+    expected = hstu.input_rows_reference(*parts)
+    close(gpu.input_rows(*parts), expected, device)
+    lines = tables.positions[ids.positions] + tables.times[ids.times]
+    close(expected[[0, 4]], tables.context * 3.5 + lines[[0, 4]], device)
+
+
+def check_swish_norm(device: str) -> None:
+    x, norm = torch.randn(7, 48, device=device) * 2 + 1, norm_of(48, device)
+    close(gpu.swish_norm(x, norm, 1e-5), hstu.swish_norm_reference(x, norm, 1e-5), device)
+
+
 CHECKS = {
     "attention": check_attention,
     "history_alone": check_history_alone,
     "norm_uvqk": check_norm_uvqk,
     "gate_output": check_gate_output,
     "gate_rows": check_gate_rows,
+    "input_rows": check_input_rows,
+    "swish_norm": check_swish_norm,
 }

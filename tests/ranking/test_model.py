@@ -214,7 +214,7 @@ def test_config_reads_back_and_wrong_fields_are_named() -> None:
 
 
 WIDE = replace(TINY, hidden_size=64, qk_dim=32, v_dim=128)
-TWINS = {"norm_uvqk", "silu_attention", "gate_output"}
+TWINS = {"norm_uvqk", "silu_attention", "gate_output", "input_rows"}
 
 
 @pytest.mark.parametrize(

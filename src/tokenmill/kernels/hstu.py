@@ -1,4 +1,4 @@
-"""HSTU's operations: SiLU attention over jagged rows, and the two products around it.
+"""HSTU's operations: the rows of a batch, SiLU attention over them, and the products around it.
 
 Rows lie in two parts: all histories (each with its contextual token in front), then all candidates.
 A history's row sees the rows before it and itself; a candidate sees its user's whole history and
@@ -132,6 +132,61 @@ class AffineNorm(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor
+
+
+class RowTables(NamedTuple):
+    """What rows are made of beside their items, [n, d] each."""
+
+    context: torch.Tensor  # contextual tokens of the users
+    categories: torch.Tensor
+    actions: torch.Tensor  # the last one is that of candidates
+    positions: torch.Tensor
+    times: torch.Tensor
+
+
+class RowIds(NamedTuple):
+    """Which rows of the tables, int64."""
+
+    order: torch.Tensor  # [rows]: places in [contextual tokens, history items, candidates]
+    categories: torch.Tensor  # [history items + candidates]
+    actions: torch.Tensor  # [history items]
+    positions: torch.Tensor  # [rows]
+    times: torch.Tensor  # [rows]
+
+
+def input_rows(
+    items: torch.Tensor, norm: AffineNorm, eps: float, tables: RowTables, ids: RowIds, scale: float
+) -> torch.Tensor:
+    """Rows [rows, d] in the given order, of items[history items + candidates, d].
+
+    LayerNorm(item) + category + action, or a contextual token, times scale; and position + time.
+    """
+    if takes(items, items.shape[1]):
+        return gpu_twin(input_rows_reference)(items, norm, eps, tables, ids, scale)
+    return input_rows_reference(items, norm, eps, tables, ids, scale)
+
+
+def input_rows_reference(
+    items: torch.Tensor, norm: AffineNorm, eps: float, tables: RowTables, ids: RowIds, scale: float
+) -> torch.Tensor:
+    candidates = items.shape[0] - ids.actions.shape[0]
+    target = ids.actions.new_full((candidates,), tables.actions.shape[0] - 1)
+    rows = layer_norm(items, norm.weight.shape, norm.weight, norm.bias, eps)
+    rows = rows + tables.categories[ids.categories]
+    rows = rows + tables.actions[torch.cat([ids.actions, target])]
+    x = torch.cat([tables.context, rows])[ids.order] * scale
+    return x + (tables.positions[ids.positions] + tables.times[ids.times])
+
+
+def swish_norm(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
+    """x[m, k] * sigmoid(LayerNorm(x))."""
+    if takes(x, x.shape[1]):
+        return gpu_twin(swish_norm_reference)(x, norm, eps)
+    return swish_norm_reference(x, norm, eps)
+
+
+def swish_norm_reference(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
+    return x * torch.sigmoid(layer_norm(x, norm.weight.shape, norm.weight, norm.bias, eps))
 
 
 def silu_attention(

@@ -11,11 +11,12 @@ Names of tensors are short here; REFERENCE_NAMES are those of MLPerf's checkpoin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm, linear, pad
 
 from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.core.types import ModelLoadError
@@ -23,13 +24,17 @@ from tokenmill.kernels.hstu import (
     AffineNorm,
     Jagged,
     NormProduct,
+    RowIds,
+    RowTables,
     gate_output,
     gate_output_fp8,
+    input_rows,
     norm_product_fp8,
     norm_uvqk,
     round_product,
     round_weight,
     silu_attention,
+    swish_norm,
 )
 from tokenmill.models.family import Shape
 
@@ -38,6 +43,7 @@ _EPS = 1e-5
 _SECONDS_OF_BUCKET = 60.0
 _PERIODS = ((3600, 24), (86400, 7))  # hour of the day, day of the week
 _TURN = 2 * 3.14  # as the reference rounds it
+_WHOLE = 8  # columns: a GPU's fast 16-bit products take rows of whole 16 bytes
 
 _TRANSDUCER = "_hstu_transducer._"
 _PREPROCESSOR = f"{_TRANSDUCER}input_preprocessor._"
@@ -174,11 +180,20 @@ class Mlp:
         self.parts = [tensors[part] for part in parts if part in tensors]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        first, first_bias, swish, swish_bias, last, last_bias, *norm = self.parts
-        x = linear(x, first, first_bias)
-        x = x * torch.sigmoid(layer_norm(x, swish.shape, swish, swish_bias, _EPS))
-        x = linear(x, last, last_bias)
+        x = self.before_norm(x)
+        norm = self.parts[6:]
         return layer_norm(x, norm[0].shape, norm[0], norm[1], _EPS) if norm else x
+
+    def before_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """All but the last LayerNorm."""
+        first, first_bias, swish, swish_bias, last, last_bias = self.parts[:6]
+        x = swish_norm(linear(x, first, first_bias), AffineNorm(swish, swish_bias), _EPS)
+        return linear(x, last, last_bias)
+
+    @property
+    def norm(self) -> AffineNorm:
+        """The last LayerNorm."""
+        return AffineNorm(*self.parts[6:])
 
 
 class KeysValues(NamedTuple):
@@ -278,6 +293,9 @@ class HstuModel:
         self.item, self.category, self.action, self.candidate, self.head = (
             Mlp(tensors, name) for name in names
         )
+        user = tensors["user.0.weight"]
+        self._padding = -user.shape[1] % _WHOLE if user.element_size() == 2 else 0
+        self._user = pad(user, (0, self._padding))
         kind = Fp8STULayer if fp8 else STULayer
         self.layers = [kind(spec, tensors, f"layers.{index}") for index in range(spec.num_layers)]
 
@@ -312,26 +330,25 @@ class HstuModel:
 
         Categories and sets of actions are few: their MLPs run once for each, not for each row.
         """
-        tensors = self.tensors
-        rows = self.item(embedded.items) + self.category(embedded.categories)[batch.category_ids]
-        rows = rows + self.action(self._action_rows())[self._action_ids(batch)]
+        tensors, item = self.tensors, self.item
         users = embedded.users * batch.known[:, None]
         context = torch.addmm(tensors["context.bias"], users, tensors["context.weight"][0])
-        x = torch.cat([context, rows])[batch.order] * sqrt(self.spec.hidden_size)
-        return x + (tensors["positions"][batch.positions] + tensors["times"][batch.time_buckets])
+        of_tables = self.category(embedded.categories), self._actions
+        tables = RowTables(context, *of_tables, tensors["positions"], tensors["times"])
+        ids = RowIds(
+            batch.order, batch.category_ids, batch.actions, batch.positions, batch.time_buckets
+        )
+        scale = sqrt(self.spec.hidden_size)
+        return input_rows(item.before_norm(embedded.items), item.norm, _EPS, tables, ids, scale)
 
-    def _action_rows(self) -> torch.Tensor:
-        """Every set of actions, [2 ** actions + 1, .]; a candidate has the learned last one."""
+    @cached_property
+    def _actions(self) -> torch.Tensor:
+        """Every set of actions, [2 ** actions + 1, d]; a candidate has the learned last one."""
         count = self.spec.num_actions
         sets = torch.arange(1 << count, device=self.device)[:, None]
         bits = (sets >> torch.arange(count, device=self.device)) & 1
         known = (bits[:, :, None] * self.tensors["actions"]).flatten(1)
-        return torch.cat([known, self.tensors["target_action"]])
-
-    def _action_ids(self, batch: RankBatch) -> torch.Tensor:
-        """Rows of the sets above for history items and candidates."""
-        target = batch.actions.new_full((batch.rows.num_candidates,), 1 << self.spec.num_actions)
-        return torch.cat([batch.actions, target])
+        return self.action(torch.cat([known, self.tensors["target_action"]]))
 
     def encode(self, x: torch.Tensor, batch: RankBatch) -> torch.Tensor:
         """The last layer's rows [candidates, d]."""
@@ -366,13 +383,14 @@ class HstuModel:
         """Candidates' rows with hour and weekday of their query, joined and normed."""
         t = self.tensors
         x = torch.cat([x, self._time_features(batch.query_times)], dim=1)
-        x = linear(x, t["user.0.weight"], t["user.0.bias"])
+        x = linear(x, self._user, t["user.0.bias"])
         return layer_norm(x, x.shape[1:], t["user.1.weight"], t["user.1.bias"], _EPS)
 
     def _time_features(self, times: torch.Tensor) -> torch.Tensor:
-        """Cosine and sine of each period's phase, [candidates, 4]."""
+        """Cosine and sine of each period's phase, [candidates, 4], and columns of zeros."""
         phases = [(times // seconds % units).float() / units for seconds, units in _PERIODS]
         parts = [turn(phase * _TURN) for phase in phases for turn in (torch.cos, torch.sin)]
+        parts += [torch.zeros_like(parts[0])] * self._padding
         return torch.stack(parts, dim=1).to(self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""HSTU on a GPU: SiLU attention over jagged rows, and products with LayerNorm folded in.
+"""HSTU on a GPU: a batch's rows in one pass, SiLU attention, products with LayerNorm folded in.
 
 A program of attention takes a tile of query rows and a head. There is no softmax, hence no running
 maximum, no sum, and no rescaling: a weight costs one tanh, and the division by N comes at the end.
@@ -25,10 +25,11 @@ from tokenmill.kernels.gpu.rows import ELEMENTS_PER_WARP, FP8_LIMIT, MAX_WARPS
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 
 if TYPE_CHECKING:
-    from tokenmill.kernels.hstu import AffineNorm, Jagged, NormProduct
+    from tokenmill.kernels.hstu import AffineNorm, Jagged, NormProduct, RowIds, RowTables
 
 EPS = 1e-6
 TILE_ROWS = 128  # query rows of a tile: two warp groups of 64
+ELEMENTS_OF_ROWS = 1024  # of a program that takes whole rows by one warp: its sums need no barrier
 
 
 class AttentionShape(NamedTuple):
@@ -173,6 +174,68 @@ def attention_kernel(
     tl.store(place, (acc * inverse).to(out.dtype.element_ty), mask=valid)
 
 
+@triton.jit
+def _row_norm(values, inside, weight, bias, column, width, eps):
+    """LayerNorm of whole rows in fp32; values outside are 0."""
+    mean = tl.sum(values, axis=1) / width
+    off = tl.where(inside, values - mean[:, None], 0.0)
+    inverse = tl.rsqrt(tl.sum(off * off, axis=1) / width + eps)
+    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    return off * inverse[:, None] * gain + shift
+
+
+@triton.jit
+def _gathered(table, index, column, width, mask):
+    """Rows table[index] of [n, width] in fp32."""
+    return tl.load(table + index[:, None] * width + column, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_users", "num_items"])
+def input_rows_kernel(
+    items, norm_weight, norm_bias, context, categories, actions, positions, times, order,
+    category_ids, action_ids, position_ids, time_ids, out, num_rows, num_users, num_items,
+    last_action, width, scale, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, valid = tl.arange(0, WIDTH)[None, :], row < num_rows
+    inside = valid[:, None] & (column < width)
+    place = tl.load(order + row, mask=valid, other=0)
+    is_item, item = valid & (place >= num_users), place - num_users
+    wanted = inside & is_item[:, None]
+    x = _row_norm(
+        _gathered(items, item, column, width, wanted),
+        wanted, norm_weight, norm_bias, column, width, eps,
+    )  # fmt: skip
+    x += _gathered(
+        categories, tl.load(category_ids + item, mask=is_item, other=0), column, width, wanted
+    )
+    known = is_item & (item < num_items)
+    action = tl.load(action_ids + item, mask=known, other=0)
+    x += _gathered(actions, tl.where(known, action, last_action), column, width, wanted)
+    token = _gathered(context, place, column, width, inside & (place < num_users)[:, None])
+    x = tl.where(is_item[:, None], x, token) * scale
+    position = tl.load(position_ids + row, mask=valid, other=0)
+    time = tl.load(time_ids + row, mask=valid, other=0)
+    x += _gathered(positions, position, column, width, inside)
+    x += _gathered(times, time, column, width, inside)
+    line = out + row.to(tl.int64)[:, None] * width + column
+    tl.store(line, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def swish_norm_kernel(
+    x, norm_weight, norm_bias, out, num_rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < num_rows)[:, None] & (column < width)
+    values = _gathered(x, row.to(tl.int64), column, width, inside)
+    normed = _row_norm(values, inside, norm_weight, norm_bias, column, width, eps)
+    line = out + row.to(tl.int64)[:, None] * width + column
+    tl.store(line, (values * tl.sigmoid(normed)).to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _stats_kernel(x, stats, stride, num_rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -279,6 +342,38 @@ def gate_rows_kernel(
     tl.store(line, (gate * factor).to(out.dtype.element_ty), mask=inside)
     tl.store(line + width, (seen * factor).to(out.dtype.element_ty), mask=inside)
     tl.store(line + 2 * width, (gated * factor).to(out.dtype.element_ty), mask=inside)
+
+
+def input_rows(
+    items: torch.Tensor, norm: AffineNorm, eps: float, tables: RowTables, ids: RowIds, scale: float
+) -> torch.Tensor:
+    """As its reference, in one pass: an item's row is read once and a row of x written once."""
+    (num_rows,), width = ids.order.shape, items.shape[1]
+    assert all(part.is_contiguous() for part in (items, *norm, *tables, *ids))
+    out = torch.empty(num_rows, width, dtype=items.dtype, device=items.device)
+    rows, block = whole_rows(width)
+    input_rows_kernel[(triton.cdiv(num_rows, rows),)](
+        items, *norm, *tables, *ids, out, num_rows, tables.context.shape[0], ids.actions.shape[0],
+        tables.actions.shape[0] - 1, width, scale, eps, ROWS=rows, WIDTH=block, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def whole_rows(width: int) -> tuple[int, int]:
+    """Rows of a program and their width in registers."""
+    block = triton.next_power_of_2(width)
+    return max(1, ELEMENTS_OF_ROWS // block), block
+
+
+def swish_norm(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
+    """As its reference, in one pass."""
+    (num_rows, width), out = x.shape, torch.empty_like(x)
+    rows, block = whole_rows(width)
+    assert x.is_contiguous()
+    swish_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x, *norm, out, num_rows, width, eps, ROWS=rows, WIDTH=block, num_warps=1
+    )
+    return out
 
 
 def silu_attention(
