@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,15 +104,21 @@ def test_a_job_whose_worker_is_killed_keeps_its_id_and_pixels(
     server: str, process: subprocess.Popen[str]
 ) -> None:
     asked: dict[str, Any] = {"prompt": "a red fox", "size": "48x32", "seconds": "1"}
-    asked["extra_body"] = {"num_inference_steps": 50, "seed": 7}
+    asked["extra_body"] = {"num_inference_steps": 500, "seed": 7}
     with OpenAI(base_url=server, api_key="x", max_retries=0) as client:
         reference = client.videos.create_and_poll(**asked, poll_interval_ms=20)
         video = client.videos.create(**asked)
-        while client.videos.retrieve(video.id).progress == 0:
-            pass
+        deadline = time.monotonic() + 60
+        while (seen := client.videos.retrieve(video.id)).progress == 0:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.005)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         (worker,) = map(int, children.split())
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker, signal.SIGSTOP)  # so that the job is in progress until the kill
+        try:
+            assert client.videos.retrieve(video.id).status == "in_progress"
+        finally:
+            os.kill(worker, signal.SIGKILL)
         ended = client.videos.poll(video.id, poll_interval_ms=20)
         assert (ended.id, ended.status, ended.progress) == (video.id, "completed", 100)
         assert pixels(client, video.id) == pixels(client, reference.id)
