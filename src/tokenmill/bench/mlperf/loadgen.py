@@ -113,7 +113,7 @@ class Arrival(NamedTuple):
     """A sample that LoadGen wants answered."""
 
     query_id: int
-    index: int  # in the library
+    sample: int  # its place in the library
     issued_ns: int
 
 
@@ -177,7 +177,7 @@ class EngineUnderTest(SteppedSystem):
         self._jobs: dict[str, _Job] = {}
 
     def _submit(self, request_id: str, arrival: Arrival) -> None:
-        sample, now_ns = self._samples[arrival.index], arrival.issued_ns
+        sample, now_ns = self._samples[arrival.sample], arrival.issued_ns
         self._jobs[request_id] = _Job(arrival.query_id, RequestTimes(now_ns))
         prompt = sample.prompt_token_ids.tolist()
         images = _unknown(sample.images(), request_id) if sample.images is not None else ()
