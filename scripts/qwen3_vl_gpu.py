@@ -61,8 +61,8 @@ from tokenmill.engine.images import normalised
 from tokenmill.engine.probe import DecodeProbe
 from tokenmill.kernels import MODE, segments
 from tokenmill.kernels.gpu import segments as gpu_segments
-from tokenmill.kernels.gpu.bidirectional_hopper import Shape
 from tokenmill.kernels.gpu.hopper import segments as segments_hopper
+from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.models import spec_of
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 

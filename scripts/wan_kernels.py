@@ -148,12 +148,13 @@ class Bench:
     ) -> Callable[..., torch.Tensor]:
         """The Hopper kernel in a shape; rounding its inputs counts."""
         from tokenmill.kernels.gpu import bidirectional as gpu
-        from tokenmill.kernels.gpu import bidirectional_hopper as hopper
+        from tokenmill.kernels.gpu.hopper import bidirectional as hopper
+        from tokenmill.kernels.gpu.hopper.two_groups import Shape
 
         def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             packed = gpu.pack(q, k, v, rounding) if rounding else gpu.plain(q, k, v)
             out = torch.empty_like(q)
-            hopper.launch(packed, out, k.shape[1], hopper.Shape(stages, turns))
+            hopper.launch(packed, out, k.shape[1], Shape(stages, turns))
             return out
 
         return work

@@ -10,6 +10,7 @@ from tokenmill.core.types import FinishReason, Request
 from tokenmill.core.video import VideoParams
 from tokenmill.kernels import bidirectional, rounded_attention, triton_kernels
 from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.models.checkpoints.weights import ReadableTensor
@@ -128,7 +129,7 @@ def attention_inputs(case: tuple[int, int, int, int]) -> list[torch.Tensor]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The shapes of the Hopper kernel's launches so far."""
-    module, shapes = triton_kernels("bidirectional_hopper"), list[object]()
+    module, shapes = triton_kernels("hopper.bidirectional"), list[object]()
     launch = module.launch
 
     def counted(packed: object, out: torch.Tensor, *rest: object) -> None:
@@ -183,10 +184,10 @@ def test_all_shapes_of_the_hopper_kernel_give_the_same_bits(
     stages: int, turns: bool, dtype: rounded_attention.AttentionType
 ) -> None:
     q, k, v = attention_inputs((5000, 4999, 4, 1))
-    module, kernel = triton_kernels("bidirectional"), triton_kernels("bidirectional_hopper")
+    module, kernel = triton_kernels("bidirectional"), triton_kernels("hopper.bidirectional")
     rounding = rounded_attention.ROUNDINGS[dtype]
     packed = module.pack(q, k, v, rounding) if rounding else module.plain(q, k, v)
     expected, found = torch.empty_like(q), torch.empty_like(q)
     kernel.launch(packed, expected, k.shape[1])
-    kernel.launch(packed, found, k.shape[1], kernel.Shape(stages, turns))
+    kernel.launch(packed, found, k.shape[1], Shape(stages, turns))
     assert torch.equal(found, expected)

@@ -10,7 +10,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper, stack_bytes
-from tokenmill.kernels.gpu import bidirectional, bidirectional_hopper, modulation
+from tokenmill.kernels.gpu import bidirectional, modulation
+from tokenmill.kernels.gpu.hopper import bidirectional as bidirectional_hopper
 
 TYPES = {
     **dict.fromkeys(("x", "delta"), "*bf16"),

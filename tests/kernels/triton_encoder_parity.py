@@ -12,8 +12,8 @@ from tokenmill.kernels import MODE, norm, segments
 from tokenmill.kernels.gpu import dependent, hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu import segments as gpu_segments
-from tokenmill.kernels.gpu.bidirectional_hopper import Shape
 from tokenmill.kernels.gpu.hopper import segments as segments_hopper
+from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 

@@ -12,8 +12,10 @@ import triton_parity  # noqa: F401  the interpreter then rounds to fp8 as torch 
 from tokenmill.core.specs.wan import TINY
 from tokenmill.kernels import MODE, bidirectional, modulation, rounded_attention
 from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
-from tokenmill.kernels.gpu import bidirectional_hopper, hopper
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import modulation as gpu_modulation
+from tokenmill.kernels.gpu.hopper import bidirectional as bidirectional_hopper
+from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, transformer_tensors
@@ -130,7 +132,7 @@ def hopper_attention(
 ) -> None:
     """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
     if out.is_cuda:
-        shape = bidirectional_hopper.Shape(stages, turns)
+        shape = Shape(stages, turns)
         bidirectional_hopper.launch(packed, out, num_keys, shape)
     else:
         emulated(packed, out, num_keys, stages, turns)

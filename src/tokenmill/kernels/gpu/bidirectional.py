@@ -1,6 +1,6 @@
 """What attention without a mask reads: norm over all heads and rotation in one pass, rounding.
 
-The attention itself is in bidirectional_hopper.py.
+The attention itself is in hopper/bidirectional.py.
 
 What kernels/rounded_attention.py rounds lies by head: codes of queries and keys
 [b, heads, tiles * TILE, DIM], values in fp8 with the keys of a channel side by side,
@@ -128,7 +128,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def attend_packed(packed: Packed, like: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Attention over plain or rounded tensors; the result is as `like`[b, n, heads, dim]."""
     out = torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    triton_kernels("bidirectional_hopper").launch(packed, out, num_keys)
+    triton_kernels("hopper.bidirectional").launch(packed, out, num_keys)
     return out
 
 

@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 
 TILE = Tile()
-ON_HOPPER = False  # heads of 65 to 80 channels by hopper/segments.py, which no GPU has timed yet
+ON_HOPPER = False  # whether hopper/segments.py takes heads of 65 to 80 channels on such a GPU
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 
 from tokenmill.kernels import MODE
 
-ALLOWED = True  # off: the plain kernels on every GPU
+ALLOWED = True  # off: prompts, answers and experts by the plain kernels on every GPU
 
 
 @functools.cache

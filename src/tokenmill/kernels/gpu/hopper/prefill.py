@@ -1,10 +1,8 @@
 """Attention of prompts over the paged KV cache on Hopper: two groups of four warps take turns.
 
-As in bidirectional_hopper.py each group has 64 rows of queries, and a ninth warp copies. The groups
-begin their products in turns, so that one is in its softmax while the other's products run. Rows
-are tokens times the query heads that share a KV head. The last tile of 128 keys comes first: only
-tiles that some row does not see whole are masked, which are the first one or two, or all of a
-sliding window's.
+The groups and the copying warp are those of two_groups.py. Rows are tokens times the query heads
+that share a KV head. The last tile of 128 keys comes first: only tiles that some row does not see
+whole are masked, which are the first one or two, or all of a sliding window's.
 
 As many programs as the GPU has multiprocessors stay and take work items, a tile of queries and a KV
 head each, from lists that begin with the longest; every other round in reverse, so that each gets
@@ -30,18 +28,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.attention import LOG2E
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper.two_groups import (
+    HALF,
+    KEYS,
+    MASKED,
+    ROWS,
+    SCORES,
+    exp2,
+    operand,
+    ring_barriers,
+    score,
+    shrunk,
+)
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
-ROWS = gl.constexpr(128)  # of queries per work item
-HALF = gl.constexpr(64)  # of them per group
-KEYS = gl.constexpr(128)
-MASKED = gl.constexpr(-1e30)
 FLOOR = gl.constexpr(-1e20)  # of a peak: masked scores weigh nothing even where all are masked
 STAGES = 2
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 SCORE_KEYS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -144,14 +149,6 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _exp2(x):
-    """2^x in one instruction; numbers below the normal ones are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _masked(scores, tile, bound, window, SLIDING: gl.constexpr):
     """Scores of a tile without those of keys from `bound` on, or before its window."""
     key = (tile * KEYS + gl.arange(0, KEYS, layout=SCORE_KEYS))[None, :]
@@ -165,26 +162,9 @@ def _masked(scores, tile, bound, window, SLIDING: gl.constexpr):
 def _softmax(scores, peak, total):
     """Weights of a tile's scores, the new peak, how sums shrink by it, and the total."""
     top = gl.maximum(peak, gl.max(scores, axis=1) * LOG2E)
-    each = _exp2(scores * LOG2E - top[:, None])
-    shrink = _exp2(peak - top)
+    each = exp2(scores * LOG2E - top[:, None])
+    shrink = exp2(peak - top)
     return each, top, shrink, total * shrink + gl.sum(each, axis=1)
-
-
-@gluon.jit
-def _score(queries, tile, nothing):
-    return warpgroup_mma(queries, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _operand(each, sums: gl.constexpr):
-    """Weights as the tensor cores take them, without a move between threads."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    return gl.convert_layout(each.to(gl.bfloat16), operand, assert_trivial=True)
-
-
-@gluon.jit
-def _shrunk(acc, shrink, sums: gl.constexpr):
-    return acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -202,8 +182,8 @@ def _weigh(
         last, last_phase = (done + j - 1) % STAGES, ((done + j - 1) // STAGES) & 1
         mbarrier.wait(full_keys.index(stage), phase)
         mbarrier.wait(turns.index(WHO), (done - turn + j - WHO) & 1)
-        scores = _score(mine, keys.index(stage), nothing)
-        weights = _operand(each, SUMS)
+        scores = score(mine, keys.index(stage), nothing)
+        weights = operand(each, SUMS)
         mbarrier.wait(full_values.index(last), last_phase)
         acc = warpgroup_mma(weights, values.index(last), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - WHO), count=1)
@@ -216,7 +196,7 @@ def _weigh(
         mbarrier.wait(full_values.index(last), last_phase)
         acc, each = warpgroup_mma_wait(0, deps=(acc, each))
         mbarrier.arrive(empty_values.index(last), count=1)
-        acc = _shrunk(acc, shrink, SUMS)
+        acc = shrunk(acc, shrink, SUMS)
     return acc, each, peak, total
 
 
@@ -254,7 +234,7 @@ def _group(
         mbarrier.wait(full_queries.index(slot), (turn >> 1) & 1)
         stage, phase = done % STAGES, (done // STAGES) & 1
         mbarrier.wait(full_keys.index(stage), phase)
-        scores = warpgroup_mma_wait(0, deps=(_score(mine, keys.index(stage), nothing),))
+        scores = warpgroup_mma_wait(0, deps=(score(mine, keys.index(stage), nothing),))
         mbarrier.arrive(empty_keys.index(stage), count=1)
         scores = _masked(scores, top, bound, window, SLIDING)
         each, peak, _shrink, total = _softmax(scores, peak, total)
@@ -276,10 +256,10 @@ def _group(
         done += count
         stage, phase = (done - 1) % STAGES, ((done - 1) // STAGES) & 1
         mbarrier.wait(full_values.index(stage), phase)
-        acc = warpgroup_mma(_operand(each, SUMS), values.index(stage), acc)
+        acc = warpgroup_mma(operand(each, SUMS), values.index(stage), acc)
         mbarrier.arrive(empty_values.index(stage), count=1)
 
-        acc = _shrunk(acc, 1.0 / total, SUMS)
+        acc = shrunk(acc, 1.0 / total, SUMS)
         index = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SUMS))
         channels = gl.arange(0, DIM, layout=gl.SliceLayout(0, SUMS))
         line = (row + index // GROUP).to(gl.int64) * out_stride + (
@@ -304,25 +284,15 @@ def prefill_kernel(
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], TILE)
     full_queries = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty_queries = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    rings = ring_barriers(STAGES)
     for i in gl.static_range(2):
         mbarrier.init(full_queries.index(i), count=1)
         mbarrier.init(empty_queries.index(i), count=2)
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full_keys.index(i), count=1)
-        mbarrier.init(full_values.index(i), count=1)
-        mbarrier.init(empty_keys.index(i), count=2)
-        mbarrier.init(empty_values.index(i), count=2)
     fence_async_shared()
 
     memory = (queries, keys, values)
     barriers = (
-        full_queries, empty_queries, full_keys, empty_keys, full_values, empty_values, turns,
+        full_queries, empty_queries, rings[0], rings[1], rings[2], rings[3], rings[4],
     )  # fmt: skip
     lists = (tile_seqs, tile_starts, query_starts, context_lens)
     gl.warp_specialize(

@@ -1,10 +1,9 @@
 """Attention inside segments on Hopper, for heads of 65 to 80 channels: 64 and 16 of them.
 
-Two groups of four warps with 64 rows of queries each and a copying warp, as in
-bidirectional_hopper.py. A product over a head's channels is one over its first 64 and one over the
-next 16, of which those that are not the head's have queries of zero. The last tile of keys ends
-with the segment and comes first: keys that an earlier tile has are masked once. So no row behind a
-segment is read, whatever it holds.
+Two groups of four warps and a copying warp, as two_groups.py has them. A product over a head's
+channels is one over its first 64 and one over the next 16, of which those that are not the head's
+have queries of zero. The last tile of keys ends with the segment and comes first: keys that an
+earlier tile has are masked once. So no key behind a segment is read, whatever it holds.
 """
 
 from __future__ import annotations
@@ -24,21 +23,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.attention import LOG2E
-from tokenmill.kernels.gpu.bidirectional_hopper import Shape, _shrunk, _softmax
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper.bidirectional import softmax
+from tokenmill.kernels.gpu.hopper.two_groups import (
+    HALF,
+    KEYS,
+    MASKED,
+    ROWS,
+    SCORES,
+    Shape,
+    operand,
+    ring_barriers,
+    shrunk,
+)
 from tokenmill.kernels.segments import TILE_ROWS
 
 if TYPE_CHECKING:
     from tokenmill.kernels.segments import Segments
 
-ROWS = gl.constexpr(128)  # of queries per program
-HALF = gl.constexpr(64)  # of them per group
-KEYS = gl.constexpr(128)
 LOW = gl.constexpr(64)  # channels
 HIGH = gl.constexpr(16)
-MASKED = gl.constexpr(-1e30)
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 LOW_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HIGH_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 SHAPE = Shape(stages=3, turns=True)
@@ -90,13 +95,8 @@ def _score(low_mine, high_mine, low_keys, high_keys, nothing):
 @gluon.jit
 def _weigh(each, low_values, high_values, low_acc, high_acc):
     """Values by their weights, added to both parts of the sums."""
-    weights = each.to(gl.bfloat16)
-    low_operand: gl.constexpr = gl.DotOperandLayout(0, LOW_SUMS, 2)
-    high_operand: gl.constexpr = gl.DotOperandLayout(0, HIGH_SUMS, 2)
-    low_weights = gl.convert_layout(weights, low_operand, assert_trivial=True)
-    high_weights = gl.convert_layout(weights, high_operand, assert_trivial=True)
-    low_acc = warpgroup_mma(low_weights, low_values, low_acc, is_async=True)
-    high_acc = warpgroup_mma(high_weights, high_values, high_acc, is_async=True)
+    low_acc = warpgroup_mma(operand(each, LOW_SUMS), low_values, low_acc, is_async=True)
+    high_acc = warpgroup_mma(operand(each, HIGH_SUMS), high_values, high_acc, is_async=True)
     return low_acc, high_acc
 
 
@@ -132,7 +132,7 @@ def _group(
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     scores = gl.where((key >= KEYS - left)[None, :], scores, MASKED)
     peak, total = gl.full([HALF], MASKED, gl.float32, rows), gl.zeros([HALF], gl.float32, rows)
-    each, peak, _, total = _softmax(scores, peak, total, by, 0.0)
+    each, peak, _, total = softmax(scores, peak, total, by, 0.0)
     low_acc = gl.zeros([HALF, LOW], gl.float32, LOW_SUMS)
     high_acc = gl.zeros([HALF, HIGH], gl.float32, HIGH_SUMS)
     for j in range(1, count):
@@ -150,21 +150,21 @@ def _group(
             mbarrier.arrive(turns.index(1 - WHO), count=1)
         scores = warpgroup_mma_wait(2, deps=(scores,))
         mbarrier.arrive(empty_keys.index(stage), count=1)
-        each, peak, shrink, total = _softmax(scores, peak, total, by, 0.0)
+        each, peak, shrink, total = softmax(scores, peak, total, by, 0.0)
         # Long since full; a branch, which keeps ptxas from moving the wait before the softmax.
         mbarrier.wait(full_values.index(last), last_phase)
         low_acc, high_acc, each = warpgroup_mma_wait(0, deps=(low_acc, high_acc, each))
         mbarrier.arrive(empty_values.index(last), count=1)
-        low_acc = _shrunk(low_acc, shrink, LOW_SUMS)
-        high_acc = _shrunk(high_acc, shrink, HIGH_SUMS)
+        low_acc = shrunk(low_acc, shrink, LOW_SUMS)
+        high_acc = shrunk(high_acc, shrink, HIGH_SUMS)
     last, last_phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
     mbarrier.wait(full_values.index(last), last_phase)
     low_acc, high_acc = _weigh(
         each, low_values.index(last), high_values.index(last), low_acc, high_acc
     )
     low_acc, high_acc = warpgroup_mma_wait(0, deps=(low_acc, high_acc))
-    _store(_shrunk(low_acc, 1.0 / total, LOW_SUMS), out, place, 0, WHO, DIM, LOW_SUMS)
-    _store(_shrunk(high_acc, 1.0 / total, HIGH_SUMS), out, place, LOW, WHO, DIM, HIGH_SUMS)
+    _store(shrunk(low_acc, 1.0 / total, LOW_SUMS), out, place, 0, WHO, DIM, LOW_SUMS)
+    _store(shrunk(high_acc, 1.0 / total, HIGH_SUMS), out, place, LOW, WHO, DIM, HIGH_SUMS)
 
 
 @gluon.jit
@@ -198,23 +198,12 @@ def segment_kernel(
     low_values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, LOW], low.layout)
     high_values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HIGH], high.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full_keys.index(i), count=1)
-        mbarrier.init(full_values.index(i), count=1)
-        mbarrier.init(empty_keys.index(i), count=2)
-        mbarrier.init(empty_values.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
+    rings = ring_barriers(STAGES)
     fence_async_shared()
 
     memory = (queries, low_keys, high_keys, low_values, high_values)
-    barriers = (ready, full_keys, empty_keys, full_values, empty_values, turns)
+    barriers = (ready, rings[0], rings[1], rings[2], rings[3], rings[4])
     left = end - begin - (count - 1) * KEYS
     place = (row, end, column, stride, out_stride)
     gl.warp_specialize(

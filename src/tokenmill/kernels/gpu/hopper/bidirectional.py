@@ -1,9 +1,8 @@
-"""Attention without a mask on Hopper: two groups of four warps, each with 64 rows of queries.
+"""Attention without a mask on Hopper, by the groups and the copying warp of two_groups.py.
 
-A ninth warp copies: the queries once, then tiles of 128 keys and of their values into rings of
-stages. A group's turn begins the products of its queries with the next keys, then those of the last
-tile's weights with its values; the softmax of the new scores runs beside the latter. The groups
-begin their products in turns, so that one is in its softmax while the other's products run.
+The queries are copied once. A group's turn begins the products of its queries with the next keys,
+then those of the last tile's weights with its values; the softmax of the new scores runs beside the
+latter.
 
 The last tile of keys comes first: keys past the end are masked once, outside of the loop.
 
@@ -14,8 +13,6 @@ rounded keys lie in the order that `key_order` gives.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -33,26 +30,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tokenmill.kernels.gpu.attention import LOG2E
 from tokenmill.kernels.gpu.bidirectional import Packed
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper.two_groups import (
+    HALF,
+    KEYS,
+    MASKED,
+    ROWS,
+    SCORES,
+    Shape,
+    exp2,
+    operand,
+    ring_barriers,
+    score,
+    shrunk,
+)
 
-ROWS = gl.constexpr(128)  # of queries per program
-HALF = gl.constexpr(64)  # of them per group
-KEYS = gl.constexpr(128)
 DIM = gl.constexpr(128)
-MASKED = gl.constexpr(-1e30)
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23: a sum with them is a float's bits
 MAGIC_VALUE = gl.constexpr(12582912.0)
 FP8_SHIFT = gl.constexpr(8.0)  # weights in fp8 are up to 2^8
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SCORES_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-
-
-class Shape(NamedTuple):
-    """How a program is laid out; the bits do not depend on it."""
-
-    stages: int
-    turns: bool  # the groups begin their products in turns
-
 
 PLAIN = Shape(3, True)
 ROUNDED = Shape(2, False)
@@ -93,22 +90,14 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _exp2(x):
-    """2^x in one instruction; numbers below the normal ones are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _softmax(scores, peak, total, by, SHIFT: gl.constexpr):
+def softmax(scores, peak, total, by, SHIFT: gl.constexpr):
     """Weights of a tile's scores times `by`, the new peak, how sums shrink by it, and the total."""
     values, base = scores, gl.zeros_like(by)
     if scores.dtype == gl.int32:
         values, base = (scores + MAGIC).to(gl.float32, bitcast=True), by * MAGIC_VALUE
     top = gl.maximum(peak, gl.max(values, axis=1) * by - base)
-    each = _exp2(values * by[:, None] - (top + base - SHIFT)[:, None])
-    shrink = _exp2(peak - top)
+    each = exp2(values * by[:, None] - (top + base - SHIFT)[:, None])
+    shrink = exp2(peak - top)
     return each, top, shrink, total * shrink + gl.sum(each, axis=1)
 
 
@@ -127,8 +116,7 @@ def _masked(scores, left, FP8: gl.constexpr, layout: gl.constexpr):
 def _operand(each, layout: gl.constexpr, dtype: gl.constexpr):
     """Weights as the tensor cores take them, without a move between threads."""
     if dtype == gl.bfloat16:
-        operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-        return gl.convert_layout(each.to(dtype), operand, assert_trivial=True)
+        return operand(each, layout)
     else:
         wide: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
         split = each.reshape([HALF, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
@@ -144,16 +132,6 @@ def _operand(each, layout: gl.constexpr, dtype: gl.constexpr):
             """,
             "=r,f,f,f,f", [own], dtype=gl.float8e4nv, is_pure=True, pack=4,
         )  # fmt: skip
-
-
-@gluon.jit
-def _score(queries, tile, nothing):
-    return warpgroup_mma(queries, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _shrunk(acc, shrink, sums: gl.constexpr):
-    return acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -182,7 +160,7 @@ def _weigh(
         mbarrier.wait(full_keys.index(stage), phase)
         if TURNS:
             mbarrier.wait(turns.index(WHO), (j - WHO) & 1)
-        scores = _score(mine, keys.index(stage), nothing)
+        scores = score(mine, keys.index(stage), nothing)
         weights = _operand(each, SCORES, values.dtype)
         mbarrier.wait(full_values.index(last), last_phase)
         acc = warpgroup_mma(weights, values.index(last), acc, is_async=True)
@@ -190,12 +168,12 @@ def _weigh(
             mbarrier.arrive(turns.index(1 - WHO), count=1)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(empty_keys.index(stage), count=1)
-        each, peak, shrink, total = _softmax(scores, peak, total, by, 0.0)
+        each, peak, shrink, total = softmax(scores, peak, total, by, 0.0)
         # Long since full; a branch, which keeps ptxas from moving the wait before the softmax.
         mbarrier.wait(full_values.index(last), last_phase)
         acc, each = warpgroup_mma_wait(0, deps=(acc, each))
         mbarrier.arrive(empty_values.index(last), count=1)
-        acc = _shrunk(acc, shrink, SCORES)
+        acc = shrunk(acc, shrink, SCORES)
     last, last_phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
     weights = _operand(each, SCORES, values.dtype)
     mbarrier.wait(full_values.index(last), last_phase)
@@ -222,24 +200,24 @@ def _weigh_fp8(
         mbarrier.wait(full_values.index(last), last_phase)
         if TURNS:
             mbarrier.wait(turns.index(WHO), (j - WHO) & 1)
-        part = _score(weights, values.index(last), none)
+        part = score(weights, values.index(last), none)
         mbarrier.wait(full_keys.index(stage), phase)
-        scores = _score(mine, keys.index(stage), nothing)
+        scores = score(mine, keys.index(stage), nothing)
         if TURNS:
             mbarrier.arrive(turns.index(1 - WHO), count=1)
         part = warpgroup_mma_wait(1, deps=(part,))
         mbarrier.arrive(empty_values.index(last), count=1)
-        acc = _shrunk(acc, shrink, SCORES_8) + part
+        acc = shrunk(acc, shrink, SCORES_8) + part
         # Long since full; a branch, which keeps ptxas from taking these sums into the softmax.
         mbarrier.wait(full_keys.index(stage), phase)
         scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
         mbarrier.arrive(empty_keys.index(stage), count=1)
-        each, peak, shrink, total = _softmax(scores, peak, total, by, FP8_SHIFT)
+        each, peak, shrink, total = softmax(scores, peak, total, by, FP8_SHIFT)
     last, last_phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
     weights = _operand(each, SCORES_8, values.dtype)
     mbarrier.wait(full_values.index(last), last_phase)
-    part = warpgroup_mma_wait(0, deps=(_score(weights, values.index(last), none),))
-    return _shrunk(acc, shrink, SCORES_8) + part, total
+    part = warpgroup_mma_wait(0, deps=(score(weights, values.index(last), none),))
+    return shrunk(acc, shrink, SCORES_8) + part, total
 
 
 @gluon.jit
@@ -266,13 +244,13 @@ def _group(
     mbarrier.wait(ready, 0)
     mine = queries.slice(WHO * HALF, HALF, dim=0)
     mbarrier.wait(full_keys.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_score(mine, keys.index(0), nothing),))
+    scores = warpgroup_mma_wait(0, deps=(score(mine, keys.index(0), nothing),))
     mbarrier.arrive(empty_keys.index(0), count=1)
     scores = scores.to(gl.float32) * _scale_of(factor, k_scales, count - 1, CODES)[:, None]
     scores = _masked(scores, left, FP8, layout)
     peak, total = gl.full([HALF], MASKED, gl.float32, rows), gl.zeros([HALF], gl.float32, rows)
     one = gl.full([HALF], 1.0, gl.float32, rows)
-    each, peak, _, total = _softmax(scores, peak, total, one, FP8_SHIFT if FP8 else 0.0)
+    each, peak, _, total = softmax(scores, peak, total, one, FP8_SHIFT if FP8 else 0.0)
     state = (each, peak, total)
     if FP8:
         acc, total = _weigh_fp8(
@@ -286,7 +264,7 @@ def _group(
         )  # fmt: skip
 
     channels = gl.arange(0, DIM, layout=gl.SliceLayout(0, sums))
-    acc = _shrunk(acc, 1.0 / total, sums)
+    acc = shrunk(acc, 1.0 / total, sums)
     if FP8:
         acc *= gl.load(v_scales + channels)[None, :]
     index = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
@@ -325,23 +303,12 @@ def attend_kernel(
     keys = gl.allocate_shared_memory(k.dtype, [STAGES, KEYS, DIM], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, KEYS, DIM], v.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full_keys.index(i), count=1)
-        mbarrier.init(full_values.index(i), count=1)
-        mbarrier.init(empty_keys.index(i), count=2)
-        mbarrier.init(empty_values.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
+    rings = ring_barriers(STAGES)
     fence_async_shared()
 
     memory = (queries, keys, values)
-    barriers = (ready, full_keys, empty_keys, full_values, empty_values, turns)
+    barriers = (ready, rings[0], rings[1], rings[2], rings[3], rings[4])
     places = (q_row, k_row, v_row, q_column, k_column, v_column)
     left = num_keys - (count - 1) * KEYS
     factors = (scale * LOG2E, q_scales, k_scales)
