@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -226,3 +227,17 @@ def test_columns_of_a_batch_are_aligned(sizes: list[int]) -> None:
     for column, sent in zip(columns, to_device(columns, "cpu"), strict=True):
         assert sent.tolist() == np.concatenate(column).tolist()
         assert sent.data_ptr() % 16 == 0 or not len(sent)
+
+
+def test_a_requests_time_is_in_the_queue_or_in_its_batch() -> None:
+    """Also the time between the launch of its batch and the end of the one before it."""
+    times = itertools.count(0, 5)
+    limits = BatchLimits(max_batch_requests=1)
+    engine = RankingEngine(tiny_model(), limits, lambda: next(times), overlapped=True)
+    for index, name in enumerate("abc"):
+        engine.submit(named(name))
+        assert next(times) == 10 * index + 5
+    while engine.has_work():
+        for answer in engine.step():
+            came = 10 * "abc".index(answer.request_id)
+            assert came + answer.queued_ns + answer.run_ns == engine._collected_ns

@@ -89,7 +89,9 @@ def test_wrong_late_aborted_and_superfluous_jobs_fail_alone() -> None:
 
 
 def test_figures_tell_batches_and_keys_by_tier() -> None:
-    jobs = RankJobs(RankingEngine(tiny_model()))
+    engine = RankingEngine(tiny_model(), BatchLimits(max_batch_tokens=400))
+    engine.warm_up()  # whose keys are nobody's
+    jobs = RankJobs(engine)
     for index, request in enumerate(REQUESTS):
         jobs.submit(str(index), job_of(request))
     assert jobs.stats()["num_waiting"] == 2

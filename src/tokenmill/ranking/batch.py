@@ -143,7 +143,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _copied(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Beside what the current stream computes, which waits for the copy where it has come to."""
+    """A copy beside what the current stream has yet to compute; what follows waits for it."""
     current, side = torch.cuda.current_stream(device), _copy_stream(device)
     with torch.cuda.stream(side):
         found = buffer.to(device, non_blocking=True)

@@ -152,15 +152,15 @@ class RankingEngine:
             return _failed(waiting, fault)
         now = self.clock()
         # A batch that was launched behind another one has begun when that one was done.
-        run_ns = now - max(launched.start_ns, self._collected_ns)
-        self._collected_ns = now
+        start_ns = max(launched.start_ns, self._collected_ns)
+        run_ns, self._collected_ns = now - start_ns, now
         self.queue.meter.observe(sum(entry.flops for entry in waiting), run_ns)
         self._count(waiting, run_ns)
         rows, normaliser = launched.batch.rows, launched.batch.normaliser
         parts = np.split(scores, rows.candidates[1:-1])
         of_batch = self.model.spec.scaling_seqlen == "batch"
         return [
-            _answer(entry, part, normaliser, of_batch, len(waiting), launched.start_ns, run_ns)
+            _answer(entry, part, normaliser, of_batch, len(waiting), start_ns, run_ns)
             for entry, part in zip(waiting, parts, strict=True)
         ]
 

@@ -91,7 +91,7 @@ class Scores:
         self._scores = scores
 
     def wait(self) -> np.ndarray:
-        """The scores, which the caller may keep: pinned memory is not his."""
+        """The scores, a copy that the caller may keep: the pinned memory is used again."""
         if self._done is None:
             found: np.ndarray = self._scores.numpy()
             return found

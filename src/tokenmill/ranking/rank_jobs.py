@@ -26,6 +26,7 @@ class RankJobs:
         self._batch_requests = _Histogram(_REQUESTS)
         self._batch_tokens = _Histogram(_TOKENS)
         self._num_steps = self._num_tokens = 0
+        self._before = self._looked_up()  # by the warm-up
 
     def submit(self, job_id: str, payload: bytes) -> None:
         """Queue a request; the next step answers one that is wrong."""
@@ -60,10 +61,11 @@ class RankJobs:
         }
         for finish in RankFinish:
             figures[f'requests_total{{finish="{finish}"}}'] = stats.finished.get(finish, 0)
-        return figures | self._tables()
+        found = self._looked_up().items()
+        return figures | {name: count - self._before.get(name, 0) for name, count in found}
 
-    def _tables(self) -> dict[str, float]:
-        """Keys and bytes of each table by the tier that they came from."""
+    def _looked_up(self) -> dict[str, float]:
+        """Keys and bytes of each table by the tier that they came from, the warm-up's included."""
         figures: dict[str, float] = {}
         for table, store in self.engine.model.stores.items():
             stats = store.stats()

@@ -399,7 +399,7 @@ COMMANDS = (
         repeated=True,
         default=(),
     ),
-    Setting("url", "Talk to a running server, such as http://127.0.0.1:8000/v1.", TEXT),
+    Setting("url", "Talk to a running server, such as http://127.0.0.1:8000.", TEXT),
     Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
     Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),
     Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),

@@ -70,7 +70,7 @@ class Server:
 
 
 def api_root(url: str) -> str:
-    """The URL before /chat/completions: one that names a server alone means its /v1."""
+    """The URL that /chat/completions follows; a server's URL without a path gets /v1."""
     url = url.rstrip("/")
     return url if urllib.parse.urlsplit(url).path else f"{url}/v1"
 

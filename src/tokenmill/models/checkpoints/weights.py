@@ -319,7 +319,7 @@ def _random_std(name: str, spec: ModelSpec) -> float:
 
     A token's own embedding must outweigh what layers add to the stream, which tokens have largely
     in common, and not drown it: it is as large as a product of the model's width. Embeddings that
-    are the output head as well stay small: a token would follow itself.
+    are the output head as well stay small, or every answer would repeat its last token.
     """
     if spec.moe is None or spec.tie_embeddings:
         return _RANDOM_STD
