@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tokenmill.kv.transfer import Read
 
 Build = Callable[[str], BuiltEngine]
 PAGE = 2 * (4096 + 1024)  # bytes of a block of the tensors below
+ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 LONG = 2_000_000_000  # cycles of the GPU: about a second
 
 
@@ -75,6 +79,7 @@ def test_windows_come_back(build: Build) -> None:
     built = build("tiers-windows")
     assert bits(grow(built)) == expected
     assert hits(built) > 0
+    built.close()
 
 
 def test_graphs_run_beside_the_copies(build: Build) -> None:
@@ -83,6 +88,45 @@ def test_graphs_run_beside_the_copies(build: Build) -> None:
     assert all(len(answer.terminals) == 1 for answer in answers) and hits(built) > 0
     graphs = built.runner.decode.graphs
     assert graphs is not None and graphs.report.steps > 0
+    built.close()
+
+
+def test_one_engine_after_the_other(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where one was never closed: the next one's memory may lie at the same address."""
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            built = build("tiers-host")
+            assert torch.from_numpy(tiers_of(built).copies.host).is_pinned()
+            grow(built)
+            assert hits(built) > 0
+            del built
+            gc.collect()
+    assert "not pinned" not in caplog.text
+
+
+def test_memory_that_cannot_be_pinned(
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps its error until it is asked for: no step may meet it."""
+    expected = bits(grow(build("tiers-off")))
+    cudart = torch.cuda.cudart()
+    register = cudart.cudaHostRegister
+
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(cudart, name)
+
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            first = int(register(address, num_bytes, flags))
+            again = int(register(address, num_bytes, flags))
+            assert (first, again) == (0, ALREADY)
+            cudart.cudaHostUnregister(address)
+            return again
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    built = build("tiers-host")
+    assert "not pinned (CUDA error 712)" in caplog.text
+    assert bits(grow(built)) == expected and hits(built) > 0
 
 
 def pages(count: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:

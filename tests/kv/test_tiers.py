@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from tiny_models import make_model, save, tame
 from tokenmill.core.kv import TierSizes, parse_tiers
 from tokenmill.core.types import ModelLoadError, Request
 from tokenmill.engine.build import BuiltEngine
-from tokenmill.kv.tiers.page_copies import CpuCopies, touch
+from tokenmill.kv.tiers.page_copies import CpuCopies
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +133,6 @@ def test_pages_keep_their_bytes(dtype: torch.dtype) -> None:
         pages = tensor.view(torch.uint8)
         assert torch.equal(pages[[5, 7, 0]], kept[[2, 7, 4]]) and not pages[[1, 2, 3]].any()
     copies.close()
-
-
-@pytest.mark.parametrize("shape", [(3, 10), (40, 50_000)])
-def test_memory_is_touched(shape: tuple[int, int]) -> None:
-    """A byte of each page of the system, also of pages smaller than the parts of all threads."""
-    pages = np.ones(shape, np.uint8)
-    touch(pages)
-    untouched = np.diff(np.flatnonzero(pages.reshape(-1) == 0), prepend=0, append=pages.size)
-    assert untouched.max() <= 4096
 
 
 def test_images_are_told_apart(tmp_path: Path) -> None:

@@ -7,27 +7,19 @@ their own move it over the bus, so that no step waits for the bus.
 
 from __future__ import annotations
 
-import logging
-import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from tokenmill.kv.tiers.pinned_memory import Bytes, PinnedMemory
 from tokenmill.kv.transfer import Read
 
-Bytes = NDArray[np.uint8]
 # Of a GPU's memory. Out go all blocks that a step of 8,192 tokens of a model of 8 billion weights
 # evicts, so that it need not wait for the bus.
 _STAGED_IN, _STAGED_OUT = 2**28, 2**30
-_MOST_THREADS = 16
-_SYSTEM_PAGE = 4096  # bytes
-
-_log = logging.getLogger(__name__)
 
 
 class PageCopies(Protocol):
@@ -123,9 +115,9 @@ class CudaCopies:
         word = torch.int64 if all(_rows(t).shape[1] % 8 == 0 for t in tensors) else torch.uint8
         self._rows = [_rows(tensor).view(word) for tensor in tensors]
         self._device = device
-        self.host: Bytes = np.empty((num_slots, size), np.uint8)
+        self._memory = PinnedMemory((num_slots, size), device)
+        self.host = self._memory.pages
         self._host = torch.from_numpy(self.host).view(word)
-        self._pin()
         self._staged = [
             torch.empty(
                 (max(1, min(num_slots, staged // size)), self._host.shape[1]),
@@ -137,16 +129,6 @@ class CudaCopies:
         self._in, self._out = (torch.cuda.Stream(device) for _ in "io")
         self._saved = torch.cuda.Event()  # the last save is in host memory
         self._saved.record(self._out)
-
-    def _pin(self) -> None:
-        begin = time.monotonic()
-        touch(self.host)
-        code = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.nbytes, 0)
-        if int(code) != 0:
-            _log.warning("--kv-offloading: host memory is not pinned (CUDA error %s), so copies "
-                         "are slower", int(code))  # fmt: skip
-        gib = self.host.nbytes / 2**30
-        _log.info("pinned %.1f GiB of host memory in %.1f s", gib, time.monotonic() - begin)
 
     @torch.inference_mode()
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -200,16 +182,7 @@ class CudaCopies:
         self._saved.synchronize()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
-
-
-def touch(pages: Bytes) -> None:
-    """Let the system give memory to pages, in threads: it takes seconds for some gigabytes."""
-    num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    parts = np.array_split(pages.reshape(-1), 4 * num_threads)
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(lambda part: part[::_SYSTEM_PAGE].fill(0), parts))
+        self._memory.close()
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
