@@ -58,10 +58,22 @@ def test_an_image_is_encoded_over_several_steps_while_others_decode() -> None:
         shares.append([each.share for each in batch.begun_images])
         scheduler.update(batch, sampled(batch))
     assert shares == [[0.4], [0.8], [1.0], []]
-    scheduler.add(pictured("b", 2, 2))
-    scheduler.add(pictured("c", 3, 2))  # of nine that run two wait: no image is divided
-    batch = scheduler.schedule(0)
-    assert not batch.begun_images and scheduler.images.num_encoded == 2
+
+
+def test_no_image_is_divided_while_more_than_two_wait() -> None:
+    """They wait among the running ones, too, once the text before their image has run."""
+    scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16)
+    scheduler.add(request("t", [8, 9], SamplingParams(max_tokens=20)))
+    step(scheduler)
+    for seed, name in enumerate("abcde"):
+        scheduler.add(pictured(name, seed, 2))
+    encoded, divided = [], []
+    for _ in range(4):
+        batch = scheduler.schedule(0)
+        encoded.append(scheduler.images.num_encoded)
+        divided.append(bool(batch.begun_images))
+        scheduler.update(batch, sampled(batch))
+    assert (encoded, divided) == ([1, 2, 3, 3], [False, False, False, True])
 
 
 def test_an_image_that_nobody_waits_for_any_more_is_begun_anew() -> None:

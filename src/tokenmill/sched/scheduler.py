@@ -38,7 +38,7 @@ _MISCOUNT = End(
     FinishReason.ERROR,
     error="the step sampled tokens for an unfinished prompt, or none for a finished one",
 )
-_FEW_WAITING = 8  # images are encoded in parts where so many requests run for each that waits
+_FEW_WAITING = 2  # requests, or fewer, wait or have images ahead where one is encoded in parts
 _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 
 
@@ -224,7 +224,7 @@ class Scheduler:
         self._now_ns = now_ns
         self._expire()
         self._queues.sweep()
-        self.images.begin(self._decodes_for_many())
+        self.images.begin(self._may_divide_images())
         ledger.reserved = 0
         if self.loading:
             self.loading.reserve()
@@ -260,11 +260,15 @@ class Scheduler:
                 self._admission.count_start(seq, self._now_ns)
             self.meter.takes(seq, seq.num_tokens - seq.num_computed_tokens)
 
-    def _decodes_for_many(self) -> bool:
-        """Whether far more requests decode than wait: then short steps matter most."""
-        running = self._queues.running
-        decoding = any(seq.num_computed_tokens >= seq.num_prompt_tokens for seq in running)
-        return decoding and _FEW_WAITING * len(self._queues.waiting) <= len(running)
+    def _may_divide_images(self) -> bool:
+        """Whether requests decode and hardly another waits: then short steps matter most."""
+        if not self.images.divides or len(self._queues.waiting) > _FEW_WAITING:
+            return False
+        ahead, decoding = len(self._queues.waiting), False
+        for seq in self._queues.running:
+            ahead += seq.num_computed_tokens < seq.image_end
+            decoding = decoding or seq.num_computed_tokens >= seq.num_prompt_tokens
+        return decoding and ahead <= _FEW_WAITING
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):

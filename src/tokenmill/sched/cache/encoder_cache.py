@@ -18,8 +18,9 @@ class EncoderCache:
     sequence is in the middle of may be dropped, the least recently used first, once there is no
     room: whoever waits for room waits for sequences that have what they need to go on.
 
-    While others decode, a step may have a smaller budget: an image that has more is then encoded
-    over several steps, a share of its layers in each, and its sequence waits until the last.
+    Where requests decode and few images wait, a step may have a smaller budget: an image that has
+    more is then encoded over several steps, a share of its layers in each, and its sequence waits
+    until the last.
 
     An image that is encoded elsewhere costs no budget; it is wanted as soon as it is reached, and
     its sequence waits until it has arrived.
@@ -28,7 +29,7 @@ class EncoderCache:
     def __init__(self, budget: int | None, share: int | None = None) -> None:
         """Without a budget every image is encoded as soon as a step reaches it.
 
-        `share` is the budget of a step while others decode.
+        `share` is the budget of a step that encodes in parts.
         """
         self._budget, self._left, self._share = budget, budget, share
         self._parts = False  # images may be encoded over several steps
@@ -46,10 +47,15 @@ class EncoderCache:
         self.num_received = 0  # images that were encoded elsewhere
         self.num_hits = 0  # images that were here when a sequence reached them
 
-    def begin(self, decoding: bool = False) -> None:
+    @property
+    def divides(self) -> bool:
+        """Whether there is a smaller budget for steps that encode in parts."""
+        return self._budget is not None and self._share is not None
+
+    def begin(self, in_parts: bool = False) -> None:
         """A step is being chosen: its budget is whole, and ended or passed images are free."""
         self._left = self._budget
-        self._parts = decoding and self._budget is not None and self._share is not None
+        self._parts = in_parts and self.divides
         if self._parts and self._share is not None and self._budget is not None:
             self._left = min(self._budget, self._share)
         self._users = [
