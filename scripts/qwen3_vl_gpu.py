@@ -60,6 +60,7 @@ from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.images import normalised
 from tokenmill.engine.probe import DecodeProbe
 from tokenmill.kernels import MODE, segments
+from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import segments as gpu_segments
 from tokenmill.kernels.gpu.hopper import segments as segments_hopper
 from tokenmill.kernels.gpu.hopper.two_groups import Shape
@@ -194,12 +195,10 @@ def _other_attention(
     spec: VisionSpec, side: int, report: Report, timed: Callable[[int], dict[str, float]]
 ) -> None:
     """One layer's attention by other kernels and tiles, and the encoder with them."""
-    gpu_segments.ON_HOPPER = True
-    try:
-        report.add(with_hopper_attention=timed(4), hopper_difference=_hopper_difference(spec))
-    except Exception as error:
-        print(f"Hopper kernel: {error}"[:300], flush=True)
-    gpu_segments.ON_HOPPER = False
+    if hopper.is_here():
+        report.add(hopper_difference=_hopper_difference(spec))
+    hopper.ALLOWED = False
+    report.add(without_hopper_attention=timed(4))
     MODE.without = frozenset({"segment_attention"})
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
         report.add(with_cudnn_attention=timed(4))

@@ -29,7 +29,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[QueryTiles]:
         launch(*rest)
 
     monkeypatch.setattr(module, "launch", counted)
-    monkeypatch.setattr(attention, "PREFILL", "hopper")
     return seen
 
 
@@ -98,7 +97,7 @@ def test_windows_and_sinks_follow_the_plain_kernel(
     own = inputs([900, 300], [0, 2000], (64, 8), 64)
     sinks = torch.randn(64, device="cuda")
     found = attention.paged_attention(*own, window=128, sinks=sinks)
-    monkeypatch.setattr(attention, "PREFILL", "triton")
+    monkeypatch.setattr(hopper, "ALLOWED", False)
     expected = attention.paged_attention(*own, window=128, sinks=sinks)
     assert len(launches) == 1
     assert parity.error(found, expected.float()) < 2 * parity.LIMIT
@@ -117,8 +116,7 @@ def test_others_take_the_plain_kernel(
     q, k_cache, v_cache, batch, heads = own
     fp8 = torch.float8_e4m3fn
     attention.paged_attention(q, k_cache.to(fp8), v_cache.to(fp8), batch, heads)
-    switches = ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False))
-    for switch in (*switches, (attention, "PREFILL", "triton")):
+    for switch in ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False)):
         with monkeypatch.context() as patch:
             patch.setattr(*switch)
             attention.paged_attention(*own)

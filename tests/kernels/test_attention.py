@@ -170,7 +170,6 @@ def test_blocks_that_hopper_takes(
 ) -> None:
     """A tile of 128 keys is whole blocks or lies in one of them."""
     gpu = pytest.importorskip("tokenmill.kernels.gpu.attention")
-    monkeypatch.setattr(attention, "PREFILL", "hopper")
     monkeypatch.setattr(gpu.hopper, "is_usable", lambda: True)
     plan = attention.plan_tiles(np.array([900]), 4, 8, True, np.array([0]))[0]
     q = torch.zeros(900, 32 * 128, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ v_cache is [blocks, kv_heads, block_size, head_dim], and on a GPU k_cache too. O
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ SHORT = 9  # most queries of a sequence that splits its keys: a token and its dr
 NARROW_ROWS = 16  # of the narrowest tile on a GPU, whatever it needs
 GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles split their keys
 MAX_SPLITS = 32
-# Which kernel a Hopper GPU runs for prompts: the plain one, or that for Hopper where it can run.
-PREFILL: Literal["triton", "hopper"] = "triton"
 
 
 class TilePlan(NamedTuple):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels import MODE, attention, triton_kernels
+from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.attention import GPU_TILE_ROWS, spread_width
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
@@ -367,11 +367,10 @@ def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_
     A cache in fp8, other heads, blocks that are no whole part or multiple of a tile of keys, and
     batch-invariant mode stay with the plain kernel.
     """
-    if attention.PREFILL != "hopper" or not hopper.is_usable():
-        return False
     _, kv_heads, block_size, dim = v_cache.shape
     return (
-        q.dtype == v_cache.dtype == torch.bfloat16
+        hopper.is_usable()
+        and q.dtype == v_cache.dtype == torch.bfloat16
         and block_size >= HOPPER_LEAST_BLOCK
         and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
         and dim in HOPPER_DIMS

@@ -34,7 +34,6 @@ class Tile(NamedTuple):
 
 
 TILE = Tile()
-ON_HOPPER = False  # whether hopper/segments.py takes heads of 65 to 80 channels on such a GPU
 
 
 @triton.jit
@@ -183,7 +182,7 @@ def split_channels(dim: int) -> tuple[int, int]:
 def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> torch.Tensor:
     """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
     aligned = qkv.stride(0) * qkv.element_size() % 16 == 0
-    if ON_HOPPER and aligned and hopper.is_usable() and qkv.dtype == torch.bfloat16:
+    if aligned and hopper.is_usable() and qkv.dtype == torch.bfloat16:
         made = triton_kernels("hopper.segments")
         if made.takes(qkv.shape[1] // 3 // num_heads):
             found: torch.Tensor = made.attend(qkv, segments, num_heads)
