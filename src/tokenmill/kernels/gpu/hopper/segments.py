@@ -190,7 +190,7 @@ def segment_kernel(
     wait(EARLY)
     column, tile = gl.program_id(0) * DIM, tiles + 3 * gl.program_id(1)
     row, begin, end = gl.load(tile), gl.load(tile + 1), gl.load(tile + 2)
-    # A tile without rows, which fills a graph's shape, has a turn too: groups wait for its barriers.
+    # A tile without rows, which fills a graph's shape, has a turn too: groups wait for barriers.
     count = gl.maximum(gl.cdiv(end - begin, KEYS), 1)
 
     queries = gl.allocate_shared_memory(gl.bfloat16, [ROWS, LOW], low.layout)
