@@ -1,9 +1,8 @@
-"""Conversations whose KV is larger than the device's: with tiers behind it, and without."""
+"""Requests whose KV is larger than the device's: with tiers, without, and without any cache."""
 
 from __future__ import annotations
 
 import gc
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,10 @@ from typing import Any
 
 import torch
 
+from tokenmill.bench.kv_tiers_load import Asked, Load
 from tokenmill.core.config import Setup
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import Request, SamplingParams, TokenmillError
+from tokenmill.core.types import Request, RequestOutput, SamplingParams, TokenmillError
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import KV_BYTES
 from tokenmill.engine.engine import LanguageEngine
@@ -25,23 +25,7 @@ from tokenmill.models.checkpoints.weights import read_spec
 Say = Callable[[str], None]  # one line on what is done, with the figures so far
 _COPIED_BYTES = 2**28  # of a copy that is timed
 _ROUNDS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Conversations:
-    """Each turn's prompt is all that was said before, and so many tokens more."""
-
-    count: int
-    turns: int
-    turn_tokens: int
-    answer_tokens: int
-    at_once: int  # requests in flight
-    seed: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all conversations at their end."""
-        return self.count * self.turns * (self.turn_tokens + self.answer_tokens)
+_PARTS = 4  # of a run, whose figures are told as they come
 
 
 @dataclass(slots=True)
@@ -52,70 +36,78 @@ class _Run:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     seconds: float = 0.0
-    answers: list[list[int]] = field(default_factory=list)
+    answers: dict[str, list[int]] = field(default_factory=dict)  # by request
 
 
-def host_bytes(setup: Setup, load: Conversations) -> int:
-    """Host memory that holds all conversations, and an eighth more for blocks that are not full."""
+def host_bytes(setup: Setup, load: Load) -> int:
+    """Host memory that holds all that is asked, and an eighth more for blocks that are not full."""
     spec = read_spec(Path(setup.model.model))
-    return load.num_tokens * spec.kv_bytes_per_token(KV_BYTES[setup.cache.dtype]) * 9 // 8
+    return load.num_kept_tokens * spec.kv_bytes_per_token(KV_BYTES[setup.cache.dtype]) * 9 // 8
 
 
-def measure(setup: Setup, load: Conversations, times_device: float, say: Say) -> dict[str, Any]:
-    """The report: one engine after the other on the same conversations."""
+def measure(setup: Setup, load: Load, times_device: float, say: Say) -> dict[str, Any]:
+    """The report: one engine after the other on the same requests."""
     assert setup.cache.block_size is not None
-    num_blocks = max(1, int(load.num_tokens / times_device) // setup.cache.block_size)
+    size, num_tokens = setup.cache.block_size, load.num_tokens
+    num_blocks = max(1, int(num_tokens / times_device) // size)
+    if num_blocks * size < load.longest + 1:
+        raise TokenmillError(
+            f"--working-set {times_device:g}: the device would hold {num_blocks * size:,} tokens, "
+            f"but the longest request has {load.longest:,}; give more --conversations, or a "
+            "smaller --working-set"
+        )
     cache = replace(setup.cache, num_blocks=num_blocks)
-    say(
-        f"{load.count} conversations of {load.num_tokens:,} tokens in all; the device holds "
-        f"{num_blocks * setup.cache.block_size:,}"
-    )
-    off = _measure(replace(setup, cache=replace(cache, offloading=None)), load, "off", say)
-    on = _measure(replace(setup, cache=cache), load, "on", say)
+    say(f"{load.words}; the device holds {num_blocks * size:,}")
+    off = _measure(replace(setup, cache=replace(cache, offloading=None)), load, say)
+    on = _measure(replace(setup, cache=cache), load, say)
+    runs, answers = off.figures | on.figures, off.answers["off"]
+    ttft = {name: figures["ttft_ms"]["mean"] for name, figures in runs.items()}
     return {
         "benchmark": "kv-tiers",
         "offloading": cache.offloading,
         "device": setup.model.device,
-        "device_tokens": num_blocks * setup.cache.block_size,
-        "conversation_tokens": load.num_tokens,
-        "num_requests": load.count * load.turns,
-        "runs": {"off": off.figures, "on": on.figures},
+        "device_tokens": num_blocks * size,
+        "working_set_tokens": num_tokens,
+        "num_requests": load.num_requests,
+        "runs": runs,
         "copies": on.copies,
-        "same_answers": sum(a == b for a, b in zip(off.answers, on.answers, strict=True)),
-        "ttft_ratio": on.figures["ttft_ms"]["mean"] / off.figures["ttft_ms"]["mean"],
-        "computed_ratio": on.figures["computed_tokens"] / off.figures["computed_tokens"],
+        "same_answers": sum(answers[name] == said for name, said in on.answers["on"].items()),
+        "ttft_ratio": ttft["on"] / ttft["off"],
+        "ttft_to_recompute": ttft["on"] / ttft["recompute"],
+        "computed_ratio": runs["on"]["computed_tokens"] / runs["off"]["computed_tokens"],
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Side:
-    """The figures of one engine, which is gone by then."""
+    """The figures of one engine, which is gone by then: by run."""
 
-    figures: dict[str, Any]
-    answers: list[list[int]]
-    copies: dict[str, float]
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    copies: dict[str, float] = field(default_factory=dict)
 
 
-def _measure(setup: Setup, load: Conversations, name: str, say: Say) -> _Side:
-    """Build an engine and talk to it; its memory is free for the next one."""
-    begin = time.monotonic()
-    say(f"tiers {name}: starting the engine")
+def _measure(setup: Setup, load: Load, say: Say) -> _Side:
+    """Build an engine and ask it; its memory is free for the next one."""
+    begin, has_tiers = time.monotonic(), setup.cache.offloading is not None
+    names = ("on",) if has_tiers else ("recompute", "off")
+    say(f"tiers {names[-1]}: starting the engine")
     built = build_engine(setup)
-    start_s = round(time.monotonic() - begin, 2)
-    say(f"tiers {name}: the engine started in {start_s:.1f} s")
-    run = _converse(
-        _engine(built), load, built.spec.vocab_size, lambda line: say(f"tiers {name}, {line}")
-    )
-    figures, copies = {"start_s": start_s} | _figures(run, built), {}
-    if _engine(built).tiers is not None:
-        copies = _copy_rates(built)
-        say(_rates(copies))
+    start_s, side = round(time.monotonic() - begin, 2), _Side()
+    say(f"tiers {names[-1]}: the engine started in {start_s:.1f} s")
+    for name in names:
+        run = _Asking(_engine(built), load, name, say).run(built.spec.vocab_size)
+        side.figures[name] = {"start_s": start_s} | _figures(run, built)
+        side.answers[name] = run.answers
+    if has_tiers:
+        side.copies = _copy_rates(built)
+        say(_rates(side.copies))
     built.close()
     del built
     gc.collect()
     if setup.model.device == "cuda":
         torch.cuda.empty_cache()
-    return _Side(figures, run.answers, copies)
+    return side
 
 
 def _rates(copies: dict[str, float]) -> str:
@@ -130,58 +122,62 @@ def _engine(built: BuiltEngine) -> LanguageEngine:
     return built.engine
 
 
-def _converse(engine: LanguageEngine, load: Conversations, vocab_size: int, say: Say) -> _Run:
-    """All conversations turn by turn, so that each comes back when all others have spoken."""
-    source, run = random.Random(load.seed), _Run()
-    spoken: list[list[int]] = [[] for _ in range(load.count)]
-    begin = time.monotonic()
-    for turn in range(load.turns):
-        waiting = list(enumerate(spoken))
-        for said in spoken:
-            said += [source.randrange(3, vocab_size) for _ in range(load.turn_tokens)]
-        while waiting:
-            some, waiting = waiting[: load.at_once], waiting[load.at_once :]
-            _ask(engine, turn, some, load.answer_tokens, run)
-        run.seconds = time.monotonic() - begin
-        say(f"turn {turn + 1} of {load.turns}: {_so_far(run, load.count)}")
-    return run
+class _Asking:
+    """Asks an engine all requests, so many in flight; to `recompute` none finds another's KV."""
 
+    def __init__(self, engine: LanguageEngine, load: Load, name: str, say: Say) -> None:
+        self._engine, self._load, self._name, self._say = engine, load, name, say
+        self._run = _Run()
+        self._live: dict[str, RequestTimes] = {}
 
-def _so_far(run: _Run, count: int) -> str:
-    """TTFT of the latest requests, and what was computed of all prompts."""
-    ttft = summarize([times.ttft_ms for times in run.times[-count:]])
-    return (
-        f"TTFT mean {ttft['mean']:.0f} ms, max {ttft['max']:.0f} ms; so far "
-        f"{run.num_prompt_tokens - run.num_cached_tokens:,} of {run.num_prompt_tokens:,} prompt "
-        f"tokens computed, {run.seconds:.1f} s"
-    )
+    def run(self, vocab_size: int) -> _Run:
+        play, run, begin = self._load.play(vocab_size), self._run, time.monotonic()
+        while play.num_left or self._live:
+            while len(self._live) < self._load.at_once and (asked := play.take()) is not None:
+                self._ask(asked)
+            for output in self._engine.step():
+                if self._take(output):
+                    play.answered(output.request_id, run.answers[output.request_id])
+                    run.seconds = time.monotonic() - begin
+                    self._tell()
+        return run
 
+    def _ask(self, asked: Asked) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=asked.answer_tokens, ignore_eos=True)
+        now_ns, salt = time.monotonic_ns(), asked.name if self._name == "recompute" else ""
+        self._live[asked.name] = RequestTimes(now_ns)
+        self._run.answers[asked.name] = []
+        self._run.num_prompt_tokens += len(asked.prompt)
+        self._engine.submit(
+            Request(asked.name, asked.prompt, sampling, arrival_ns=now_ns, cache_salt=salt)
+        )
 
-def _ask(
-    engine: LanguageEngine,
-    turn: int,
-    some: list[tuple[int, list[int]]],
-    answer_tokens: int,
-    run: _Run,
-) -> None:
-    sampling = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
-    times, spoken = {}, {}
-    for index, said in some:
-        now_ns, request_id = time.monotonic_ns(), f"{turn}-{index}"
-        times[request_id], spoken[request_id] = RequestTimes(now_ns), said
-        run.num_prompt_tokens += len(said)
-        engine.submit(Request(request_id, list(said), sampling, arrival_ns=now_ns))
-    while engine.has_work():
-        for output in engine.step():
-            if output.error:
-                raise TokenmillError(output.error)
-            if output.token_ids:
-                times[output.request_id].record(time.monotonic_ns(), len(output.token_ids))
-                spoken[output.request_id] += output.token_ids
-            if output.finish_reason is not None:
-                run.num_cached_tokens += output.num_cached_tokens
-    run.times += times.values()
-    run.answers += [said[-answer_tokens:] for said in spoken.values()]
+    def _take(self, output: RequestOutput) -> bool:
+        """Note what a request produced; True if it has ended."""
+        if output.error:
+            raise TokenmillError(output.error)
+        if output.token_ids:
+            self._live[output.request_id].record(time.monotonic_ns(), len(output.token_ids))
+            self._run.answers[output.request_id] += output.token_ids
+        if output.finish_reason is None:
+            return False
+        self._run.num_cached_tokens += output.num_cached_tokens
+        self._run.times.append(self._live.pop(output.request_id))
+        return True
+
+    def _tell(self) -> None:
+        """After each quarter: TTFT of its requests, and what was computed of all prompts so far."""
+        run, total = self._run, self._load.num_requests
+        done, before = (_PARTS * n // total for n in (len(run.times), len(run.times) - 1))
+        if done == before:
+            return
+        ttft = summarize([times.ttft_ms for times in run.times[-(-total // _PARTS) * (done - 1) :]])
+        self._say(
+            f"tiers {self._name}, {len(run.times)} of {total} requests: TTFT mean "
+            f"{ttft['mean']:.0f} ms, max {ttft['max']:.0f} ms; so far "
+            f"{run.num_prompt_tokens - run.num_cached_tokens:,} of {run.num_prompt_tokens:,} "
+            f"prompt tokens computed, {run.seconds:.1f} s"
+        )
 
 
 def _figures(run: _Run, built: BuiltEngine) -> dict[str, Any]:

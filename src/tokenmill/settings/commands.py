@@ -407,7 +407,12 @@ COMMANDS = (
     Setting("num-running", "Requests that decode at once.", count(1), default=512),
     Setting("num-steps", "Steps to measure.", count(1), default=200),
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
-    Setting("conversations", "Conversations, which take turns.", count(1), default=32),
+    Setting(
+        "conversations",
+        "Conversations, which take turns; of a trace, those that have several.",
+        count(1),
+        default=32,
+    ),
     Setting("conversation-turns", "Turns of each conversation.", count(1), default=4),
     Setting(
         "turn-tokens",
@@ -415,10 +420,18 @@ COMMANDS = (
         count(1),
     ),
     Setting(
-        "answer-tokens", "Tokens of each answer; by default 16 on a CPU and 32 on a GPU.", count(1)
+        "answer-tokens",
+        "Tokens of each answer, or of a trace's longest; by default 16 on a CPU and 32 on a GPU.",
+        count(1),
     ),
     Setting(
         "num-users", "Requests in flight at a time; by default 2 on a CPU and 4 on a GPU.", count(1)
+    ),
+    Setting(
+        "trace-scale",
+        "Share of a trace's tokens that is replayed: 0.1 makes a prompt of 5,000 tokens 500 long.",
+        number(1e-3, 1),
+        default=1.0,
     ),
     Setting(
         "working-set",

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, SETTINGS, Settings
+from tokenmill.settings import (
+    CACHE,
+    EXECUTION,
+    MODEL,
+    SCHEDULER,
+    SETTINGS,
+    Settings,
+    SettingsError,
+)
+
+if TYPE_CHECKING:
+    from tokenmill.bench.kv_tiers_load import Load
 
 PANELS = {
     "Benchmark": tuple(
@@ -47,8 +58,17 @@ def kv_transfer(settings: Settings) -> None:
 
 OWN = ("conversations", "conversation-turns", "turn-tokens", "answer-tokens", "num-users",
        "working-set")  # fmt: skip
+TRACE = (
+    replace(
+        SETTINGS["trace"],
+        help="Mooncake trace whose conversations are replayed: its order, lengths and prefixes.",
+        owner=None,
+        default=None,
+    ),
+    *(SETTINGS[key] for key in ("trace-scale", "trace-block-tokens")),
+)
 TIER_PANELS = {
-    "Benchmark": tuple(SETTINGS[key] for key in (*OWN, "json-only")),
+    "Benchmark": (*(SETTINGS[key] for key in OWN), *TRACE, SETTINGS["json-only"]),
     "Model": MODEL,
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
@@ -65,24 +85,28 @@ def kv_tiers(settings: Settings) -> None:
     """TTFT of conversations that the device cannot hold, with KV tiers and without.
 
     The KV of all conversations is 4 times the device's (--working-set), and each
-    comes back after all others have spoken: without tiers its prompt is computed
-    anew. The same engine runs twice, first without --kv-offloading, then with it;
-    unless it is given, host memory has room for all conversations. Each turn's
-    figures go to stderr as they come. Copies of blocks are measured beside a
-    plain copy of as many bytes.
+    comes back after others have spoken: without tiers its prompt is computed
+    anew. The same requests run three times: with --kv-offloading; without it
+    (off); and so that nothing at all is cached (recompute). Unless it is given,
+    host memory has room for all. Figures go to stderr as they come. Copies of
+    blocks are measured beside a plain copy of as many bytes.
+
+    With --trace the requests are those of the first --conversations of a
+    Mooncake trace that have several turns, in the trace's order, and
+    --num-users of them are in flight at a time.
 
     tokenmill bench kv-tiers
     tokenmill bench kv-tiers --kv-offloading host=64MiB,disk=/var/kv:10GiB
+    tokenmill bench kv-tiers --trace recipes/conversation-trace.jsonl --trace-scale 0.05
     tokenmill bench kv-tiers --model llama3.1-8b --random-weights --device cuda
     """
     from tokenmill.bench.commands.throughput import model_path
-    from tokenmill.bench.kv_tiers_run import Conversations, host_bytes, measure
+    from tokenmill.bench.kv_tiers_run import host_bytes, measure
     from tokenmill.engine.choices import choose_device, resolve_setup
 
     asked = settings.setup()
     model = replace(asked.model, model=str(model_path(asked.model)))
-    defaults = BY_DEVICE[choose_device(model)]
-    load = Conversations(*(settings.get(key) or defaults[key] for key in OWN[:-1]))
+    load = _load(settings, BY_DEVICE[choose_device(model)])
     # Graphs are captured for as many requests as there are.
     scheduler = replace(asked.scheduler, max_num_seqs=asked.scheduler.max_num_seqs or load.at_once)
     setup = resolve_setup(replace(asked, model=model, scheduler=scheduler))
@@ -93,6 +117,29 @@ def kv_tiers(settings: Settings) -> None:
     if not settings.get("json-only"):
         _print(report)
     console.print_json(report)
+
+
+def _load(settings: Settings, defaults: dict[str, int]) -> Load:
+    """The requests: of a trace, or synthetic ones."""
+    from tokenmill.bench.kv_tiers_load import Conversations, trace_load
+
+    path = settings.get("trace")
+    values = {key: settings.get(key) or defaults.get(key) for key in OWN[:-1]}
+    if path is None:
+        return Conversations(*values.values())
+    for key in ("conversation-turns", "turn-tokens"):
+        if key in settings:
+            raise SettingsError(
+                f"--{key}: leave it out, the trace has its own; or leave out --trace"
+            )
+    return trace_load(
+        path,
+        settings.get("trace-block-tokens"),
+        settings.get("trace-scale"),
+        values["conversations"],
+        values["answer-tokens"],
+        values["num-users"],
+    )
 
 
 def _print(report: dict[str, Any]) -> None:
