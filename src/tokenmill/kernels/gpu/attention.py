@@ -19,6 +19,7 @@ from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.attention import GPU_TILE_ROWS, spread_width
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -31,6 +32,7 @@ HOPPER_ITEMS = 32  # tiles times KV heads, at least; fewer leave most of a GPU i
 
 
 # Arguments that change from step to step are not specialised: each new kind would be compiled.
+@quick
 @triton.jit(do_not_specialize=["count", "stride"])
 def _place_kernel(
     staged, positions, token_rows, tables, stride, last_tokens, ids, slots, count, block_size,
@@ -47,6 +49,7 @@ def _place_kernel(
     tl.store(slots + index, block * block_size + position % block_size, mask=inside)
 
 
+@quick
 @triton.jit
 def _rope_kernel(
     qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, stride, heads, kv_heads,
@@ -175,6 +178,7 @@ def _attend(
     return peak, total, acc
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attention_kernel(
     q, k_cache, v_cache, sinks, out, partial, stats, tile_seqs, tile_starts, query_starts,
@@ -248,6 +252,7 @@ def _attention_kernel(
         )
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def _join_kernel(
     partial, stats, out, out_stride, num_tokens, heads, first,
@@ -276,7 +281,7 @@ def place_tokens(
     ids, slots = torch.empty_like(staged), torch.empty_like(staged)
     count = staged.shape[0]
     assert staged.dtype == positions.dtype == tables.dtype == last_tokens.dtype == torch.int32
-    _place_kernel[(triton.cdiv(count, 256),)](
+    _place_kernel[(cdiv(count, 256),)](
         staged, positions, token_rows, tables, tables.stride(0), last_tokens, ids, slots, count,
         block_size, BLOCK=256,
     )  # fmt: skip
@@ -304,8 +309,8 @@ def rope_and_cache(
     q_norm, k_norm = norms if norms is not None else (cos_sin, cos_sin)
     total = num_heads + 2 * kv_heads
     spread = spread_width(dim) if k_cache.dtype == torch.float8_e4m3fn else 0
-    heads = 16 if spread else min(16, triton.next_power_of_2(total))
-    _rope_kernel[(qkv.shape[0], triton.cdiv(total, heads))](
+    heads = 16 if spread else min(16, next_power_of_2(total))
+    _rope_kernel[(qkv.shape[0], cdiv(total, heads))](
         qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
         kv_heads, block_size, scale, eps,
         HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, SPREAD=spread, num_warps=4,
@@ -332,7 +337,7 @@ def paged_attention(
         return
     _, kv_heads, block_size, dim = v_cache.shape
     group = num_heads // kv_heads
-    rows = max(16, triton.next_power_of_2(tiles.tokens * group))
+    rows = max(16, next_power_of_2(tiles.tokens * group))
     splits, tables = window_splits(tiles.splits, window), batch.block_tables
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     keys, warps, stages = launch_shape(rows, dim, k_cache.element_size())

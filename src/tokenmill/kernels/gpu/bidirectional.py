@@ -18,6 +18,7 @@ import triton.language as tl
 from tokenmill.kernels import triton_kernels
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, quick
 from tokenmill.kernels.gpu.modulation import load_row, row_parts, store_row
 from tokenmill.kernels.gpu.rows import FP8_LIMIT
 
@@ -56,6 +57,7 @@ def _rotated(y, cos, sin, FIRST: tl.constexpr, SIZE: tl.constexpr, HALF: tl.cons
     return tl.reshape(tl.join(first * c - second * s, first * s + second * c), (SIZE,))
 
 
+@quick
 @triton.jit
 def norm_rotate_kernel(
     x, weight, cos, sin, out, tokens, stride, k, eps,
@@ -132,6 +134,7 @@ def attend_packed(packed: Packed, like: torch.Tensor, num_keys: int) -> torch.Te
     return out
 
 
+@quick
 @triton.jit
 def round_rows_kernel(
     x, mean, codes, scales, tokens, branch_stride, row_stride, heads, limit,
@@ -164,6 +167,7 @@ def round_rows_kernel(
     tl.store(codes + row[:, None] * DIM + channel, rounded.to(codes.dtype.element_ty))
 
 
+@quick
 @triton.jit
 def round_values_kernel(
     v, scales, codes, tokens, branch_stride, row_stride, heads,
@@ -189,7 +193,7 @@ def round_rows(
     """x[b, n, heads, dim] -> codes, and scales of tiles [b, heads, tiles] or of all rows."""
     branches, tokens, heads, dim = x.shape
     assert x.stride(3) == 1 and x.stride(2) == dim
-    tiles = triton.cdiv(tokens, TILE)
+    tiles = cdiv(tokens, TILE)
     codes = torch.empty(
         branches, heads, tiles * TILE, dim, device=x.device, dtype=rounding.codes
     )  # fmt: skip
@@ -207,7 +211,7 @@ def round_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """v[b, n, heads, dim] -> fp8 codes [b, heads, dim, tiles * TILE] and scales [b, heads, dim]."""
     branches, tokens, heads, dim = v.shape
     assert v.stride(3) == 1 and v.stride(2) == dim
-    tiles = triton.cdiv(tokens, TILE)
+    tiles = cdiv(tokens, TILE)
     low, high = torch.aminmax(v, dim=1)
     scales = torch.maximum(-low, high).float().clamp_(min=1e-30) / FP8_LIMIT.value
     codes = torch.empty(

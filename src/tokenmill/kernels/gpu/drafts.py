@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.gpu.launch import cdiv, quick
+
 BLOCK = 64
 
 
+@quick
 @triton.jit(do_not_specialize=["count", "stride", "offset", "width", "last", "pad_slot"])
 def _place_kernel(
     base, rows, capacities, tables, stride, positions, slots, count, offset, width, block_size,
@@ -28,6 +31,7 @@ def _place_kernel(
     tl.store(slots + index, slot, mask=inside)
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _accept_kernel(
     tokens, ids, counts, contexts, lasts, positions, count,
@@ -47,6 +51,7 @@ def _accept_kernel(
     tl.store(positions + seq, context + num_right, mask=inside)
 
 
+@quick
 @triton.jit(do_not_specialize=["count", "last"])
 def _advance_kernel(
     tokens, drafts, positions, ids, contexts, counts, capacities, packed, count, last,
@@ -88,7 +93,7 @@ def place_drafts(
     slots = torch.empty_like(positions)
     assert base.dtype == rows.dtype == capacities.dtype == tables.dtype == torch.int32
     assert base.is_contiguous() and rows.is_contiguous() and capacities.is_contiguous()
-    _place_kernel[(triton.cdiv(count, BLOCK),)](
+    _place_kernel[(cdiv(count, BLOCK),)](
         base, rows, capacities, tables, tables.stride(0), positions, slots, count, offset, width,
         block_size, max_len - 1, pad_block * block_size, BLOCK=BLOCK,
     )  # fmt: skip
@@ -104,7 +109,7 @@ def accept_drafts(
     positions = torch.empty(count, dtype=torch.int32, device=ids.device)
     assert tokens.is_contiguous() and ids.is_contiguous() and contexts.is_contiguous()
     assert tokens.dtype == ids.dtype == counts.dtype == contexts.dtype == torch.int32
-    _accept_kernel[(triton.cdiv(count, BLOCK),)](
+    _accept_kernel[(cdiv(count, BLOCK),)](
         tokens, ids, counts, contexts, lasts, positions, count, DEPTH=width - 1, BLOCK=BLOCK,
     )  # fmt: skip
     return lasts, positions
@@ -125,7 +130,7 @@ def advance_drafts(
     packed = torch.empty(count, 2 * depth + 1, dtype=torch.int32, device=ids.device)
     assert tokens.is_contiguous() and drafts.is_contiguous() and ids.is_contiguous()
     assert tokens.dtype == drafts.dtype == ids.dtype == positions.dtype == torch.int32
-    _advance_kernel[(triton.cdiv(count, BLOCK),)](
+    _advance_kernel[(cdiv(count, BLOCK),)](
         tokens, drafts, positions, ids, contexts, counts, capacities, packed, count,
         max_len - 1 - depth, DEPTH=depth, BLOCK=BLOCK,
     )  # fmt: skip

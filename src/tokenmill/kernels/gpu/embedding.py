@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.gpu.launch import cdiv, quick
+
 if TYPE_CHECKING:
     from tokenmill.kernels.embedding import Misses, RowCache
 
@@ -53,6 +55,7 @@ def _find(tags, ids, sets, inside):
     return tl.max(tl.where(tag == ids[:, None], slots, -1), axis=1)
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _lookup_kernel(
     tags, counters, cached, sketch, claims, firsts, totals, ids, out, positions, num_misses,
@@ -92,6 +95,7 @@ def _owner(claims, ids, key, wanted, hashed):
     return tl.where(tl.load(ids + first) == wanted, first, key)
 
 
+@quick
 @triton.jit
 def _fetch_kernel(
     claims, totals, ids, positions, num_misses, table, out, dim,
@@ -118,6 +122,7 @@ def _remember(sketch, old, uses, sketch_mask):
     tl.atomic_max(sketch + (_upper(hashed * MIX3) & sketch_mask), uses, sem="relaxed")
 
 
+@quick
 @triton.jit
 def _copy_kernel(
     sketch, estimates, claims, ids, positions, num_misses, out, sketch_mask, dim,
@@ -139,6 +144,7 @@ def _copy_kernel(
             tl.store(out + key * dim + columns, row, mask=mask)
 
 
+@quick
 @triton.jit
 def _admit_kernel(
     tags, counters, cached, sketch, estimates, firsts, ids, positions, num_misses, out,
@@ -166,6 +172,7 @@ def _admit_kernel(
                 tl.store(tags + slot, wanted)
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _write_kernel(
     tags, cached, ids, rows, count, num_sets, dim, KEYS: tl.constexpr, BLOCK: tl.constexpr
@@ -191,7 +198,7 @@ def lookup_cached(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Miss
     cache.claims.fill_(UNCLAIMED)
     cache.firsts.fill_(UNCLAIMED)
     if count:
-        _lookup_kernel[(triton.cdiv(count, keys),)](
+        _lookup_kernel[(cdiv(count, keys),)](
             cache.tags, cache.counters, cache.rows, cache.sketch, cache.claims, cache.firsts,
             cache.totals, ids, out, positions, num_misses, count, len(cache.tags),
             len(cache.sketch) - 1, out.shape[1], KEYS=keys, BLOCK=block,
@@ -232,7 +239,7 @@ def write_cached(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None
     count, (keys, block) = len(ids), _tile(cache.rows)
     assert ids.is_contiguous() and rows.is_contiguous() and rows.dtype == cache.rows.dtype
     if count:
-        _write_kernel[(triton.cdiv(count, keys),)](
+        _write_kernel[(cdiv(count, keys),)](
             cache.tags, cache.rows, ids, rows, count, len(cache.tags), rows.shape[1],
             KEYS=keys, BLOCK=block,
         )  # fmt: skip

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.rows import ELEMENTS_PER_WARP, FP8_LIMIT, MAX_WARPS
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 
@@ -131,6 +132,7 @@ def _weigh_ahead(
 
 
 # What changes from batch to batch is not specialised: each new kind would be compiled.
+@quick
 @triton.jit(do_not_specialize=["first_target", "inverse"])
 def attention_kernel(
     q, k, v, own_k, own_v, out, tiles, q_stride, k_stride, v_stride, own_k_stride, own_v_stride,
@@ -191,6 +193,7 @@ def _gathered(table, index, column, width, mask):
     return tl.load(table + index[:, None] * width + column, mask=mask, other=0.0).to(tl.float32)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows", "num_users", "num_items"])
 def input_rows_kernel(
     items, norm_weight, norm_bias, context, categories, actions, positions, times, order,
@@ -223,6 +226,7 @@ def input_rows_kernel(
     tl.store(line, x.to(out.dtype.element_ty), mask=inside)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows"])
 def swish_norm_kernel(
     x, norm_weight, norm_bias, out, num_rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
@@ -236,6 +240,7 @@ def swish_norm_kernel(
     tl.store(line, (values * tl.sigmoid(normed)).to(out.dtype.element_ty), mask=inside)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows"])
 def _stats_kernel(x, stats, stride, num_rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -262,6 +267,7 @@ def _columns(base, row, column, width, stride, STEP: tl.constexpr, COLUMNS: tl.c
         return tl.load(base + line + index, mask=index < width, other=0.0)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows"])
 def uvqk_kernel(
     x, weight, stats, sums, bias, out, x_stride, w_stride, out_stride, num_rows, k, n, gated,
@@ -285,6 +291,7 @@ def uvqk_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows"])
 def output_kernel(
     x, u, o, weight, stats, norm_weight, norm_bias, out, x_stride, u_stride, o_stride, w_stride,
@@ -320,6 +327,7 @@ def output_kernel(
     tl.store(out + line * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@quick
 @triton.jit
 def gate_rows_kernel(
     u, o, norm_weight, norm_bias, out, scales, u_stride, o_stride, width, eps,
@@ -352,7 +360,7 @@ def input_rows(
     assert all(part.is_contiguous() for part in (items, *norm, *tables, *ids))
     out = torch.empty(num_rows, width, dtype=items.dtype, device=items.device)
     rows, block = whole_rows(width)
-    input_rows_kernel[(triton.cdiv(num_rows, rows),)](
+    input_rows_kernel[(cdiv(num_rows, rows),)](
         items, *norm, *tables, *ids, out, num_rows, tables.context.shape[0], ids.actions.shape[0],
         tables.actions.shape[0] - 1, width, scale, eps, ROWS=rows, WIDTH=block, num_warps=1,
     )  # fmt: skip
@@ -361,7 +369,7 @@ def input_rows(
 
 def whole_rows(width: int) -> tuple[int, int]:
     """Rows of a program and their width in registers."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return max(1, ELEMENTS_OF_ROWS // block), block
 
 
@@ -370,7 +378,7 @@ def swish_norm(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
     (num_rows, width), out = x.shape, torch.empty_like(x)
     rows, block = whole_rows(width)
     assert x.is_contiguous()
-    swish_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    swish_norm_kernel[(cdiv(num_rows, rows),)](
         x, *norm, out, num_rows, width, eps, ROWS=rows, WIDTH=block, num_warps=1
     )
     return out
@@ -422,7 +430,7 @@ def norm_uvqk(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor
     assert k % shape.step == 0 and gated % shape.columns == 0 and x.stride(1) == 1
     stats, out = row_stats(x), torch.empty(m, n, dtype=x.dtype, device=x.device)
     left, right = _operands(x, weight, shape) if tma else (x, weight)
-    uvqk_kernel[(triton.cdiv(n, shape.columns), triton.cdiv(m, shape.rows))](
+    uvqk_kernel[(cdiv(n, shape.columns), cdiv(m, shape.rows))](
         left, right, stats, sums, bias, out, x.stride(0), weight.stride(0), out.stride(0), m, k, n,
         gated, ROWS=shape.rows, COLUMNS=shape.columns, STEP=shape.step, STAGES=shape.stages,
         FAST=tma, TMA=tma, num_warps=shape.warps,
@@ -442,8 +450,8 @@ def row_stats(x: torch.Tensor) -> torch.Tensor:
     m, k = x.shape
     stats = torch.empty(m, 2, dtype=torch.float32, device=x.device)
     rows = 4
-    _stats_kernel[(triton.cdiv(m, rows),)](
-        x, stats, x.stride(0), m, k, EPS, ROWS=rows, WIDTH=triton.next_power_of_2(k), num_warps=4
+    _stats_kernel[(cdiv(m, rows),)](
+        x, stats, x.stride(0), m, k, EPS, ROWS=rows, WIDTH=next_power_of_2(k), num_warps=4
     )
     return stats
 
@@ -460,7 +468,7 @@ def gate_output(
     if tma:
         left, right = _operands(o, weight, shape)  # type: ignore[assignment]
         gate = TensorDescriptor.from_tensor(u, [shape.rows, shape.step])  # type: ignore[assignment]
-    output_kernel[(triton.cdiv(n, shape.columns), triton.cdiv(m, shape.rows))](
+    output_kernel[(cdiv(n, shape.columns), cdiv(m, shape.rows))](
         x, gate, left, right, stats, norm.weight, norm.bias, out, x.stride(0), u.stride(0),
         o.stride(0), weight.stride(0), out.stride(0), m, width, n,
         ROWS=shape.rows, COLUMNS=shape.columns, STEP=shape.step, STAGES=shape.stages, TMA=tma,
@@ -475,7 +483,7 @@ def gate_rows(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRo
     assert u.stride(1) == o.stride(1) == 1
     out = torch.empty(m, 3 * width, dtype=FP8.dtype, device=o.device)
     scales = torch.empty(m, dtype=torch.float32, device=o.device)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     gate_rows_kernel[(m,)](
         u, o, norm.weight, norm.bias, out, scales, u.stride(0), o.stride(0), width, EPS,
         BLOCK=block, FAST=on_hopper(), num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.rows import activate
 from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
 
@@ -69,6 +70,7 @@ def _fold(x, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     return tl.reshape(x, [ROWS, BN])
 
 
+@quick
 @triton.jit
 def _skinny_kernel(
     x,
@@ -138,6 +140,7 @@ def _skinny_kernel(
     _store(product, out, rows, columns, m, n, ADD)
 
 
+@quick
 @triton.jit(do_not_specialize=["m"])
 def _matmul_kernel(
     x,
@@ -178,6 +181,7 @@ def _matmul_kernel(
     _store(acc, out, rows, columns, m, n, ADD)
 
 
+@quick
 @triton.jit
 def _scale_kernel(
     raw,
@@ -249,11 +253,11 @@ def skinny_matmul(
     (m, k), n = values.shape, weight.n // 2 if gated else weight.n
     assert m <= SKINNY_ROWS
     bn, bk, warps, stages = tile or skinny_tile(n, k, gated is not None)
-    bk = min(bk, triton.next_power_of_2(k))
+    bk = min(bk, next_power_of_2(k))
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
     gain, eps = norm or (None, 0.0)
-    _skinny_kernel[(triton.cdiv(n, bn),)](
+    _skinny_kernel[(cdiv(n, bn),)](
         values,
         weight.data,
         out,
@@ -265,7 +269,7 @@ def skinny_matmul(
         n,
         k,
         eps,
-        ROWS=triton.next_power_of_2(m),
+        ROWS=next_power_of_2(m),
         BN=bn,
         BK=bk,
         STAGES=stages,
@@ -298,7 +302,7 @@ def matmul(
     bk = MATMUL_LINE_BYTES // values.element_size()
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
-    _matmul_kernel[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+    _matmul_kernel[(cdiv(m, bm) * cdiv(n, bn),)](
         values,
         weight.data,
         out,
@@ -333,7 +337,7 @@ def scale_product(
     m, n = raw.shape
     out = raw if add_to is None else add_to
     assert raw.is_contiguous() and out.is_contiguous() and out.shape == raw.shape
-    _scale_kernel[(m, triton.cdiv(n, SCALE_BLOCK))](
+    _scale_kernel[(m, cdiv(n, SCALE_BLOCK))](
         raw,
         out,
         row_scales,

@@ -19,6 +19,7 @@ from tokenmill.kernels.attention import num_splits
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.attention import LOG2E, _join_kernel
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -29,6 +30,7 @@ PROGRAMS = 132  # one fills a multiprocessor; more would only write more partial
 HEADS = 16  # of q that a program rotates
 
 
+@quick
 @triton.jit
 def _cache_kernel(
     q, kv, rope_cache, latent_cache, norm, cos_sin, positions, slots, q_stride, kv_stride, heads,
@@ -98,6 +100,7 @@ def _attend(
     return peak, total, acc
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _latent_kernel(
     q_latent, q, rope_cache, latent_cache, out, partial, stats, tile_seqs, tile_starts,
@@ -180,7 +183,7 @@ def latent_cache(
     block_size, latent = latent_cache.shape[2:]
     assert q.stride(2) == 1 and q.stride(1) == head_dim and kv.stride(1) == 1
     assert rope_cache.is_contiguous() and latent_cache.is_contiguous()
-    _cache_kernel[(tokens, 1 + triton.cdiv(heads, HEADS))](
+    _cache_kernel[(tokens, 1 + cdiv(heads, HEADS))](
         q, kv, rope_cache, latent_cache, norm, cos_sin, batch.positions, batch.slots, q.stride(0),
         kv.stride(0), heads, head_dim, block_size, eps,
         LATENT=latent, HALF=rope_cache.shape[3] // 2, INTERLEAVED=interleaved, HEADS=HEADS,
@@ -201,8 +204,8 @@ def latent_attention(
     """Attention of these tiles' queries into out's rows, [t, heads, kv_rank]."""
     tokens, heads, head_dim = q.shape
     block_size, latent = latent_cache.shape[2:]
-    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(tiles.tokens * heads)))
-    parts, count = triton.cdiv(tiles.tokens * heads, rows), tiles.seqs.shape[0]
+    rows = min(MAX_ROWS, max(16, next_power_of_2(tiles.tokens * heads)))
+    parts, count = cdiv(tiles.tokens * heads, rows), tiles.seqs.shape[0]
     splits = min(tiles.splits, num_splits(parts * count, PROGRAMS))
     tables = batch.block_tables
     assert q_latent.is_contiguous() and out.is_contiguous() and tables.stride(1) == 1

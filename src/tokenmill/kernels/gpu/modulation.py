@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.rows import FP8_LIMIT, MAX_WARPS, Rows, activate
 
 PART_PER_WARP = 1024  # elements of a row's first part
@@ -49,6 +50,7 @@ def _store(head, tail, out, scales, row, k, FP8: tl.constexpr):
     store_row(out + row * k, head, tail, k, head.shape[0], tail.shape[0])
 
 
+@quick
 @triton.jit
 def norm_modulate_kernel(
     x, delta, gate, factor, shift, out, scales, k, eps,
@@ -89,6 +91,7 @@ def _gelu(x, FAST: tl.constexpr):
         return activate(x, "gelu_tanh")
 
 
+@quick
 @triton.jit
 def round_rows_kernel(
     x, out, scales, k, GELU: tl.constexpr,
@@ -102,6 +105,7 @@ def round_rows_kernel(
     _store(head, tail, out, scales, row, k, True)
 
 
+@quick
 @triton.jit
 def norm_silu_kernel(
     x, gamma, before, out, channels, frames, size, x_channel, x_frame, before_channel,
@@ -170,9 +174,9 @@ def row_parts(k: int) -> dict[str, int | bool]:
 
     So several programs share a multiprocessor, and one loads while another one reduces.
     """
-    head = triton.next_power_of_2(k) // 2
+    head = next_power_of_2(k) // 2
     warps = min(MAX_WARPS, max(1, head // PART_PER_WARP))
-    tail = triton.next_power_of_2(max(1, k - head))
+    tail = next_power_of_2(max(1, k - head))
     return {"HEAD": head, "TAIL": tail, "num_warps": warps, **launch_options()}
 
 
@@ -183,9 +187,9 @@ def norm_silu(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> tor
     for part in (x, before):
         assert part.stride(4) == 1 and part.stride(3) == width
     out = torch.empty(1, channels, seen + frames, height, width, device=x.device, dtype=x.dtype)
-    block = triton.next_power_of_2(channels)
+    block = next_power_of_2(channels)
     positions = frame_positions(block)
-    norm_silu_kernel[(triton.cdiv(size, positions), seen + frames)](
+    norm_silu_kernel[(cdiv(size, positions), seen + frames)](
         x, gamma, before, out, channels, frames, size, x.stride(1), x.stride(2),
         before.stride(1), before.stride(2), channels**0.5,
         BLOCK=block, POSITIONS=positions, num_warps=FRAME_WARPS,

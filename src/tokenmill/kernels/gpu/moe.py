@@ -19,6 +19,7 @@ from tokenmill.kernels import MODE, triton_kernels
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.matmul import _load
 from tokenmill.kernels.matmul import QuantizedRows
 from tokenmill.kernels.moe import PackedExperts, Routing
@@ -33,6 +34,7 @@ SORT_SPAN = 256
 SUM_BLOCK = 1024
 
 
+@quick
 @triton.jit
 def _route_kernel(
     logits, bias, logit_bias, ids, weights, num_experts, scaling,
@@ -88,6 +90,7 @@ def _route_kernel(
     tl.store(weights + row * TOP_K + slot, weight * scaling, mask=slot < TOP_K)
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _rank_kernel(ids, counts, ranks, count, BLOCK: tl.constexpr):
     """Number each row among those of its expert; the order is any, and no result depends on it."""
@@ -119,6 +122,7 @@ def _place(
         tl.store(num_tiles, tl.sum(tiles, axis=0))
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _place_kernel(
     ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
@@ -135,6 +139,7 @@ def _place_kernel(
     )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _sort_kernel(
     ids, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
@@ -158,6 +163,7 @@ def _sort_kernel(
     )  # fmt: skip
 
 
+@quick
 @triton.jit
 def _grouped_kernel(
     x, weight, out, row_scales, column_scales, bias, sorted_rows, tile_experts, tile_sizes,
@@ -199,6 +205,7 @@ def _grouped_kernel(
     tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_kernel(
     results, weights, out, n, num_rows,
@@ -247,10 +254,10 @@ def route(
         logits, bias, logit_bias, ids, weights, num_experts, routing.scaling,
         SIGMOID=routing.sigmoid, RENORMALISE=routing.renormalise, BIAS=bias is not None,
         LOGIT_BIAS=logit_bias is not None, TOP_K=routing.top_k,
-        SLOTS=triton.next_power_of_2(routing.top_k),
+        SLOTS=next_power_of_2(routing.top_k),
         GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
-        GROUP_SLOTS=triton.next_power_of_2(routing.num_groups),
-        EXPERTS=triton.next_power_of_2(num_experts), num_warps=1, **launch_options(),
+        GROUP_SLOTS=next_power_of_2(routing.num_groups),
+        EXPERTS=next_power_of_2(num_experts), num_warps=1, **launch_options(),
     )  # fmt: skip
     return ids, weights
 
@@ -259,7 +266,7 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows per tile: about what an expert gets, as tensor cores take them."""
     if MODE.batch_invariant:
         return 64
-    per_expert: int = triton.next_power_of_2(-(-num_rows // num_experts))
+    per_expert: int = next_power_of_2(-(-num_rows // num_experts))
     return min(128, max(16, per_expert))
 
 
@@ -284,8 +291,8 @@ def single_tiles(ids: torch.Tensor) -> Tiles:
 
 
 def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
-    count, slots = ids.numel(), triton.next_power_of_2(num_experts)
-    _sort_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
+    count, slots = ids.numel(), next_power_of_2(num_experts)
+    _sort_kernel[(cdiv(count, PLACE_BLOCK),)](
         ids, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
         ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, SPAN=SORT_SPAN, num_warps=4,
         **launch_options(),
@@ -293,13 +300,13 @@ def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
 
 
 def _sort_many(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
-    count, slots = ids.numel(), triton.next_power_of_2(num_experts)
+    count, slots = ids.numel(), next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
     ranks = torch.empty(count, dtype=torch.int32, device=ids.device)
-    _rank_kernel[(triton.cdiv(count, RANK_BLOCK),)](
+    _rank_kernel[(cdiv(count, RANK_BLOCK),)](
         ids, counts, ranks, count, BLOCK=RANK_BLOCK, num_warps=4
     )
-    _place_kernel[(triton.cdiv(count, PLACE_BLOCK),)](
+    _place_kernel[(cdiv(count, PLACE_BLOCK),)](
         ids, ranks, counts, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
         num_experts, ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -325,7 +332,7 @@ def grouped_matmul(
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
     bk = LINE_BYTES // values.element_size()
     bn, warps, stages = grouped_tile(tiles.rows)
-    _grouped_kernel[(tiles.most * triton.cdiv(n, bn),)](
+    _grouped_kernel[(tiles.most * cdiv(n, bn),)](
         values, data, out, scales, weight.scales, weight.bias, tiles.sorted_rows, tiles.experts,
         tiles.sizes, tiles.num_used, n, k,
         SHARE=share, BM=tiles.rows, BN=bn, BK=bk, GROUP=GROUP, EVEN=k % bk == 0,
@@ -384,7 +391,7 @@ def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tens
     (tokens, top_k), n = weights.shape, results.shape[-1]
     parts = results.shape[0] if results.dim() == 3 else 1
     assert results.is_contiguous() and add_to.is_contiguous() and add_to.shape == (tokens, n)
-    _sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
+    _sum_kernel[(tokens, cdiv(n, SUM_BLOCK))](
         results, weights, add_to, n, tokens * top_k, TOP_K=top_k, PARTS=parts, BLOCK=SUM_BLOCK,
         num_warps=4, **launch_options(),
     )  # fmt: skip

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from tokenmill.kernels import MODE
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, quick
 from tokenmill.kernels.gpu.moe import Tiles, single_tiles, sort_by_expert
 from tokenmill.kernels.gpu.rows import clamped_swiglu
 from tokenmill.kernels.moe import PackedExperts
@@ -172,6 +173,7 @@ def _tile_product(
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def grouped_kernel(
     x, words, scales, bias, out, sorted_rows, tile_experts, tile_sizes, num_tiles,
@@ -334,7 +336,7 @@ def _launch(
     assert all(y.is_contiguous() for y in (x, words, scales, bias)) and x.shape[1] == k
     _, row_tiles, channel_tiles, _ = words.shape
     shape = shape or tile_shape(tiles.rows, tiles.most * row_tiles)
-    grid = (tiles.most * triton.cdiv(row_tiles, shape.blocks), splits)
+    grid = (tiles.most * cdiv(row_tiles, shape.blocks), splits)
     grouped_kernel[grid](
         x, words, scales, bias, out, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used,
         row_tiles, channel_tiles, out.shape[-1], k, out.shape[-2], *clamp,

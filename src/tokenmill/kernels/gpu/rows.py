@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import next_power_of_2, quick
 
 if TYPE_CHECKING:
     from tokenmill.kernels.norm import Activation
@@ -44,6 +45,7 @@ def _store_row(
         tl.store(line + k + CHANNELS + extra, rounded)
 
 
+@quick
 @triton.jit
 def _rms_norm_kernel(
     x, delta, weight, out, scales, channels, k, eps,
@@ -66,6 +68,7 @@ def _rms_norm_kernel(
     _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
 
 
+@quick
 @triton.jit
 def _layer_norm_kernel(
     x, delta, weight, bias, out, k, eps,
@@ -89,6 +92,7 @@ def _layer_norm_kernel(
     tl.store(out + row * k + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
+@quick
 @triton.jit
 def _norm_pair_kernel(
     a, b, a_weight, b_weight, out, k, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
@@ -124,6 +128,7 @@ def clamped_swiglu(gate, up, alpha, limit):
     return gate * tl.sigmoid(alpha * gate) * (up + 1.0)
 
 
+@quick
 @triton.jit
 def _act_and_mul_kernel(
     gate_up, out, scales, channels, k, stride, alpha, limit,
@@ -146,6 +151,7 @@ def _act_and_mul_kernel(
     _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
 
 
+@quick
 @triton.jit
 def _quantize_kernel(
     x, out, scales, channels, k, stride,
@@ -172,7 +178,7 @@ def _launch(k: int, channels: torch.Tensor | None) -> dict[str, int]:
 
 
 def _whole_row(k: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, int]:
-    block = triton.next_power_of_2(k)
+    block = next_power_of_2(k)
     warps = max(1, min(MAX_WARPS, block // per_warp))
     return {"BLOCK": block, "num_warps": warps, **launch_options()}
 

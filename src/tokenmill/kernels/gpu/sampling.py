@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
+
 if TYPE_CHECKING:
     from tokenmill.kernels.sampling import Biases, Filters, Penalties
 
@@ -73,6 +75,7 @@ def _row_argmax(bests, best_ids, row, chunks, WIDTH: tl.constexpr):
     return tl.where((best > -INF) & (best < INF), token, -1)
 
 
+@quick
 @triton.jit
 def _chunk_best_kernel(logits, stride, size, bests, best_ids, chunks, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -84,6 +87,7 @@ def _chunk_best_kernel(logits, stride, size, bests, best_ids, chunks, CHUNK: tl.
     tl.store(best_ids + row * chunks + chunk, token)
 
 
+@quick
 @triton.jit
 def _argmax_kernel(bests, best_ids, out, chunks, LEAST: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -110,6 +114,7 @@ def _load_filters(temperature, min_p, top_k, top_p, row, size):
     return tl.load(temperature + row), tl.load(min_p + row), k, tl.load(top_p + row)
 
 
+@quick
 @triton.jit
 def _survey_kernel(
     logits,
@@ -141,6 +146,7 @@ def _survey_kernel(
         tl.store(counts + part, tl.sum((x >= near).to(tl.int32), axis=0))
 
 
+@quick
 @triton.jit
 def _collect_kernel(
     logits,
@@ -213,6 +219,7 @@ def _threshold(values, size, low, best, scale, k, p, total, BLOCK: tl.constexpr)
     return low
 
 
+@quick
 @triton.jit
 def _threshold_kernel(
     logits,
@@ -253,6 +260,7 @@ def _threshold_kernel(
     tl.store(thresholds + row, low)
 
 
+@quick
 @triton.jit
 def _chunk_sum_kernel(
     logits,
@@ -283,6 +291,7 @@ def _first_above(weights, ends, target, indices):
     return tl.minimum(first, last)
 
 
+@quick
 @triton.jit
 def _draw_kernel(
     logits,
@@ -323,6 +332,7 @@ def _penalised(x, count, repetition, frequency, presence):
     return x - tl.where(count > 0, presence, 0.0)
 
 
+@quick
 @triton.jit
 def _penalise_kernel(
     logits,
@@ -359,6 +369,7 @@ def _penalise_kernel(
         tl.store(base + last, x)
 
 
+@quick
 @triton.jit
 def _bias_kernel(logits, stride, offsets, ids, values, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -374,7 +385,7 @@ def _chunk_bests(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each chunk and its id, [rows, chunks]."""
     rows, size = logits.shape
     assert logits.stride(1) == 1 and size < 2**31
-    chunks = triton.cdiv(size, CHUNK)
+    chunks = cdiv(size, CHUNK)
     bests = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     _chunk_best_kernel[(rows, chunks)](
@@ -388,7 +399,7 @@ def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
     bests, best_ids = _chunk_bests(logits)
     rows, chunks = bests.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    width = triton.next_power_of_2(chunks)
+    width = next_power_of_2(chunks)
     _argmax_kernel[(rows,)](bests, best_ids, out, chunks, LEAST=least, WIDTH=width, num_warps=1)
     return out
 
@@ -396,7 +407,7 @@ def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
 def _thresholds(logits: torch.Tensor, bests: torch.Tensor, filters: Filters) -> torch.Tensor:
     """The smallest logit of each row that min_p, top_k and top_p let pass, fp32 [rows]."""
     rows, chunks = bests.shape
-    width = triton.next_power_of_2(chunks)
+    width = next_power_of_2(chunks)
     counts = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)
     near_sums = torch.empty_like(sums)  # a view of one tensor of both would not always be aligned
@@ -430,7 +441,7 @@ def sample(logits: torch.Tensor, filters: Filters, uniforms: torch.Tensor) -> to
     bests, best_ids = _chunk_bests(logits)
     thresholds = _thresholds(logits, bests, filters)
     rows, chunks = bests.shape
-    width = triton.next_power_of_2(chunks)
+    width = next_power_of_2(chunks)
     sums = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     strided = (logits, logits.stride(0), logits.shape[1], bests)

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenmill.kernels import triton_kernels
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.segments import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Tile(NamedTuple):
 TILE = Tile()
 
 
+@quick
 @triton.jit
 def _rotate_kernel(
     qkv, cos_sin, stride, heads, scale,
@@ -112,6 +114,7 @@ def _attend(
     return peak, total, low_sum, high_sum
 
 
+@quick
 @triton.jit
 def segment_kernel(
     qkv, low_rows, high_rows, out, tiles, stride, out_stride, size,
@@ -162,10 +165,10 @@ def rotate_heads(qkv: torch.Tensor, cos_sin: torch.Tensor, num_heads: int, scale
     half = cos_sin.shape[1] // 2
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     assert qkv.shape == (cos_sin.shape[0], 6 * num_heads * half)
-    heads = min(16, triton.next_power_of_2(2 * num_heads))
-    _rotate_kernel[(qkv.shape[0], triton.cdiv(2 * num_heads, heads))](
+    heads = min(16, next_power_of_2(2 * num_heads))
+    _rotate_kernel[(qkv.shape[0], cdiv(2 * num_heads, heads))](
         qkv, cos_sin, qkv.stride(0), num_heads, scale,
-        HALF=half, CHANNELS=triton.next_power_of_2(half), HEADS=heads, num_warps=4,
+        HALF=half, CHANNELS=next_power_of_2(half), HEADS=heads, num_warps=4,
         **launch_options(),
     )  # fmt: skip
 
@@ -174,8 +177,8 @@ def split_channels(dim: int) -> tuple[int, int]:
     """The widths of a head's two parts; the second is 0 where one takes all channels."""
     low = 1 << (dim.bit_length() - 1)
     if low == dim or low < NARROWEST:
-        return max(NARROWEST, triton.next_power_of_2(dim)), 0
-    high = max(NARROWEST, triton.next_power_of_2(dim - low))
+        return max(NARROWEST, next_power_of_2(dim)), 0
+    high = max(NARROWEST, next_power_of_2(dim - low))
     return (2 * low, 0) if high == low else (low, high)
 
 

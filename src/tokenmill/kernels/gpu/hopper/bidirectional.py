@@ -15,7 +15,6 @@ rounded keys lie in the order that `key_order` gives.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,6 +42,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     score,
     shrunk,
 )
+from tokenmill.kernels.gpu.launch import cdiv, quick
 
 DIM = gl.constexpr(128)
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23: a sum with them is a float's bits
@@ -272,6 +272,7 @@ def _group(
     gl.store(target, acc.to(gl.bfloat16), mask=(index < rows_left)[:, None])
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_queries", "num_keys"])
 def attend_kernel(
     q, k, v, out, q_scales, k_scales, v_scales, num_queries, num_keys, heads, scale,
@@ -338,7 +339,7 @@ def launch(packed: Packed, out: torch.Tensor, num_keys: int, shape: Shape | None
     shape = shape or (ROUNDED if codes else PLAIN)
     given = (packed.q_scales, packed.k_scales, packed.v_scales)
     scales = (out if part is None else part for part in given)
-    attend_kernel[(triton.cdiv(num_queries, ROWS.value), heads, branches)](
+    attend_kernel[(cdiv(num_queries, ROWS.value), heads, branches)](
         q, k, v, out, *scales, num_queries, num_keys, heads, DIM.value**-0.5,
         STAGES=shape.stages, TURNS=shape.turns, num_warps=4, **launch_options(),
     )  # fmt: skip

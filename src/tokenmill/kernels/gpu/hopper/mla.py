@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.attention import LOG2E
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import quick
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
@@ -245,6 +246,7 @@ def _group(
         gl.store(target, (acc * share[:, None]).to(out.dtype.element_ty), mask=valid[:, None])
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_tokens", "table_stride"])
 def latent_kernel(
     q_latent, q, ropes, latents, out, partial, stats, tile_seqs, tile_starts, query_starts,

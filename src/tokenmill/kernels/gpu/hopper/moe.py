@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.launch import next_power_of_2, quick
 from tokenmill.kernels.gpu.moe import Tiles
 from tokenmill.kernels.moe import PackedExperts
 
@@ -203,6 +203,7 @@ def _multiply_tiles(
         tile, column, size = next_tile, next_column, next_size
 
 
+@quick
 @gluon.jit
 def grouped_kernel(
     x, weight, out, sorted_rows, tile_experts, tile_sizes, num_tiles, n, k,
@@ -242,7 +243,7 @@ def _num_programs(device: torch.device) -> int:
 
 def tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows per tile: as many as most experts get, for one tile more reads all of W again."""
-    usual: int = triton.next_power_of_2(-(-3 * num_rows // (2 * num_experts)))
+    usual: int = next_power_of_2(-(-3 * num_rows // (2 * num_experts)))
     return min(MOST_ROWS, max(16, usual))
 
 

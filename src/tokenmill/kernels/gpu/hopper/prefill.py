@@ -40,6 +40,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     score,
     shrunk,
 )
+from tokenmill.kernels.gpu.launch import quick
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -270,6 +271,7 @@ def _group(
         row, position, left = next_row, next_position, next_left
 
 
+@quick
 @gluon.jit(do_not_specialize=["table_stride", "last"])
 def prefill_kernel(
     q, k_cache, v_cache, sinks, out, tile_seqs, tile_starts, query_starts, context_lens,

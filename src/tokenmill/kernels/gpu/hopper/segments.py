@@ -36,6 +36,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     ring_barriers,
     shrunk,
 )
+from tokenmill.kernels.gpu.launch import quick
 from tokenmill.kernels.segments import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def _store(
     gl.store(target, sums.to(gl.bfloat16), mask=seen)
 
 
+@quick
 @gluon.jit
 def segment_kernel(
     low, high, qkv, out, tiles, stride, out_stride, size,

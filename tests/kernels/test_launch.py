@@ -1,0 +1,114 @@
+"""Quick launches reach the launcher with what Triton's own would hand it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick  # noqa: E402
+
+Launch = tuple[Any, ...]
+
+
+def add_kernel(x, out, count, by, BLOCK: tl.constexpr, TWICE: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < count) + by
+    tl.store(out + index, 2 * value if TWICE else value, mask=index < count)
+
+
+class Device:
+    """A Hopper GPU that compiles for itself and writes down what it is asked to launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.num_loaded = 0
+        self.utils = SimpleNamespace(
+            load_binary=self._load, get_device_properties=lambda _: {"max_shared_mem": 2**17}
+        )
+
+    def _load(self, *_: object) -> Launch:
+        self.num_loaded += 1
+        return "module", f"function {self.num_loaded}", 0, 0, 1024
+
+    def launcher_cls(self, *_: object) -> Any:
+        return lambda *launch: self.launches.append(launch)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(driver, "_active", device)
+    return device
+
+
+X = torch.zeros(65)
+CALLS: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = [
+    ((3,), (X, X, 33, 2), {"BLOCK": 16}),
+    ((3,), (X, X, 35, 2), {"BLOCK": 16}),  # another number of the same form
+    ((2, 5), (X, X, 32, 2), {"BLOCK": 16}),  # divisible by 16
+    ((3,), (X, X, 1, 2), {"BLOCK": 16}),
+    ((3,), (X[1:], X, 33, 2), {"BLOCK": 16}),  # not aligned
+    ((3,), (X.half(), X, 33, 2.5), {"BLOCK": 16}),
+    ((3,), (X, X, 33, 2), {"BLOCK": 16, "TWICE": True}),
+    ((3,), (X, X, 33, 2), {"BLOCK": 16, "num_warps": 2}),
+]
+
+
+def test_later_launches_are_those_of_triton(device: Device) -> None:
+    plain, own = JITFunction(add_kernel), quick(JITFunction(add_kernel))
+    for grid, args, constants in CALLS:
+        for _ in range(2):
+            plain[grid](*args, **constants)
+    expected, device.launches, loaded = device.launches, [], device.num_loaded
+    device.num_loaded = 0
+    for grid, args, constants in CALLS:
+        for _ in range(2):
+            own[grid](*args, **constants)
+    assert device.num_loaded == loaded == 7  # forms
+    assert len(expected) == len(device.launches) == 16
+    for theirs, ours in zip(expected, device.launches, strict=True):
+        # Between the metadata and the kernel's arguments are the hooks, of which there are none.
+        assert theirs[:6] == ours[:6]
+        assert all(a is b or a == b for a, b in zip(theirs[9:], ours[9:], strict=True))
+
+
+def test_a_hook_is_called(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = quick(JITFunction(add_kernel))
+    own[(1,)](X, X, 33, 2, BLOCK=16)
+    own[(1,)](X, X, 33, 2, BLOCK=16)
+    assert device.launches[-1][7] is None
+    hook = SimpleNamespace(calls=[print])
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+    own[(1,)](X, X, 33, 2, BLOCK=16)
+    assert device.launches[-1][7] is hook
+
+
+def test_what_triton_interprets_stays_as_it_is() -> None:
+    def other() -> None: ...
+
+    assert quick(other) is other
+
+
+def test_sizes_are_those_of_triton() -> None:
+    assert [next_power_of_2(n) for n in range(70)] == [triton.next_power_of_2(n) for n in range(70)]
+    assert [cdiv(n, 7) for n in range(30)] == [triton.cdiv(n, 7) for n in range(30)]
