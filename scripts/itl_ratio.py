@@ -1,7 +1,9 @@
 """What long prompts cost the streams beside them: disaggregated against aggregated workers.
 
     python scripts/itl_ratio.py --model smollm2 --duration 60
+    python scripts/itl_ratio.py --model ./model -- --random-weights --device cuda
 
+Flags after `--` go to every server.
 Three pools with the same cores take turns: `serve --prefill 1 --decode 1`, `--workers 1`, which
 has them all, and `--workers 2`, which share them. On each, streams of short prompts run all the
 time (`bench endpoint --concurrency`) while long prompts arrive at a fixed rate (`bench endpoint
@@ -38,7 +40,7 @@ def main() -> None:
     rate = args.rate
     for number in range(args.rounds):
         for name, flags in FLOORS.items():
-            with _served(args.model, flags) as url:
+            with _served(args.model, (*flags, *args.flags)) as url:
                 alone_ms = _alone(url, args.long_tokens, number)
                 if rate is None:
                     rate = args.utilisation * 1000 / alone_ms
@@ -76,6 +78,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, help="long prompts a second, instead of that")
     parser.add_argument("--duration", type=int, default=60, help="seconds of each measurement")
     parser.add_argument("--rounds", type=int, default=1, help="the median counts")
+    parser.add_argument("flags", nargs="*", help="of the servers, after --")
     return parser.parse_args()
 
 

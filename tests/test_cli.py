@@ -180,7 +180,26 @@ def test_workers_that_meet_on_a_gpu_share_its_memory(
     ranks: int, gpus: int, share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
-    assert serve._share(Settings({"ep": ranks}), 2).get("kv-cache-share") == share
+    shared = serve._share(Settings({"ep": ranks}), 2)
+    assert shared.get("gpu-memory-utilization") == share and shared.get("kv-cache-share") is None
+    on_cpu = serve._share(Settings({"ep": ranks, "device": "cpu"}), 2)
+    assert on_cpu.get("gpu-memory-utilization") is None and on_cpu.get("kv-cache-share") == 0.25
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_two_workers_may_not_both_take_most_of_a_gpu(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
+    pool, asked = PoolConfig(prefill=1, decode=1), Settings({"gpu-memory-utilization": 0.9})
+    uneven = Settings({"gpu-memory-utilization": 0.1})
+    serve._check_gpu_shares([asked, uneven], pool)
+    if gpus == 2:
+        return serve._check_gpu_shares([asked, asked], pool)
+    with pytest.raises(
+        serve.SettingsError, match=r"0\.9: 2 workers .* would take 180% of one; give 0\.47"
+    ):
+        serve._check_gpu_shares([asked, asked], pool)
 
 
 def test_unexpected_errors_have_no_traceback(

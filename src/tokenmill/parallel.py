@@ -1,6 +1,7 @@
 """Process groups and collectives; a group of one rank is the identity.
 
-Only `connect` and `Ranks` know torch.distributed: NCCL between GPUs, gloo between CPUs.
+Only `connect` and `Ranks` know torch.distributed: NCCL between GPUs, gloo between CPUs, and gloo
+by way of host memory between ranks that share a GPU: NCCL takes one rank for each.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ class Exchange:
 
     rows: torch.Tensor  # those that this rank receives, by sender
     work: dist.Work | None = None
+    device: torch.device | None = None  # where they are wanted, if they arrive elsewhere
 
     def wait(self) -> torch.Tensor:
         """The received rows, once they are here."""
         if self.work is not None:
             self.work.wait()
-        return self.rows
+        return self.rows if self.device is None else self.rows.to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    staged: bool = False  # tensors of a GPU travel by way of host memory
 
     def shares(self, count: int) -> list[int]:
         """How many of `count` rows each rank takes, in the order of the ranks."""
@@ -52,30 +55,36 @@ class Ranks:
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in place."""
         if self.size > 1:
-            dist.all_reduce(x)
+            sent = self._sent(x)
+            dist.all_reduce(sent)
+            self._arrive(x, sent)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's x, [ranks, ...]; all have the same shape."""
         if self.size == 1:
             return x[None]
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.stack(parts)
+        sent = self._sent(x.contiguous())
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(parts, sent)
+        return torch.stack(parts).to(x.device)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, in place."""
         if self.size > 1:
-            dist.broadcast(x, 0)
+            sent = self._sent(x)
+            dist.broadcast(sent, 0)
+            self._arrive(x, sent)
         return x
 
     def exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> Exchange:
         """Start to send the first sends[0] rows to rank 0, the next sends[1] to rank 1, ..."""
         if self.size == 1:
             return Exchange(rows)
-        out = rows.new_empty(sum(receives), *rows.shape[1:])
-        work = dist.all_to_all_single(out, rows.contiguous(), receives, sends, async_op=True)
-        return Exchange(out, work)
+        sent = self._sent(rows.contiguous())
+        out = sent.new_empty(sum(receives), *rows.shape[1:])
+        work = dist.all_to_all_single(out, sent, receives, sends, async_op=True)
+        return Exchange(out, work, rows.device if self.staged else None)
 
     def join(self, x: torch.Tensor) -> None:
         """Fill x[count, ...] with the share that each rank has in its own."""
@@ -103,10 +112,23 @@ class Ranks:
         receives: Iterable[tuple[int, torch.Tensor]],
     ) -> None:
         """Send tensors to ranks and fill others from ranks; both sides list them in one order."""
-        ops = [dist.P2POp(dist.isend, as_bytes(x), rank) for rank, x in sends]
-        ops += [dist.P2POp(dist.irecv, as_bytes(x), rank) for rank, x in receives]
+        arriving = [(rank, as_bytes(x)) for rank, x in receives]
+        arrived = [self._sent(x) for _, x in arriving]
+        ops = [dist.P2POp(dist.isend, self._sent(as_bytes(x)), rank) for rank, x in sends]
+        pairs = zip(arriving, arrived, strict=True)
+        ops += [dist.P2POp(dist.irecv, host, rank) for (rank, _), host in pairs]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
+        for (_, x), host in zip(arriving, arrived, strict=True):
+            self._arrive(x, host)
+
+    def _sent(self, x: torch.Tensor) -> torch.Tensor:
+        """What the collectives take in the place of x."""
+        return to_host(x) if self.staged else x
+
+    def _arrive(self, x: torch.Tensor, sent: torch.Tensor) -> None:
+        if self.staged:
+            x.copy_(sent)
 
 
 ONE = Ranks()
@@ -135,6 +157,10 @@ class Layout:
 ALONE = Layout()
 
 
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu()
+
+
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: what travels whatever the type."""
     return x.view(-1).view(torch.uint8)
@@ -151,11 +177,11 @@ def file_store(path: str, size: int) -> Any:
     return _DIST.FileStore(path, size)
 
 
-def connect(rank: int, size: int, store: Any, backend: Backend) -> Ranks:
+def connect(rank: int, size: int, store: Any, backend: Backend, on_gpu: bool = False) -> Ranks:
     """Join the group that meets at `store`; the process can be in one at a time."""
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return Ranks(rank, size)
+    return Ranks(rank, size, staged=on_gpu and backend == "gloo")
 
 
 def disconnect() -> None:

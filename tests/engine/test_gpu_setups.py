@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from driver import assert_same, complete
+from gpu import ipc_checks
 from gpu.setups import QWEN3_VL_SETUPS, SETUPS, Checkpoints, image_prompts
 from kv.at_once import without_threads
 from kv.conversations import grow, hits
@@ -37,6 +38,7 @@ def test_a_gpu_would_take_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (138 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked = SETUPS[name].configs(checkpoints, "cuda")
     chosen = resolve_setup(asked)
     assert chosen.model.device == "cuda" and chosen.model.dtype == SETUPS[name].dtype
@@ -46,12 +48,14 @@ def test_a_gpu_would_take_it(
 @pytest.mark.parametrize("name", [n for n in SETUPS if not n.startswith(DOWNLOADED)])
 def test_it_runs_on_cpu(name: str, checkpoints: Checkpoints) -> None:
     setup = SETUPS[name]
-    engine = setup.build(checkpoints, "cpu").engine
+    built = setup.build(checkpoints, "cpu")
+    engine = built.engine
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     answers = complete(engine, [[3] * 5, [7] * 20], greedy)
     assert [len(answer.token_ids) for answer in answers] == [6, 6]
     drafts = sum(engine.stats().num_drafted) > 0
     assert drafts == (setup.execution.mtp > 0) or setup.draft == NGRAM  # so little repeats itself
+    built.close()
 
 
 @pytest.mark.parametrize("name", QWEN3_VL_SETUPS)
@@ -71,6 +75,12 @@ def test_tiers_have_hits_on_cpu(name: str, checkpoints: Checkpoints) -> None:
     without_threads(built.engine.tiers)
     assert_same(grow(built), grow(SETUPS["tiers-off"].build(checkpoints, "cpu")))
     assert hits(built, name) > 0
+
+
+def test_two_processes_on_cpu(checkpoints: Checkpoints) -> None:
+    """The checks of two processes on one GPU, with host memory in the place of the GPU's."""
+    ipc_checks.check_bits("moves", checkpoints, "cpu")
+    ipc_checks.check_killed_peer(checkpoints, "cpu")
 
 
 def test_no_gpu_test_builds_an_engine_that_is_not_listed() -> None:

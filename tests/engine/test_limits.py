@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from tokenmill import bench
-from tokenmill.core.config import GIB, CacheConfig, ModelConfig, SchedulerConfig, Setup
+from tokenmill.core.config import (
+    GIB,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    Setup,
+)
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult
-from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.choices import gpu_room, resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import Room, choose_budget, choose_encoder_patches, choose_num_seqs
 from tokenmill.models import spec_of
@@ -157,3 +164,31 @@ def test_images_lengthen_a_full_step_by_half_at_most(name: str, tokens: int) -> 
     encoding = patches / 4096 * spec.vision.encode_flops(4096)
     assert 4096 <= patches <= 4 * tokens  # an image of 1,024 x 1,024 fits
     assert 0.1 * full < encoding <= 0.5 * full
+
+
+def test_engines_and_ranks_on_one_gpu_take_their_share(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is free: others may be loading."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * GIB)
+    assert gpu_room(None) == H200
+    assert gpu_room(0.475) == int(0.475 * 140 * GIB) - 20 * GIB - GIB // 2
+    assert gpu_room(0.99) < H200 and gpu_room(0.1) == 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    alone = chosen(CacheConfig(), SchedulerConfig()).num_seqs
+    assert chosen(CacheConfig(gpu_share=0.475), SchedulerConfig()).num_seqs < alone
+    for num_gpus, share in ((1, 0.475), (2, None), (4, None)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=num_gpus: count)
+        model = ModelConfig(str(shape("qwen3-14b")), "bf16", "cuda", random_weights=True)
+        setup = resolve_setup(
+            Setup(model, CacheConfig(), SchedulerConfig(), parallel=ParallelConfig(tp=2))
+        )
+        assert setup.cache.gpu_share == share and not setup.execution.cuda_graphs
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("TOKENMILL_RANK_ADDRESS", "10.0.0.1:5")  # somebody gives each rank a GPU
+    assert (
+        resolve_setup(
+            Setup(model, CacheConfig(), SchedulerConfig(), parallel=ParallelConfig(tp=2))
+        ).cache.gpu_share
+        is None
+    )

@@ -31,6 +31,7 @@ from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     Setup,
 )
@@ -90,12 +91,14 @@ QWEN3_VL: dict[str, object] = {
     },
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+QWEN3_MOE = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"]} | _EXPERTS
 QWEN3_VL_MOE = QWEN3_VL | {
     "architectures": ["Qwen3VLMoeForConditionalGeneration"],
     "text_config": {**QWEN3_VL["text_config"], **_EXPERTS},  # type: ignore[dict-item]
 }
 LLAMA = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 512}
 DEFAULT = ExecutionConfig()
+ALONE = ParallelConfig()
 PLAIN = ExecutionConfig(cuda_graphs=False, overlap=False)
 INVARIANT = ExecutionConfig(batch_invariant=True)
 LIMITS = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256)
@@ -144,6 +147,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "gemma3": partial(make_random, config=GEMMA3),
     "gpt-oss": partial(make_random, config=GPT_OSS),
     "gpt-oss-bf16": partial(make_random, config=GPT_OSS | {"quantization_config": None}),
+    "qwen3-moe": partial(make_random, config=QWEN3_MOE),
     "qwen3-vl": partial(make_random, config=QWEN3_VL),
     "qwen3-vl-moe": partial(make_random, config=QWEN3_VL_MOE),
     "drafted-qwen3": make_drafted_qwen3,
@@ -155,12 +159,12 @@ class Checkpoints:
     """The models by name, each made on first use."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def __getitem__(self, name: str) -> Path:
         if name == "smollm2":
             return store.resolve(name)
-        path = self._folder / name
+        path = self.folder / name
         if not path.exists():
             path.mkdir()
             MAKERS[name](path)
@@ -181,6 +185,8 @@ class EngineSetup:
     draft: str = HEAD
     block_size: int | None = None
     offloading: str | None = None  # {folder} is the checkpoint's
+    connector: Literal["none", "auto"] = "none"
+    parallel: ParallelConfig = ALONE
 
     def configs(self, checkpoints: Checkpoints, device: Device) -> Setup:
         folder = checkpoints[self.checkpoint]
@@ -198,9 +204,11 @@ class EngineSetup:
                 block_size=self.block_size,
                 dtype=self.kv_dtype if on_gpu else "auto",
                 offloading=self.offloading and self.offloading.format(folder=folder),
+                connector=self.connector,
             ),
             self.limits,
             self.execution,
+            self.parallel,
         )
 
     def _draft(self, folder: Path) -> str:
@@ -277,6 +285,23 @@ TIERS_SETUPS = {
 }
 
 
+TWO = 2  # ranks, or engines, on one GPU
+EAGER = replace(INVARIANT, cuda_graphs=False)  # ranks have no graphs
+RANKS_SETUPS = {
+    "moves": EngineSetup("qwen3", INVARIANT, connector="auto"),
+    "moves-windows": EngineSetup("gemma3", INVARIANT, connector="auto"),
+    "moves-fp8": EngineSetup("qwen3", INVARIANT, kv_dtype="fp8", connector="auto"),
+    "eager": EngineSetup("drafted-qwen3", EAGER),
+    "tp": EngineSetup("drafted-qwen3", EAGER, parallel=ParallelConfig(tp=TWO)),
+    "moe": EngineSetup("qwen3-moe", EAGER),
+    "moe-ep": EngineSetup("qwen3-moe", EAGER, parallel=ParallelConfig(ep=TWO)),
+    "moe-dp": EngineSetup("qwen3-moe", EAGER, parallel=ParallelConfig(ep=TWO, attention_dp=True)),
+    "large-steps": EngineSetup(
+        "qwen3", INVARIANT, num_blocks=400, limits=replace(LIMITS, max_num_batched_tokens=16384)
+    ),
+}
+
+
 def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
     return replace(execution, mtp=depth, mtp_adaptive=False)
 
@@ -327,6 +352,7 @@ SETUPS: dict[str, EngineSetup] = (
     | GPT_OSS_SETUPS
     | QWEN3_VL_SETUPS
     | TIERS_SETUPS
+    | RANKS_SETUPS
     | DRAFTED_QWEN3
     | DRAFTED_LLAMA
     | SMOLLM2

@@ -22,6 +22,7 @@ KERNELS = {
         "scale_product",
         "place_tokens",
         "drafts",
+        "copy_blocks",
         "rope_and_cache",
         "spread_keys",
         "paged_attention",

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from tokenmill.kernels import MODE, attention, drafts, norm
+from tokenmill.kernels import MODE, attention, blocks, drafts, norm
 from tokenmill.kernels import matmul as mm
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
+from tokenmill.kernels.gpu import blocks as gpu_blocks
 from tokenmill.kernels.gpu import drafts as gpu_drafts
 from tokenmill.kernels.gpu import matmul as gpu_matmul
 from tokenmill.kernels.gpu import rows as gpu_rows
@@ -133,6 +134,23 @@ def check_drafts(device: str) -> None:
         assert torch.equal(*packed)
         for ours, theirs in zip(*state, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def check_copy_blocks(device: str) -> None:
+    """Whole blocks arrive and nothing else changes, with a wide word, a narrow one, and tiles."""
+    for sizes, count in (((64, 48), 5), ((16400, 32), 3), ((33, 17), 4), ((64,), 0)):
+        shapes = [(9, size) for size in sizes]
+        sources, ours, theirs = (
+            [torch.randint(0, 255, s, dtype=torch.uint8, device=device) for s in shapes]
+            for _ in range(3)
+        )
+        for own, other in zip(ours, theirs, strict=True):
+            own.copy_(other)
+        pairs = torch.stack([torch.randperm(9)[:count] for _ in range(2)]).to(device)
+        gpu_blocks.copy_blocks(sources, ours, pairs)
+        blocks.copy_blocks_reference(sources, theirs, pairs)
+        for own, other in zip(ours, theirs, strict=True):
+            assert torch.equal(own, other)
 
 
 def assert_same_rows(found: tuple, expected: torch.Tensor | QuantizedRows) -> None:
@@ -488,6 +506,7 @@ CHECKS = {
     "act_and_mul": check_act_and_mul,
     "place_tokens": check_place_tokens,
     "drafts": check_drafts,
+    "copy_blocks": check_copy_blocks,
     "quantize_rows": check_quantize_rows,
     "twice_rounded": check_twice_rounded,
     "matmul": check_matmul,

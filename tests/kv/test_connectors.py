@@ -28,8 +28,8 @@ def test_auto_takes_what_reaches_the_peers(nixl: bool) -> None:
     expected = {
         (False, True): ("shm",),
         (False, False): ("shm", *far),
-        (True, True): far,
-        (True, False): far,
+        (True, True): ("cuda-ipc",),
+        (True, False): ("cuda-ipc", *far),
     }
     with mock.patch.object(kv, "nixl_installed", return_value=nixl):
         for on_gpu, one_host in product((False, True), repeat=2):
@@ -40,6 +40,8 @@ def test_auto_takes_what_reaches_the_peers(nixl: bool) -> None:
     assert choose_connectors("none", on_gpu=False) == ()
 
 
-def test_shared_memory_is_refused_on_a_gpu() -> None:
+def test_a_connector_of_other_memory_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="kv_connector shm: shm moves host memory alone"):
         KVLink.plan("shm", "cuda")
+    with pytest.raises(ModelLoadError, match="cuda-ipc moves a GPU's memory alone; on cpu take"):
+        KVLink.plan("cuda-ipc", "cpu")

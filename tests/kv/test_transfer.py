@@ -16,9 +16,10 @@ import pytest
 
 from driver import Answer, complete
 from engine.disaggregated import WorkerPool, build, greedy, kv_of
+from kv.host_ipc import on_the_host
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
-from tokenmill.core.kv import PREFILLED, KVNotice, common_way
+from tokenmill.core.kv import PREFILLED, KVNotice, common_ways
 from tokenmill.core.types import FinishReason, Request, SamplingParams, StructuredOutput
 from tokenmill.kv.transfer import TransferError
 
@@ -65,6 +66,7 @@ def single(folder: Path) -> dict[str, list[object]]:
         pytest.param(
             "fp32", {"budget": 48, "connector": "nixl"}, {"connector": "nixl"}, marks=NEEDS_NIXL
         ),
+        ("fp32", {"budget": 48, "connector": "cuda-ipc"}, {"connector": "cuda-ipc"}),
     ],
     ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else value,
 )
@@ -75,7 +77,8 @@ def test_same_answer_as_a_single_engine(
     prefill: dict[str, Any],
     decode: dict[str, Any],
 ) -> None:
-    pool = WorkerPool(build(folder, dtype, **prefill), build(folder, dtype, **decode))
+    with on_the_host():
+        pool = WorkerPool(build(folder, dtype, **prefill), build(folder, dtype, **decode))
     assert told(pool.complete(prompts(), greedy(logprobs=2))) == single[dtype]
     if prefill.get("budget", 512) < 130:
         assert pool.num_early > 0, "no block moved before its prompt was complete"
@@ -154,9 +157,11 @@ def submit_both(pool: WorkerPool, name: str, hold_s: float = 30.0) -> list[KVNot
     return kv_of(pool.prefill).take_events().notices
 
 
-@pytest.fixture
-def pool(folder: Path) -> Iterator[WorkerPool]:
-    pool = WorkerPool(build(folder, budget=48), build(folder))
+@pytest.fixture(params=["shm", "cuda-ipc"])
+def pool(folder: Path, request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    way = request.param
+    with on_the_host():
+        pool = WorkerPool(build(folder, budget=48, connector=way), build(folder, connector=way))
     yield pool
     pool.settle()
     pool.close()
@@ -263,13 +268,17 @@ def test_engines_that_do_not_match(folder: Path, options: dict[str, Any], reason
 @NEEDS_NIXL
 def test_auto_takes_shared_memory_on_one_host_and_nixl_to_another(folder: Path) -> None:
     source, target = (kv_of(build(folder, connector="auto")) for _ in range(2))
-    near = common_way(source.address, target.address)
-    assert near is not None and near.connector == "shm"
+    near = common_ways(source.address, target.address)
+    assert [way.connector for way in near] == ["shm", "nixl"]
     elsewhere = replace(source.address, host="another")
-    far = common_way(elsewhere, target.address)
-    assert far is not None and far.connector == "nixl"
+    far = common_ways(elsewhere, target.address)
+    assert [way.connector for way in far] == ["nixl"]
     assert target.connect(elsewhere) is None  # the read of a block is then NIXL's
     assert target._peers[elsewhere.engine_id].name == "nixl"
+    hidden = replace(source.address.ways[0], endpoint=b"0:0")  # memory that cannot be mapped
+    unseen = replace(source.address, engine_id="unseen", ways=(hidden, near[1]))
+    assert target.connect(unseen) is None
+    assert target._peers["unseen"].name == "nixl"
     shm = replace(elsewhere, ways=elsewhere.ways[:1])
     assert target.connect(shm) == (
         "the prefill engine moves KV by shm, the decode engine by shm or nixl: shm needs one host"

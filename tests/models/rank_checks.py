@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from harness import BLOCK_SIZE, Harness
+from tokenmill import parallel
 from tokenmill.core.config import ParallelConfig
 from tokenmill.engine.choices import set_num_threads
 from tokenmill.engine.model import allocate_kv_cache
@@ -24,6 +27,7 @@ from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.parallel import Ranks, connect, disconnect, file_store
 
 PROMPT = [random.Random(5).randrange(64) for _ in range(37)]
+STAGED = "mixtral"  # the model that is checked once more with copies
 CHUNKS = [3, 20, 1, 1, 12]
 
 
@@ -98,6 +102,18 @@ def check_own_tokens(folder: Path, ranks: Ranks) -> None:
     assert torch.equal(part.logits(prompt, CHUNKS), expected), folder.name
 
 
+def check_by_way_of_host_memory(folder: Path, ranks: Ranks) -> None:
+    """Ranks that share a GPU: what is sent and what arrives are copies."""
+    with mock.patch.object(parallel, "to_host", torch.clone):
+        staged = replace(ranks, staged=True)
+        check_experts(folder, staged)
+        check_own_tokens(folder, staged)
+        check_heads(folder, staged)
+        x = torch.full((2, 3), float(ranks.rank))
+        assert staged.gather(x)[:, 0, 0].tolist() == list(range(ranks.size))
+        assert not staged.broadcast(x).any()
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     set_num_threads(1)
     ranks = connect(rank, size, file_store(str(folder / "store"), size), "gloo")
@@ -105,6 +121,8 @@ def main(rank: int, size: int, folder: Path) -> None:
         if open_checkpoint(model).spec.moe is not None:
             check_experts(model, ranks)
             check_own_tokens(model, ranks)
+            if model.name == STAGED:
+                check_by_way_of_host_memory(model, ranks)
         check_heads(model, ranks)
     disconnect()
 

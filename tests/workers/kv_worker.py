@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+from kv.host_ipc import on_the_host
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
@@ -19,6 +23,11 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
+    with on_the_host():
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
     built = build_engine(
         resolve_setup(
             Setup(

@@ -169,11 +169,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("kv"), max_position_embeddings=1024)
 
 
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[WorkerPool]:
+@pytest.fixture(scope="module", params=["nixl" if sys.platform == "linux" else "shm", "cuda-ipc"])
+def pool(folder: Path, request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     async def start() -> Front:
         front = Front()
-        await front.start(folder, "nixl" if sys.platform == "linux" else "shm")
+        await front.start(folder, request.param)
         return front
 
     with asyncio.Runner() as runner:

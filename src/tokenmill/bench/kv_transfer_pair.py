@@ -1,4 +1,7 @@
-"""Measures how fast KV blocks move between two processes, each with its own cache."""
+"""Measures how fast KV blocks move between two processes, each with its own cache.
+
+Blocks of a connector for GPUs alone lie on a GPU, those of all others in host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenmill.console import fetch
 from tokenmill.core.kv import KVAddress
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
@@ -26,9 +29,9 @@ ORDERS = ("contiguous", "scattered")
 START_S = 120.0  # for the other process to come up
 
 
-def read_spec(model: str) -> ModelSpec:
+def read_spec(path: Path) -> ModelSpec:
     """The shape of a model; its weights are not needed."""
-    return open_checkpoint(fetch(model), random_weights=True).spec
+    return open_checkpoint(path, random_weights=True).spec
 
 
 def connectors(asked: str) -> list[str]:
@@ -46,13 +49,18 @@ def measure(
     `ratio` is the median over the rounds of blocks side by side against that copy.
     """
     torch.set_num_threads(1)
+    for name in names:
+        if _device(name) == "cuda" and not torch.cuda.is_available():
+            raise TokenmillError(
+                f"--kv-connector {name} moves a GPU's memory: torch sees none here"
+            )
     results = {name: _measure(name, spec, block_size, num_blocks, rounds) for name in names}
     best = max(results.values(), key=lambda result: float(result["ratio"]))
     return {
         "benchmark": "kv-transfer",
         "num_tokens": num_blocks * block_size,
         "block_size": block_size,
-        "bytes": spec.kv_bytes_per_token(4) * block_size * num_blocks,
+        "bytes": best["bytes"],
         "rounds": rounds,
         "connectors": results,
         "ratio": best["ratio"],
@@ -66,7 +74,7 @@ def _measure(
         tensors, connector, _ = _cache(name, spec, block_size, num_blocks)
         connector.connect(peer, peer.ways[0])
         num_bytes = sum(peer.geometry.block_bytes) * num_blocks
-        buffer = torch.ones(2, num_bytes // 4)
+        buffer = torch.ones(2, num_bytes // 4, device=tensors[0].device)
         rates: dict[str, list[float]] = {kind: [] for kind in (*ORDERS, "copy")}
         for turn in range(rounds + 1):  # the first one connects and touches memory
             for order in ORDERS:
@@ -75,13 +83,17 @@ def _measure(
                 _check(tensors, runs)
                 if turn:
                     rates[order].append(num_bytes / seconds / 1e9)
+            _finish(buffer)
             start = time.perf_counter()
             buffer[0].copy_(buffer[1])
+            _finish(buffer)
             if turn:
                 rates["copy"].append(num_bytes / (time.perf_counter() - start) / 1e9)
         connector.close()
     pairs = zip(rates["contiguous"], rates["copy"], strict=True)
     return {
+        "device": _device(name),
+        "bytes": num_bytes,
         "gb_s": {kind: statistics.median(found) for kind, found in rates.items()},
         "ratio": statistics.median(moved / copied for moved, copied in pairs),
     }
@@ -91,11 +103,25 @@ def _cache(
     name: str, spec: ModelSpec, block_size: int, num_blocks: int
 ) -> tuple[list[torch.Tensor], OwnConnector, KVAddress]:
     """A cache as an engine has it, reached by the connector."""
-    link = KVLink.plan(name, "cpu")
+    device = _device(name)
+    dtype = "fp32" if device == "cpu" else "bf16"
+    link = KVLink.plan(name, device)
     assert link is not None
-    cache = allocate_kv_cache(spec, num_blocks, block_size, pages=link.pages)
-    (connector,), address = link.reach(cache, spec, "fp32", block_size, num_blocks)
-    return [tensor for layer in cache for tensor in layer], connector, address
+    cache = allocate_kv_cache(spec, num_blocks, block_size, device, dtype, link.pages)
+    (connector,), address = link.reach(cache, spec, dtype, block_size, num_blocks)
+    # Numbers that every type has room for.
+    words = [t.view(num_blocks, -1).view(torch.int32) for layer in cache for t in layer]
+    return words, connector, address
+
+
+def _device(name: str) -> str:
+    return "cpu" if CONNECTORS[name].reads_host else "cuda"
+
+
+def _finish(x: torch.Tensor) -> None:
+    """Connectors know nothing of a GPU's queue."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
 
 
 @contextmanager
@@ -119,7 +145,8 @@ def _source(name: str, spec: ModelSpec, block_size: int, num_blocks: int) -> Ite
 def _serve(name: str, spec: ModelSpec, block_size: int, num_blocks: int, pipe: Connection) -> None:
     tensors, connector, address = _cache(name, spec, block_size, num_blocks)
     for region, tensor in enumerate(tensors):
-        tensor.view(num_blocks, -1).copy_(_pattern(region, num_blocks)[:, None])
+        tensor.copy_(_pattern(region, num_blocks)[:, None])
+    _finish(tensors[0])
     pipe.send(address)
     pipe.recv()
     connector.close()
@@ -127,7 +154,7 @@ def _serve(name: str, spec: ModelSpec, block_size: int, num_blocks: int, pipe: C
 
 def _pattern(region: int, num_blocks: int) -> torch.Tensor:
     """What every number of a block is."""
-    return torch.arange(num_blocks, dtype=torch.float32) + region * num_blocks
+    return torch.arange(num_blocks, dtype=torch.int32) + region * num_blocks
 
 
 def _runs(order: str, num_blocks: int, seed: int) -> list[Run]:
@@ -148,10 +175,10 @@ def _check(tensors: list[torch.Tensor], runs: list[Run]) -> None:
     """What has arrived is what was sent."""
     there = [first + i for first, _, count in runs for i in range(count)]
     here = [first + i for _, first, count in runs for i in range(count)]
-    for region, tensor in enumerate(tensors):
-        rows = tensor.view(tensor.shape[0], -1)
-        expected = _pattern(region, tensor.shape[0])[there]
+    for region, rows in enumerate(tensors):
+        expected = _pattern(region, rows.shape[0])[there].to(rows.device)
         wrong = (rows[here, 0] != expected) | (rows[here, -1] != expected)
         if wrong.any():
             raise TokenmillError(f"region {region} arrived with {int(wrong.sum())} wrong blocks")
         rows[:, 0] = rows[:, -1] = -1
+    _finish(tensors[0])

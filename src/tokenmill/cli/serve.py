@@ -143,6 +143,7 @@ def serve(settings: Settings) -> None:
     roles = [_own(shared, key) for key in ("decode-set", "prefill-set")]
     ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
     pool = replace(pool, ranks=ranks, prefill_ranks=prefill_ranks)
+    _check_gpu_shares(roles, pool)
     path = fetch(model)
     if max(ranks, prefill_ranks) > 1:
         _check_ranks(path, roles)
@@ -290,9 +291,12 @@ def _roles(settings: Settings, pool: PoolConfig) -> Settings:
 def _connector(settings: Settings, pool: PoolConfig) -> str:
     """How KV moves: workers cannot know that all of them run on this machine, so they are told."""
     asked = str(settings.values.get("kv-connector", "auto"))
-    on_gpu = settings.get("device") != "cpu" and _num_gpus() > 0
-    names = choose_connectors(asked, on_gpu, one_host=pool.ray_address is None)
+    names = choose_connectors(asked, _on_gpu(settings), one_host=pool.ray_address is None)
     return SHM if names == (SHM,) else asked
+
+
+def _on_gpu(settings: Settings) -> bool:
+    return settings.get("device") != "cpu" and _num_gpus() > 0
 
 
 def _num_gpus() -> int:
@@ -320,11 +324,27 @@ def _share(settings: Settings, num_workers: int) -> Settings:
     if num_workers == 1:
         return settings
     own: dict[str, Any] = {"num-threads": max(1, len(os.sched_getaffinity(0)) // num_workers)}
-    num_gpus, num_ranks = _num_gpus(), settings.build(ParallelConfig).num_ranks
-    if "kv-cache-memory" not in settings and num_gpus < num_workers * num_ranks:
-        share = MEMORY_SHARE if num_gpus == 0 else GPU_MEMORY_SHARE
-        own["kv-cache-share"] = round(share / num_workers, 4)
+    if "kv-cache-memory" not in settings:
+        if not _on_gpu(settings):
+            own["kv-cache-share"] = round(MEMORY_SHARE / num_workers, 4)
+        elif _num_gpus() < num_workers * settings.build(ParallelConfig).num_ranks:
+            own["gpu-memory-utilization"] = round(GPU_MEMORY_SHARE / num_workers, 4)
     return Settings(own | settings.values)
+
+
+def _check_gpu_shares(roles: list[Settings], pool: PoolConfig) -> None:
+    """Refuse workers that together ask for more of a GPU than there is."""
+    counts = (pool.decode or pool.workers, pool.prefill)
+    shares = [role.get("gpu-memory-utilization") or 0.0 for role in roles]
+    total = sum(count * share for count, share in zip(counts, shares, strict=True))
+    num_gpus = _num_gpus()
+    if total > 1 and 0 < num_gpus < pool.num_processes:
+        given = " and ".join(f"{share:g}" for share in sorted({*shares}) if share)
+        even = GPU_MEMORY_SHARE / sum(counts)
+        raise SettingsError(
+            f"--gpu-memory-utilization {given}: {sum(counts)} workers that share GPUs would take "
+            f"{total:.0%} of one; give {even:.2f} to each, or leave it out"
+        )
 
 
 def model_name(model: str) -> str:

@@ -75,11 +75,19 @@ class CacheConfig:
         number(0.01, 0.99),
         flag="kv-cache-share",
     )
+    gpu_share: float | None = setting(
+        None,
+        "Share of a GPU's memory that an engine may take in all, weights included; workers that "
+        "share a GPU divide 0.95 of it unless told otherwise.",
+        number(0.01, 0.99),
+        flag="gpu-memory-utilization",
+    )
     num_blocks: int | None = None  # exact size, for tests and simulations
     prefix_cache: bool = setting(True, "Reuse the blocks of prompts that begin alike.")
-    connector: Literal["none", "auto", "nixl", "shm"] = setting(
+    connector: Literal["none", "auto", "cuda-ipc", "nixl", "shm"] = setting(
         "none",
-        "How KV moves to and from other engines; auto: shm on one host, nixl to others and GPUs.",
+        "How KV moves to and from other engines; auto: on one host shm, between its GPUs cuda-ipc, "
+        "and nixl to other hosts.",
         flag="kv-connector",
     )
     offloading: str | None = setting(
@@ -89,7 +97,7 @@ class CacheConfig:
         OFFLOADING,
         flag="kv-offloading",
     )
-    feature_connector: Literal["none", "auto", "nixl", "shm"] = "none"  # the same of images
+    feature_connector: Literal["none", "auto", "cuda-ipc", "nixl", "shm"] = "none"  # of images
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from tokenmill.core.flags import Kind, parse_size
 
 LEASE_S = 30.0  # how long computed blocks are held for another engine, unless told otherwise
 DEVICE, HOST, DISK = "device", "host", "disk"  # where blocks lie: `--kv-offloading`
-SHM, NIXL = "shm", "nixl"  # the connectors of one host, and of all
+SHM, CUDA_IPC, NIXL = "shm", "cuda-ipc", "nixl"
+ONE_HOST = (SHM, CUDA_IPC)  # connectors that map memory; NIXL reaches all hosts
 FEATURES = "features [layer, token, channel]"  # layout of blocks with encoded images
 PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
 
@@ -102,33 +103,31 @@ def nixl_installed() -> bool:
 def choose_connectors(asked: str, on_gpu: bool, one_host: bool = False) -> tuple[str, ...]:
     """The connectors that an engine opens, the quickest first; this alone knows what `auto` means.
 
-    shm serves caches in the memory of one host, and nixl, where it is installed, all others. With
-    `one_host` all engines are known to run there: they need no nixl, whose thread polls all the
-    time.
+    shm serves caches in the memory of one host, cuda-ipc those on its GPUs, and nixl, where it is
+    installed, all others. With `one_host` all engines are known to run there: they need no nixl,
+    whose thread polls all the time.
     """
     if asked != "auto":
         return () if asked == "none" else (asked,)
-    near = () if on_gpu else (SHM,)
-    if near and one_host:
-        return near
-    return (*near, NIXL) if nixl_installed() else near
+    near = CUDA_IPC if on_gpu else SHM
+    return (near, NIXL) if nixl_installed() and not one_host else (near,)
 
 
-def common_way(source: KVAddress, target: KVAddress) -> KVWay | None:
-    """The quickest way that both have; shared memory serves one host."""
+def common_ways(source: KVAddress, target: KVAddress) -> list[KVWay]:
+    """The ways that both have, the quickest first; memory is mapped on one host alone."""
     ours = {way.connector for way in target.ways}
-    for way in source.ways:
-        if way.connector in ours and (way.connector != SHM or source.host == target.host):
-            return way
-    return None
+    if source.host != target.host:
+        ours -= {*ONE_HOST}
+    return [way for way in source.ways if way.connector in ours]
 
 
 def mismatch(source: KVAddress, target: KVAddress) -> str | None:
     """Why `target` cannot take KV from `source`: one sentence, or None."""
-    if common_way(source, target) is None:
+    if not common_ways(source, target):
         theirs, ours = (" or ".join(w.connector for w in a.ways) for a in (source, target))
         reason = f"the prefill engine moves KV by {theirs}, the decode engine by {ours}"
-        return f"{reason}: shm needs one host" if source.host != target.host else reason
+        near = " and ".join(w.connector for w in source.ways if w.connector in ONE_HOST)
+        return f"{reason}: {near} needs one host" if source.host != target.host else reason
     if len(source.others) != len(target.others):
         from_ranks, to_ranks = (1 + len(address.others) for address in (source, target))
         return f"ranks of --tp: the prefill engine has {from_ranks}, the decode engine {to_ranks}"

@@ -27,7 +27,13 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
 from tokenmill.engine.calibrate import NARROW, quantize
-from tokenmill.engine.choices import KV_BYTES, available_bytes, set_mode, set_num_threads
+from tokenmill.engine.choices import (
+    KV_BYTES,
+    available_bytes,
+    gpu_room,
+    set_mode,
+    set_num_threads,
+)
 from tokenmill.engine.drafts.drafting import (
     AdaptiveDrafting,
     Drafting,
@@ -197,7 +203,7 @@ def load_part(
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
     spec = checkpoint.spec
     layout = plan_layout(spec, setup.parallel, ranks)
-    _check_memory(spec, layout, dtype, device)
+    _check_memory(spec, layout, dtype, device, cache.gpu_share)
     dense = spec.moe is None and spec.mla is None
     narrow = dtype == "fp8" and spec.hidden_size < NARROW and dense and ranks.size == 1
     drafts = setup.execution.mtp > 0
@@ -372,20 +378,23 @@ def _stop_ids(spec: ModelSpec, grammar_vocab: GrammarVocab | None) -> frozenset[
     return eos if grammar_vocab is None else eos | frozenset(grammar_vocab.stop_token_ids)
 
 
-def _check_memory(spec: ModelSpec, layout: Layout, dtype: str, device: str) -> None:
+def _check_memory(
+    spec: ModelSpec, layout: Layout, dtype: str, device: str, share: float | None
+) -> None:
     """On a GPU, say before loading that the weights will not fit."""
     if device != "cuda":
         return
-    free = torch.cuda.mem_get_info()[0]
+    free = gpu_room(share)
     vocab_size = max(layout.tensor_ranks.shares(spec.vocab_size))
     own = replace(local_spec(spec, layout), vocab_size=vocab_size)
     if own.moe is not None and layout.num_slots:
         own = replace(own, moe=replace(own.moe, num_experts=layout.num_slots // layout.ranks.size))
     needed = own.weight_bytes(1 if dtype == "fp8" else 2)
     if needed > free:
+        given = "" if share is None else f" within --gpu-memory-utilization {share:g}"
         raise ModelLoadError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype}, but "
-            f"{torch.cuda.get_device_name()} has {free / 2**30:.1f} GiB free"
+            f"{torch.cuda.get_device_name()} has {free / 2**30:.1f} GiB free{given}"
         )
 
 
@@ -528,7 +537,7 @@ def _num_blocks(
     assert cache.block_size is not None
     layer_bytes = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // spec.num_layers
     block_bytes = layer_bytes * groups.page_layers * cache.block_size
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    free = gpu_room(cache.gpu_share) if device == "cuda" else available_bytes()
     budget = cache.memory_bytes
     if budget is None:
         share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
@@ -543,5 +552,6 @@ def _num_blocks(
         raise ModelLoadError(
             f"the KV cache gets {budget} bytes, but one block of {cache.block_size} tokens "
             f"takes {least}: give it more with kv_cache_memory"
+            + (" or --gpu-memory-utilization" if cache.gpu_share else "")
         )
     return budget // block_bytes

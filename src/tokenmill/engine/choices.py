@@ -34,6 +34,7 @@ from tokenmill.engine.limits import (
     choose_encoder_share,
     choose_num_seqs,
 )
+from tokenmill.engine.ranks.group import ranks_per_gpu
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
@@ -45,6 +46,7 @@ from tokenmill.parallel import Ranks
 KV_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 KVType = Literal["fp32", "fp16", "bf16", "fp8"]
 _TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
+_CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes beside torch's
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
 
@@ -75,9 +77,14 @@ def resolve_setup(asked: Setup) -> Setup:
     share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
     if device == "cpu":
         share /= size  # ranks share a machine's memory
+    gpu_share = cache.gpu_share
+    if device == "cuda" and size > 1 and (together := ranks_per_gpu(size)) > 1:
+        gpu_share = (gpu_share or GPU_MEMORY_SHARE) / together
     chosen = Setup(
         replace(model, model=str(path), dtype=dtype, device=device, num_threads=num_threads),
-        replace(cache, block_size=block_size, dtype=kv_dtype, memory_share=share),
+        replace(
+            cache, block_size=block_size, dtype=kv_dtype, memory_share=share, gpu_share=gpu_share
+        ),
         asked.scheduler,
         # A step of several ranks needs the host to know how many rows travel.
         replace(execution, cuda_graphs=execution.cuda_graphs and size == 1),
@@ -123,7 +130,8 @@ def _check_offloading(asked: Setup) -> None:
 def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     """Choose the limits that depend on the device and the model."""
     scheduler, on_gpu = setup.scheduler, setup.model.device == "cuda"
-    free, total = torch.cuda.mem_get_info() if on_gpu else (0, None)
+    free = gpu_room(setup.cache.gpu_share) if on_gpu else 0
+    total = torch.cuda.mem_get_info()[1] if on_gpu else None
     num_seqs = scheduler.num_seqs
     if scheduler.max_num_seqs is None and on_gpu and setup.cache.num_blocks is None:
         num_seqs = choose_num_seqs(_room(setup, spec, free, max_len), max_len)
@@ -154,6 +162,17 @@ def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> Room:
     width = 1 if setup.model.dtype == "fp8" else 2
     weights = spec.weight_bytes(width) // parallel.num_ranks
     return Room(int(free * cache.memory_share), weights, per_token)
+
+
+def gpu_room(share: float | None) -> int:
+    """Bytes that this process may still take of its GPU: what is free, within its share of it.
+
+    What others take meanwhile changes nothing in a share, so that they may start at once.
+    """
+    free, total = torch.cuda.mem_get_info()
+    if share is None:
+        return free
+    return max(0, min(free, int(share * total) - torch.cuda.memory_reserved() - _CONTEXT_BYTES))
 
 
 def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:

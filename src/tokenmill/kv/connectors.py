@@ -8,16 +8,20 @@ from uuid import uuid4
 
 import torch
 
-from tokenmill.core.kv import NIXL, SHM, KVAddress, KVGeometry, KVWay, choose_connectors
+from tokenmill.core.kv import CUDA_IPC, NIXL, SHM, KVAddress, KVGeometry, KVWay, choose_connectors
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.kv.cuda_ipc import CudaIpcConnector
 from tokenmill.kv.nixl_connector import NixlConnector
 from tokenmill.kv.shared_memory import SharedMemoryConnector, SharedPages, host_identity
 from tokenmill.kv.transfer import KVTransfer, OwnConnector
 from tokenmill.sched.scheduler import Scheduler
 
-CONNECTORS: dict[str, type[SharedMemoryConnector] | type[NixlConnector]] = {
+CONNECTORS: dict[
+    str, type[SharedMemoryConnector] | type[CudaIpcConnector] | type[NixlConnector]
+] = {
     SHM: SharedMemoryConnector,
+    CUDA_IPC: CudaIpcConnector,
     NIXL: NixlConnector,
 }
 _LAYOUTS = {"cpu": "keys [head, channel, token]", "cuda": "keys [head, token, channel]"}
@@ -37,10 +41,14 @@ class KVLink:
         if connector == "none":
             return None
         names = choose_connectors(connector, on_gpu=device != "cpu")
-        if device != "cpu" and not any(CONNECTORS[name].reads_gpus for name in names):
-            raise ModelLoadError(
-                f"kv_connector {connector}: shm moves host memory alone; on cuda install nixl"
-            )
+        for name in names:
+            kind = CONNECTORS[name]
+            if device == "cpu" and not kind.reads_host:
+                problem = f"{name} moves a GPU's memory alone; on cpu take shm or nixl"
+                raise ModelLoadError(f"kv_connector {connector}: {problem}")
+            if device != "cpu" and not kind.reads_gpus:
+                problem = f"{name} moves host memory alone; on cuda take cuda-ipc or nixl"
+                raise ModelLoadError(f"kv_connector {connector}: {problem}")
         engine_id = uuid4().hex[:12]
         shared = any(CONNECTORS[name].needs_pages for name in names)
         return cls(engine_id, names, SharedPages(engine_id) if shared else None)

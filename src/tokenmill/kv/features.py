@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tokenmill.core.images import FEATURES_LOST, ImageInput
-from tokenmill.core.kv import FEATURES, KVAddress, KVGeometry, common_way
+from tokenmill.core.kv import FEATURES, KVAddress, KVGeometry, common_ways
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import ModelLoadError, RequestOutput
 from tokenmill.kv.connectors import KVLink
@@ -157,15 +157,16 @@ class FeatureReader:
         own = self._pool.address
         if peer.geometry != own.geometry:
             return "its encoder has other features: workers need the same model and dtype"
-        way = common_way(peer, own)
-        if way is None:
-            return "they have no common way to move features: shm needs one host, GPUs need nixl"
-        try:
-            self._connectors[way.connector].connect(peer, way)
-        except TransferError as error:
-            return str(error)
-        self._peers[peer.engine_id] = self._connectors[way.connector]
-        return None
+        problem = "they have no common way to move features: between hosts they need nixl"
+        for way in common_ways(peer, own):
+            try:
+                self._connectors[way.connector].connect(peer, way)
+            except TransferError as error:
+                problem = str(error)
+                continue
+            self._peers[peer.engine_id] = self._connectors[way.connector]
+            return None
+        return problem
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; requests that need features of it end in ERROR."""

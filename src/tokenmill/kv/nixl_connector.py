@@ -33,7 +33,7 @@ class _Peer:
 class NixlConnector:
     """Reads the blocks of engines anywhere; one thread makes all calls of the agent."""
 
-    name, reads_gpus, needs_pages = NIXL, True, False
+    name, reads_gpus, reads_host, needs_pages = NIXL, True, True, False
 
     @classmethod
     def over(

@@ -49,7 +49,7 @@ class SharedPages:
 class SharedMemoryConnector:
     """Reads the blocks of engines on the same host by one plain copy, in a thread of its own."""
 
-    name, reads_gpus, needs_pages = SHM, False, True
+    name, reads_gpus, reads_host, needs_pages = SHM, False, True, True
 
     @classmethod
     def over(

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokenmill.core.kv import LEASE_S, KVAddress, KVEvents, KVNotice, KVWay, common_way, mismatch
+from tokenmill.core.kv import LEASE_S, KVAddress, KVEvents, KVNotice, KVWay, common_ways, mismatch
 from tokenmill.core.types import Request, TokenmillError
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Sequence
@@ -116,11 +116,18 @@ class KVTransfer:
         return None
 
     def _connect(self, peer: KVAddress) -> None:
-        way = common_way(peer, self.address)
-        assert way is not None
-        connector = self._connectors[way.connector]
-        connector.connect(peer, way)
-        self._peers[peer.engine_id] = connector
+        """Take the quickest way that works: memory may be of a GPU that this process cannot see."""
+        problems = []
+        for way in common_ways(peer, self.address):
+            connector = self._connectors[way.connector]
+            try:
+                connector.connect(peer, way)
+            except TransferError as error:
+                problems.append(f"{way.connector}: {error}")
+                continue
+            self._peers[peer.engine_id] = connector
+            return
+        raise TransferError("; ".join(problems))
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; the next poll() ends the requests that wait for its KV."""

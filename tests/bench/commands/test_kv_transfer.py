@@ -10,6 +10,7 @@ import pytest
 
 from tiny_configs import write_config
 from tokenmill.__main__ import run
+from tokenmill.kv.cuda_ipc import CudaIpcConnector
 
 
 def test_every_connector_moves_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +30,13 @@ def test_what_is_measured_follows_what_is_installed() -> None:
 
     assert connectors("nixl") == ["nixl"]
     assert connectors("none") == (["shm", "nixl"] if find_spec("nixl") else ["shm"])
+
+
+@pytest.mark.skipif(CudaIpcConnector.installed(), reason="there is a GPU")
+def test_without_a_gpu_its_connector_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path)
+    asked = ["--model", str(tmp_path), "--kv-connector", "cuda-ipc"]
+    assert run(["bench", "kv-transfer", *asked]) != 0
+    assert "cuda-ipc moves a GPU's memory: torch sees none here" in capfd.readouterr().err

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.core.config import ModelConfig
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
@@ -33,14 +34,16 @@ def kv_transfer(settings: Settings) -> None:
 
     The blocks come from a second process. They are first contiguous, as in a
     fresh cache, then scattered. Without --kv-connector every installed
-    connector is measured.
+    connector is measured; those of cuda-ipc lie on a GPU.
 
     tokenmill bench kv-transfer
     tokenmill bench kv-transfer --kv-connector nixl --kv-tokens 8192
+    tokenmill bench kv-transfer --kv-connector cuda-ipc --model llama3.1-8b --block-size 64
     """
+    from tokenmill.bench.commands.throughput import model_path
     from tokenmill.bench.kv_transfer_pair import connectors, measure, read_spec
 
-    spec = read_spec(settings.get("model"))
+    spec = read_spec(model_path(ModelConfig(settings.get("model"), random_weights=True)))
     block_size = settings.get("block-size") or 16
     num_blocks = -(-settings.get("kv-tokens") // block_size)
     names = connectors(settings.get("kv-connector"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -45,6 +46,7 @@ LANGUAGE_RANK = "tokenmill.engine.ranks.rank_process"
 START_TIMEOUT_S = 300.0  # for all ranks to call
 Kind = TypeVar("Kind", bound=Message)
 END_TIMEOUT_S = 5.0  # for a child to end by itself
+_log = logging.getLogger(__name__)
 
 
 class RankGroup:
@@ -61,10 +63,13 @@ class RankGroup:
             )
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-ranks-")
         placed = os.environ.get(ADDRESS_VARIABLE)
-        if placed is None and device == "cuda" and torch.cuda.device_count() < size:
-            raise ModelLoadError(
-                f"{size} ranks need a GPU each, but torch sees {torch.cuda.device_count()} here"
-            )
+        self._staged = device == "cuda" and ranks_per_gpu(size) > 1
+        if self._staged:
+            _log.warning(
+                "%d ranks share %d GPU(s): NCCL takes one rank for each, so they exchange by gloo "
+                "through host memory, and without CUDA graphs, which the host cannot take part in",
+                size, torch.cuda.device_count(),
+            )  # fmt: skip
         try:
             with _listen(placed, Path(self._folder.name)) as (listener, key):
                 if placed is None:
@@ -196,7 +201,8 @@ class RankGroup:
 
     def _join(self, placed: str | None) -> Ranks:
         """Make the group of all ranks."""
-        place = Place(0, self.size, "nccl" if self.device == "cuda" else "gloo", self.device)
+        by_nccl = self.device == "cuda" and not self._staged
+        place = Place(0, self.size, "nccl" if by_nccl else "gloo", self.device)
         store = None
         if placed is None:
             place = replace(place, file=str(Path(self._folder.name) / "store"))
@@ -206,6 +212,13 @@ class RankGroup:
             place = replace(place, host=host, port=store.port)
         self.tell_each([replace(place, rank=rank) for rank in range(1, self.size)])
         return join(place, store)
+
+
+def ranks_per_gpu(size: int) -> int:
+    """How many ranks of this machine share a GPU; those that others place have one each."""
+    if ADDRESS_VARIABLE in os.environ:
+        return 1
+    return -(-size // max(1, torch.cuda.device_count()))
 
 
 def _ended(code: int) -> str:
@@ -227,7 +240,7 @@ def join(place: Place, store: Any = None) -> Ranks:
         store = file_store(place.file, place.size)
     elif store is None:
         store = open_store(place.host, place.size, place.port)
-    return connect(place.rank, place.size, store, place.backend)
+    return connect(place.rank, place.size, store, place.backend, place.device == "cuda")
 
 
 def call(address: str) -> Connection:
