@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from driver import Answer
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 def build(
     folder: Path,
-    dtype: str = "fp32",
+    dtype: Literal["fp32", "int8"] = "fp32",
     *,
     connector: str = "shm",
     budget: int = 512,
@@ -40,7 +40,9 @@ def build(
     built = build_engine(
         resolve_setup(
             Setup(
-                ModelConfig(str(folder), dtype=dtype, device="cpu", draft=draft and str(draft)),
+                ModelConfig(
+                    str(folder), dtype=dtype, device="cpu", draft=str(draft) if draft else None
+                ),
                 CacheConfig(
                     block_size=block_size,
                     num_blocks=num_blocks,
@@ -58,6 +60,7 @@ def build(
         ),
         vocab,
     )
+    assert isinstance(built.engine, LanguageEngine)
     return built.engine
 
 

@@ -11,7 +11,8 @@ from engine.disaggregated import WorkerPool, kv_of
 from gpu.far_engine import far_engine
 from gpu.setups import SETUPS, Checkpoints, Device, prompts
 from kv.host_ipc import on_the_host
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.kv import KVNotice
+from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -50,7 +51,7 @@ def check_killed_peer(checkpoints: Checkpoints, device: Device) -> None:
     with far_engine("moves", checkpoints.folder, device) as (prefill, pid):
         pool = WorkerPool(prefill, decode)
         prefill.submit(Request("halfway", [7] * 330, GREEDY, hold_kv_s=30.0))
-        notices = []
+        notices: list[KVNotice] = []
         while not notices:
             assert not any(output.finish_reason for output in prefill.step())
             notices = prefill.kv.take_events().notices
@@ -60,7 +61,7 @@ def check_killed_peer(checkpoints: Checkpoints, device: Device) -> None:
         decode.step()  # reads
         os.kill(pid, signal.SIGKILL)
     kv_of(decode).disconnect(pool.engine_id)
-    ends = []
+    ends: list[RequestOutput] = []
     while not ends:
         ends = [output for output in decode.step() if output.finish_reason]
     assert (ends[0].finish_reason, ends[0].stop_reason) == (FinishReason.ERROR, "kv_transfer")
