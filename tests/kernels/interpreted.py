@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 HERE = Path(__file__).parent
 FORK = get_context("fork")
@@ -59,8 +61,38 @@ def _fault(module: str, name: str) -> str:
         process.kill()
 
 
+def _patch_once(patch: Any) -> Any:
+    """The interpreter patches the language at every call of a device function: once is enough."""
+    from triton import language
+
+    patched = set()
+    kept = SimpleNamespace(restore=lambda: None)
+
+    def patch_new(function: Any) -> Any:
+        modules = frozenset(
+            id(value)
+            for value in function.__globals__.values()
+            if value is language or value is language.core
+        )
+        if modules not in patched:
+            patch(function)
+            patched.add(modules)
+        return kept
+
+    return patch_new
+
+
+def _prepare() -> None:
+    """What every check would do again in its fork."""
+    import torch.distributed.tensor  # noqa: F401  (torch.testing imports it at its first use)
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+
+
 if __name__ == "__main__":
     sys.path.append(str(HERE))
+    _prepare()
     found = {
         each: {name: _fault(each, name) for name in importlib.import_module(each).CHECKS}
         for each in sys.argv[1:]
