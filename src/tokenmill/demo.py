@@ -1,8 +1,8 @@
-"""Runs two workers, 17 chat requests, MLPerf, and tiny random models that see images, make video.
+"""Runs two workers, 17 chats, MLPerf, and tiny models that see images, make video, and rank.
 
 `python -m tokenmill.demo` exits with 0 only if every request ended properly, KV moved between the
-workers, the server stopped cleanly, every MLPerf scenario gave a result, all images were answered
-and the video was made.
+workers, the server stopped cleanly, every MLPerf scenario gave a result, all images were answered,
+the video was made, and the ranking model learned what users like.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ MLPERF = ("--benchmark", "llama2-70b", "--quick", "--length-scale", "0.03", "--t
 VIDEO = ("--random-weights", "--model", "wan-tiny", "--size", "64x64", "--frames", "33")
 IMAGES = ("--benchmark", "qwen3-vl-235b", "--model", "qwen3-vl-tiny", "--random-weights")
 NUM_IMAGES = 8
+RANKING = (
+    *("--benchmark", "dlrm-v3", "--quick", "--quick-samples", "1000"),
+    *("--test-mode", "accuracy"),
+)
+LEARNED_NE = 95.0  # percent of the entropy that the labels' mean alone leaves
 WHICH = ("p50", "p90", "limit")
 ROLES = ("--prefill", "1", "--decode", "1", "--router", "kv")
 SCENARIOS = ("Offline", "Server", "Interactive")
@@ -113,8 +118,8 @@ def main() -> int:
     rounds = _mlperf_rounds()
     moved = after["transfers"] > before["transfers"]
     well = num_good == len(results) and moved and status == 0 and len(rounds) == len(SCENARIOS)
-    seen, made = _see_images(), _make_video()
-    return 0 if well and seen == made == 0 else 1
+    seen, made, ranked = _see_images(), _make_video(), _rank()
+    return 0 if well and seen == made == ranked == 0 else 1
 
 
 def _see_images() -> int:
@@ -147,6 +152,27 @@ def _make_video() -> int:
     options = ["video", "a red fox in snow", "--out", str(target), *VIDEO]
     command = [sys.executable, "-P", "-m", "tokenmill", *options]
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
+
+
+def _rank() -> int:
+    """Train a small ranking model, and score users through LoadGen; the exit status."""
+    console.print("\nA small DLRMv3 learns from synthetic users, and ranks for timestamps to come")
+    folder, tool = RESULTS / "ranking", [sys.executable, "-P", "-m", "tokenmill"]
+    train = [*tool, "rank-train", str(folder)]
+    if code := subprocess.run(train, stdout=subprocess.DEVNULL, check=False).returncode:
+        return code
+    files = ("--model", str(folder / "model"), "--dataset", str(folder / "requests.jsonl"))
+    score = [*tool, "bench", "mlperf", *RANKING, *files, "--json-only"]
+    result = subprocess.run(score, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        return result.returncode
+    report = json.loads(result.stdout.splitlines()[-1])
+    found = report["accuracy"]
+    console.print(
+        f"{report['num_samples']} users, MLPerf's metrics: normalised entropy {found['ne']:.2f} % "
+        f"(100: nothing learned), accuracy {found['accuracy']:.2f} %, GAUC {found['gauc']:.2f} %"
+    )
+    return 0 if found["ne"] < LEARNED_NE else 1
 
 
 def _mlperf_rounds() -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ ROWS = hstu.jagged([0, 700, 701, 1203], [0, 3, 260, 261], "cpu")
 # The benchmark's widths, which the kernels' tiles need, over short histories.
 WIDE = replace(
     TINY, embedding_dim=64, hidden_size=WIDTH, num_heads=HEADS, qk_dim=DIM, v_dim=DIM,
-    max_seq_len=2048, max_candidates=512, num_positions=1024,
+    preprocessor_dim=256, head_dim=WIDTH, max_seq_len=2048, max_candidates=512, num_positions=1024,
 )  # fmt: skip
 
 
@@ -105,18 +105,17 @@ def on_gpu(plain: RankingModel, **levers: Any) -> RankingModel:
 
 def test_rows_are_those_of_fp32() -> None:
     """Users with and without times, one of them too short for its own row to count."""
-    spec = replace(WIDE, preprocessor_dim=256)
     times = np.arange(1200) * 500
-    long = replace(tiny_request(1200, 300, spec), timestamps=times, query_time=600_000)
-    requests = [long, tiny_request(5, 4, spec, user=2)]
-    plain = tiny_model(spec)
+    long = replace(tiny_request(1200, 300, WIDE), timestamps=times, query_time=600_000)
+    requests = [long, tiny_request(5, 4, WIDE, user=2)]
+    plain = tiny_model(WIDE)
     for name in ("positions", "times"):  # as large as the rest: a wrong one must show
         plain.dense.tensors[name].mul_(1000)
     fast = on_gpu(plain)
     found, expected = (
         model.dense.inputs(batch, model.embed(batch))
         for model in (fast, plain)
-        for batch in [make_batch(requests, spec, model.dense.device)]
+        for batch in [make_batch(requests, WIDE, model.dense.device)]
     )
     close(found.cpu(), expected)
 
@@ -131,9 +130,10 @@ def test_scores_are_those_of_fp32(chunk: int | None, fp8: bool) -> None:
         np.testing.assert_allclose(found, expected, atol=6e-2 if fp8 else 3e-2)
 
 
-def test_the_host_never_waits_before_it_has_to() -> None:
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_the_host_never_waits_before_it_has_to(chunk: int | None) -> None:
     """A batch is made and launched without a wait, and its scores come past what follows it."""
-    model = on_gpu(tiny_model(WIDE))
+    model = on_gpu(tiny_model(WIDE), candidate_chunk=chunk)
     requests = [tiny_request(1200, 300, WIDE), tiny_request(5, 4, WIDE, user=2)]
     expected = model.score(requests)  # compiles
     torch.cuda.synchronize()

@@ -1,6 +1,7 @@
 """Tables by their path: files, folders and databases, by the commands and by open_table."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 import torch
 
 from ranking.tables import random_table
-from tiny_ranking import tiny_model, tiny_request
+from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.__main__ import run
+from tokenmill.core.types import ModelLoadError
 from tokenmill.ranking.engine import RankingEngine
 from tokenmill.ranking.model import RankingModel
-from tokenmill.ranking.model_files import save_model
+from tokenmill.ranking.model_files import random_model, save_model, table_paths
 from tokenmill.ranking.request_json import write_request
+from tokenmill.ranking.stores import opening
 from tokenmill.ranking.stores.database import DatabaseTable
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable
@@ -49,6 +52,27 @@ def test_every_way_gives_the_files_rows(tables: dict[str, Path]) -> None:
             store.close()
         with pytest.raises(EmbeddingError, match=r"holds .*90 x 6 float32, and .*90 x 7"):
             open_table(path, "cpu", spec=TableSpec(ROWS, DIM + 1, torch.float32))
+
+
+def test_processes_that_open_one_folder_share_its_memory(tables: dict[str, Path]) -> None:
+    """As the workers of a server do; a lock of the folder is each opener's own, in one process."""
+    owner = open_table(tables["folder"], "cpu")
+    reader = open_table(tables["folder"], "cpu", cache_rows=16)
+    ids, rows = torch.tensor([3, 8]), torch.full((2, DIM), 7.0)
+    reader.lookup(ids)
+    owner.update(ids, rows)
+    assert torch.equal(reader.lookup(ids), rows)
+    with pytest.raises(EmbeddingError, match="this process attached to the table"):
+        reader.update(ids, rows)
+    owner.close()
+    assert torch.equal(reader.lookup(ids), rows)
+    again = open_table(tables["folder"], "cpu")  # nobody has it now
+    again.update(ids, -rows)
+    (tables["folder"] / "open.json").write_text('{"pid": 1, "fd": 999999, "inode": 5}')
+    with pytest.raises(EmbeddingError, match="the table of process 1 cannot be opened"):
+        open_table(tables["folder"], "cpu")
+    again.close()
+    reader.close()
 
 
 def test_check_reads_every_row(tables: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +137,24 @@ def test_a_model_scores_the_same_with_its_table_elsewhere(
     assert message in " ".join(capsys.readouterr().err.split())
     assert run([*command, "--table", f"things={tmp_path}"]) != 0
     assert "with a name of item, user, category" in " ".join(capsys.readouterr().err.split())
+
+
+def test_random_models_take_tables_from_elsewhere_and_say_what_memory_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "items.npy", random_table(64, 16, torch.float32).numpy())
+    model = random_model(TINY, elsewhere={"item": str(tmp_path / "items.npy")})
+    found = model.stores["item"].lookup(torch.arange(64))
+    assert torch.equal(found, random_table(64, 16, torch.float32))
+    monkeypatch.setattr(opening, "available_bytes", lambda: 2**31)
+    large = replace(TINY, num_items=2**27)  # 16 columns of 2 bytes
+    with pytest.raises(EmbeddingError, match=r"num_items 134217728, .*4\.0 GiB .*2\.0 GiB are f"):
+        random_model(large)
+    with pytest.raises(EmbeddingError, match=r"items\.npy .*are needed on cpu"):
+        monkeypatch.setattr(opening, "available_bytes", lambda: 0)
+        open_table(tmp_path / "items.npy", "cpu")
+    with pytest.raises(ModelLoadError, match="--cache-rows 16 needs a table to cache"):
+        table_paths((), 16)
 
 
 def scores(out: str) -> list[list[float]]:

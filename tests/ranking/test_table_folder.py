@@ -76,7 +76,7 @@ def test_updates_and_checkpoints_survive_reopening(tmp_path: Path) -> None:
             store.close()
             store = opened(tmp_path / "t")
             assert torch.equal(store.table, table)
-    assert len(list((tmp_path / "t").iterdir())) == 3  # description, rows, log
+    assert len(list((tmp_path / "t").iterdir())) == 4  # description, rows, log, owner
     store.close()
 
 

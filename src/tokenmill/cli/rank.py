@@ -71,6 +71,7 @@ def rank(
     """
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.lines import LINES_AT_ONCE, LineRanker
+    from tokenmill.ranking.model_files import table_paths
     from tokenmill.ranking.policy import BatchLimits
 
     model = load_ranking_model(settings)
@@ -91,7 +92,7 @@ def rank(
         console.note(sentence)
     for sentence in ranker.comparison():
         console.note(f"against {settings.get('compare-dtype')}: {sentence}")
-    for name in table_paths(settings.get("table")):
+    for name in table_paths(settings.get("table"), settings.get("cache-rows")):
         console.note(f"table {name}: {model.stores[name].stats()}")
     model.close()
     if ranker.num_failed:
@@ -116,6 +117,7 @@ def load_ranking_model(settings: Settings) -> RankingModel:
         choose_dtype,
         load_model,
         random_model,
+        table_paths,
     )
     from tokenmill.ranking.spec_file import read_spec
 
@@ -124,29 +126,15 @@ def load_ranking_model(settings: Settings) -> RankingModel:
     device = choose_device(settings.values.get("device", "cpu"))
     dtype, folder = choose_dtype(settings.get("dtype"), device), Path(settings.get("model"))
     levers = {"candidate_chunk": settings.get("candidate-chunk")}
-    tables = table_paths(settings.get("table"))
+    rows = settings.get("cache-rows")
+    tables = table_paths(settings.get("table"), rows)
     if settings.values.get("random-weights"):
         seed = settings.get("weights-seed")
-        model = random_model(read_spec(folder), dtype, device, seed, **levers)
+        model = random_model(read_spec(folder), dtype, device, seed, tables, rows, **levers)
     else:
-        rows = settings.get("cache-rows")
         model = load_model(folder, dtype, device, tables, rows, **levers)
     limit_threads(model.spec, settings.values.get("num-threads"))
     return model
-
-
-def table_paths(given: tuple[str, ...]) -> dict[str, str]:
-    """--table item=PATH as a dictionary."""
-    from tokenmill.ranking.model import TABLES
-
-    found = dict(text.partition("=")[::2] for text in given)
-    for name, path in found.items():
-        if name not in TABLES or not path:
-            raise SettingsError(
-                f"--table {name}={path} is not NAME=PATH with a name of {', '.join(TABLES)}: type "
-                "such as --table item=items.npy"
-            )
-    return found
 
 
 def rank_train(

@@ -63,7 +63,10 @@ def jagged(
 ) -> Jagged:
     """Offsets of a batch, with the tiles of the kernel where the device has one."""
     tiles, num_targets = batch_tiles(history, candidates, device)
-    return Jagged(history, candidates, torch.from_numpy(tiles).to(device), num_targets)
+    found = torch.from_numpy(tiles)
+    if torch.device(device).type == "cuda":  # a copy of other memory waits for the whole stream
+        found = found.pin_memory().to(device, non_blocking=True)
+    return Jagged(history, candidates, found, num_targets)
 
 
 def batch_tiles(

@@ -14,7 +14,8 @@ from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.requests import RankRequest, check_request
 from tokenmill.ranking.stores.store import EmbeddingStore, PrefetchingStore
 
-TABLES = ("item", "user", "category")
+COUNTS = {"item": "num_items", "user": "num_users", "category": "num_categories"}
+TABLES = tuple(COUNTS)
 _SMALL = 64
 Stores = Mapping[str, EmbeddingStore]
 
@@ -109,7 +110,7 @@ def limit_threads(spec: HstuSpec, num_threads: int | None = None) -> None:
 
 def check_store(name: str, store: EmbeddingStore, spec: HstuSpec) -> None:
     """An error where a table has other rows or columns than the config says."""
-    field = {"item": "num_items", "user": "num_users", "category": "num_categories"}[name]
+    field = COUNTS[name]
     rows, columns = getattr(spec, field), spec.embedding_dim
     if store.spec.dim != columns:
         raise ModelLoadError(

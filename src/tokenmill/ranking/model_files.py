@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.checkpoints.weights import naming
 from tokenmill.models.hstu import HstuModel, dense_tensors
-from tokenmill.ranking.model import TABLES, RankingModel, check_store
+from tokenmill.ranking.model import COUNTS, TABLES, RankingModel, check_store
 from tokenmill.ranking.spec_file import CONFIG, read_spec
-from tokenmill.ranking.stores.opening import open_table
-from tokenmill.ranking.stores.store import EmbeddingStore
+from tokenmill.ranking.stores.opening import check_memory, open_table
+from tokenmill.ranking.stores.store import EmbeddingStore, TableSpec
 from tokenmill.ranking.stores.table import DeviceTable
 
 WEIGHTS = "model.safetensors"
@@ -53,15 +53,38 @@ def load_model(
     """
     spec, tensors = read_spec(folder), _read_weights(folder)
     tables = {name: tensors.pop(_TABLE + name, None) for name in TABLES}
-    stores: dict[str, EmbeddingStore] = {}
-    for name, path in (elsewhere or {}).items():
-        stores[name] = open_table(path, device, cache_rows)
-        with naming(Path(path)):
-            check_store(name, stores[name], spec)
+    stores = _stores_elsewhere(spec, elsewhere or {}, device, cache_rows)
     for name, table in tables.items():
         if table is not None and name not in stores:
             stores[name] = DeviceTable(table.to(device))
     return RankingModel(_dense(folder, spec, tensors, dtype, device, levers), stores)
+
+
+def table_paths(given: Sequence[str], cache_rows: int) -> dict[str, str]:
+    """--table item=PATH as a dictionary; --cache-rows is for such a table."""
+    found = dict(text.partition("=")[::2] for text in given)
+    for name, path in found.items():
+        if name not in TABLES or not path:
+            raise ModelLoadError(
+                f"--table {name}={path} is not NAME=PATH with a name of {', '.join(TABLES)}: type "
+                "such as --table item=items.npy"
+            )
+    if cache_rows and not found:
+        raise ModelLoadError(
+            f"--cache-rows {cache_rows} needs a table to cache: add such as --table item=items.npy"
+        )
+    return found
+
+
+def _stores_elsewhere(
+    spec: HstuSpec, paths: Mapping[str, str], device: str, cache_rows: int
+) -> dict[str, EmbeddingStore]:
+    stores: dict[str, EmbeddingStore] = {}
+    for name, path in paths.items():
+        stores[name] = open_table(path, device, cache_rows)
+        with naming(Path(path)):
+            check_store(name, stores[name], spec)
+    return stores
 
 
 def load_beside(model: RankingModel, folder: Path, dtype: str, **levers: Any) -> RankingModel:
@@ -94,7 +117,13 @@ def _dense(
 
 
 def random_model(
-    spec: HstuSpec, dtype: str = "fp32", device: str = "cpu", seed: int = 0, **levers: Any
+    spec: HstuSpec,
+    dtype: str = "fp32",
+    device: str = "cpu",
+    seed: int = 0,
+    elsewhere: Mapping[str, str] | None = None,
+    cache_rows: int = 0,
+    **levers: Any,
 ) -> RankingModel:
     """A model of this shape whose scores mean nothing; tables are fp16, as the benchmark's."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -103,15 +132,17 @@ def random_model(
         tensor = torch.empty(shape, dtype=kind, device=device)
         return tensor.normal_(0, scale, generator=generator)
 
+    stores = _stores_elsewhere(spec, elsewhere or {}, device, cache_rows)
+    counts = {name: getattr(spec, COUNTS[name]) for name in TABLES if name not in stores}
+    need = sum(TableSpec(count, spec.embedding_dim).num_bytes for count in counts.values())
+    told = ", ".join(f"{COUNTS[name]} {count}" for name, count in counts.items())
+    check_memory(need, device, f"random tables of {spec.embedding_dim} columns ({told})")
     dense = {
         name: normal(shape, 0.5 / max(shape) ** 0.5, DTYPES[dtype])
         for name, shape in dense_tensors(spec).items()
     }
-    rows = (spec.num_items, spec.num_users, spec.num_categories)
-    stores = {
-        name: DeviceTable(normal((count, spec.embedding_dim), 1.0, torch.float16))
-        for name, count in zip(TABLES, rows, strict=True)
-    }
+    for name, count in counts.items():
+        stores[name] = DeviceTable(normal((count, spec.embedding_dim), 1.0, torch.float16))
     return RankingModel(HstuModel(spec, dense, fp8=dtype == "fp8", **levers), stores)
 
 

@@ -154,7 +154,7 @@ def _unknown(name: str, place: str, value: int, count: int, source: str) -> Inva
 
 def _check_times(request: RankRequest) -> None:
     if not 0 <= request.query_time < 2**53:
-        wrong = f"query_time: expected seconds of 0 or more, got {request.query_time}"
+        wrong = f"query_time: expected seconds from 0 to 2 ** 53 - 1, got {request.query_time}"
         raise InvalidRequestError(wrong, "query_time")
     if request.timestamps is not None and request.timestamps.min() < 0:
         at = int(request.timestamps.argmin())

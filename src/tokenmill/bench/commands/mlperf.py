@@ -42,7 +42,7 @@ from tokenmill.settings import (
     Settings,
     SettingsError,
 )
-from tokenmill.settings.commands import MLPERF, RANK
+from tokenmill.settings.commands import MLPERF
 
 CHILD = "mlperf-test"
 SERVER = (
@@ -70,7 +70,7 @@ PANELS = {
     "KV cache": tuple(s for s in CACHE if s.key != "prefix-cache"),  # the rules forbid it
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
-    "Ranking (--benchmark dlrm-v3)": RANK,
+    "Ranking (--benchmark dlrm-v3)": ranking_test.PANEL,
     "Video (--benchmark wan-2.2-t2v-a14b)": video_test.PANEL,
 }
 OFFERED = tuple(setting for group in PANELS.values() for setting in group)
@@ -211,7 +211,7 @@ def run_of(settings: Settings) -> bench.Run:
 def _check_benchmark(settings: Settings) -> None:
     """Settings of one benchmark go with it alone."""
     own: dict[str, tuple[Any, tuple[Setting, ...]]] = {
-        DLRM_V3.name: (ranking_test.check_settings, RANK),
+        DLRM_V3.name: (ranking_test.check_settings, ranking_test.PANEL),
         WAN.name: (video_test.check_settings, video_test.PANEL),
     }
     benchmark = settings.get("benchmark")

@@ -17,7 +17,7 @@ from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError
-from tokenmill.settings.commands import RANK
+from tokenmill.settings.commands import RANK, RANK_TABLES
 
 if TYPE_CHECKING:
     from tokenmill.core.specs.hstu import HstuSpec
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tokenmill.ranking.model import RankingModel
     from tokenmill.ranking.requests import RankOutput, RankRequest
 
+PANEL = (*RANK, *RANK_TABLES)
 UNBOUNDED = 2**31
 NO_HURRY_MS = 3.6e6  # Offline: batches are as large as their tokens allow
 _NO_AUDIT = "its audit, TEST08, needs the queries of MLCommons' dataset in the order of their time"
@@ -60,7 +61,7 @@ def check_settings(settings: Settings) -> None:
         if settings.values.get(key) and not (key == "submission-dir" and settings.get("json-only")):
             raise SettingsError(f"--{key} does not go with --benchmark dlrm-v3: {reason}")
     if settings.get("url"):
-        for key in (setting.key for setting in RANK if setting.key in settings):
+        for key in (setting.key for setting in PANEL if setting.key in settings):
             raise SettingsError(f"--{key} is for an engine of this process, not for --url")
     for setting in (*MODEL, *CACHE, *SCHEDULER, *EXECUTION):
         if setting.key in settings and setting.key not in TAKEN:
@@ -208,11 +209,15 @@ def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
     device = model_files.choose_device(settings.get("device"))
     dtype = model_files.choose_dtype(settings.get("dtype"), device)
     path, chunk = Path(settings.get("model")), settings.get("candidate-chunk")
+    rows = settings.get("cache-rows")
+    tables = model_files.table_paths(settings.get("table"), rows)
+    about: dict[str, Any] = {
+        "elsewhere": tables, "cache_rows": rows, "candidate_chunk": chunk,
+    }  # fmt: skip
     if settings.get("random-weights"):
-        spec = read_spec(path)
-        model = model_files.random_model(spec, dtype, device, candidate_chunk=chunk)
+        model = model_files.random_model(read_spec(path), dtype, device, **about)
     else:
-        model = model_files.load_model(path, dtype, device, candidate_chunk=chunk)
+        model = model_files.load_model(path, dtype, device, **about)
     limit_threads(model.spec)
     return model, [WEIGHTS_NOTICE] if settings.get("random-weights") else []
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,10 +22,17 @@ from tokenmill.ranking.stores.store import (
     check_rows,
     last_of_each,
 )
-from tokenmill.ranking.stores.table_folder import TableFolder
+from tokenmill.ranking.stores.table_folder import (
+    TableFolder,
+    TableInUseError,
+    read_description,
+    read_owner,
+)
 
 STRIPES = 2**16  # version counters; a row's is that of its id modulo this
 PATIENCE_S = 10.0  # that a reader waits for a version to become even
+OPENING_S = 600.0  # that a process waits for another one that reads the same folder
+PAUSE_S = 0.1
 PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister
 HEADER_BYTES = mmap.ALLOCATIONGRANULARITY
 
@@ -35,6 +43,7 @@ class SharedTable:
 
     pid: int
     fd: int
+    inode: int  # of the memory: a number of a process may be given again
     spec: TableSpec
 
 
@@ -60,7 +69,8 @@ class HostTable:
     def create(cls, spec: TableSpec) -> HostTable:
         """A table of zeros that lives as long as its processes."""
         pages = _Pages.create(spec)
-        return cls(pages, shared=SharedTable(os.getpid(), pages.fd, spec))
+        shared = SharedTable(os.getpid(), pages.fd, os.fstat(pages.fd).st_ino, spec)
+        return cls(pages, shared=shared)
 
     @classmethod
     def open(cls, folder: TableFolder) -> HostTable:
@@ -71,8 +81,29 @@ class HostTable:
         except BaseException:
             table.close()
             raise
-        table._folder = folder
+        table._folder, shared = folder, table.shared
+        if shared is not None:
+            folder.tell_owner({"pid": shared.pid, "fd": shared.fd, "inode": shared.inode})
         return table
+
+    @classmethod
+    def open_or_attach(cls, path: Path, spec: TableSpec | None = None) -> HostTable:
+        """A folder's table; the first process of a host reads it, and others map its memory."""
+        deadline, unreachable = time.monotonic() + OPENING_S, None
+        while True:
+            try:
+                return cls.open(TableFolder.open(path, spec))
+            except TableInUseError:
+                if time.monotonic() > deadline:
+                    raise
+            if (owner := read_owner(path)) is not None:
+                try:
+                    return cls.attach(SharedTable(**owner, spec=read_description(path)[0]))
+                except EmbeddingError:
+                    if owner == unreachable:  # for a while: it has not just ended
+                        raise
+                    unreachable = owner
+            time.sleep(PAUSE_S)
 
     @classmethod
     def attach(cls, shared: SharedTable) -> HostTable:
@@ -207,7 +238,8 @@ class _Pages:
                 "the same host and user)"
             ) from error
         try:
-            if os.fstat(fd).st_size != cls.size_of(shared.spec):
+            found = os.fstat(fd)
+            if (found.st_ino, found.st_size) != (shared.inode, cls.size_of(shared.spec)):
                 raise EmbeddingError(f"the table of process {shared.pid} is not {shared.spec}")
             return cls(shared.spec, fd)
         finally:

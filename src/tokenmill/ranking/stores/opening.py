@@ -10,7 +10,7 @@ import torch
 from tokenmill.kernels.embedding import WAYS
 from tokenmill.ranking.stores.database import FILE, DatabaseTable
 from tokenmill.ranking.stores.device_cache import CachedTable
-from tokenmill.ranking.stores.host_table import HostTable
+from tokenmill.ranking.stores.host_table import HostTable, available_bytes
 from tokenmill.ranking.stores.store import (
     EmbeddingError,
     EmbeddingStore,
@@ -88,8 +88,8 @@ def open_table(
     """The table at a path, whose rows come to `device`; `spec` is what it must be.
 
     A file is a whole table on the device, or in the host's memory behind a cache of cache_rows.
-    A folder is in the host's memory, and a database on disk. On a GPU both have a cache, of a tenth
-    of their rows unless cache_rows says how many.
+    A folder is in the host's memory, once for all processes that open it, and a database on disk.
+    On a GPU both have a cache, of a tenth of their rows unless cache_rows says how many.
     """
     path, device = Path(path), torch.device(device)
     kind = kind_of(path)
@@ -97,6 +97,7 @@ def open_table(
         rows = open_rows(path)
         rows.check(spec or rows.spec)
         if not cache_rows:
+            check_memory(rows.spec.num_bytes, device, f"the table {path} ({rows.spec})")
             table = torch.empty(_shape(rows.spec), dtype=rows.spec.dtype, device=device)
             _fill(table, rows)
             return DeviceTable(table)
@@ -107,10 +108,22 @@ def open_table(
     if kind == "database":
         backing = DatabaseTable(path, spec)
     else:
-        backing = HostTable.open(TableFolder.open(path, spec))
+        backing = HostTable.open_or_attach(path, spec)
     if device.type == "cpu" and not cache_rows:
         return backing
     return _cached(backing, cache_rows, device)
+
+
+def check_memory(need: int, device: torch.device | str, what: str) -> None:
+    """An error before the start where a device has fewer bytes than `what` will take."""
+    device = torch.device(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    if need > free:
+        raise EmbeddingError(
+            f"memory for {what}: {need / 2**30:.1f} GiB are needed on {device.type} and "
+            f"{free / 2**30:.1f} GiB are free; take fewer rows, or keep the table in a folder or a "
+            "database (tokenmill embeddings) and give --table item=PATH"
+        )
 
 
 def kind_of(path: Path) -> str:

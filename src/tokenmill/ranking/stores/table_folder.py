@@ -27,7 +27,12 @@ from tokenmill.ranking.stores.table_files import open_rows, row_bytes, write_row
 DESCRIPTION = "table.json"
 MAGIC = 0x544D454D42454431  # of a record
 HEAD = np.dtype([("magic", "<u8"), ("count", "<u8"), ("crc", "<u4"), ("head_crc", "<u4")])
+OWNER = "open.json"  # which process has the table in its memory, while one does
 KINDS = {type_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+class TableInUseError(EmbeddingError):
+    """Another process may append to the folder."""
 
 
 class TableFolder:
@@ -37,6 +42,7 @@ class TableFolder:
         self.path, self.spec = path, spec
         self._number = number  # of the newest log
         self._lock = _locked(path)
+        (path / OWNER).unlink(missing_ok=True)  # of a process that was killed
         try:
             self._log = self._open_log()  # a file descriptor
         except EmbeddingError:
@@ -104,7 +110,15 @@ class TableFolder:
         os.close(before)
         return Checkpoint(self.path, self.spec, self._number)
 
+    def tell_owner(self, where: dict[str, int]) -> None:
+        """Let other processes read where the table lies in memory."""
+        unfinished = self.path / f"{OWNER}.unfinished"
+        with disk_errors(self.path):
+            unfinished.write_text(json.dumps(where), encoding="utf-8")
+            unfinished.rename(self.path / OWNER)
+
     def close(self) -> None:
+        (self.path / OWNER).unlink(missing_ok=True)
         os.close(self._log)
         os.close(self._lock)
 
@@ -155,6 +169,15 @@ def read_description(path: Path) -> tuple[TableSpec, int]:
         return spec, int(fields["checkpoint"])
     except (ValueError, KeyError, TypeError) as error:
         raise EmbeddingError(f"{file} cannot be read: {error!r}") from error
+
+
+def read_owner(path: Path) -> dict[str, int] | None:
+    """Where the process that has the table open keeps it; None before it has read the rows."""
+    try:
+        found: dict[str, int] = json.loads((path / OWNER).read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None
 
 
 def read_log(path: Path, spec: TableSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -277,7 +300,7 @@ def _locked(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise EmbeddingError(
+        raise TableInUseError(
             f"another process has the table {path} open: attach to it there, or close it first"
         ) from error
     return lock
