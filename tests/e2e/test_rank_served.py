@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from playwright.sync_api import expect
 
 from pages import Opened, open_browser
@@ -31,6 +32,7 @@ from tokenmill.__main__ import run
 from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model_files import load_model, save_model
 from tokenmill.ranking.request_json import read_request
+from tokenmill.ranking.stores.table_folder import TableFolder
 
 SPEC = replace(TINY, scaling_seqlen=64)
 MSGPACK = "application/msgpack"
@@ -131,14 +133,19 @@ def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("served") / "tiny"
-    save_model(tiny_model(SPEC), path)
+    model = tiny_model(SPEC)
+    save_model(model, path)
+    rows = model.stores["user"].lookup(torch.arange(SPEC.num_users))
+    TableFolder.create(path.with_name("users"), rows).close()
     return path
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
+    """Two workers, which share the users' table in the memory of the first."""
     flags = ("--port", "0", "--workers", "2", "--placement", "process", "--api-key", KEY)
     command = [sys.executable, "-P", "-m", "tokenmill", "serve", str(folder), *flags]
+    command += ["--table", f"user={folder.with_name('users')}"]
     limits = ("--max-queue", "6", "--max-body-size", "1MiB", "--heartbeat", "0.2")
     with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -350,6 +357,7 @@ def test_operations_are_those_of_every_server(
         "tokenmill_rank_batch_tokens_bucket",
         "tokenmill_rank_num_waiting",
         'tokenmill_rank_embedding_keys_total{model_name="tiny",table="item",tier="device"}',
+        'tokenmill_rank_embedding_keys_total{model_name="tiny",table="user",tier="host"}',
         'tokenmill_worker_up{model_name="tiny",worker="w1"} 1.0',
     ):
         assert name in text

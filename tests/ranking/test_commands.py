@@ -128,6 +128,8 @@ def test_wrong_lines_are_answered_by_their_error(
     for answer, message in zip(answers[1:], [*wrong, "not a JSON object"], strict=True):
         assert message in str(answer["error"]) and "scores" not in answer
     assert [answer["line"] for answer in answers[1:]] == list(range(2, 10))
+    file.write_bytes(b'{"user_id": "\xff"}')
+    assert ranked(folder, file, capsys) == (1, [])
 
 
 def test_models_that_are_not_there_or_do_not_fit(folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tokenmill.ranking.stores.cache_policies import (
 from tokenmill.ranking.stores.database import DatabaseTable
 from tokenmill.ranking.stores.device_cache import CachedTable, cache_memory_bytes
 from tokenmill.ranking.stores.host_table import HostTable
+from tokenmill.ranking.stores.opening import check_memory
 from tokenmill.ranking.stores.store import HOST, EmbeddingStore, TableSpec
 from tokenmill.ranking.stores.table import DeviceTable
 
@@ -85,6 +86,9 @@ class ZipfKeys:
 
 def measure(load: Workload) -> Report:
     """All tiers, each beside its ceiling; an error where a lookup gives a wrong row."""
+    shares = 16 * load.spec.num_rows  # of the distribution, and its sums
+    what = f"a table of {load.spec} and the distribution of its keys"
+    check_memory(load.spec.num_bytes + shares, "cpu", what, "lower --table-rows")
     num_slots = load.num_slots()
     memory = {
         "cache": cache_memory_bytes(load.spec, num_slots), "table": load.spec.num_bytes,

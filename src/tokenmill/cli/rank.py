@@ -14,6 +14,7 @@ import typer
 
 from tokenmill import console
 from tokenmill.core.flags import count, one_of
+from tokenmill.core.types import InvalidRequestError
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
 from tokenmill.settings.commands import RANK, RANK_COMPARED, RANK_TABLES, RANK_TRAIN
 from tokenmill.settings.options import command
@@ -86,8 +87,12 @@ def rank(
     start = time.perf_counter()
     with ExitStack() as stack:
         lines = sys.stdin if file == "-" else stack.enter_context(open(file, encoding="utf-8"))
-        for answer in ranker.answers(lines):
-            sys.stdout.write(json.dumps(answer) + "\n")
+        try:
+            for answer in ranker.answers(lines):
+                sys.stdout.write(json.dumps(answer) + "\n")
+        except UnicodeDecodeError as wrong:
+            problem = f"byte {wrong.object[wrong.start]:#x} is not UTF-8"
+            raise InvalidRequestError(f"{file}: {problem}; requests are lines of JSON") from None
     for sentence in ranker.report(time.perf_counter() - start - ranker.compared_s):
         console.note(sentence)
     for sentence in ranker.comparison():

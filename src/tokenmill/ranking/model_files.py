@@ -136,7 +136,9 @@ def random_model(
     counts = {name: getattr(spec, COUNTS[name]) for name in TABLES if name not in stores}
     need = sum(TableSpec(count, spec.embedding_dim).num_bytes for count in counts.values())
     told = ", ".join(f"{COUNTS[name]} {count}" for name, count in counts.items())
-    check_memory(need, device, f"random tables of {spec.embedding_dim} columns ({told})")
+    what = f"random tables of {spec.embedding_dim} columns ({told})"
+    instead = "lower these numbers in config.json, or give --table item=PATH"
+    check_memory(need, device, what, instead)
     dense = {
         name: normal(shape, 0.5 / max(shape) ** 0.5, DTYPES[dtype])
         for name, shape in dense_tensors(spec).items()

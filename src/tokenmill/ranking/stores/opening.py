@@ -97,7 +97,11 @@ def open_table(
         rows = open_rows(path)
         rows.check(spec or rows.spec)
         if not cache_rows:
-            check_memory(rows.spec.num_bytes, device, f"the table {path} ({rows.spec})")
+            what, instead = (
+                f"the table {path} ({rows.spec})",
+                "load it by tokenmill embeddings load",
+            )
+            check_memory(rows.spec.num_bytes, device, what, f"{instead}, to a database if need be")
             table = torch.empty(_shape(rows.spec), dtype=rows.spec.dtype, device=device)
             _fill(table, rows)
             return DeviceTable(table)
@@ -114,15 +118,14 @@ def open_table(
     return _cached(backing, cache_rows, device)
 
 
-def check_memory(need: int, device: torch.device | str, what: str) -> None:
+def check_memory(need: int, device: torch.device | str, what: str, instead: str) -> None:
     """An error before the start where a device has fewer bytes than `what` will take."""
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     if need > free:
         raise EmbeddingError(
             f"memory for {what}: {need / 2**30:.1f} GiB are needed on {device.type} and "
-            f"{free / 2**30:.1f} GiB are free; take fewer rows, or keep the table in a folder or a "
-            "database (tokenmill embeddings) and give --table item=PATH"
+            f"{free / 2**30:.1f} GiB are free; {instead}"
         )
 
 
