@@ -97,11 +97,9 @@ def open_table(
         rows = open_rows(path)
         rows.check(spec or rows.spec)
         if not cache_rows:
-            what, instead = (
-                f"the table {path} ({rows.spec})",
-                "load it by tokenmill embeddings load",
-            )
-            check_memory(rows.spec.num_bytes, device, what, f"{instead}, to a database if need be")
+            what = f"the table {path} ({rows.spec})"
+            instead = "load it by tokenmill embeddings load, to a database if need be"
+            check_memory(rows.spec.num_bytes, device, what, instead)
             table = torch.empty(_shape(rows.spec), dtype=rows.spec.dtype, device=device)
             _fill(table, rows)
             return DeviceTable(table)
