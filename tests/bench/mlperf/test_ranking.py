@@ -15,6 +15,7 @@ from tokenmill.bench.mlperf import ranking_test, runs
 from tokenmill.bench.mlperf.presets import DLRM_V3
 from tokenmill.bench.results.mlperf_reports import GateReport, required
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import load_model
@@ -45,6 +46,8 @@ def test_accuracy_run_has_the_models_own_metrics(folder: Path, tmp_path: Path) -
     found = report["accuracy"]
     assert [found["ne"], found["accuracy"], found["gauc"]] == pytest.approx(expected, abs=1e-3)
     assert report["num_samples"] == 8 and report["accuracy_gates"] == {}
+    told = "The item table has 256 rows of 32 columns; the benchmark's has 1,000,000,000 of 512."
+    assert told in report["notices"] and ranking_test.smaller_table(HstuSpec()) == []
 
 
 def test_a_warm_up_that_fails_ends_the_run(

@@ -15,12 +15,12 @@ from tokenmill.bench.mlperf import runs as bench
 from tokenmill.bench.results.mlperf_reports import GateReport, MlperfReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import RequestTimes
+from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError
 from tokenmill.settings.commands import RANK, RANK_TABLES
 
 if TYPE_CHECKING:
-    from tokenmill.core.specs.hstu import HstuSpec
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.model import RankingModel
     from tokenmill.ranking.requests import RankOutput, RankRequest
@@ -140,7 +140,8 @@ def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
     from tokenmill.ranking.spec_file import read_spec
 
     accuracy = settings.get("test-mode") == "accuracy"
-    samples = _samples(settings, run, read_spec(Path(settings.get("model"))), accuracy)
+    spec = read_spec(Path(settings.get("model")))
+    samples = _samples(settings, run, spec, accuracy)
     target = Target(
         url=rank_url(settings.get("url")),
         model="",
@@ -155,7 +156,7 @@ def _server_report(settings: Settings, run: bench.Run) -> MlperfReport:
         lambda index, scores: answer_data(samples, index, array("f", scores)),
         settings.get("max-in-flight"),
     )
-    facts = _facts(settings, run, samples, []) | {
+    facts = _facts(settings, run, samples, smaller_table(spec)) | {
         "url": target.url,
         "dtype": "as served",
         "device": "remote",
@@ -219,7 +220,19 @@ def _model(settings: Settings) -> tuple[RankingModel, list[str]]:
     else:
         model = model_files.load_model(path, dtype, device, **about)
     limit_threads(model.spec)
-    return model, [WEIGHTS_NOTICE] if settings.get("random-weights") else []
+    notices = [WEIGHTS_NOTICE] if settings.get("random-weights") else []
+    return model, [*notices, *smaller_table(model.spec)]
+
+
+def smaller_table(spec: HstuSpec) -> list[str]:
+    """What is to be said of an item table that is not the benchmark's."""
+    whole = HstuSpec()
+    if (spec.num_items, spec.embedding_dim) == (whole.num_items, whole.embedding_dim):
+        return []
+    return [
+        f"The item table has {spec.num_items:,} rows of {spec.embedding_dim} columns; the "
+        f"benchmark's has {whole.num_items:,} of {whole.embedding_dim}."
+    ]
 
 
 def _samples(
