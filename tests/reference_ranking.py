@@ -2,7 +2,8 @@
 
 Put `recommendation/dlrm_v3` of mlcommons/inference on PYTHONPATH, and beside torch 2.13 install
 with `pip install --no-deps` these: fbgemm-gpu-cpu==1.8.0, torchrec==1.8.0, tensordict, pyvers,
-orjson, iopath, portalocker, pyre-extensions, typing-inspect and torchmetrics==1.0.3.
+orjson, iopath, portalocker, pyre-extensions, typing-inspect, torchmetrics==1.0.3 and
+lightning-utilities.
 """
 
 from __future__ import annotations
