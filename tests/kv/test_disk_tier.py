@@ -7,6 +7,9 @@ import logging
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,54 @@ def test_a_crash_leaves_nothing_that_is_served(tmp_path: Path) -> None:
     assert name(1) in tier and not tier.read(name(1), page(0))
     tier.forget(name(1))
     assert name(1) not in tier, "a request would wait for it again and again"
+
+
+WORKER = """
+import os, signal, sys
+import numpy as np
+from tokenmill.kv.tiers import disk_tier
+from tokenmill.sched.cache.tiers import block_name
+
+folder, first, dies = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "dies"
+tier = disk_tier.DiskTier(folder, 40_000, bytes(16))
+for number in range(first, first + 40):
+    page = [np.full(1000, number % 256, np.uint8)]
+    if dies and number == first + 20:  # in the middle of a file
+        disk_tier._checksum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    assert tier.write(block_name(number.to_bytes(16, "big"), number), page)
+"""
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    """Two write at once and one of them is killed: the bound holds, and what is there is whole."""
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), *rest])
+        for rest in (("0", "lives"), ("100", "dies"))
+    ]
+    assert [worker.wait(60) for worker in workers] == [0, -signal.SIGKILL]
+    found = files(tmp_path)
+    torn = [path for path in found if path.name.startswith(".")]
+    total = sum(path.stat().st_size for path in found)
+    assert len(torn) == 1 and usage(tmp_path) == total <= 40_000
+    third = DiskTier(str(tmp_path), 40_000, ROOT)
+    assert len(third) == len(found) - 1
+    out = page(0)
+    for held in third.names():
+        number = hash_of(held)
+        assert number < 40 or 100 <= number < 120, "a block that was never whole is served"
+        assert third.read(held, out) and (out[0] == number % 256).all()
+    assert {hash_of(held) < 100 for held in third.names()} == {True, False}
+    for number in range(200, 240):  # the rest of a file counts until it is old
+        assert third.write(name(number), page(number))
+    assert usage(tmp_path) == sum(path.stat().st_size for path in files(tmp_path)) <= 40_000
+
+
+def test_the_rate_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(str(tmp_path), 20_000, ROOT)
+    rate = tier.measure_rate(2**20)
+    assert rate is not None and rate > 0 and not files(tmp_path)
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    assert tier.measure_rate(2**20) is None and not files(tmp_path)
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

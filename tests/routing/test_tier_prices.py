@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kv.at_once import without_threads
 from kv.conversations import converse, engine, hits
 from tiny_models import make_model, save, tame
@@ -18,7 +20,9 @@ from tokenmill.core.kv_events import (
     pack_events,
     unpack_events,
 )
+from tokenmill.kv.tiers.tier_rates import token_ms
 from tokenmill.routing.router import Router
+from tokenmill.routing.tier_prices import tier_price
 from tokenmill.sched.cache.blocks import block_hashes, hash_chain
 
 PROMPT = list(range(161))
@@ -47,6 +51,30 @@ def test_a_nearer_tier_is_worth_more() -> None:
         amounts = {"a": (10, 0, 0), "b": (0, 10, 0), "c": (0, 0, 10), "e": (0, 0, 0)}
         made = router(**{name: amounts[name] for name in (worse, better)})
         assert made.route("x", PROMPT, 0.0).worker == better
+
+
+def test_prices_are_what_workers_have_measured() -> None:
+    assert tier_price(HOST, {HOST: 0.02, DISK: 0.2}, 0.1) == pytest.approx(0.2)
+    assert tier_price(DISK, {HOST: 0.02, DISK: 0.2}, 0.1) == 1.0, "no more than computing it"
+    assert tier_price(DISK, {HOST: 0.02}, 0.1) == tier_price(DISK, {}, 0.1) == 0.3
+    assert tier_price(HOST, {HOST: 0.02}, 0.0) == 1.0
+    # 2,048 bytes at 8 GB/s are 0.256 us, and at 2 GB/s before that 1.024 us more.
+    assert token_ms({HOST: 8e9}, 2048) == {HOST: pytest.approx(0.000256)}
+    assert token_ms({HOST: 8e9, DISK: 2e9}, 2048)[DISK] == pytest.approx(0.00128)
+
+
+def test_a_router_knows_each_workers_tiers() -> None:
+    """A worker whose copies are slow is worth less; its successor begins anew."""
+    made = router(slow=(0, 10, 0), quick=(0, 10, 0))
+    computed_ms = made.rates.prefill
+    for name, share in (("slow", 0.5), ("quick", 0.05)):
+        token = {HOST: share * computed_ms}
+        assert made.load(name, Dump(0, [], {HOST: HASHES}, token))
+    assert cached(made) == {"slow": 80, "quick": 152}
+    assert made.route("x", PROMPT, 0.0).worker == "quick"
+    made.add_worker("slow")
+    assert made.load("slow", Dump(0, [], {HOST: HASHES}))
+    assert cached(made)["slow"] == 144
 
 
 def test_blocks_move_from_tier_to_tier() -> None:
@@ -91,6 +119,8 @@ def test_a_router_follows_an_engine(tmp_path: Path) -> None:
     built.engine.tiers.poll()
     while (batch := publisher.take()) is not None:
         assert made.apply("a", batch)
+    measured = built.engine.kv_dump().token_ms
+    assert 0 < measured[HOST] < measured[DISK]
     fresh = Router(RouterConfig(block_size=16))
     fresh.add_worker("a")
     assert fresh.load("a", built.engine.kv_dump())

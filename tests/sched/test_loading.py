@@ -19,7 +19,10 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
 from tokenmill.sched.cache.blocks import BlockPool
+from tokenmill.sched.cache.prefix import match_prefix
+from tokenmill.sched.loading import names_to_load
 from tokenmill.sched.scheduler import Batch, Scheduler
+from tokenmill.sched.sequence import Sequence as Seq
 
 SIZE, MAX_LEN = 4, 64
 
@@ -178,3 +181,101 @@ def test_a_block_that_is_used_while_it_is_written_stays(tmp_path: Path) -> None:
     assert tiers.host.names() == [*names[2:], names[0]] and sorted(disk.names()) == names[:2]
     assert tiers.stats()["disk_written_bytes"] == 2 * copies.host.shape[1]
     assert tiers.stats()["dropped"] == 0
+
+
+def serve(
+    tmp_path: Path, num_blocks: int, num_seqs: int, num_slots: int, on_disk: bool
+) -> tuple[LanguageEngine, Scheduler, KVTiers]:
+    config = SchedulerConfig(
+        max_num_batched_tokens=48, max_num_seqs=num_seqs, max_model_len=MAX_LEN
+    )
+    scheduler = Scheduler(config, BlockPool(num_blocks, SIZE, True), EOS)
+    runner = FakeRunner(num_blocks, SIZE)
+    disk = DiskTier(str(tmp_path), 2**20, bytes(16)) if on_disk else None
+    copies = FakeCopies(runner.kv, num_slots, random.Random(0))
+    tiers = KVTiers(scheduler, copies, disk, b"model")  # type: ignore[arg-type]
+    without_threads(tiers)
+    return LanguageEngine(scheduler, runner, tiers=tiers), scheduler, tiers
+
+
+def ask(engine: LanguageEngine, name: str, prompt: list[int], max_tokens: int = 1) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine.submit(Request(name, prompt, sampling))
+
+
+def finish(engine: LanguageEngine) -> dict[str, int]:
+    """Run to the end; returns how many tokens of each prompt were cached."""
+    cached = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.finish_reason is not None:
+                assert output.finish_reason is FinishReason.LENGTH
+                cached[output.request_id] = output.num_cached_tokens
+    return cached
+
+
+FIRST, OTHERS = [1, 2, 3, 4] * 5, ([5] * 40, [6] * 40)
+
+
+def test_a_prefix_is_on_the_device_before_its_request_has_a_place(tmp_path: Path) -> None:
+    """It comes while another request runs, takes nothing from that, and nobody holds it."""
+    engine, scheduler, tiers = serve(tmp_path, 20, 1, 60, on_disk=False)
+    for number, prompt in enumerate((FIRST, *OTHERS)):
+        ask(engine, str(number), prompt)
+        finish(engine)
+    assert not match_prefix(scheduler.pool, sequence(scheduler, FIRST)), "it is still there"
+    ask(engine, "long", [7] * 8, max_tokens=30)
+    ask(engine, "again", FIRST)
+    was_ahead = False
+    for _ in range(15):
+        engine.step()
+        scheduler.check_integrity()
+        stats = scheduler.stats()
+        was_ahead |= stats.num_loading == stats.num_running == 1
+    assert was_ahead and (stats.num_running, stats.num_waiting) == (1, 1)
+    assert len(match_prefix(scheduler.pool, sequence(scheduler, FIRST))) == 4
+    assert scheduler.pool.num_used == -(-stats_tokens(scheduler) // SIZE)
+    loaded = tiers.stats()["loaded_bytes"]
+    assert finish(engine)["again"] == 16 and tiers.stats()["loaded_bytes"] == loaded
+    assert scheduler.stats().num_preemptions == 0
+    tiers.host.check_integrity()
+
+
+def sequence(scheduler: Scheduler, prompt: list[int]) -> Seq:
+    return scheduler.limits.sequence(Request("probe", prompt, SamplingParams()), 0, EOS)
+
+
+def stats_tokens(scheduler: Scheduler) -> int:
+    return sum(seq.num_tokens for seq in scheduler._queues.running)
+
+
+def test_an_ahead_load_leaves_running_ones_their_blocks(tmp_path: Path) -> None:
+    """Where they may need the blocks to grow, the prefix waits with its request."""
+    engine, scheduler, _ = serve(tmp_path, 14, 1, 60, on_disk=False)
+    for number, prompt in enumerate((FIRST, *OTHERS)):
+        ask(engine, str(number), prompt)
+        finish(engine)
+    ask(engine, "long", [7] * 36, max_tokens=12)
+    ask(engine, "again", FIRST)
+    for _ in range(10):
+        engine.step()
+        assert scheduler.stats().num_loading == 0
+    assert finish(engine)["again"] == 16 and scheduler.stats().num_preemptions == 0
+
+
+def test_blocks_of_waiting_requests_come_from_disk_to_host_memory(tmp_path: Path) -> None:
+    """Ahead of their place on the device, as far as slots are free."""
+    engine, scheduler, tiers = serve(tmp_path, 14, 5, 40, on_disk=True)
+    for number, prompt in enumerate((FIRST, *([token] * 16 for token in range(10, 30)))):
+        ask(engine, str(number), prompt)
+        finish(engine)
+    ask(engine, "long", [9] * 40, max_tokens=12)
+    ask(engine, "again", FIRST)
+    names = dict(names_to_load(scheduler.pool, sequence(scheduler, FIRST))).keys()
+    assert len(names) == 4 and names.isdisjoint(tiers.host.names())
+    for _ in range(8):
+        engine.step()
+    assert scheduler.stats().num_waiting == 1, "it was to wait for blocks of the device"
+    assert tiers.stats()["prefetched_bytes"] > 0 and names & set(tiers.host.names())
+    assert finish(engine)["again"] == 16
+    tiers.host.check_integrity()

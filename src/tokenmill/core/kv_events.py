@@ -83,9 +83,9 @@ class Dump:
 
     sequence: int
     hashes: list[Hash]
-    tiers: dict[str, list[Hash]] = field(
-        default_factory=dict
-    )  # the same of tiers behind the device
+    # The same of tiers behind the device, and how long a token takes to come back from each.
+    tiers: dict[str, list[Hash]] = field(default_factory=dict)
+    token_ms: dict[str, float] = field(default_factory=dict)
 
 
 class EventJournal:
@@ -133,6 +133,11 @@ class EventPublisher:
         self._sequence += 1
         return EventBatch(self._sequence, events)
 
-    def dump(self, hashes: Iterable[Hash], tiers: dict[str, list[Hash]] | None = None) -> Dump:
+    def dump(
+        self,
+        hashes: Iterable[Hash],
+        tiers: dict[str, list[Hash]] | None = None,
+        token_ms: dict[str, float] | None = None,
+    ) -> Dump:
         """The pool's state now. Events not taken yet are in it too; to apply them again is safe."""
-        return Dump(self._sequence, list(hashes), tiers or {})
+        return Dump(self._sequence, list(hashes), tiers or {}, token_ms or {})

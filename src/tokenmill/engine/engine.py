@@ -209,8 +209,10 @@ class LanguageEngine:
 
     def kv_dump(self) -> Dump:
         """Return all blocks that are cached now."""
-        stored = {} if self.tiers is None else self.tiers.hashes()
-        return self.kv_events().dump(self._scheduler.pool.cached_hashes(), stored)
+        publisher, hashes = self.kv_events(), self._scheduler.pool.cached_hashes()
+        if self.tiers is None:
+            return publisher.dump(hashes)
+        return publisher.dump(hashes, self.tiers.hashes(), self.tiers.token_ms)
 
     # Requests come and go outside the scheduler.
 

@@ -19,6 +19,7 @@ from tokenmill.kv.connectors import geometry
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
 from tokenmill.kv.tiers.page_copies import open_copies, page_bytes
+from tokenmill.kv.tiers.tier_rates import measure_token_ms
 from tokenmill.sched.scheduler import Scheduler
 
 _STAGED_SLOTS = 64  # blocks in host memory on their way to disk, where that is the only tier
@@ -44,7 +45,10 @@ def open_tiers(
     disk = None
     if sizes.folder is not None:
         disk = DiskTier(sizes.folder, sizes.disk_bytes, root)
-    return KVTiers(scheduler, open_copies(tensors, num_slots), disk, root)
+    tiers = KVTiers(scheduler, open_copies(tensors, num_slots), disk, root)
+    num_pages, token_bytes = scheduler.pool.num_blocks, page_bytes(tensors) / block_size
+    tiers.token_ms = measure_token_ms(tiers.copies, disk, num_pages, token_bytes)
+    return tiers
 
 
 def _num_slots(host_bytes: int, size: int, scheduler: Scheduler) -> int:

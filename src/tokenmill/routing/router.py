@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tokenmill.core.config import RouterConfig
-from tokenmill.core.kv import DISK, HOST
 from tokenmill.core.kv_events import Dump, EventBatch
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
@@ -42,6 +41,7 @@ from tokenmill.routing.other_fronts import OtherFronts
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
 from tokenmill.routing.step_rates import PRIOR, StepRates
+from tokenmill.routing.tier_prices import tier_price
 from tokenmill.sched.cache.blocks import U64, hash_chain
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
@@ -49,9 +49,6 @@ MEMORY = 256  # answers whose mean length is expected
 MAX_PREFIXES = 4096  # whose uses are counted
 USE_DECAY = 0.5 ** (1 / 256)  # of a use with each decision
 AHEAD = 16  # requests of each worker that a copy of a prefix is made for
-# What a token takes that comes back from a tier, as a share of its computation: copies of host
-# memory are ten times as fast or more, and a disk is slower by as much as it varies.
-TIER_PRICES = {HOST: 0.1, DISK: 0.3}
 MANY = 2.0  # requests of others that are unknown, from which on fronts take turns
 NEAR = 2.0  # of these at most, that one worker may have got
 FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, before any was routed
@@ -133,6 +130,7 @@ class Router:
         self._loads: list[Load] = []  # by slot
         self._lines: list[Line] = []
         self._routed: dict[str, _Routed] = {}
+        self._token_ms: dict[str, dict[str, float]] = {}  # by worker and tier, as it has measured
         self._turn = 0
         self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
         self._num_decisions = 0
@@ -182,6 +180,7 @@ class Router:
             return []
         self.index.remove_worker(name)
         self._others.remove_worker(name)
+        self._token_ms.pop(name, None)
         self._names = [other for other in self._names if other != name]
         self._slots = {other: i for i, other in enumerate(self._names)}
         del self._loads[slot], self._lines[slot]
@@ -196,6 +195,8 @@ class Router:
 
     def load(self, worker: str, dump: Dump) -> bool:
         """Take a worker's dump; False: pull another."""
+        if worker in self._slots:
+            self._token_ms[worker] = dump.token_ms
         return self.index.load(worker, dump)
 
     def report(self, worker: str, report: LoadReport, made_s: float, now_s: float) -> None:
@@ -402,12 +403,13 @@ class Router:
         most = (num_tokens - 1) // size * size
         overlaps = self.index.overlaps(chain)
         cached = {name: min(depth * size, most) for name, depth in overlaps.items()}
-        reached = cached.copy()
+        reached, computed_ms = cached.copy(), self.rates.prefill
         for tier, found in self.index.tier_overlaps(chain):
             for name, depth in found.items():
                 more = min(depth * size, most) - reached.get(name, 0)
                 if more > 0:
-                    worth = round(more * (1.0 - TIER_PRICES[tier]))
+                    price = tier_price(tier, self._token_ms.get(name, {}), computed_ms)
+                    worth = round(more * (1.0 - price))
                     cached[name] = cached.get(name, 0) + worth
                     reached[name] = reached.get(name, 0) + more
         return cached

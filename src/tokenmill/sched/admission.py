@@ -23,6 +23,9 @@ def kv_tokens(pool: BlockPool, config: SchedulerConfig) -> int:
     return pool.sliding.num_blocks(pool.num_blocks, most_new, size) * size
 
 
+MOST_AHEAD = 4  # requests whose prefixes come to the device before there is a place for them
+
+
 class Limits(NamedTuple):
     """What bounds a request: the configuration, and the tokens that the KV cache holds."""
 
@@ -103,7 +106,7 @@ class Admission:
         """Return how many waiting requests admit() would start, if the first finds its blocks."""
         queues, first = self._queues, self._queues.waiting.first()
         num_running = sum(not seq.finished for seq in queues.running)
-        places = self._config.num_seqs - num_running - len(self._receiving)
+        places = self._config.num_seqs - num_running - self._num_receiving
         places = min(places, budget)
         if first is None or first.remote or places <= 0:
             return 0
@@ -137,6 +140,11 @@ class Admission:
 
     def admit(self, step: Step) -> None:
         """Start waiting sequences in order until one has to wait."""
+        self._admit(step)
+        if self._pool.tiers is not None and (step.budget <= 0 or self._is_full()):
+            self._load_ahead()
+
+    def _admit(self, step: Step) -> None:
         while step.budget > 0 and not self._is_full():
             seq = self._queues.waiting.first()
             if seq is None or (step.hold_context and not seq.remote):
@@ -155,7 +163,12 @@ class Admission:
             step.budget -= num_new
 
     def _is_full(self) -> bool:
-        return len(self._queues.running) + len(self._receiving) >= self._config.num_seqs
+        return len(self._queues.running) + self._num_receiving >= self._config.num_seqs
+
+    @property
+    def _num_receiving(self) -> int:
+        """Sequences outside the batch that have a place in it."""
+        return len(self._receiving) - self._loading.num_ahead
 
     def _fits(self, seq: Sequence, matched: list[int], total: int) -> bool:
         return self._ledger.fits(seq, matched, total, alone=not self._queues.running)
@@ -208,6 +221,21 @@ class Admission:
         self._loading.start(seq, stored)
         ledger.reserve(total - stored.end)
         return True
+
+    def _load_ahead(self) -> None:
+        """Let tiers bring prefixes of those that start next, where nobody else needs the blocks."""
+        ledger, size, spare = self._ledger, self._pool.block_size, len(self._queues.running)
+        for seq in self._queues.waiting.next_few(MOST_AHEAD):
+            total = -(-seq.num_tokens // size) + spare  # running ones may grow meanwhile
+            if self._loading.num_ahead >= MOST_AHEAD or not ledger.fits(seq, [], total, False):
+                return
+            if seq.ahead or seq.remote:
+                continue
+            seq.ahead = True
+            stored = find_stored(self._pool, seq)
+            if stored and ledger.fits(seq, stored.matched, total, False, stored.end):
+                self._queues.waiting.take(seq)
+                self._loading.start(seq, stored, ahead=True)
 
     def _occupy(self, seq: Sequence, matched: list[int], total: int, now_ns: int) -> None:
         self._queues.waiting.pop()

@@ -27,6 +27,7 @@ class Load:
     seq: Sequence
     end: int
     pages: list[Page]
+    ahead: bool = False  # there is no place for the sequence yet: it waits on, its prefix cached
     spoilt: bool = False  # a step that failed was to write what the sequence has matched
 
 
@@ -88,12 +89,21 @@ def find_stored(pool: BlockPool, seq: Sequence) -> StoredPrefix | None:
     return StoredPrefix(lookup.matched[:end], end)
 
 
+def names_to_load(pool: BlockPool, seq: Sequence) -> list[tuple[bytes, int]]:
+    """(name, blocks) of what tiers would have to load now for a waiting sequence."""
+    if pool.tiers is None or seq.remote or seq.prompt_logprobs is not None:
+        return []
+    lookup = _Lookup(pool, seq)
+    return lookup.missing(lookup.longest())
+
+
 class Loading:
     """What tiers and the scheduler tell each other.
 
     Admission starts a sequence on its blocks; take_started() tells the tiers, which fill them
     outside the batch, and tell the scheduler when that is over(). Blocks of a sequence that ends
-    meanwhile are kept until then.
+    meanwhile are kept until then. A sequence that is loaded ahead of its place waits on after
+    that: nobody holds its blocks, so that running ones can have them, but they are cached.
     """
 
     def __init__(self, queues: RequestQueues, ledger: BlockLedger) -> None:
@@ -109,14 +119,19 @@ class Loading:
         """Loads of sequences that have not ended."""
         return sum(not seq.finished for seq in self._loads)
 
+    @property
+    def num_ahead(self) -> int:
+        """Loads of sequences that have no place yet."""
+        return sum(load.ahead and not seq.finished for seq, load in self._loads.items())
+
     def reserve(self) -> None:
         """Keep blocks for the rest of the prompts that are loaded."""
         size = self._pool.block_size
-        for seq in self._loads:
-            if not seq.finished:
+        for seq, load in self._loads.items():
+            if not seq.finished and not load.ahead:
                 self._ledger.reserve(max(0, -(-seq.num_tokens // size) - len(seq.block_ids)))
 
-    def start(self, seq: Sequence, stored: StoredPrefix) -> None:
+    def start(self, seq: Sequence, stored: StoredPrefix, ahead: bool = False) -> None:
         """Take blocks for a prefix, and note that they are to be filled."""
         absent = self._ledger.occupy_stored(seq, stored.matched, stored.end)
         pages = [
@@ -127,7 +142,7 @@ class Loading:
             Page(name_in_tiers(self._pool, seq, index) + WINDOW, tuple(ids))
             for index, ids in absent
         ]
-        load = Load(seq, stored.end, pages)
+        load = Load(seq, stored.end, pages, ahead)
         self._loads[seq] = load
         self._started.append(load)
         self._queues.receiving[seq.request_id] = seq
@@ -149,15 +164,19 @@ class Loading:
             self._ledger.release_abandoned(seq)
             return False
         del self._queues.receiving[seq.request_id]
-        if not loaded or load.spoilt:
-            self._ledger.release(seq)
-            seq.num_computed_tokens = 0
-            self._queues.waiting.push(seq)
-            return False
-        self._run(seq, load.end)
-        return True
+        if loaded and not load.spoilt:
+            self._cache(seq, load.end)
+            if not load.ahead:
+                self._ledger.take_slot(seq)
+                self._queues.run(seq)
+                return True
+        self._ledger.release(seq)
+        seq.num_computed_tokens = 0
+        self._queues.waiting.push(seq)
+        return False
 
-    def _run(self, seq: Sequence, end: int) -> None:
+    def _cache(self, seq: Sequence, end: int) -> None:
+        """Let others find the blocks that have come."""
         pool, size = self._pool, self._pool.block_size
         num_matched, groups = seq.num_inserted_blocks, pool.sliding.num_groups
         seq.num_computed_tokens = end * size
@@ -167,5 +186,3 @@ class Loading:
             if pool.is_cached(block_id):  # a step that failed may have made it unfindable
                 pool.put_beside(pool.identity(block_id), seq.window_ids[first : first + groups])
         cache_blocks(pool, [(seq, end * size)])
-        self._ledger.take_slot(seq)
-        self._queues.run(seq)

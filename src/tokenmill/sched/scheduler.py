@@ -252,6 +252,10 @@ class Scheduler:
         unsure.update(self._ledger.dropped)
         return [page for page in self.pool.take_evicted() if unsure.isdisjoint(page.block_ids)]
 
+    def upcoming(self, count: int) -> list[Sequence]:
+        """About so many of the next sequences to run, but for those whose KV is near."""
+        return [seq for seq in self._queues.waiting.next_few(count) if not seq.near]
+
     def end_load(self, load: Load, loaded: bool) -> None:
         """Run the sequence of a load, or let it wait again where that failed."""
         seq = load.seq

@@ -19,6 +19,7 @@ class Sequence:
     """The mutable state of one request: num_computed_tokens catches up with num_tokens."""
 
     __slots__ = (
+        "ahead",
         "block_ids",
         "capacity",
         "chain",
@@ -30,6 +31,7 @@ class Sequence:
         "image_end",
         "key",
         "max_len",
+        "near",
         "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -83,6 +85,8 @@ class Sequence:
         # chain[0] is the salt's seed, chain[j + 1] the hash of block j.
         self.chain = [chain_seed(request.cache_salt)]
         self.digests: list[bytes] = []  # of blocks, where tiers hold what leaves the device
+        self.ahead = False  # tiers have brought its prefix nearer while it waited, or had nothing
+        self.near = False  # nothing of it has to come from disk, or all does already
         # block_ids[:num_inserted_blocks] are cached under `parent`, the identity of the last one.
         self.num_inserted_blocks = 0
         self.parent: int | str = request.cache_salt

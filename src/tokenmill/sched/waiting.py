@@ -28,6 +28,16 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
+    def next_few(self, count: int) -> list[Sequence]:
+        """About the next ones to run, the first among them; they stay."""
+        return [seq for _, seq in sorted(self._heap[:count]) if not seq.finished]
+
+    def take(self, seq: Sequence) -> None:
+        """Take out a sequence that has not ended, wherever it stands."""
+        self._heap.remove((seq.key, seq))
+        heapq.heapify(self._heap)
+        self._num_live -= 1
+
     def pop(self) -> None:
         """Take out first(): it runs now."""
         heapq.heappop(self._heap)

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 import threading
 import time
 import zlib
@@ -183,6 +184,23 @@ class DiskTier:
         _log.warning("%s is torn or altered; it is removed, and its tokens are computed", path)
         self._remove(path)
         return False
+
+    def measure_rate(self, num_bytes: int) -> float | None:
+        """Bytes per second at which one thread reads and checks a file; None if it cannot."""
+        page = np.zeros(min(num_bytes, self.max_bytes), np.uint8)
+        try:
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:  # it has no name
+                file.write(page.data)
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of memory
+                os.lseek(file.fileno(), 0, os.SEEK_SET)
+                begin = time.perf_counter()
+                whole = _read_into(file.fileno(), page)
+                zlib.crc32(page.data)
+                seconds = time.perf_counter() - begin
+        except OSError:
+            return None
+        return page.nbytes / max(seconds, 1e-9) if whole else None
 
     def _use(self, path: Path) -> None:
         """Let a file leave later than those that nobody reads."""

@@ -21,7 +21,7 @@ from tokenmill.kv.tiers.disk_tier import Bytes, DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
 from tokenmill.kv.transfer import Read
 from tokenmill.sched.cache.tiers import Page, hash_of, is_full
-from tokenmill.sched.loading import Load
+from tokenmill.sched.loading import Load, names_to_load
 from tokenmill.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ _MOST_WRITES = 64  # blocks that are on their way to disk at a time
 _CORES = os.cpu_count() or 1
 # Threads: a checksum takes a core about a second for each GB.
 _NUM_WRITERS, _NUM_READERS = min(4, _CORES), max(2, min(8, _CORES))
+_UPCOMING = 8  # waiting requests that are looked at
+_MOST_READS = 256  # blocks that are on their way from disk before a request asks for them
 _SPARE = 8  # with a disk, one slot in so many is kept free
 _COUNTERS = (
     "host_hit_tokens", "disk_hit_tokens", "saved_bytes", "save_s", "loaded_bytes", "load_s",
-    "disk_written_bytes", "disk_read_bytes", "dropped",
+    "disk_written_bytes", "disk_read_bytes", "prefetched_bytes", "dropped",
 )  # fmt: skip
 
 
@@ -67,13 +69,16 @@ class KVTiers:
         self, scheduler: Scheduler, copies: PageCopies, disk: DiskTier | None, root: bytes
     ) -> None:
         self.root = root
+        self.token_ms: dict[str, float] = {}  # in which a token comes back, by tier
         self._scheduler, self.copies, self._disk = scheduler, copies, disk
         self._page_bytes = int(copies.host.shape[1])
         self.host = HostTier(
             len(copies.host), self._left, lambda name, held: self._tell(HOST, name, held)
         )
+        self._num_spare = max(1, self.host.num_slots // _SPARE)
         self._copying: list[_Copy] = []
         self._writes: list[tuple[bytes, Slots, Future[bool]]] = []  # least recently used first
+        self._prefetches: dict[bytes, tuple[Slots, Future[bool]]] = {}  # from disk to host memory
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, "kv-writer")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kv-reader")
         self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
@@ -95,8 +100,8 @@ class KVTiers:
 
     @property
     def busy(self) -> bool:
-        """True while a load is under way."""
-        return bool(self._copying)
+        """True while something is on its way back."""
+        return bool(self._copying or self._prefetches)
 
     def exchange(self) -> None:
         """Save what the next batch overwrites, and start the loads of admitted requests."""
@@ -106,6 +111,7 @@ class KVTiers:
         for load in self._scheduler.loading.take_started():
             self._copying.append(self._start(load))
         if self._disk is not None:
+            self._prefetch(self._disk)
             self._demote(self._disk)
 
     def poll(self) -> None:
@@ -115,6 +121,8 @@ class KVTiers:
         if self._disk is not None:
             while self._disk.changes:
                 self._tell(DISK, *self._disk.changes.popleft())
+        for name in [name for name, (_, read) in self._prefetches.items() if read.done()]:
+            self._end_prefetch(name, *self._prefetches.pop(name))
         if self._copying:
             self._copying = [copy for copy in self._copying if not self._advance(copy)]
 
@@ -182,8 +190,9 @@ class KVTiers:
     def _demote(self, disk: DiskTier) -> None:
         """Write the least recently used blocks to disk, so that some slots are always free."""
         host = self.host
-        spare = max(1, host.num_slots // _SPARE)
-        while host.num_free + len(self._writes) < spare and len(self._writes) < _MOST_WRITES:
+        while (
+            host.num_free + len(self._writes) < self._num_spare and len(self._writes) < _MOST_WRITES
+        ):
             name = host.oldest()
             if name is None:
                 return
@@ -210,6 +219,48 @@ class KVTiers:
             self.host.drop(name)
             self._counts["dropped"] += not written
         return True
+
+    # Back from disk, for requests that wait.
+
+    def _prefetch(self, disk: DiskTier) -> None:
+        """Read what waiting requests will need to slots that are free: nothing leaves for it.
+
+        Half of those that are kept free are left to what is evicted meanwhile.
+        """
+        for seq in self._scheduler.upcoming(_UPCOMING):
+            room = self.host.num_free - self._num_spare // 2
+            if room <= 0 or self._prefetches:
+                return
+            names = names_to_load(self._scheduler.pool, seq)
+            absent = [(name, n) for name, n in names if name not in self.host and name in disk]
+            for name, num_slots in absent:
+                room -= num_slots
+                if room < 0 or len(self._prefetches) >= _MOST_READS:
+                    return
+                self._prefetch_block(disk, name, num_slots)
+            seq.near = True
+
+    def _prefetch_block(self, disk: DiskTier, name: bytes, num_slots: int) -> None:
+        slots = self.host.claim(num_slots)
+        assert slots is not None
+        read = self._readers.submit(self._settled, disk.read, name, slots)
+        self._prefetches[name] = slots, read
+
+    def _end_prefetch(self, name: bytes, slots: Slots, read: Future[bool]) -> None:
+        """Hold a block in host memory that was read."""
+        if self._keep(name, slots, read):
+            self._counts["disk_read_bytes"] += len(slots) * self._page_bytes
+            self._counts["prefetched_bytes"] += len(slots) * self._page_bytes
+
+    def _keep(self, name: bytes, slots: Slots, read: Future[bool]) -> bool:
+        """Hold what was read, unless it is here by now; False if it could not be read."""
+        if _succeeded(read) and name not in self.host:
+            self.host.put(name, slots)
+        else:
+            self.host.give_back(slots)
+        if not _succeeded(read) and self._disk is not None:
+            self._disk.forget(name)
+        return _succeeded(read)
 
     # Back to the device.
 
@@ -259,12 +310,7 @@ class KVTiers:
         for name in copy.pinned:
             self.host.unpin(name)
         for name, slots, read in copy.reads:
-            if _succeeded(read) and name not in self.host:
-                self.host.put(name, slots)
-            else:
-                self.host.give_back(slots)
-            if not _succeeded(read) and self._disk is not None:
-                self._disk.forget(name)
+            self._keep(name, slots, read)
         if loaded:
             self._count_load(copy)
         self._scheduler.end_load(copy.load, loaded)
