@@ -127,7 +127,7 @@ def _load(settings: Settings, defaults: dict[str, int]) -> Load:
     from tokenmill.bench.kv_tiers_load import Conversations, trace_load
 
     path = settings.get("trace")
-    values = {key: settings.get(key) or defaults.get(key) for key in OWN[:-1]}
+    values: dict[str, int] = {key: settings.get(key) or defaults[key] for key in OWN[:-1]}
     if path is None:
         return Conversations(*values.values())
     for key in ("conversation-turns", "turn-tokens"):
