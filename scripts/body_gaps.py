@@ -6,6 +6,7 @@ A server with a simulated engine streams to a few clients, a token every `--step
 body after the other arrives meanwhile, sent by a process of its own. A line has the longest gap
 between two reads of any stream while the body was sent and answered, for how long that was, and
 the answer's status. The first line is of a time without bodies: gaps of the machine itself.
+With `--route` all of it passes a `tokenmill route` before the server.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 COMMAND = (sys.executable, "-P", "-m", "tokenmill", "bench", "frontend-server")
+ROUTE = (sys.executable, "-P", "-m", "tokenmill", "route")
 MODEL = "simulated"
 NUM_STREAMS = 8
 CONTEXT = 150_000
@@ -119,6 +121,31 @@ def server(step_ms: float) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
+@contextlib.contextmanager
+def router(backend: tuple[str, int], model: str) -> Iterator[tuple[str, int]]:
+    """A router before a server, with a tokenizer."""
+    host, port = backend
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        own = free.getsockname()[1]
+    flags = ["--backend", f"http://{host}:{port}", "--tokenizer", model, "--port", str(own)]
+    process = subprocess.Popen([*ROUTE, *flags], stdout=subprocess.DEVNULL)
+    try:
+        _wait_for(own)
+        yield "127.0.0.1", own
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        time.sleep(0.1)
+    raise SystemExit("the router did not start")
+
+
 class Streams:
     """Streams that are read here, and the longest gap between two reads of one."""
 
@@ -138,6 +165,11 @@ class Streams:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         self._selector.register(connection, selectors.EVENT_READ)
         self._last_s[connection] = time.monotonic()
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for connection in self._last_s:
+            connection.close()
 
     def read_until(self, is_over: Callable[[], bool]) -> float:
         """Read all until then; returns the longest gap in seconds."""
@@ -159,15 +191,19 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=15.0, help="size of the large bodies")
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--only", help="send only the bodies whose name has this in it")
+    parser.add_argument("--route", metavar="MODEL", help="before it a router with its tokenizer")
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     names = [name for name in bodies(0.01) if not args.only or args.only in name] * args.rounds
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    with server(args.step_ms) as address:
+    with contextlib.ExitStack() as running:
+        address = running.enter_context(server(args.step_ms))
+        if args.route:
+            address = running.enter_context(router(address, args.route))
         sender = context.Process(target=send_bodies, args=(address, args.mib, names, theirs))
         sender.start()
-        streams = Streams(address)
+        streams = running.enter_context(contextlib.closing(Streams(address)))
         _pause(streams, QUIET_S)
         print(f"{'no body':30} {1e3 * _pause(streams, QUIET_S):7.1f} ms")
         for name in names:

@@ -21,8 +21,16 @@ from api.body_readers import count_here, end_process, hang, process_id, refuse, 
 from api.sim import TEMPLATE, make_loader, make_tokenizer
 from api.sim_server import wait_until
 from harmony_tokenizer import harmony_tokenizer
-from tokenmill.api import body_reader, messages_routes, openai_routes, responses_routes, server
-from tokenmill.api.body_reader import LONG_BODY_BYTES, BodyReader, Reader
+from tokenmill.api import (
+    body_processes,
+    body_reader,
+    messages_routes,
+    openai_routes,
+    responses_routes,
+    server,
+)
+from tokenmill.api.body_processes import LONG_BODY_BYTES
+from tokenmill.api.body_reader import BodyReader, Reader
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.server import ServerError
@@ -144,7 +152,7 @@ def test_a_call_that_refers_to_stored_items_is_read_here(bodies: BodyReader) -> 
 
 
 def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
-    bodies._places = asyncio.Semaphore(2)
+    bodies.processes._places = asyncio.Semaphore(2)
 
     async def main() -> list[Any]:
         readers = end_process, take_a_while
@@ -158,7 +166,7 @@ def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
 
 def test_a_process_that_dies_while_it_is_idle_ends_no_call(bodies: BodyReader) -> None:
     dead = read(bodies, process_id, LONG.encode())
-    (executor,) = [each for each in bodies._idle if dead in (each._processes or {})]
+    (executor,) = [each for each in bodies.processes._idle if dead in (each._processes or {})]
     os.kill(dead, signal.SIGKILL)
     wait_until(lambda: bool(executor._broken), "it is dead")
     assert read(bodies, process_id, LONG.encode()) not in (dead, os.getpid())
@@ -167,16 +175,16 @@ def test_a_process_that_dies_while_it_is_idle_ends_no_call(bodies: BodyReader) -
 def test_a_body_is_given_up_after_a_while_or_when_its_client_goes(
     bodies: BodyReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bodies._places = asyncio.Semaphore(1)
+    bodies.processes._places = asyncio.Semaphore(1)
     with monkeypatch.context() as patch:
-        patch.setattr(body_reader, "READ_S", 0.01)
+        patch.setattr(body_processes, "READ_S", 0.01)
         with pytest.raises(ApiError, match=r"within 0\.01 s"):
             read(bodies, hang, LONG.encode())
 
     async def leave() -> None:
         gone = asyncio.Event()
         call = asyncio.create_task(bodies.read(request(LONG.encode(), gone), hang))
-        while not bodies._busy:
+        while not bodies.processes._busy:
             await asyncio.sleep(0)
         gone.set()
         with pytest.raises(ClientDisconnect):
@@ -216,6 +224,7 @@ def test_processes_end_with_a_server_that_cannot_listen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
+    monkeypatch.setattr(server.gc, "set_threshold", lambda young: None)
 
     def listen(backlog: int) -> None:
         raise OSError("taken")
@@ -228,7 +237,7 @@ def test_processes_end_with_a_server_that_cannot_listen(
     )
     with pytest.raises(ServerError, match="taken"):
         asyncio.run(work)
-    assert bodies._is_closed
+    assert bodies.processes.is_closed
 
 
 @pytest.mark.parametrize(("cores", "fronts", "expected"), [(64, 1, 4), (8, 4, 2), (2, 8, 1)])
@@ -236,7 +245,7 @@ def test_processes_are_bounded_by_the_cores_of_a_front(
     cores: int, fronts: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert body_reader._num_processes(fronts) == expected
+    assert body_processes._num_processes(fronts) == expected
 
 
 @pytest.mark.parametrize("make", [make_tokenizer, harmony_tokenizer])

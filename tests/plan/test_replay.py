@@ -113,6 +113,26 @@ def test_fronts_share_the_workers_and_every_request_ends(delay_ms: float) -> Non
         assert many["prefix_reuse"] == one["prefix_reuse"], "events reach every front"
 
 
+def bursts(num_bursts: int, size: int, within_ms: float) -> list[TraceRequest]:
+    """Prompts that share nothing, so many at once, and a pause of four seconds after each burst."""
+    return [
+        TraceRequest(4000 * burst + within_ms * i / size, 16, 3, [99 * burst + 2 * i, i])
+        for burst in range(num_bursts)
+        for i in range(size)
+    ]
+
+
+@pytest.mark.parametrize("within_ms", [0.0, 400.0])
+@pytest.mark.parametrize("delay_ms", [100.0, 1000.0])
+def test_fronts_that_hear_late_make_no_herd(delay_ms: float, within_ms: float) -> None:
+    """Of 48 requests within a second, 12 to each worker is even, and one router does that."""
+    trace = bursts(12, 48, within_ms)
+    one = play(trace, num_workers=4, num_blocks=256)
+    many = play(trace, num_workers=4, num_blocks=256, num_fronts=8, report_delay_ms=delay_ms)
+    assert one["most_sent_1s"] == 12
+    assert many["most_sent_1s"] <= 18
+
+
 def test_the_command_with_fronts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = lines(tmp_path / "trace.jsonl", sessions(2, 2))
     flags = ["--trace", path, "--workers", "2", "--trace-block-tokens", "8", "--block-size", "4"]

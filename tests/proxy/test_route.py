@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,7 +21,7 @@ import pytest
 from api.collector import Collector
 from api.sim import DEFAULT_TEXT
 from api.sim import MODEL as SIM
-from api.sim_server import SimServer, sim_server, wait_until
+from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from proxy.route_server import EVENT, MODEL, Handler, Scripted, count_to, router_process, say
 from tokenmill.__main__ import run
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
@@ -236,6 +239,33 @@ def test_a_stream_that_breaks_off_says_so(routed: tuple[SimServer, list[Scripted
     assert any(backend.name in error["message"] for backend in backends)
     assert b"[DONE]" not in answer.body
     assert sum(len(backend.calls) for backend in backends) == 1, "nobody else begins anew"
+
+
+def test_a_router_that_stops_ends_open_calls_with_an_error(tmp_path: Path) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def hang(handler: Handler) -> None:
+        handler.start_stream()
+        handler.chunk(EVENT % 1)
+        begun.set()
+        over.wait(GENEROUS_S)
+
+    log = tmp_path / "log"
+    with scripted(MODEL) as (backend,), log.open("w") as file:
+        backend.behaviour = hang
+        config = ServerConfig(drain_timeout_s=0.1)
+        with router_process((backend.url,), config, log=file) as router:
+            connection = http.client.HTTPConnection(*router.address, timeout=GENEROUS_S)
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", b"{}", headers)
+            answer = connection.getresponse()
+            assert begun.wait(GENEROUS_S)
+            router.process.terminate()
+            said = answer.read()  # whole: the last chunk came
+            connection.close()
+        over.set()
+    assert said.startswith(EVENT % 1) and b"the router is shutting down" in said
+    assert "Traceback" not in log.read_text()
 
 
 def test_open_calls_are_bounded(routed: tuple[SimServer, list[Scripted]]) -> None:

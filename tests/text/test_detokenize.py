@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,6 +41,30 @@ def random_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     fragments = [i for i, p in enumerate(tokenizer.pieces(True)) if isinstance(p, bytes)]
     some = st.sampled_from(pieces) | st.sampled_from(fragments)
     return st.lists(some | st.integers(0, tokenizer.vocab_size - 1), max_size=24)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "byte_level", "byte_fallback"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_json_of_a_token_is_what_it_adds_while_nothing_is_held_back(
+    tokenizers: dict[str, Tokenizer], name: str, skip: bool
+) -> None:
+    tokenizer = tokenizers[name]
+    num_compared = 0
+
+    @MANY
+    @given(random_ids(tokenizer))
+    def check(ids: list[int]) -> None:
+        nonlocal num_compared
+        stream = Detokenizer(tokenizer, skip_special_tokens=skip).stream
+        for token_id in ids:
+            pieces, is_free = stream.json_pieces, not stream.held
+            text = stream.push([token_id])
+            if is_free and pieces is not None and pieces[token_id]:
+                assert json.loads(pieces[token_id]) == text
+                num_compared += 1
+
+    check()
+    assert num_compared > 10
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "byte_level", "byte_fallback"])

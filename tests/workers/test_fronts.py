@@ -318,8 +318,15 @@ from api.sim import load
 from tokenmill.__main__ import run
 from tokenmill.cli import front
 front.load = lambda setup: load(setup, True)
-sys.exit(run(["front", "--join", sys.argv[1], "--port", "0"]))
+sys.exit(run(["front", "--join", sys.argv[1], "--port", *sys.argv[2:]]))
 """
+
+
+def join(server: SimServer, port: str, **options: Any) -> subprocess.Popen[str]:
+    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", JOIN, server.url.removeprefix("http://"), port]
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, text=True, **options)
 
 
 def test_a_front_that_cannot_reach_the_server_says_so() -> None:
@@ -331,10 +338,7 @@ def test_a_front_that_cannot_reach_the_server_says_so() -> None:
 
 
 def test_a_front_joins_and_leaves(server: SimServer) -> None:
-    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-c", JOIN, server.url.removeprefix("http://")]
-    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as process:
+    with join(server, "0") as process:
         try:
             wait_until(lambda: "j0" in open_calls(server), "the owner knows of it")
 
@@ -348,6 +352,16 @@ def test_a_front_joins_and_leaves(server: SimServer) -> None:
         finally:
             process.kill()
     wait_until(lambda: "j0" not in open_calls(server), "the owner has noticed its death")
+
+
+def test_a_front_whose_port_is_taken_says_so_and_leaves(server: SimServer) -> None:
+    taken = server.url.rpartition(":")[2]
+    with join(server, taken, stderr=subprocess.PIPE) as process:
+        _, said = process.communicate(timeout=GENEROUS_S)
+    assert process.returncode == 1
+    (line,) = [line for line in said.splitlines() if "error" in line]
+    assert f"cannot listen on 127.0.0.1:{taken}" in line
+    wait_until(lambda: not [f for f in view(server)["fronts"] if f["name"][0] == "j"], "it left")
 
 
 def test_a_front_that_does_not_fit_is_refused(server: SimServer) -> None:

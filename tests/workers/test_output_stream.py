@@ -96,6 +96,56 @@ def test_a_fault_ends_its_own_stream_alone() -> None:
     run(work)
 
 
+def test_tokens_of_an_only_request_are_passed_on_where_they_are_read() -> None:
+    async def work() -> None:
+        stream = OutputStream(["a"], Turn())
+        reader = Reader(stream)
+        stream.direct_one = lambda token_ids, now_ns: reader.direct({0: token_ids}, now_ns)
+        task = asyncio.create_task(reader.run())
+        stream.put(0, first(1))
+        stream.extend(0, [2], 1)  # the reader has not read its first token
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stream.extend(0, [3], 1)
+        assert reader.parts[-1] == ("direct", [3])
+        stream.extend(0, [4])  # more has come: it waits for its turn, and the next one with it
+        stream.extend(0, [5], 1)
+        assert reader.parts[-1] == ("direct", [3])
+        await asyncio.sleep(0)
+        stream.extend(0, [6], 1)
+        reader.takes = False
+        stream.extend(0, [7], 1)
+        stream.extend(0, [8], 1)
+        await asyncio.sleep(0)
+        stream.put(0, last(9))
+        await task
+        assert reader.parts == [
+            ("read", [1, 2]),
+            ("direct", [3]),
+            ("direct", [4, 5]),
+            ("direct", [6]),
+            ("read", [7, 8]),
+            ("read", [9]),
+        ]
+
+    run(work)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_fault_of_an_only_request_ends_its_stream(at_once: bool) -> None:
+    async def work() -> None:
+        stream = OutputStream(["a"], Turn())
+        stream.direct = lambda tokens, now_ns: bool(1 // 0)
+        stream.direct_one = lambda token_ids, now_ns: bool(1 // 0)
+        reader = asyncio.create_task(stream.get())
+        await asyncio.sleep(0)
+        stream.extend(0, [1], int(at_once))
+        with pytest.raises(ZeroDivisionError):
+            await reader
+
+    run(work)
+
+
 @pytest.mark.parametrize("has_direct", [True, False])
 def test_an_interval_holds_tokens_back_after_the_first(has_direct: bool) -> None:
     async def work() -> None:

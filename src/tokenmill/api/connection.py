@@ -27,6 +27,7 @@ MAX_HEAD_BYTES = 65_536  # names and values of a head; also bytes that amount to
 LINGER_S = 10.0  # for the rest of a body whose call has been answered
 ROOM_SHARE = 16  # a full server closes this part of the connections that wait, so that few search
 
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(1024)]
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +108,8 @@ class Connection(HttpToolsProtocol):
         if self._running is not None:  # with calls pipelined, not the one that uvicorn tells
             self._running.disconnected = not self._running.response_complete
             self._running.message_event.set()
+        if self.flow is not None:
+            self.flow.write_paused = True  # for writers past ASGI; nobody waits for it any more
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -311,9 +314,14 @@ class ChunkWriter:
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
 
-    def write(self, body: bytes) -> None:
-        """Write one chunk now."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    def write(self, body: bytes) -> bool:
+        """Write one chunk of an answer that is not complete; False: the client takes nothing."""
+        if self._flow.write_paused:
+            return False
+        size = len(body)
+        head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+        self._transport.write(b"".join((head, body, b"\r\n")))
+        return True
 
 
 class _BodyOf:

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from tokenmill.api.generation import Generation
 from tokenmill.api.protocol.answers import json_encode
+from tokenmill.text.tokenizer import JsonPieces
 
 
 class ChunkWriter(Protocol):
@@ -19,7 +20,7 @@ class ChunkWriter(Protocol):
 
     def can_write(self) -> bool: ...
 
-    def write(self, body: bytes) -> None: ...
+    def write(self, body: bytes) -> bool: ...
 
 
 @runtime_checkable
@@ -30,17 +31,44 @@ class PlainFormat(Protocol):
 
 
 class DirectText:
-    """Takes the tokens of one call's plain choices while its task waits for outputs."""
+    """Takes the tokens of one call's plain choices while its task waits for outputs.
 
-    __slots__ = ("_around", "_form", "_generation", "_writer")
+    Most steps give one token to the only choice of a call. Its event is joined from constants: the
+    frame is the stream's, and the JSON of a token's text the tokenizer's.
+    """
+
+    __slots__ = (
+        *("_writer", "_pieces", "_text", "_before", "_after", "_metrics", "_times", "_choice"),
+        *("_around", "_form", "_generation"),
+    )
 
     def __init__(self, generation: Generation, form: PlainFormat, writer: ChunkWriter) -> None:
         self._generation = generation
         self._form = form
         self._writer = writer
         self._around: list[tuple[bytes, bytes] | None] = [None] * len(generation.choices)
+        self._before = self._after = b""
+        self._choice = generation.choices[0]
+        self._times = self._choice.times
+        self._text = self._choice.text_stream
+        self._pieces: JsonPieces | None = None  # of an only choice that is plain
+        self._metrics = generation.metrics
 
-    def __call__(self, tokens: dict[int, list[int]], now_ns: int) -> bool:
+    def write_one(self, token_ids: list[int], now_ns: int) -> bool:
+        """Write the event of an only choice's tokens; False: nothing was done with them."""
+        pieces = self._pieces
+        if pieces is None or len(token_ids) != 1 or self._text.held:
+            return self.write({0: token_ids}, now_ns)
+        piece = pieces[token_ids[0]]
+        if not piece:
+            return self.write({0: token_ids}, now_ns)
+        if not self._writer.write(self._before + piece + self._after):
+            return False
+        self._metrics.later_output(self._times, now_ns, 1)
+        self._choice.num_tokens += 1
+        return True
+
+    def write(self, tokens: dict[int, list[int]], now_ns: int) -> bool:
         """Write the events of tokens, by choice; False: nothing was done with them."""
         if not self._writer.can_write():
             return False
@@ -60,4 +88,8 @@ class DirectText:
         """Look whether the events of a choice are plain by now."""
         if self._generation.choices[index].is_plain and self._writer.has_begun():
             self._around[index] = self._form.around_text(index)
-        return self._around[index] is not None
+        around = self._around[index]
+        if around is not None and len(self._around) == 1:
+            self._before, self._after = around
+            self._pieces = self._text.json_pieces
+        return around is not None

@@ -76,8 +76,8 @@ class Choice:
         "_stop_ids",
         "finished",
         "num_tokens",
-        "plain_text",
         "reason",
+        "text_stream",
         "times",
     )
 
@@ -92,7 +92,7 @@ class Choice:
             min_tokens=sampling.min_tokens,
             continues=job.continues,
         )
-        self.plain_text = self._detokenizer.push_plain
+        self.text_stream = self._detokenizer.stream  # of a plain choice, whose tokens it counts
         self._echo_only = job.echo_only
         self._reader: MessageReader | None = None
         if job.make_reader is not None:
@@ -176,7 +176,7 @@ class Generation:
         self, job: Job, tokenizer: Tokenizer, metrics: ServerMetrics, streams: bool
     ) -> None:
         self.job = job
-        self._metrics = metrics
+        self.metrics = metrics
         self.choices = [Choice(tokenizer, request, job, streams) for request in job.requests]
         self._num_cached = [0] * len(job.requests)
         self.num_open = len(job.requests)
@@ -196,7 +196,7 @@ class Generation:
                 raise error
             if not choice.times.first_ns:
                 self._first(index, output)
-            self._metrics.output(choice.times, now_ns, len(output.token_ids))
+            self.metrics.output(choice.times, now_ns, len(output.token_ids))
             delta = choice.push(index, output)
             if delta.finish_reason is not None:
                 self._finish(choice, index, delta.finish_reason)
@@ -211,9 +211,9 @@ class Generation:
         It is "" when nothing is certain yet.
         """
         choice, num_tokens = self.choices[index], len(token_ids)
-        self._metrics.later_output(choice.times, now_ns, num_tokens)
+        self.metrics.later_output(choice.times, now_ns, num_tokens)
         choice.num_tokens += num_tokens
-        return choice.plain_text(token_ids)
+        return choice.text_stream.push(token_ids)
 
     def close(self) -> None:
         """Count the choices that are still open as aborted."""
@@ -245,13 +245,13 @@ class Generation:
 
     def _first(self, index: int, output: RequestOutput) -> None:
         self._num_cached[index] = output.num_cached_tokens
-        self._metrics.num_prompt_tokens += len(self.job.requests[index].prompt_token_ids)
+        self.metrics.num_prompt_tokens += len(self.job.requests[index].prompt_token_ids)
         if output.scheduled_ns:
             waited_ns = output.scheduled_ns - self.job.requests[index].arrival_ns
-            self._metrics.queue_s.observe(max(waited_ns, 0) / 1e9)
+            self.metrics.queue_s.observe(max(waited_ns, 0) / 1e9)
 
     def _finish(self, choice: Choice, index: int, reason: str) -> None:
         choice.finished, choice.reason = True, reason
         self.num_open -= 1
         num_prompt = len(self.job.requests[index].prompt_token_ids)
-        self._metrics.finish(choice.times, num_prompt, reason)
+        self.metrics.finish(choice.times, num_prompt, reason)

@@ -41,6 +41,7 @@ TRACED_AS = "tokenmill"
 GAVE_UP = "the engine keeps stopping; see its messages above"
 POLL_S = 0.02
 SWEEP_TICKS = 5  # of uvicorn, a tenth of a second each, between two looks at all connections
+YOUNG_OBJECTS = 10_000  # between two collections: the tokens of one step are thousands of lists
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ async def answer_calls(
 ) -> bool:
     """Answer calls until a signal comes or `ends` is set, then drain; True: it is set."""
     gc.freeze()  # vocabulary and app live as long as the process: do not scan them
+    gc.set_threshold(YOUNG_OBJECTS)
     state: ApiState = app.state.api
     kept = Idempotent(app, client, config)
     with contextlib.closing(app.state.bodies):

@@ -151,7 +151,10 @@ class GenerationResponse(Response):
         if self._streams:
             stream.interval = state.config.stream_interval
         if self._streams and CHUNK_WRITER in scope and isinstance(self._form, PlainFormat):
-            stream.direct = DirectText(generation, self._form, scope[CHUNK_WRITER])
+            text = DirectText(generation, self._form, scope[CHUNK_WRITER])
+            stream.direct = text.write
+            if stream.interval == 1 and len(generation.choices) == 1:
+                stream.direct_one = text.write_one
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.

@@ -49,6 +49,7 @@ class Probe:
 
     clock: dict[bytes, int]  # the tick that a word stands for
     delays_ms: list[float] = field(default_factory=list)
+    read_ns: list[int] = field(default_factory=list)  # when each of them was read
     rest: bytes = b""  # may be the beginning of an event
 
     def read(self, data: bytes, now_ns: int) -> None:
@@ -58,6 +59,7 @@ class Probe:
             for word in match[1].split():
                 ticks = (now_ns // TICK_NS - self.clock[word]) % len(self.clock)
                 self.delays_ms.append(ticks * TICK_NS / 1e6)
+                self.read_ns.append(now_ns)
             end = match.end()
         self.rest = data[end:][-TAIL_BYTES:]
 
@@ -108,6 +110,14 @@ class Streamed:
     ttft_ms: list[float | None] = field(default_factory=list)
     e2e_ms: list[float | None] = field(default_factory=list)
     delays_ms: list[float] = field(default_factory=list)
+    read_ns: list[int] = field(default_factory=list)  # when each of them was read
+    begun_ns: int = 0  # when the last stream began
+
+    @property
+    def steady_delays_ms(self) -> list[float]:
+        """Delays since all streams have begun: no prompt was read meanwhile."""
+        pairs = zip(self.read_ns, self.delays_ms, strict=True)
+        return [delay_ms for read_ns, delay_ms in pairs if read_ns > self.begun_ns]
 
     def add(self, other: Streamed) -> None:
         """Add what another process has received meanwhile."""
@@ -119,6 +129,8 @@ class Streamed:
         self.ttft_ms += other.ttft_ms
         self.e2e_ms += other.e2e_ms
         self.delays_ms += other.delays_ms
+        self.read_ns += other.read_ns
+        self.begun_ns = max(self.begun_ns, other.begun_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +166,7 @@ class Share:
             selector.close()
             for connection in connections:
                 connection.close()
+        probes = [s.probe for s in streams if s.probe is not None]
         return Streamed(
             num_streams=len(streams),
             num_tokens=sum(s.num_tokens for s in streams),
@@ -162,7 +175,9 @@ class Share:
             client_s=client_s,
             ttft_ms=[s.times.ttft_ms for s in streams],
             e2e_ms=[s.times.e2e_ms for s in streams],
-            delays_ms=[d for s in streams if s.probe is not None for d in s.probe.delays_ms],
+            delays_ms=[delay for probe in probes for delay in probe.delays_ms],
+            read_ns=[read for probe in probes for read in probe.read_ns],
+            begun_ns=max(s.times.first_ns for s in streams),
         )
 
 

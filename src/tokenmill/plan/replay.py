@@ -163,6 +163,7 @@ class Replay:
         self._itl_ms: list[float] = []
         self._cached: dict[str, int] = {}
         self._num_finished: dict[str, int] = {}
+        self._sent_ns: dict[str, list[int]] = {name: [] for name in names}  # by worker
 
     def run(self) -> dict[str, Any]:
         """Play all arrivals and steps in order of time; the report."""
@@ -253,6 +254,7 @@ class Replay:
         name, worker = decision.worker, self._workers[decision.worker]
         num_prompt, size = decision.num_prompt_tokens, self._config.block_size
         uncached = num_prompt - decision.num_cached_tokens
+        self._sent_ns[name].append(now_ns)
         worker.account.sent(front, request_id, uncached, size * -(-num_prompt // size))
         if decision.announcement is not None:
             self._announce(decision.announcement, now_ns)
@@ -306,6 +308,17 @@ class Replay:
             "total_tok_s": (
                 round((prompt_tokens + output_tokens) / duration_s, 1) if duration_s > 0 else None
             ),
+            "most_sent_1s": max(_most_within(sent_ns, 10**9) for sent_ns in self._sent_ns.values()),
             "num_steps": sum(s.num_steps for s in stats),
             "num_preemptions": sum(s.num_preemptions for s in stats),
         }
+
+
+def _most_within(times_ns: list[int], window_ns: int) -> int:
+    """The most of these times, in order, that lie within so long."""
+    first = most = 0
+    for number, time_ns in enumerate(times_ns):
+        while time_ns - times_ns[first] >= window_ns:
+            first += 1
+        most = max(most, number - first + 1)
+    return most

@@ -38,8 +38,9 @@ from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.proxy.backends import Backends
 from tokenmill.proxy.fronts_view import summed_view
+from tokenmill.proxy.prompt_reader import PromptReader
 from tokenmill.proxy.proxy_metrics import RouteMetrics
-from tokenmill.proxy.relay import KEY_HEADERS, Relay
+from tokenmill.proxy.relay import KEY_HEADERS, SHUTDOWN, Relay
 from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import header
 from tokenmill.text.tokenizer import Tokenizer
@@ -97,6 +98,17 @@ class RouteApp:
         self._state = state
         self._rest = _create_rest(state)
         self._key_number = key_matcher(state.config.api_keys)
+        self._relays: set[Relay] = set()  # under way
+        self._prompts = PromptReader(state.tokenizer, state.processor, state.config.fronts)
+
+    def end_calls(self) -> None:
+        """End the open calls, each with an error."""
+        for relay in self._relays:
+            relay.give_up(SHUTDOWN)
+
+    def close(self) -> None:
+        """End the processes that read prompts."""
+        self._prompts.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _is_call(scope["method"], scope["path"]):
@@ -130,9 +142,7 @@ class RouteApp:
         span = state.tracing.begin(scope["path"], scope["headers"])
         span.set({"gen_ai.request.id": record.request_id})
         path = scope["path"]
-        relay = Relay(
-            state.backends, state.metrics, state.tokenizer, state.processor, span, record, path
-        )
+        relay = Relay(state.backends, state.metrics, self._prompts, span, record, path)
         try:
             declared = header(scope["headers"], b"content-length").decode("latin-1")
             body = await read_bytes(receive, declared, state.config.max_body_bytes)
@@ -143,7 +153,11 @@ class RouteApp:
                 record.fail(error)
                 await send_error(send, error, scope["path"])
             return None
-        await relay.run(scope, body, receive, send, state.config.request_timeout_s)
+        self._relays.add(relay)
+        try:
+            await relay.run(scope, body, receive, send, state.config.request_timeout_s)
+        finally:
+            self._relays.discard(relay)
 
 
 def _is_call(method: str, path: str) -> bool:

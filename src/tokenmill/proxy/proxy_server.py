@@ -86,15 +86,16 @@ async def pass_calls(
     ended: bool | None = None
     try:
         await signals.interrupt(backends.start())
-        app = RouteApp(state)
-        gc.freeze()  # the app lives as long as the process: do not scan it
-        async with (
-            listening(Front(app, config, state.metrics), listener, config),
-            logging_stats(config, state.metrics, lambda: routed_stats(state)),
-        ):
-            on_listening(url_of(listener))
-            ended = await signals.interrupt(ends.wait())
-            await drain(state.calls, config.drain_timeout_s, signals)
+        with contextlib.closing(RouteApp(state)) as app:
+            gc.freeze()  # the app lives as long as the process: do not scan it
+            async with (
+                listening(Front(app, config, state.metrics), listener, config),
+                logging_stats(config, state.metrics, lambda: routed_stats(state)),
+            ):
+                on_listening(url_of(listener))
+                ended = await signals.interrupt(ends.wait())
+                await drain(state.calls, config.drain_timeout_s, signals)
+                app.end_calls()
     finally:
         await backends.close()
     return bool(ended)

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.api.call import REQUEST_ID, CallRecord
@@ -21,15 +22,15 @@ from tokenmill.api.telemetry.tracing import Span, terms_of
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.http_connection import Headers
 from tokenmill.proxy.backends import Attempt, Backends
-from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt
+from tokenmill.proxy.call_prompt import RoutedPrompt
+from tokenmill.proxy.prompt_reader import PromptReader
 from tokenmill.proxy.proxy_metrics import RouteMetrics
 from tokenmill.proxy.response_owners import response_in
 from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, UpstreamError, header
-from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.vision.processor import ImageProcessor
 
-LONG_BODY = 20_000  # bytes; longer ones are tokenised on another thread
 KEY_HEADERS = (b"authorization", b"x-api-key")  # where clients send their keys
+CLIENT_GONE = "cancelled: the client has gone"
+SHUTDOWN = "shutdown: the router is shutting down"
 MAX_HELD = 1 << 20  # bytes of an answer that is no stream, kept until it is whole
 
 
@@ -60,8 +61,7 @@ class Relay:
         self,
         backends: Backends,
         metrics: RouteMetrics,
-        tokenizer: Tokenizer | None,
-        processor: ImageProcessor | None,
+        prompts: PromptReader,
         span: Span,
         record: CallRecord,
         path: str,
@@ -71,7 +71,7 @@ class Relay:
         self._response_id = response_in(path)  # the stored response that the call is about
         self._backends = backends
         self._metrics = metrics
-        self._tokenizer, self._processor = tokenizer, processor
+        self._prompts = prompts
         self._span = span
         self._call_id = backends.new_call()
         self._times = RequestTimes(time.monotonic_ns())
@@ -90,11 +90,11 @@ class Relay:
         self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
     ) -> None:
         """Answer a call whose body has come."""
-        prompt = await self._read(body)
+        prompt = await self._read(body, receive)
         watcher = asyncio.create_task(self._watch(receive))
         loop = asyncio.get_running_loop()
         late = f"deadline: no whole answer within {timeout_s} s"
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._give_up, late)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self.give_up, late)
         try:
             error = await self._relay(scope, body, prompt, send)
         finally:
@@ -103,27 +103,26 @@ class Relay:
                 timer.cancel()
         self._finish(error)
 
-    async def _read(self, body: bytes) -> RoutedPrompt:
+    async def _read(self, body: bytes, receive: Receive) -> RoutedPrompt:
         began_ns = time.monotonic_ns()
-        if self._tokenizer is not None and len(body) > LONG_BODY:
-            prompt = await asyncio.to_thread(self._prompt, body)
-        else:
-            prompt = self._prompt(body)
+        try:
+            prompt = await self._prompts.read(body, self._path, receive)
+        except ClientDisconnect:
+            self.give_up(CLIENT_GONE)
+            return RoutedPrompt()
         facts = {"tokenmill.prompt.num_tokens": len(prompt.token_ids)}
         self._span.child("tokenize", facts, began_ns, time.monotonic_ns())
         self._span.set({"gen_ai.request.model": prompt.model})
         self._num_prompt_tokens = len(prompt.token_ids)
         return prompt
 
-    def _prompt(self, body: bytes) -> RoutedPrompt:
-        return read_prompt(body, self._tokenizer, self._path, self._processor)
-
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._give_up("cancelled: the client has gone")
+        self.give_up(CLIENT_GONE)
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """End the call early; the reason begins with its code."""
         self._gone = self._gone or reason
         if self._answer is not None:
             self._answer.close()
@@ -285,11 +284,14 @@ class Relay:
 
     async def _end_early(self, send: Send) -> ApiError:
         assert self._gone is not None
-        error = ApiError(408, self._gone, code=self._gone.partition(":")[0])
-        if error.code == "deadline" and not self._started:
-            await send_error(send, error, self._path)
-        elif error.code == "deadline":
+        status = 503 if self._gone == SHUTDOWN else 408
+        error = ApiError(status, self._gone, code=self._gone.partition(":")[0])
+        if self._gone == CLIENT_GONE:
+            return error
+        if self._started:
             await self._send_error_event(error, send)
+        else:
+            await send_error(send, error, self._path)
         return error
 
     async def _send_error_event(self, error: ApiError, send: Send) -> None:

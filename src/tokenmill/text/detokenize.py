@@ -6,11 +6,19 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import JsonPieces, Tokenizer
 
 
-class _TextStream(Protocol):
-    """Turns tokens into text that no later token can change."""
+class TextStream(Protocol):
+    """Turns tokens into text that no later token can change.
+
+    While nothing is held back, a token adds what `json_pieces` has for it, unless that is b"".
+    """
+
+    held: bytes  # of which there is no text yet
+
+    @property
+    def json_pieces(self) -> JsonPieces | None: ...
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -28,8 +36,8 @@ class Detokenizer:
     """
 
     __slots__ = (
-        *("_include_stop", "_min_tokens", "_stops", "_stream"),
-        *("num_tokens", "push_plain", "stop_reason"),
+        *("_include_stop", "_min_tokens", "_stops"),
+        *("num_tokens", "stop_reason", "stream"),
     )
 
     def __init__(
@@ -42,11 +50,10 @@ class Detokenizer:
         min_tokens: int = 0,
         continues: bool = False,
     ) -> None:
-        self._stream = _text_stream(tokenizer, skip_special_tokens, continues)
+        self.stream = _text_stream(tokenizer, skip_special_tokens, continues)
         self._stops = _StopFinder(stop) if stop else None
         self._include_stop = include_stop_str
         self._min_tokens = min_tokens
-        self.push_plain = self._stream.push  # without stop strings, and not counted
         self.num_tokens = 0  # consumed: up to and with the one that completed the stop string
         self.stop_reason: str | None = None  # the stop string that was found
 
@@ -54,7 +61,7 @@ class Detokenizer:
         """The text that is certain after these tokens; tokens after a stop are not consumed."""
         if self._stops is None:
             self.num_tokens += len(token_ids)
-            return self._stream.push(token_ids)
+            return self.stream.push(token_ids)
         return "".join([self._push_one(token_id, self._stops) for token_id in token_ids])
 
     def finish(self) -> str:
@@ -62,15 +69,15 @@ class Detokenizer:
         if self.stop_reason is not None:
             return ""
         held = self._stops.release() if self._stops else ""
-        return held + self._stream.flush()
+        return held + self.stream.flush()
 
     def _push_one(self, token_id: int, stops: _StopFinder) -> str:
         if self.stop_reason is not None:
             return ""
         self.num_tokens += 1
-        text = self._stream.push((token_id,))
+        text = self.stream.push((token_id,))
         if self.num_tokens > self._min_tokens:
-            match = stops.find(text + self._stream.pending())
+            match = stops.find(text + self.stream.pending())
             if match is not None:
                 before, self.stop_reason = match
                 return before + self.stop_reason if self._include_stop else before
@@ -121,7 +128,7 @@ class _StopFinder:
         return 0
 
 
-def _text_stream(tokenizer: Tokenizer, skip_special_tokens: bool, continues: bool) -> _TextStream:
+def _text_stream(tokenizer: Tokenizer, skip_special_tokens: bool, continues: bool) -> TextStream:
     decoder = tokenizer.text_decoder
     if decoder.kind == "byte_level":
         return _ByteLevelStream(tokenizer, skip_special_tokens)
@@ -134,15 +141,20 @@ def _text_stream(tokenizer: Tokenizer, skip_special_tokens: bool, continues: boo
 class _ByteLevelStream:
     """Tokens are bytes of one UTF-8 stream; most are whole characters."""
 
-    __slots__ = ("_fragment", "_pieces")
+    __slots__ = ("_json_pieces", "_pieces", "held")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._pieces = tokenizer.pieces(skip_special_tokens)
-        self._fragment = b""
+        self._json_pieces = tokenizer.json_pieces(skip_special_tokens)
+        self.held = b""
+
+    @property
+    def json_pieces(self) -> JsonPieces | None:
+        return self._json_pieces
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces = self._pieces
-        if len(token_ids) == 1 and not self._fragment and token_ids[0] < len(pieces):
+        if len(token_ids) == 1 and not self.held and token_ids[0] < len(pieces):
             piece = pieces[token_ids[0]]
             if isinstance(piece, str):
                 return piece
@@ -151,7 +163,7 @@ class _ByteLevelStream:
             piece = pieces[token_id] if token_id < len(pieces) else None
             if piece is None:
                 continue
-            if self._fragment or isinstance(piece, bytes):
+            if self.held or isinstance(piece, bytes):
                 piece = self._decode(piece.encode() if isinstance(piece, str) else piece)
             texts.append(piece)
         return "".join(texts)
@@ -160,14 +172,14 @@ class _ByteLevelStream:
         return ""
 
     def flush(self) -> str:
-        text = self._fragment.decode(errors="replace")
-        self._fragment = b""
+        text = self.held.decode(errors="replace")
+        self.held = b""
         return text
 
     def _decode(self, data: bytes) -> str:
-        data = self._fragment + data
+        data = self.held + data
         text, used = utf_8_decode(data, "replace", False)
-        self._fragment = data[used:]
+        self.held = data[used:]
         return text
 
 
@@ -177,21 +189,26 @@ class _ByteFallbackStream:
     A run is therefore known only when it has ended.
     """
 
-    __slots__ = ("_num_stripped", "_pieces", "_run")
+    __slots__ = ("_json_pieces", "_num_stripped", "_pieces", "held")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, num_stripped: int) -> None:
         self._pieces = tokenizer.pieces(skip_special_tokens)
+        self._json_pieces = tokenizer.json_pieces(skip_special_tokens)
         self._num_stripped = num_stripped  # leading spaces still to be cut
-        self._run = b""
+        self.held = b""
+
+    @property
+    def json_pieces(self) -> JsonPieces | None:
+        return None if self._num_stripped else self._json_pieces
 
     def push(self, token_ids: Sequence[int]) -> str:
         texts = []
         for token_id in token_ids:
             piece = self._pieces[token_id] if token_id < len(self._pieces) else None
             if isinstance(piece, bytes):
-                self._run += piece
+                self.held += piece
             elif piece is not None:
-                if self._run:
+                if self.held:
                     texts.append(self._end_run())
                 texts.append(piece)
         text, self._num_stripped = _strip("".join(texts), self._num_stripped)
@@ -199,7 +216,7 @@ class _ByteFallbackStream:
 
     def pending(self) -> str:
         try:
-            return _strip(self._run.decode(), self._num_stripped)[0]
+            return _strip(self.held.decode(), self._num_stripped)[0]
         except UnicodeDecodeError:
             return ""
 
@@ -209,10 +226,10 @@ class _ByteFallbackStream:
 
     def _end_run(self) -> str:
         try:
-            text = self._run.decode()
+            text = self.held.decode()
         except UnicodeDecodeError:
-            text = "\ufffd" * len(self._run)
-        self._run = b""
+            text = "\ufffd" * len(self.held)
+        self.held = b""
         return text
 
 
@@ -227,13 +244,16 @@ def _strip(text: str, num_spaces: int) -> tuple[str, int]:
 class _GeneralStream:
     """Any other decoder: decode everything again and send what is new."""
 
-    __slots__ = ("_skip_special_tokens", "_text", "_token_ids", "_tokenizer")
+    __slots__ = ("_skip_special_tokens", "_text", "_token_ids", "_tokenizer", "held")
+
+    json_pieces = None
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._token_ids: list[int] = []
         self._text = ""  # sent
+        self.held = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
         size = self._tokenizer.vocab_size

@@ -49,6 +49,21 @@ class TokenizerOrigin:
     chat_template: str | None
 
 
+class JsonPieces(dict[int, bytes]):
+    """The JSON string of each token's text, made when it first comes; b"" where it has none."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._pieces[token_id] if token_id < len(self._pieces) else None
+        is_text = isinstance(piece, str) and piece
+        text = json.dumps(piece, ensure_ascii=False) if is_text else ""
+        encoded = self[token_id] = text.encode()
+        return encoded
+
+
 class Tokenizer:
     """A tokenizer and its chat templates. Methods may be called from several threads."""
 
@@ -67,6 +82,7 @@ class Tokenizer:
         self._backend = backend
         self._chat_templates = chat_templates
         self._pieces: dict[bool, list[Piece]] = {}
+        self._json_pieces: dict[bool, JsonPieces] = {}
         vocab = backend.get_vocab(with_added_tokens=True)
         self.named_tokens = named_tokens
         self.eos_token_ids = eos_token_ids
@@ -138,6 +154,12 @@ class Tokenizer:
                     pieces[token_id] = _piece(token, self.text_decoder.kind)
             self._pieces[skip_special_tokens] = pieces
         return self._pieces[skip_special_tokens]
+
+    def json_pieces(self, skip_special_tokens: bool) -> JsonPieces:
+        """The same as JSON, for texts of which nothing is held back."""
+        if skip_special_tokens not in self._json_pieces:
+            self._json_pieces[skip_special_tokens] = JsonPieces(self.pieces(skip_special_tokens))
+        return self._json_pieces[skip_special_tokens]
 
     def grammar_vocab(self, vocab_size: int | None = None) -> GrammarVocab:
         """What a grammar compiler must know; `vocab_size` is the width of the model's logits."""

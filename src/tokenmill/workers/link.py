@@ -99,6 +99,7 @@ class WorkerLink:
         self._watcher: asyncio.Task[None] | None = None
         self._elsewhere = host not in (None, LOOPBACK)
         self._offset_ns = 0  # of the clock of a worker on another host
+        self.is_behind = False  # there was more to read than the message that is handled
         self.num_unanswered = 0  # heartbeats since it was last heard of
         self.reason = ""  # why it died, once `dead` is set
         self.dead = asyncio.Event()
@@ -205,8 +206,10 @@ class WorkerLink:
             return
         try:
             for _ in range(self._num_at_once):
-                self.handle(decode_from_worker(socket.recv(zmq.NOBLOCK)))
-                if socket.closed or not int(socket.get(EVENTS)) & POLLIN:  # cheaper than zmq.Again
+                data = socket.recv(zmq.NOBLOCK)
+                self.is_behind = bool(int(socket.get(EVENTS)) & POLLIN)  # cheaper than zmq.Again
+                self.handle(decode_from_worker(data))
+                if not self.is_behind or socket.closed:
                     self._num_at_once = 1
                     return
         except zmq.Again:

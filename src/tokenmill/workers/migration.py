@@ -242,12 +242,12 @@ class Migration:
 
     def _extend(self, slot: WorkerSlot, tokens: dict[str, list[int]]) -> None:
         """Pass on tokens: at once where they change nothing but the text, as in most steps."""
-        find = self.open.get
+        find, now_ns = self.open.get, 0 if slot.is_behind else time.monotonic_ns()
         for request_id, token_ids in tokens.items():
             entry = find(request_id)
             if entry is not None and entry.steady is slot:
                 entry.token_ids += token_ids
-                entry.stream.extend(entry.index, token_ids)
+                entry.stream.extend(entry.index, token_ids, now_ns)
             else:
                 self._dispatch(slot, RequestOutput(request_id, token_ids))
 

@@ -16,6 +16,7 @@ class StreamClosedError(Exception):
 
 
 Direct = Callable[[dict[int, list[int]], int], bool]  # tokens by request, and the time in ns
+DirectOne = Callable[[list[int], int], bool]  # those of an only request
 
 
 class Turn:
@@ -41,7 +42,8 @@ class OutputStream:
     """Outputs of one API call's requests. Unread outputs of a request are merged into one.
 
     With `direct`, tokens of requests that have begun and go on do not wake the reader: `direct`
-    takes them, all of a turn at once. Where it returns False, the reader has to.
+    takes them, all of a turn at once. Where it returns False, the reader has to. `direct_one` takes
+    the tokens of an only request where they are read, unless there is more to read.
     """
 
     __slots__ = (
@@ -50,6 +52,7 @@ class OutputStream:
         "_costs",
         "_fault",
         "_is_due",
+        "_is_parked",
         "_is_ready",
         "_pending",
         "_settled",
@@ -57,6 +60,7 @@ class OutputStream:
         "_turn",
         "_waiter",
         "direct",
+        "direct_one",
         "interval",
         "request_ids",
         "workers",
@@ -66,9 +70,11 @@ class OutputStream:
         self.request_ids = request_ids
         self.workers: dict[int, str] = {}  # who has each of them, or had it last
         self.direct: Direct | None = None
+        self.direct_one: DirectOne | None = None
         self.interval = 1  # tokens to wait for, after the first, before they are passed on
         self._turn = turn or Turn()
         self._is_due = False  # the turn has it
+        self._is_parked = False  # the reader waits, and nothing but `_tokens` is there for it
         self._is_ready = False  # there is something to read now
         self._begun: set[int] = set()  # of which something was passed on; for intervals
         self._pending: dict[int, RequestOutput] = {}
@@ -88,14 +94,24 @@ class OutputStream:
             self._wake()
 
     def _add(self, index: int, output: RequestOutput) -> None:
+        self._is_parked = False
         earlier = self._pending.get(index)
         if earlier is None:
             self._pending[index] = output
         else:
             _merge(earlier, output)
 
-    def extend(self, index: int, token_ids: list[int]) -> None:
-        """Add tokens of a request that has begun and goes on."""
+    def extend(self, index: int, token_ids: list[int], now_ns: int = 0) -> None:
+        """Add tokens of a request that has begun and goes on; `now_ns`: they may be passed on."""
+        if now_ns and self._is_parked and not self._is_due and self.direct_one is not None:
+            try:
+                if self.direct_one(token_ids, now_ns):
+                    return
+            except Exception as fault:  # it ends this stream, by its reader, and no other one
+                self._fault = fault
+            self._tokens[index] = token_ids
+            self._wake()
+            return
         unread = self._tokens.get(index)
         if unread is None:
             unread = self._tokens[index] = token_ids
@@ -115,12 +131,11 @@ class OutputStream:
     def write(self, now_ns: int) -> None:
         """Pass on the tokens of a turn, past the reader if it waits and nothing else came."""
         self._is_due = False
-        tokens, waiter, direct = self._tokens, self._waiter, self.direct
+        tokens, direct = self._tokens, self.direct
         if not tokens:  # the reader was faster
             return
-        is_parked = waiter is not None and not self._pending and not waiter.done()
         try:
-            if is_parked and direct is not None and direct(tokens, now_ns):
+            if self._is_parked and direct is not None and direct(tokens, now_ns):
                 self._tokens = {}
                 return
         except Exception as fault:  # it ends this stream, by its reader, and no other one
@@ -136,7 +151,11 @@ class OutputStream:
         """Wait for outputs; returns all there are, by request index."""
         while not self._is_ready and not self._closed:
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._is_parked = not self._pending
+            try:
+                await self._waiter
+            finally:
+                self._is_parked = False
         if self._closed:
             raise StreamClosedError
         if self._fault is not None:
@@ -177,7 +196,7 @@ class OutputStream:
         return len(self._costs) == len(self.request_ids)
 
     def _wake(self) -> None:
-        self._is_ready = True
+        self._is_ready, self._is_parked = True, False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -110,6 +110,11 @@ class WorkerSlot:
             self.worker_lives = worker_lives
             self._link.lost(reason)
 
+    @property
+    def is_behind(self) -> bool:
+        """True while more has come from the worker than the message that is handled."""
+        return self._link is not None and self._link.is_behind
+
     def send(self, message: ToWorker) -> None:
         """Send a message to the worker, if there is one."""
         if self._link is not None:

@@ -10,7 +10,14 @@ from api.sim import MODEL
 from api.sim_server import sim_server
 from tokenmill.bench.bare_sender import us_per_send
 from tokenmill.bench.commands.frontend import measure
-from tokenmill.bench.front_load import TICK_NS, FrontendBenchError, FrontLoad, Probe, Stream
+from tokenmill.bench.front_load import (
+    TICK_NS,
+    FrontendBenchError,
+    FrontLoad,
+    Probe,
+    Stream,
+    Streamed,
+)
 from tokenmill.core.metrics import RequestTimes
 
 ANSWER = (
@@ -68,6 +75,12 @@ def test_a_small_run_against_the_server() -> None:
             measure(FrontLoad(server.url, "other"), 2, 5)
     with pytest.raises(FrontendBenchError, match="expected http"):
         FrontLoad("localhost", MODEL)
+
+
+def test_delays_count_once_all_streams_have_begun() -> None:
+    first = Streamed(delays_ms=[9.0, 8.0, 1.0], read_ns=[10, 20, 40], begun_ns=10)
+    first.add(Streamed(delays_ms=[7.0, 2.0], read_ns=[30, 50], begun_ns=30))
+    assert first.steady_delays_ms == [1.0, 2.0]
 
 
 def test_a_bare_sender_has_a_price() -> None:

@@ -147,6 +147,7 @@ class ServerMetrics:
         self.recent_tpot_ms = Recent()
         self.num_prompt_tokens = 0  # of requests that have a first token
         self.num_output_tokens = 0
+        self._gap_ns, self._gap_s, self._gap_bucket = -1, 0.0, 0  # the last one of later_output
         self.finished: Counter[str] = Counter()
         self.calls: Counter[tuple[str, ...]] = Counter()  # (endpoint, status)
         self.rejected: Counter[str] = Counter()  # by the code of the error
@@ -166,13 +167,16 @@ class ServerMetrics:
 
     def later_output(self, times: RequestTimes, now_ns: int, num_tokens: int) -> None:
         """Count an output that is not the first, as `output` does, in one call."""
-        gap_s = (now_ns - times.last_ns) / 1e9
+        gap_ns = now_ns - times.last_ns
         times.last_ns = now_ns
         times.num_tokens += num_tokens
         self.num_output_tokens += num_tokens
         gaps = self.inter_token_s
-        gaps.counts[bisect_left(gaps.bounds, gap_s)] += 1
-        gaps.total += gap_s
+        if gap_ns != self._gap_ns:  # streams of one step have the same gap
+            self._gap_ns, self._gap_s = gap_ns, gap_ns / 1e9
+            self._gap_bucket = bisect_left(gaps.bounds, self._gap_s)
+        gaps.counts[self._gap_bucket] += 1
+        gaps.total += self._gap_s
 
     def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
         """Count the end of a request."""

@@ -66,7 +66,8 @@ def frontend(settings: Settings) -> None:
     The engine is simulated: a step gives each stream one token. The table has
     the CPU time that the server takes for a token, beside that of an event
     that is only sent, and for a request, and how long a token is on its way
-    from the engine to the client, which runs on the same machine.
+    from the engine to the client, which runs on the same machine, once all
+    streams have begun.
 
     tokenmill bench frontend --num-streams 128
     """
@@ -95,7 +96,7 @@ def _rows(points: Sequence[FrontendPoint]) -> list[list[str]]:
     heads = ["streams", "tok/s", "offered", "tokens/event", "us/token", "bare send", "us/request"]
     rows = [[*heads, "ms to client p50", "p99"]]
     for point in points:
-        delay = point["delay_ms"]
+        delay = point["steady_delay_ms"]
         rows.append(
             [
                 f"{point['num_streams']}",
@@ -285,6 +286,7 @@ def _point(
         "ttft_ms": summarize(streamed.ttft_ms),
         "e2e_ms": summarize(streamed.e2e_ms),
         "delay_ms": summarize(streamed.delays_ms),
+        "steady_delay_ms": summarize(streamed.steady_delays_ms),
         "client_cpu": streamed.client_s / wall_s,
         "server_cpu": None if cpu is None else cpu.fronts_s / wall_s,
         "worker_cpu": None if cpu is None else cpu.workers_s / wall_s,

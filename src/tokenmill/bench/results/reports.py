@@ -475,6 +475,7 @@ class FrontendPoint(TypedDict):
     ttft_ms: dict[str, float]
     e2e_ms: dict[str, float]
     delay_ms: dict[str, float]
+    steady_delay_ms: dict[str, float]  # once all streams had begun
     client_cpu: float
     server_cpu: float | None
     worker_cpu: float | None

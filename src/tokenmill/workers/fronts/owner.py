@@ -364,6 +364,12 @@ class FrontOwner:
             return f"the server has the model {setup.model!r}, and this front {model!r}"
         return ""
 
+    def _failed(self, front: _Front, problem: str) -> None:
+        where = f"front {front.name} on {front.host}: " if front.is_far else ""
+        front.problem = where + problem
+        if not front.is_child:  # nobody waits for its end
+            self._begin(self._gone(front))
+
     def _apply(self, front: _Front, message: FromFront) -> None:
         match message:
             case Connect(worker=worker, address=address):
@@ -374,8 +380,7 @@ class FrontOwner:
                 if not front.is_child:
                     _log.info("front %s joined: %s", front.name, url)
             case FrontFailed(message=problem):
-                where = f"front {front.name} on {front.host}: " if front.is_far else ""
-                front.problem = where + problem
+                self._failed(front, problem)
             case Left(worker=worker):
                 front.left.add(worker)
             case Reported(report=report, asked=asked):
