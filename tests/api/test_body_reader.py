@@ -22,15 +22,14 @@ from api.sim import TEMPLATE, make_loader, make_tokenizer
 from api.sim_server import wait_until
 from harmony_tokenizer import harmony_tokenizer
 from tokenmill.api import (
-    body_processes,
-    body_reader,
     messages_routes,
     openai_routes,
     responses_routes,
     server,
 )
-from tokenmill.api.body_processes import LONG_BODY_BYTES
-from tokenmill.api.body_reader import BodyReader, Reader
+from tokenmill.api.bodies import body_processes, body_reader
+from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES
+from tokenmill.api.bodies.body_reader import BodyReader, Reader
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.server import ServerError

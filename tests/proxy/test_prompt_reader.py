@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from api.sim import TEMPLATE, make_tokenizer
-from tokenmill.api.body_processes import LONG_BODY_BYTES
+from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES
 from tokenmill.api.errors import ApiError
 from tokenmill.proxy import prompt_reader
 from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt

@@ -27,7 +27,6 @@ MAX_HEAD_BYTES = 65_536  # names and values of a head; also bytes that amount to
 LINGER_S = 10.0  # for the rest of a body whose call has been answered
 ROOM_SHARE = 16  # a full server closes this part of the connections that wait, so that few search
 
-_CHUNK_HEADS = [b"%x\r\n" % size for size in range(1024)]
 _log = logging.getLogger(__name__)
 
 
@@ -298,12 +297,12 @@ class Connection(HttpToolsProtocol):
 class ChunkWriter:
     """Writes parts of an answer in chunks, past ASGI."""
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_cycle", "flow", "transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._flow = cycle.flow
-        self._transport = cycle.transport
+        self.flow = cycle.flow  # paused while the client takes nothing, and once it has gone
+        self.transport = cycle.transport
 
     def has_begun(self) -> bool:
         """True once the answer is under way in chunks."""
@@ -312,16 +311,11 @@ class ChunkWriter:
     def can_write(self) -> bool:
         """True while the client takes what is written, of an answer that has begun."""
         cycle = self._cycle
-        return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
+        return not (self.flow.write_paused or cycle.disconnected or cycle.response_complete)
 
-    def write(self, body: bytes) -> bool:
-        """Write one chunk of an answer that is not complete; False: the client takes nothing."""
-        if self._flow.write_paused:
-            return False
-        size = len(body)
-        head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
-        self._transport.write(b"".join((head, body, b"\r\n")))
-        return True
+    def write(self, body: bytes) -> None:
+        """Write one chunk now."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _BodyOf:

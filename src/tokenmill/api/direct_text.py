@@ -6,21 +6,42 @@ no task is woken, and no layer of the app is passed. Everything else goes the wa
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 from tokenmill.api.generation import Generation
 from tokenmill.api.protocol.answers import json_encode
 from tokenmill.text.tokenizer import JsonPieces
 
+LONG_PIECE = 128  # bytes of JSON; no table has the sizes of longer ones
+
+
+class Flow(Protocol):
+    """Whether the client takes what is written."""
+
+    write_paused: bool
+
+
+class Transport(Protocol):
+    """Where bytes are written to."""
+
+    def write(self, data: bytes) -> None: ...
+
 
 class ChunkWriter(Protocol):
     """The connection of an answer."""
+
+    @property
+    def flow(self) -> Flow: ...
+
+    @property
+    def transport(self) -> Transport: ...
 
     def has_begun(self) -> bool: ...
 
     def can_write(self) -> bool: ...
 
-    def write(self, body: bytes) -> bool: ...
+    def write(self, body: bytes) -> None: ...
 
 
 @runtime_checkable
@@ -38,8 +59,8 @@ class DirectText:
     """
 
     __slots__ = (
-        *("_writer", "_pieces", "_text", "_before", "_after", "_metrics", "_times", "_choice"),
-        *("_around", "_form", "_generation"),
+        *("_pieces", "_flow", "_text", "_heads", "_before", "_after", "_transport"),
+        *("_metrics", "_times", "_choice", "_around", "_form", "_generation", "_writer"),
     )
 
     def __init__(self, generation: Generation, form: PlainFormat, writer: ChunkWriter) -> None:
@@ -47,7 +68,9 @@ class DirectText:
         self._form = form
         self._writer = writer
         self._around: list[tuple[bytes, bytes] | None] = [None] * len(generation.choices)
+        self._flow, self._transport = writer.flow, writer.transport
         self._before = self._after = b""
+        self._heads: list[bytes] = []  # of chunks, by the size of a piece
         self._choice = generation.choices[0]
         self._times = self._choice.times
         self._text = self._choice.text_stream
@@ -60,10 +83,12 @@ class DirectText:
         if pieces is None or len(token_ids) != 1 or self._text.held:
             return self.write({0: token_ids}, now_ns)
         piece = pieces[token_ids[0]]
-        if not piece:
+        if not 0 < len(piece) < LONG_PIECE:
             return self.write({0: token_ids}, now_ns)
-        if not self._writer.write(self._before + piece + self._after):
+        if self._flow.write_paused:
             return False
+        parts = (self._heads[len(piece)], self._before, piece, self._after)
+        self._transport.write(b"".join(parts))
         self._metrics.later_output(self._times, now_ns, 1)
         self._choice.num_tokens += 1
         return True
@@ -90,6 +115,13 @@ class DirectText:
             self._around[index] = self._form.around_text(index)
         around = self._around[index]
         if around is not None and len(self._around) == 1:
-            self._before, self._after = around
+            self._before, self._after = around[0], around[1] + b"\r\n"
+            self._heads = _chunk_heads(len(around[0]) + len(around[1]))
             self._pieces = self._text.json_pieces
         return around is not None
+
+
+@lru_cache(1024)
+def _chunk_heads(size: int) -> list[bytes]:
+    """The first lines of chunks of this size and a piece, by the size of the piece."""
+    return [b"%x\r\n" % (size + piece) for piece in range(LONG_PIECE)]

@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.api.access import authorizer
-from tokenmill.api.body_reader import BodyReader, ReadCall, answer_call, check_model
+from tokenmill.api.bodies.body_reader import BodyReader, ReadCall, answer_call, check_model
 from tokenmill.api.errors import ApiError, of_invalid, renamed
 from tokenmill.api.messages.message_chat import MESSAGE_NAMES, chat_of_messages
 from tokenmill.api.messages.message_format import MessageFormat, TokenCountAnswer

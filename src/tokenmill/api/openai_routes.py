@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, Response
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls, authorizer
-from tokenmill.api.body_reader import BodyReader, ReadCall, answer_call, check_model
+from tokenmill.api.bodies.body_reader import BodyReader, ReadCall, answer_call, check_model
 from tokenmill.api.errors import ApiError
 from tokenmill.api.messages_routes import add_messages
 from tokenmill.api.openapi import docs_page, document

@@ -11,8 +11,8 @@ from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.api.access import authorizer
-from tokenmill.api.body_processes import NotElsewhereError
-from tokenmill.api.body_reader import BodyReader, check_model
+from tokenmill.api.bodies.body_processes import NotElsewhereError
+from tokenmill.api.bodies.body_reader import BodyReader, check_model
 from tokenmill.api.errors import ApiError, of_invalid, renamed
 from tokenmill.api.operations import json_response
 from tokenmill.api.protocol.decoding import decode_call

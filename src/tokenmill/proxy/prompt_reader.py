@@ -15,7 +15,7 @@ from functools import cache
 
 from starlette.types import Receive
 
-from tokenmill.api.body_processes import (
+from tokenmill.api.bodies.body_processes import (
     LONG_BODY_BYTES,
     BodyProcesses,
     NotElsewhereError,

@@ -30,10 +30,9 @@ class OpenRequest:
     request: Request
     stream: OutputStream
     index: int
-    token_ids: list[int] = field(default_factory=list)
-    steady: WorkerSlot | None = None  # whose tokens need no more than to be passed on
     slot: WorkerSlot | None = None  # who generates; None: held until a worker can take it
     handover: Handover | None = None  # until its KV is where it decodes
+    token_ids: list[int] = field(default_factory=list)
     located: tuple[ImageSpan, ...] | None = None  # its images, once they are encoded elsewhere
     num_images_lost: int = 0  # times that a worker did not get them
     hash_input: U64 | None = None  # the prompt as the router reads it
@@ -48,6 +47,7 @@ class OpenRequest:
     cost: Cost = field(default_factory=Cost)  # what workers told when they were done with it
     num_workers: int = 0  # that have not
     closed: bool = False  # it has ended for its client
+    steady: WorkerSlot | None = None  # whose tokens need no more than to be passed on
 
     def __post_init__(self) -> None:
         self.sent_as = self.request.request_id

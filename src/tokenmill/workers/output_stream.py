@@ -55,6 +55,7 @@ class OutputStream:
         "_is_parked",
         "_is_ready",
         "_pending",
+        "_ready_one",
         "_settled",
         "_tokens",
         "_turn",
@@ -75,6 +76,7 @@ class OutputStream:
         self._turn = turn or Turn()
         self._is_due = False  # the turn has it
         self._is_parked = False  # the reader waits, and nothing but `_tokens` is there for it
+        self._ready_one: DirectOne | None = None  # direct_one, while no turn has the stream either
         self._is_ready = False  # there is something to read now
         self._begun: set[int] = set()  # of which something was passed on; for intervals
         self._pending: dict[int, RequestOutput] = {}
@@ -94,7 +96,7 @@ class OutputStream:
             self._wake()
 
     def _add(self, index: int, output: RequestOutput) -> None:
-        self._is_parked = False
+        self._is_parked, self._ready_one = False, None
         earlier = self._pending.get(index)
         if earlier is None:
             self._pending[index] = output
@@ -103,9 +105,10 @@ class OutputStream:
 
     def extend(self, index: int, token_ids: list[int], now_ns: int = 0) -> None:
         """Add tokens of a request that has begun and goes on; `now_ns`: they may be passed on."""
-        if now_ns and self._is_parked and not self._is_due and self.direct_one is not None:
+        direct_one = self._ready_one
+        if now_ns and direct_one is not None:
             try:
-                if self.direct_one(token_ids, now_ns):
+                if direct_one(token_ids, now_ns):
                     return
             except Exception as fault:  # it ends this stream, by its reader, and no other one
                 self._fault = fault
@@ -122,7 +125,7 @@ class OutputStream:
         if self.direct is None:
             self._wake()
         else:
-            self._is_due = True
+            self._is_due, self._ready_one = True, None
             streams = self._turn.streams
             if not streams:
                 self._turn.begin()
@@ -133,10 +136,11 @@ class OutputStream:
         self._is_due = False
         tokens, direct = self._tokens, self.direct
         if not tokens:  # the reader was faster
+            self._ready_one = self.direct_one if self._is_parked else None
             return
         try:
             if self._is_parked and direct is not None and direct(tokens, now_ns):
-                self._tokens = {}
+                self._tokens, self._ready_one = {}, self.direct_one
                 return
         except Exception as fault:  # it ends this stream, by its reader, and no other one
             self._fault = fault
@@ -152,10 +156,11 @@ class OutputStream:
         while not self._is_ready and not self._closed:
             self._waiter = asyncio.get_running_loop().create_future()
             self._is_parked = not self._pending
+            self._ready_one = self.direct_one if self._is_parked and not self._is_due else None
             try:
                 await self._waiter
             finally:
-                self._is_parked = False
+                self._is_parked, self._ready_one = False, None
         if self._closed:
             raise StreamClosedError
         if self._fault is not None:
@@ -196,7 +201,7 @@ class OutputStream:
         return len(self._costs) == len(self.request_ids)
 
     def _wake(self) -> None:
-        self._is_ready, self._is_parked = True, False
+        self._is_ready, self._is_parked, self._ready_one = True, False, None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

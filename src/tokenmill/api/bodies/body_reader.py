@@ -21,7 +21,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill.api.access import read_bytes
-from tokenmill.api.body_processes import (
+from tokenmill.api.bodies.body_processes import (
     LONG_BODY_BYTES,
     BodyProcesses,
     NotElsewhereError,

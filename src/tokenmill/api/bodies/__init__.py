@@ -1,0 +1,1 @@
+"""Long bodies of calls, read by processes of their own."""
