@@ -175,11 +175,14 @@ def test_one_machine_without_a_gpu_needs_no_nixl(
     assert serve._roles(settings, config).get("kv-connector") == connector
 
 
-@pytest.mark.parametrize(("ranks", "gpus", "share"), [(1, 4, None), (2, 4, None), (4, 4, 0.475)])
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "share"), [(1, 4, None), (2, 4, None), (4, 4, 0.475), (2, 1, 0.475)]
+)
 def test_workers_that_meet_on_a_gpu_share_its_memory(
     ranks: int, gpus: int, share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
+    assert serve._share(Settings({}), 2 * gpus).get("gpu-memory-utilization") == 0.475
     shared = serve._share(Settings({"ep": ranks}), 2)
     assert shared.get("gpu-memory-utilization") == share and shared.get("kv-cache-share") is None
     on_cpu = serve._share(Settings({"ep": ranks, "device": "cpu"}), 2)

@@ -16,6 +16,7 @@ from api.sim import MAX_MODEL_LEN, worker_argv
 from api.sim_server import wait_until
 from api.streams import read, until
 from tokenmill.core.config import PoolConfig, SchedulerConfig
+from tokenmill.core.gpus import visible_gpus
 from tokenmill.core.types import FinishReason
 from tokenmill.workers.placement import (
     PlacementError,
@@ -55,6 +56,44 @@ def processes(word: str, start: str = "") -> list[int]:
         if word.encode() in words and any(w.startswith(start.encode()) for w in words):
             found.append(int(folder.name))
     return found
+
+
+def test_processes_have_the_gpus_that_the_fewest_others_have(tmp_path: Path) -> None:
+    """And see all of them, their own first, so that they can read each other's memory."""
+    code = (
+        "import os, sys; open(sys.argv[2], 'w').write(os.environ.get('CUDA_VISIBLE_DEVICES', ''))"
+    )
+
+    async def seen(placement: ProcessPlacement, ranks: list[int]) -> list[str]:
+        starts = [placement.spawner([sys.executable, "-c", code], n) for n in ranks]
+        files = [str(tmp_path / str(i)) for i in range(len(ranks))]
+        pairs = zip(starts, files, strict=True)
+        processes = await asyncio.gather(*(start(file) for start, file in pairs))
+        await asyncio.gather(*(process.wait() for process in processes))
+        return [Path(file).read_text() for file in files]
+
+    several = ProcessPlacement(["0", "GPU-a", "2"])
+    assert asyncio.run(seen(several, [1, 1, 1, 2])) == [
+        *("0,GPU-a,2", "GPU-a,0,2", "2,0,GPU-a", "0,GPU-a,2")
+    ]
+    assert asyncio.run(seen(several, [2, 1])) == ["0,GPU-a,2", "2,0,GPU-a"]  # all have ended
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    for few in (["0"], []):
+        assert asyncio.run(seen(ProcessPlacement(few), [1, 2])) == [own, own]
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [(None, ["0", "1"]), ("1", ["1"]), ("GPU-a, 0", ["GPU-a", "0"]), ("", []), ("0,-1,1", ["0"])],
+)
+def test_gpus_that_processes_see(
+    named: str | None, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia3"), Path("/dev/nvidia5")]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus() == found
 
 
 def test_one_worker_and_plain_processes_need_no_ray() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from tokenmill.core.config import (
     ServerConfig,
     Setup,
 )
+from tokenmill.core.gpus import visible_gpus
 from tokenmill.core.kv import SHM, choose_connectors
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
@@ -300,7 +302,7 @@ def _on_gpu(settings: Settings) -> bool:
 
 
 def _num_gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return len(visible_gpus())
 
 
 def _own(settings: Settings, key: str) -> Settings:
@@ -327,20 +329,26 @@ def _share(settings: Settings, num_workers: int) -> Settings:
     if "kv-cache-memory" not in settings:
         if not _on_gpu(settings):
             own["kv-cache-share"] = round(MEMORY_SHARE / num_workers, 4)
-        elif _num_gpus() < num_workers * settings.build(ParallelConfig).num_ranks:
-            own["gpu-memory-utilization"] = round(GPU_MEMORY_SHARE / num_workers, 4)
+        elif (together := math.ceil(num_workers * _gpu_part(settings))) > 1:
+            own["gpu-memory-utilization"] = round(GPU_MEMORY_SHARE / together, 4)
     return Settings(own | settings.values)
+
+
+def _gpu_part(settings: Settings) -> float:
+    """The part of this machine's GPUs that a worker runs on; its ranks may share them."""
+    num_gpus = max(1, _num_gpus())
+    return min(settings.build(ParallelConfig).num_ranks, num_gpus) / num_gpus
 
 
 def _check_gpu_shares(roles: list[Settings], pool: PoolConfig) -> None:
     """Refuse workers that together ask for more of a GPU than there is."""
     counts = (pool.decode or pool.workers, pool.prefill)
     shares = [role.get("gpu-memory-utilization") or 0.0 for role in roles]
-    total = sum(count * share for count, share in zip(counts, shares, strict=True))
-    num_gpus = _num_gpus()
-    if total > 1 and 0 < num_gpus < pool.num_processes:
+    workers = [count * _gpu_part(role) for count, role in zip(counts, roles, strict=True)]
+    total = sum(count * share for count, share in zip(workers, shares, strict=True))
+    if total > 1 and _on_gpu(roles[0]) and pool.ray_address is None:
         given = " and ".join(f"{share:g}" for share in sorted({*shares}) if share)
-        even = GPU_MEMORY_SHARE / sum(counts)
+        even = GPU_MEMORY_SHARE / math.ceil(sum(workers))
         raise SettingsError(
             f"--gpu-memory-utilization {given}: {sum(counts)} workers that share GPUs would take "
             f"{total:.0%} of one; give {even:.2f} to each, or leave it out"

@@ -15,10 +15,13 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokenmill.core.config import PoolConfig
+from tokenmill.core.gpus import VISIBLE, seen_first, visible_gpus
 from tokenmill.core.types import TokenmillError
 from tokenmill.workers.fronts.front_link import KEY_VARIABLE
 from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, FrontProcess, SpawnFar
@@ -77,24 +80,60 @@ def wants_ray(config: PoolConfig) -> bool:
     return wanted or (config.placement == "auto" and config.num_processes > 1 and installed)
 
 
+@dataclass(slots=True, eq=False)
+class _OnGpus:
+    """A worker that starts or runs, and the GPUs that it has."""
+
+    gpus: list[str]
+    process: asyncio.subprocess.Process | None = None
+
+
 class ProcessPlacement:
-    """Workers are child processes, each in a session of its own: Ctrl-C is for the server."""
+    """Workers are child processes, each in a session of its own: Ctrl-C is for the server.
+
+    Where there are several GPUs, a worker has those that the fewest others have.
+    """
 
     host = None
+
+    def __init__(self, gpus: list[str] | None = None) -> None:
+        """`gpus` are those of this machine, unless told otherwise."""
+        self._gpus = visible_gpus() if gpus is None else gpus
+        self._workers: list[_OnGpus] = []
 
     def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
         """What starts a worker, which starts its further ranks itself."""
 
         async def spawn(address: str) -> WorkerProcess:
-            return await asyncio.create_subprocess_exec(
-                *argv,
-                "--address",
-                address,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            worker = self._place(num_ranks)
+            own = {VISIBLE: seen_first(worker.gpus, self._gpus)} if len(self._gpus) > 1 else {}
+            try:
+                worker.process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    "--address",
+                    address,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=os.environ | own,
+                )
+            except BaseException:
+                self._workers.remove(worker)
+                raise
+            return worker.process
 
         return spawn
+
+    def _place(self, num_ranks: int) -> _OnGpus:
+        """Choose GPUs for a worker; those of workers that have ended count no more."""
+        self._workers = [
+            worker
+            for worker in self._workers
+            if worker.process is None or worker.process.returncode is None
+        ]
+        load = Counter(gpu for worker in self._workers for gpu in worker.gpus)
+        worker = _OnGpus(sorted(self._gpus, key=lambda gpu: load[gpu])[:num_ranks])
+        self._workers.append(worker)
+        return worker
 
     def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
         """Fronts are processes of this host, and their owner starts them."""
