@@ -296,6 +296,8 @@ RANKS_SETUPS = {
     "moe": EngineSetup("qwen3-moe", EAGER),
     "moe-ep": EngineSetup("qwen3-moe", EAGER, parallel=ParallelConfig(ep=TWO)),
     "moe-dp": EngineSetup("qwen3-moe", EAGER, parallel=ParallelConfig(ep=TWO, attention_dp=True)),
+    "gpt-oss-eager": EngineSetup("gpt-oss", EAGER),
+    "gpt-oss-ep": EngineSetup("gpt-oss", EAGER, parallel=ParallelConfig(ep=TWO)),
     "large-steps": EngineSetup(
         "qwen3", INVARIANT, num_blocks=400, limits=replace(LIMITS, max_num_batched_tokens=16384)
     ),

@@ -47,9 +47,10 @@ def same_so_far(ours: Answer, theirs: Answer, tolerance: float) -> int:
     return same
 
 
-def test_divided_products_give_nearly_the_same(build: Build) -> None:
-    """Their sums run in another order, and each part is rounded to bf16."""
-    found, expected = run(build, "tp"), run(build, "eager")
+@pytest.mark.parametrize(("two", "one"), [("tp", "eager"), ("gpt-oss-ep", "gpt-oss-eager")])
+def test_what_is_added_up_elsewhere_is_nearly_the_same(build: Build, two: str, one: str) -> None:
+    """Sums of divided products run in another order, and what travels is rounded to bf16."""
+    found, expected = run(build, two), run(build, one)
     same = [same_so_far(*pair, 0.05) for pair in zip(found, expected, strict=True)]
     print(f"the same tokens at the beginning of each answer: {same}")
-    assert min(same) >= 4
+    assert min(same) >= 1 and sum(same) >= 4 * len(same)

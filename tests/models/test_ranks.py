@@ -12,10 +12,11 @@ import torch
 from tiny_models import SMALL, VARIANTS, make_model, save, tame
 from tokenmill.core.config import ParallelConfig
 from tokenmill.core.types import ModelLoadError
+from tokenmill.layers import experts
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.models import spec_of
 from tokenmill.models.checkpoints.shards import plan_layout
-from tokenmill.parallel import Layout, Ranks
+from tokenmill.parallel import ALONE, Layout, Ranks
 
 CHECKS = Path(__file__).parent / "rank_checks.py"
 TIMEOUT_S = 300
@@ -37,11 +38,21 @@ def test_ranks_give_the_answer_of_one(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(told)
 
 
+def test_results_in_parts_travel_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's experts in MXFP4 leave them for a few rows."""
+    layer, results = RoutedExperts(2, "fp32", "cpu", ALONE), torch.randn(3, 6, 8)
+    monkeypatch.setattr(experts, "apply_experts", lambda *_: results)
+    sent = layer.dispatch(torch.randn(3, 8).bfloat16(), torch.tensor([[0, 1], [1, 0], [0, 1]]))
+    back = layer.combine(sent)
+    whole = (results[0] + results[1] + results[2]).bfloat16()
+    assert back.dtype == torch.bfloat16 and torch.equal(back[sent.order], whole)
+
+
 def test_copies_of_an_expert_take_turns_with_one_token_in_a_step() -> None:
-    experts = RoutedExperts(2, "fp32", "cpu", Layout(num_slots=4))
+    layer = RoutedExperts(2, "fp32", "cpu", Layout(num_slots=4))
     for _ in range(4):
-        experts.dispatch(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.int32))
-    assert experts.num_rows.tolist() == [2, 0, 2, 0]
+        layer.dispatch(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.int32))
+    assert layer.num_rows.tolist() == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize(

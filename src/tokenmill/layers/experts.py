@@ -9,6 +9,7 @@ router's choice, so the answer does not depend on where experts lie.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -134,6 +135,8 @@ class RoutedExperts:
         """Compute what has arrived and take back the own rows: [t * top_k, n] by choice."""
         x, slots = sent.rows.wait(), sent.slots[:, None]
         rows = apply_experts(x, slots, self.gate_up, self.down, activation)
+        if rows.dim() == 3:  # in parts, which ranks with more rows do not have
+            rows = reduce(torch.add, rows).to(x.dtype)
         back = self.layout.ranks.exchange(rows, sent.received, sent.sent).wait()
         results = torch.empty_like(back)
         results[sent.order] = back
