@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from anthropic import Anthropic
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from api.sim import MODEL as SIM
 from api.sim import make_loader, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
+from api.video_app import in_loop, video_app
 from proxy.route_server import MODEL, Handler, Scripted, router_process
 from tokenmill.core.config import PoolConfig, RouteConfig, RouterConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.proxy.call_prompt import read_prompt
-from tokenmill.proxy.response_owners import ResponseOwners, response_in
+from tokenmill.proxy.response_owners import ResponseOwners, stored_in
 from vision.pictures import data_url, file_of, photo
 
 KEY = "ours"
@@ -234,8 +238,39 @@ def test_owners_are_learned_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     owners.note("resp_4", "c")
     assert [owners.find(f"resp_{n}") for n in (1, 2, 4)] == ["a", None, "c"]
     paths = ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items", "/v1/responses")
-    assert [response_in(path) for path in paths] == ["resp_1", "resp_1", ""]
-    assert response_in("/v1/responses/input_tokens") == response_in("/v1/models/x") == ""
+    assert [stored_in(path) for path in paths] == ["resp_1", "resp_1", ""]
+    assert stored_in("/v1/responses/input_tokens") == stored_in("/v1/models/x") == ""
+    paths = ("/v1/videos/video_1/content", "/v1/videos/sync", "/v1/videos/generations")
+    assert [stored_in(path) for path in paths] == ["video_1", "", ""]
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+@in_loop
+async def test_a_video_stays_with_its_backend(tmp_path: Path) -> None:
+    async with (
+        video_app(tmp_path / "0") as first,
+        video_app(tmp_path / "1") as second,
+        AsyncExitStack() as stack,
+    ):
+        turns = RouterConfig("round-robin")
+        router = router_process((first.url, second.url), ServerConfig(), turns)
+        url = (await asyncio.to_thread(router.__enter__)).url
+        stack.push_async_callback(asyncio.to_thread, router.__exit__, None, None, None)
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+        await stack.enter_async_context(client)
+        names = [(await client.videos.create(prompt="a", size="32x16")).id for _ in range(2)]  # type: ignore[arg-type]
+        assert {name in first.state.jobs.store for name in names} == {True, False}
+        for name in names:
+            app = first if name in first.state.jobs.store else second
+            await app.finish(name, name.encode())
+            for _ in range(2):  # whose turn it is does not matter
+                assert (await client.videos.retrieve(name)).status == "completed"
+            assert (await client.videos.download_content(name)).read() == name.encode()
+            assert (await client.videos.delete(name)).deleted and name not in app.state.jobs.store
+        with pytest.raises(openai.NotFoundError, match="there is no video"):
+            await client.videos.retrieve(names[0])
+        with pytest.raises(openai.APIStatusError, match="ask each of its backends"):
+            await client.videos.list()
 
 
 def test_images_count_as_their_tokens_and_by_their_content() -> None:

@@ -42,6 +42,7 @@ _MESSAGES_TYPES = _TYPES | {
 }
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+VIDEOS_PATH = "/v1/videos"
 # Why the engine refused a request -> status; any other reason is a 400.
 _REJECT_STATUS = {"queue_full": 429, "draining": 503}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.api.errors import MESSAGES_PATH, RESPONSES_PATH
+from tokenmill.api.errors import MESSAGES_PATH, RESPONSES_PATH, VIDEOS_PATH
 from tokenmill.api.messages.message_chat import chat_of_messages
 from tokenmill.api.messages.message_request import MessagesRequest
 from tokenmill.api.protocol.decoding import decode_call
@@ -75,6 +75,8 @@ def read_prompt(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RoutedPrompt()
     model = _text(call.model)
+    if path.startswith(VIDEOS_PATH):  # whoever makes a video computes all of it
+        return RoutedPrompt(model=model)
     token_ids = None
     if tokenizer is not None:
         read_chat = _CHATS.get(path)

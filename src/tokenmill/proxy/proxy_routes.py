@@ -1,8 +1,8 @@
 """The HTTP routes of `tokenmill route`: it passes calls on, and answers for itself.
 
-Every POST below /v1/ is passed on to a backend, and every call about a stored response to the
-backend that has it. The app answers requests about the router itself: models, health, metrics, pool
-and dashboard.
+Every POST below /v1/ is passed on to a backend, and every call about a stored response or a video
+to the backend that has it. The app answers requests about the router itself: models, health,
+metrics, pool and dashboard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenmill.api.access import (
     wrong_key,
 )
 from tokenmill.api.call import record_of
-from tokenmill.api.errors import ApiError
+from tokenmill.api.errors import VIDEOS_PATH, ApiError
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import Service
 from tokenmill.api.stream import send_error
@@ -41,7 +41,7 @@ from tokenmill.proxy.fronts_view import summed_view
 from tokenmill.proxy.prompt_reader import PromptReader
 from tokenmill.proxy.proxy_metrics import RouteMetrics
 from tokenmill.proxy.relay import KEY_HEADERS, SHUTDOWN, Relay
-from tokenmill.proxy.response_owners import response_in
+from tokenmill.proxy.response_owners import stored_in
 from tokenmill.proxy.upstream import header
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.processor import ImageProcessor
@@ -56,9 +56,11 @@ ENDPOINTS = frozenset(
         *(f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings")),
         *(f"/v1/{name}" for name in ("responses", "rerank", "score", "messages")),
         *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+        *(VIDEOS_PATH, f"{VIDEOS_PATH}/sync", f"{VIDEOS_PATH}/generations"),
     }
 )
-STORED = "/v1/responses/{response_id}"  # the label of calls about a stored response
+# The labels of calls about what a backend has stored.
+STORED_RESPONSE, STORED_VIDEO = "/v1/responses/{response_id}", "/v1/videos/{video_id}"
 
 
 @dataclass(slots=True)
@@ -162,7 +164,7 @@ class RouteApp:
 
 def _is_call(method: str, path: str) -> bool:
     if method in ("GET", "DELETE"):
-        return bool(response_in(path))
+        return bool(stored_in(path))
     return method == "POST" and (path.startswith("/v1/") or path in PASSED_ON)
 
 
@@ -170,7 +172,9 @@ def _endpoint(path: str) -> str:
     """The label of a path in the metrics."""
     if path in ENDPOINTS:
         return path
-    return STORED if response_in(path) else "/v1/*"
+    if not stored_in(path):
+        return "/v1/*"
+    return STORED_VIDEO if path.startswith(VIDEOS_PATH) else STORED_RESPONSE
 
 
 def _create_rest(state: RouteState) -> FastAPI:
@@ -183,6 +187,7 @@ def _create_rest(state: RouteState) -> FastAPI:
         exception_handlers=exception_handlers(),
     )
     _add_models(app, state)
+    _add_videos(app, state)
     _add_operations(app, state)
     add_pool_view(app, state.config, state.view, state.refresh)
     add_page(app, state.config, lambda uptime_s, decisions: _dashboard(state, uptime_s, decisions))
@@ -206,6 +211,13 @@ def _add_models(app: FastAPI, state: RouteState) -> None:
         known = ", ".join(repr(card["id"]) for card in cards) or "none"
         message = f"the model {model_id!r} does not exist; the backends have {known}"
         raise ApiError(404, message, "model", "model_not_found")
+
+
+def _add_videos(app: FastAPI, state: RouteState) -> None:
+    @app.get(VIDEOS_PATH, dependencies=[Depends(authorizer(state.config))])
+    async def list_videos() -> Response:
+        message = "a router lists no videos: ask each of its backends, or for one video by its id"
+        raise ApiError(405, message, code="unsupported")
 
 
 def _authorization(request: Request) -> list[tuple[bytes, bytes]]:

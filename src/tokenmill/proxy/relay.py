@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.api.call import REQUEST_ID, CallRecord
-from tokenmill.api.errors import RESPONSES_PATH, RETRY_AFTER_S, ApiError
+from tokenmill.api.errors import RESPONSES_PATH, RETRY_AFTER_S, VIDEOS_PATH, ApiError
 from tokenmill.api.stream import send_error, send_json
 from tokenmill.api.telemetry.tracing import Span, terms_of
 from tokenmill.core.metrics import RequestTimes
@@ -25,7 +25,7 @@ from tokenmill.proxy.backends import Attempt, Backends
 from tokenmill.proxy.call_prompt import RoutedPrompt
 from tokenmill.proxy.prompt_reader import PromptReader
 from tokenmill.proxy.proxy_metrics import RouteMetrics
-from tokenmill.proxy.response_owners import response_in
+from tokenmill.proxy.response_owners import stored_in
 from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, UpstreamError, header
 
 KEY_HEADERS = (b"authorization", b"x-api-key")  # where clients send their keys
@@ -68,7 +68,7 @@ class Relay:
     ) -> None:
         self._record = record
         self._path = path
-        self._response_id = response_in(path)  # the stored response that the call is about
+        self._response_id = stored_in(path)  # the response or video that the call is about
         self._backends = backends
         self._metrics = metrics
         self._prompts = prompts
@@ -206,16 +206,16 @@ class Relay:
             data = await answer.read()
 
     def _note_owner(self, attempt: Attempt, data: bytes) -> None:
-        """Remember who has the response that was asked for, and the one that begins."""
+        """Remember who has what was asked for, and the response or video that begins."""
         name = attempt.backend.name
         if self._response_id:
             self._backends.owners.note(self._response_id, name)
-        if self._path == RESPONSES_PATH:
+        if self._path in (RESPONSES_PATH, VIDEOS_PATH):
             self._backends.owners.learn(data, name)
 
     def _count_tokens(self, attempt: Attempt, data: bytes, is_stream: bool) -> None:
         self._num_events += data.count(b"\n\n") if is_stream else 0
-        if response_in(self._path):  # a stored answer is not a new one
+        if stored_in(self._path):  # a stored answer is not a new one
             return
         num_tokens = _num_events(data) if is_stream else _num_completion_tokens(data)
         if num_tokens:
@@ -269,11 +269,16 @@ class Relay:
             name = f" that has the model {model!r}" if self._backends.ready else ""
             message = f"no backend{name} is up: {self._backends.failures()}"
         if owner is not None and not refusals:
-            message = f"the response {self._response_id!r} is stored at {owner}, which is down; "
-            message += "send the conversation as input, or try again"
+            message = self._stored_there(owner)
         error = ApiError(503, message, code="no_backend")
         await send_error(send, error, self._path)
         return error
+
+    def _stored_there(self, owner: str) -> str:
+        if self._path.startswith(VIDEOS_PATH):
+            return f"the video {self._response_id!r} is at {owner}, which is down; try again"
+        message = f"the response {self._response_id!r} is stored at {owner}, which is down; "
+        return message + "send the conversation as input, or try again"
 
     async def _cut(self, refusal: Refusal, send: Send) -> ApiError:
         """The answer broke off: a stream says so, a whole answer stays visibly incomplete."""

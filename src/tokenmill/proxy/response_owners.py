@@ -1,4 +1,4 @@
-"""Which backend has which stored response, as far as a router has seen them pass."""
+"""Which backend has which stored response or video, as far as a router has seen them pass."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 
-from tokenmill.api.errors import RESPONSES_PATH
+from tokenmill.api.errors import RESPONSES_PATH, VIDEOS_PATH
 
 MAX_KNOWN = 100_000
-_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w.-]{1,128})"')
+_ID = re.compile(rb'"id"\s*:\s*"((?:resp|video)_[\w.-]{1,128})"')
+# Paths below which a name is that of something stored, but for these.
+_STORED = {RESPONSES_PATH: ("input_tokens",), VIDEOS_PATH: ("sync", "generations")}
 
 
 class ResponseOwners:
-    """Backends by the ids of their responses; the least recently used ids are forgotten first."""
+    """Backends by the ids of what they stored; the least recently used ids are forgotten first."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, str] = OrderedDict()
@@ -27,7 +29,7 @@ class ResponseOwners:
         return owner
 
     def learn(self, data: bytes, backend: str) -> None:
-        """Read the id of a new response in the first bytes of its answer."""
+        """Read the id of a new response or video in the first bytes of its answer."""
         found = _ID.search(data)
         if found is not None:
             self.note(found[1].decode(), backend)
@@ -46,8 +48,10 @@ class ResponseOwners:
             self._owners.popitem(last=False)
 
 
-def response_in(path: str) -> str:
-    """The id of the stored response that a path names; "" for other paths."""
-    name = path.removeprefix(RESPONSES_PATH + "/").partition("/")[0]
-    is_one = path.startswith(RESPONSES_PATH + "/") and name != "input_tokens"
-    return name if is_one else ""
+def stored_in(path: str) -> str:
+    """The id of the stored response or video that a path names; "" for other paths."""
+    for above, others in _STORED.items():
+        name = path.removeprefix(above + "/").partition("/")[0]
+        if path.startswith(above + "/") and name not in others:
+            return name
+    return ""
