@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from api.video_app import MODEL, SMALL, FakePool, in_loop, video_app
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.api.errors import ApiError
 from tokenmill.api.videos import video_store
-from tokenmill.api.videos.video_record import VideoRecord
+from tokenmill.api.videos.video_record import VideoRecord, new_record, video_object
 from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
+from tokenmill.api.videos.video_routes import _VideoFile
 from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.specs.wan import TINY
 from tokenmill.core.types import InvalidRequestError
-from tokenmill.core.video import VideoServerConfig
+from tokenmill.core.video import VideoParams, VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.text.tokenizer import load_tokenizer
 
@@ -61,14 +63,17 @@ async def test_a_job_from_its_call_to_its_file(tmp_path: Path) -> None:
         picture = await app.call("GET", f"/v1/videos/{first}/content?variant=thumbnail")
         assert (picture.body, picture.headers["x-picture-of"]) == (b"png", "frame")
         assert [request.request_id for request in app.pool.requests] == [first, second]
+        app.pool.step(second, 0.2)
         text = (await app.call("GET", "/metrics")).body.decode()
         num_bytes = sum(path.stat().st_size for path in tmp_path.glob(f"{first}.*"))
         for line in (
             f'tokenmill_video_jobs{{model_name="{MODEL}",state="in_progress"}} 1.0',
             f'tokenmill_video_jobs{{model_name="{MODEL}",state="completed"}} 1.0',
             f'tokenmill_videos_total{{model_name="{MODEL}",result="completed"}} 1.0',
-            f'tokenmill_video_step_seconds_count{{model_name="{MODEL}"}} 1.0',
-            f'tokenmill_video_step_seconds_sum{{model_name="{MODEL}"}} 0.5',
+            f'tokenmill_video_steps{{model_name="{MODEL}",state="done"}} 1.0',
+            f'tokenmill_video_steps{{model_name="{MODEL}",state="left"}} 3.0',
+            f'tokenmill_video_step_seconds_count{{model_name="{MODEL}"}} 2.0',
+            f'tokenmill_video_step_seconds_sum{{model_name="{MODEL}"}} 1.0',
             f'tokenmill_video_storage_bytes{{model_name="{MODEL}"}} {num_bytes:.1f}',
         ):
             assert line in text.splitlines(), text
@@ -306,6 +311,38 @@ async def test_a_video_stays_while_it_is_answered_with(
 
 
 @in_loop
+async def test_a_video_that_is_deleted_while_it_is_sent_arrives_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with video_app(tmp_path) as app:
+        sent, late = await app.create(), await app.create()
+        for name in (sent, late):
+            await app.finish(name, b"made")
+        send, store, files = FileResponse.__call__, app.state.jobs.store, _VideoFile.__call__
+
+        async def deleted(*args: Any) -> None:
+            await store.delete(sent)
+            assert not list(tmp_path.glob(f"{sent}.json"))  # a restart does not bring it back
+            await send(*args)
+
+        async def too_late(*args: Any) -> None:
+            removal = asyncio.create_task(store.delete(late))
+            await asyncio.sleep(0)  # it is under way, its file is still there
+            try:
+                await files(*args)
+            finally:
+                await removal
+
+        monkeypatch.setattr(FileResponse, "__call__", deleted)
+        answer = await app.call("GET", f"/v1/videos/{sent}/content")
+        assert (answer.status, answer.body) == (200, b"made")
+        monkeypatch.setattr(_VideoFile, "__call__", too_late)
+        answer = await app.call("GET", f"/v1/videos/{late}/content")
+        assert (answer.status, answer.error["code"]) == (404, "video_not_found")
+        await app.until(lambda: [path.name for path in tmp_path.iterdir()] == ["lock"])
+
+
+@in_loop
 async def test_files_that_cannot_be_removed_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +514,17 @@ def test_prompts_are_tokens_of_the_model_and_are_not_cut(tmp_path: Path) -> None
     assert preparer.prepare(unguided)["params"].negative_token_ids == ()
     with pytest.raises(ApiError, match=r"prompt: has .* tokens; the model reads 512 at most"):
         preparer.prepare(VideoRequest(prompt="a b " * 600))
+
+
+def test_the_server_says_how_its_videos_are_made() -> None:
+    job = VideoParams(schedule="diffusers", step_cache=0.1, attention_dtype="int8-fp8")
+    preparer = VideoPreparer(TINY, None, VideoServerConfig(job=job))
+    fields = preparer.prepare(VideoRequest(prompt="a", size="64x32", num_frames=5, seed=1))
+    made = fields["params"]
+    assert replace(job, size=(64, 32), num_frames=5, seed=1) == replace(made, negative_token_ids=())
+    shown = video_object(new_record("me", MODEL, fields))
+    assert shown.schedule == "diffusers"
+    assert shown.approximations == ["--step-cache", "--attention-dtype"]
 
 
 def test_what_the_ranks_of_a_worker_cannot_divide_is_refused() -> None:

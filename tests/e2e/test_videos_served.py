@@ -210,6 +210,12 @@ def test_a_server_that_is_not_there_or_makes_other_videos_is_named() -> None:
     told = asked | {"num_inference_steps": 4}
     with pytest.raises(BenchError, match=r"http://s .*: num_inference_steps 4 instead of 20"):
         check_job("http://s", asked, told)
+    told = asked | {"schedule": "diffusers"}
+    with pytest.raises(BenchError, match=r"http://s .*: schedule 'diffusers' instead of 'mlperf'"):
+        check_job("http://s", asked, told)
+    told = asked | {"approximations": ["--step-cache", "--attention-dtype"]}
+    with pytest.raises(BenchError, match=r"http://s .* not exact: start it without --step-cache$"):
+        check_job("http://s", asked, told)
     del told["size"]
     with pytest.raises(BenchError, match="http://s does not say the size of a video"):
         check_job("http://s", asked, told)
@@ -226,6 +232,8 @@ def test_a_server_that_is_not_there_or_makes_other_videos_is_named() -> None:
             "--placement ray: a video worker has its ranks on one machine",
         ),
         (("--video-storage", "1GiB"), "--video-storage needs --task video"),
+        (("--step-cache", "0.1"), "--step-cache needs --task video"),
+        (("--task", "video", "--vae-tiles", "--ulysses", "2"), "--vae-tiles is for one rank"),
         (("--task", "audio"), "one of auto, generate"),
     ],
 )
@@ -244,12 +252,13 @@ def test_a_folder_of_diffusers_is_served_as_a_video_model(
     folder = tmp_path / "my-wan"
     folder.mkdir()
     (folder / "model_index.json").write_text("{}")
-    assert (
-        run(["serve", str(folder), "--workers", "2", "--offload", "--video-storage", "1GiB"]) == 0
-    )
+    flags = ["--workers", "2", "--offload", "--video-storage", "1GiB"]
+    assert run(["serve", str(folder), *flags, "--attention-dtype", "int8-fp8"]) == 0
     argv, _, videos, name, _, pool = started[0]
     assert (name, videos.video_storage_bytes) == ("my-wan", 2**30)
     assert (pool.workers, pool.hang_timeout_s) == (2, HANG_TIMEOUT_S)
-    assert {"--task=video", f"--model={folder}", "--offload"} <= set(argv)
+    assert videos.job == VideoParams(attention_dtype="int8-fp8")
+    flag = "--attention-dtype=int8-fp8"
+    assert {"--task=video", f"--model={folder}", "--offload", flag} <= set(argv)
     assert run(["serve", str(folder), "--task", "generate"]) != 0  # no language model
     assert len(started) == 1

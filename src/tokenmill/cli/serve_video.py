@@ -15,7 +15,7 @@ from tokenmill import console
 from tokenmill.cli.video import DEFAULTS
 from tokenmill.core.config import ModelConfig, PoolConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.core.video import VideoServerConfig
+from tokenmill.core.video import VideoParams, VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import (
     POOL,
@@ -33,9 +33,18 @@ if TYPE_CHECKING:
     from tokenmill.video.pipeline import Pipeline
 
 HANG_TIMEOUT_S = 600.0  # unless given: a step of a large video takes a minute on a slow GPU
-VIDEO_SETTINGS = (*VIDEO_SERVER, SETTINGS["offload"], *VIDEO_PARALLEL)
+# What all videos of a server have: its operator says how fast and how exact they are.
+SERVED_JOB = tuple(
+    SETTINGS[key] for key in ("schedule", "step-cache", "attention-dtype", "vae-tiles")
+)
+VIDEO_SETTINGS = (*VIDEO_SERVER, *SERVED_JOB, SETTINGS["offload"], *VIDEO_PARALLEL)
 VIDEO_ONLY = tuple(setting.key for setting in VIDEO_SETTINGS)
-WORKER_SETTINGS = (*video_model(), *VIDEO_PARALLEL, SETTINGS["log-level"])
+WORKER_SETTINGS = (
+    *video_model(),
+    *VIDEO_PARALLEL,
+    SETTINGS["attention-dtype"],
+    SETTINGS["log-level"],
+)
 _KNOWN = (*SERVER, *POOL, *VIDEO_SETTINGS, *video_model())
 _TAKEN = {s.key for s in _KNOWN} - TEXT_SERVER_ONLY | {"task"}
 
@@ -59,15 +68,26 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
     name = config.served_model_name or (path.resolve().name if path.exists() else model)
     given = Settings({"hang-timeout": HANG_TIMEOUT_S} | settings.values | {"model": model})
     logger = logging.getLogger(__name__)
+    job = _job(settings)
 
     def on_listening(url: str, facts: dict[str, Any]) -> None:
         noise = "; its weights are random: videos are noise" if facts["tokenizer"] is None else ""
+        flags = " and ".join(job.approximations)
+        loose = f"; videos are not exact, by {flags}" if flags else ""
         served = f"{name} ({facts['dtype']} on {facts['device']})"
-        logger.info(f"{served} is served at {url}/v1/videos{noise}; {url}/docs describes it")
+        logger.info(f"{served} is served at {url}/v1/videos{noise}{loose}; {url}/docs describes it")
         logger.info(f"dashboard: {url}/dashboard")
 
-    pool, videos = _pool(given), settings.build(VideoServerConfig)
+    pool, videos = _pool(given), settings.build(VideoServerConfig, job=job)
     serve_videos(_worker_command(given, pool), config, videos, name, on_listening, pool)
+
+
+def _job(settings: Settings) -> VideoParams:
+    """What every video of the server is made with."""
+    job = settings.build(VideoParams)
+    if job.vae_tiles and settings.build(VideoParallel).num_ranks > 1:
+        raise SettingsError("--vae-tiles is for one rank: several decode columns of the picture")
+    return job
 
 
 def _pool(settings: Settings) -> PoolConfig:
@@ -120,10 +140,12 @@ def run_video_worker(settings: Settings, address: str) -> None:
 
 
 def _load(settings: Settings) -> Pipeline:
-    from tokenmill.video.pipeline import open_pipeline
+    from tokenmill.video.pipeline import choose_device, open_pipeline
+    from tokenmill.video.video_job import check_attention
     from tokenmill.video.video_ranks import load_ranks
 
     config, parallel = settings.build(ModelConfig), settings.build(VideoParallel)
+    check_attention(settings.build(VideoParams), choose_device(config))
     checkpoint = open_pipeline(config)
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
         return load_ranks(checkpoint, config, parallel, settings.get("offload"), loaded)

@@ -58,7 +58,7 @@ def video(
     tokenmill video "a red fox in snow" --cfg-parallel 2 --ulysses 4
     tokenmill video "noise" --random-weights --model wan-tiny --size 64x64 --frames 33
     """
-    from tokenmill.video.pipeline import open_pipeline
+    from tokenmill.video.pipeline import choose_device, open_pipeline
     from tokenmill.video.video_files import check_target, write_video
     from tokenmill.video.video_job import check_job
 
@@ -70,7 +70,8 @@ def video(
     config = settings.build(ModelConfig)
     checkpoint = open_pipeline(config)
     request = _request(settings, checkpoint, text)
-    check_job(request, checkpoint.spec, settings.build(VideoParallel))
+    parallel, device = settings.build(VideoParallel), choose_device(config)
+    check_job(request, checkpoint.spec, parallel, device)
     pipeline = _load(settings, checkpoint, config)
     made = make(pipeline, request)
     write_video(made, target)
@@ -119,9 +120,9 @@ def make(pipeline: Pipeline, request: Request) -> Video:
     with console.progress("Denoising and decoding") as update:
         while engine.has_work():
             for output in engine.step():
+                update(round(1000 * (output.progress or 0.0)), 1000)
                 if output.finish_reason is not None:
                     return _result(output)
-                update(round(1000 * (output.progress or 0.0)), 1000)
     raise AssertionError("a job ends in one terminal output")
 
 
@@ -136,6 +137,7 @@ def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, o
     return {
         "model": pipeline.name,
         "dtype": pipeline.dtype,
+        "offload": pipeline.experts.offload,
         "cfg_parallel": pipeline.parallel.cfg,
         "ulysses": pipeline.parallel.ulysses,
         "size": f"{made.width}x{made.height}",
@@ -146,6 +148,7 @@ def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, o
         "seed": params.seed,
         "step_cache": params.step_cache,
         "attention_dtype": params.attention_dtype,
+        "exact": not params.approximations,
         "num_skipped": made.num_skipped,
         "seconds": {part: round(seconds, 3) for part, seconds in made.seconds.items()},
     }
@@ -155,7 +158,10 @@ def sentence(report: dict[str, object]) -> str:
     """One line for people."""
     seconds = report["seconds"]
     assert isinstance(seconds, dict)
-    parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items() if value >= 0.05)
+    always = {"load"} if report["offload"] else set[str]()  # what --offload costs
+    parts = ", ".join(
+        f"{part} {value:.1f}" for part, value in seconds.items() if part in always or value >= 0.05
+    )
     skipped = report["num_skipped"]
     exact = f"; {skipped} steps were skipped, not exact" if skipped else ""
     return (

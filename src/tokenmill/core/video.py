@@ -69,6 +69,16 @@ class VideoParams:
         return self.attention_dtype != "auto"
 
     @property
+    def approximations(self) -> list[str]:
+        """The flags by which a video is not exact."""
+        named = {
+            "--step-cache": self.step_cache > 0.0,
+            "--vae-tiles": self.vae_tiles,
+            "--attention-dtype": self.rounds_attention,
+        }
+        return [flag for flag, is_set in named.items() if is_set]
+
+    @property
     def guided(self) -> bool:
         """True where each step runs both prompts."""
         return self.guidance_scale > 1.0
@@ -96,6 +106,7 @@ class VideoServerConfig:
     latent_dir: str | None = setting(
         None, "Folder of the tensor files that calls may name in latent_path (none unless given)."
     )
+    job: VideoParams = VideoParams()  # what a job is unless its call says otherwise
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class VideoJob:
         self.params = check_video(request, pipeline.spec)
         width, height = self.params.size
         _check_latent(self.params, pipeline.spec)
-        _check_attention(self.params, pipeline.device)
+        check_attention(self.params, pipeline.device)
         self.grid = pipeline.spec.grid(self.params.num_frames, height, width)
         check_division(pipeline.parallel, self.params, pipeline.spec)
         self.latents: torch.Tensor | None = None  # after the last step so far
@@ -191,10 +191,17 @@ def _to_bytes(frames: torch.Tensor) -> bytes:
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy().tobytes()
 
 
-def check_job(request: Request, spec: WanSpec, parallel: VideoParallel | None = None) -> None:
+def check_job(
+    request: Request,
+    spec: WanSpec,
+    parallel: VideoParallel | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Raise what a job of the request would, before any weights are read."""
     params = check_video(request, spec)
     _check_latent(params, spec)
+    if device is not None:
+        check_attention(params, device)
     if parallel is not None:
         check_ranks(parallel, spec)
         check_division(parallel, params, spec)
@@ -213,7 +220,8 @@ def _check_latent(params: VideoParams, spec: WanSpec) -> None:
         _fixed_latent(params.latent, _latent_shape(params, spec))
 
 
-def _check_attention(params: VideoParams, device: torch.device) -> None:
+def check_attention(params: VideoParams, device: torch.device) -> None:
+    """Raise InvalidRequestError where attention cannot be rounded like that on a device."""
     if params.rounds_attention and not runs_on(device):
         problem = f"{params.attention_dtype} needs a Hopper GPU (H100, H200); use auto"
         raise InvalidRequestError(f"attention_dtype {problem}", "attention_dtype")

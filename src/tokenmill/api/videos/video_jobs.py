@@ -88,7 +88,7 @@ class VideoJobs:
         self._waiting: deque[str] = deque()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_open = True
-        metrics.jobs = self.counts
+        metrics.jobs, metrics.steps = self.counts, self.steps
         metrics.stored_bytes = lambda: store.num_bytes
 
     async def resume(self, model: str) -> int:
@@ -127,6 +127,12 @@ class VideoJobs:
         for record in self.store:
             counts[self._status(record)] += 1
         return counts
+
+    def steps(self) -> dict[str, int]:
+        """Denoising steps of the jobs that have not ended."""
+        live = [self.shown(r) for name in self._live if (r := self.store.get_or_none(name))]
+        done = sum(job.steps_done for job in live)
+        return {"done": done, "left": sum(job.num_inference_steps for job in live) - done}
 
     async def create(self, record: VideoRecord) -> None:
         """Take a job; 429 where as many as may be have not ended, 404 for one deleted meanwhile."""

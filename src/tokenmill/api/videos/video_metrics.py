@@ -24,6 +24,7 @@ class VideoMetrics(ServerMetrics):
     def __init__(self, model: str) -> None:
         super().__init__(model)
         self.jobs: Callable[[], dict[str, int]] = dict  # by state
+        self.steps: Callable[[], dict[str, int]] = dict  # of unfinished jobs, done or left
         self.stored_bytes: Callable[[], int] = lambda: 0
         self.ended: Counter[str] = Counter()  # by how: completed, failed or deleted
         self._workers: list[JobWorkerView] = []
@@ -48,6 +49,14 @@ class VideoMetrics(ServerMetrics):
         for state, count in self.jobs().items():
             states.add_metric([self._model, state], float(count))
         yield states
+        steps = GaugeMetricFamily(
+            "tokenmill_video_steps",
+            "Denoising steps of jobs that have not ended, done or left.",
+            labels=["model_name", "state"],
+        )
+        for state, count in self.steps().items():
+            steps.add_metric([self._model, state], float(count))
+        yield steps
         stored = GaugeMetricFamily(
             "tokenmill_video_storage_bytes", "Size of finished videos.", labels=["model_name"]
         )

@@ -77,6 +77,8 @@ class VideoObject(Answer, kw_only=True):
     num_inference_steps: int
     guidance_scale: float
     guidance_scale_2: float
+    schedule: str
+    approximations: list[str]  # the server's flags by which the video is not exact
     inference_seconds: dict[str, float]  # by part, once it is completed
 
 
@@ -129,5 +131,7 @@ def video_object(record: VideoRecord, progress: float = 0.0) -> VideoObject:
         num_inference_steps=params.num_steps,
         guidance_scale=params.guidance_scale,
         guidance_scale_2=params.guidance_scale_2,
+        schedule=params.schedule,
+        approximations=params.approximations,
         inference_seconds=record.seconds_of_parts,
     )

@@ -133,7 +133,7 @@ class VideoPreparer:
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         # A job that runs again, here or after a restart, has the noise that it had.
         seed = int.from_bytes(os.urandom(4), "big") if call.seed is None else call.seed
-        params = VideoParams(seed=seed, **given)
+        params = replace(self.config.job, seed=seed, **given)
         return replace(params, num_frames=self._num_frames(call, params))
 
     def _num_frames(self, call: VideoRequest, params: VideoParams) -> int:

@@ -196,7 +196,7 @@ def _gone(video_id: str) -> ApiError:
 
 
 class _VideoFile(FileResponse):
-    """The file of a job, which no other job pushes out while it is sent."""
+    """The file of a job, which stays until it is sent."""
 
     def __init__(self, store: VideoStore, record: VideoRecord) -> None:
         path, name = store.path(record), f"{record.id}.mp4"
@@ -205,7 +205,9 @@ class _VideoFile(FileResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._store.pinned(self._video_id):
-            if not await asyncio.to_thread(os.path.isfile, self.path):
+            # A job that is known now and pinned keeps its file, whoever deletes it from here on.
+            is_known = self._video_id in self._store
+            if not is_known or not await asyncio.to_thread(os.path.isfile, self.path):
                 raise _gone(self._video_id)
             await super().__call__(scope, receive, send)
 

@@ -46,6 +46,7 @@ class VideoStore:
         self.folder, self._max_bytes, self._max_records = folder, max_bytes, max_records
         self._lock = _locked(folder)
         self._records, self._pins = _load(folder), Counter[str]()
+        self._unpinned_last: set[str] = set()  # deleted ones whose files are still being sent
         finished = [record.id for record in self._records.values() if record.is_finished]
         self._sizes = {name: _size(folder, name) for name in finished}  # of all files of each
         self._writer = ThreadPoolExecutor(1, "video-store")
@@ -131,22 +132,32 @@ class VideoStore:
         return await self._finish(done, size)
 
     async def delete(self, video_id: str) -> None:
-        """Forget a job and its files; one that is gone already stays away."""
+        """Forget a job and its files; one that is gone already stays away.
+
+        Files that are being sent go when they have been sent, or with the next start.
+        """
         self._forget(video_id)
+        remove = _remove
+        if video_id in self._pins:
+            self._unpinned_last.add(video_id)
+            remove = _remove_record
         try:
-            await self._write(lambda: _remove(self.folder, video_id))
+            await self._write(lambda: remove(self.folder, video_id))
         except OSError as error:
             problem = f"the files of {video_id} cannot be removed: {error.strerror or error}"
             raise StoreError(problem) from None
 
     @contextlib.contextmanager
     def pinned(self, video_id: str) -> Iterator[None]:
-        """Other videos make room while the block runs, not this one."""
+        """This video has its files while the block runs, even if it is deleted meanwhile."""
         self._pins[video_id] += 1
         try:
             yield
         finally:
             self._pins -= Counter([video_id])
+            if video_id in self._unpinned_last and video_id not in self._pins:
+                self._unpinned_last.remove(video_id)
+                self._writer.submit(_remove_all, self.folder, [video_id])
 
     async def _finish(self, done: VideoRecord, size: int) -> VideoRecord:
         gone = [done.id]  # deleted meanwhile
@@ -296,9 +307,13 @@ def _sync(folder: Path) -> None:
 
 def _remove(folder: Path, video_id: str) -> None:
     """Remove a job for good: its record first, since files without one are removed at a start."""
+    _remove_record(folder, video_id)
+    _unlink(folder / f"{video_id}.{kind}" for kind in ("mp4", "png"))
+
+
+def _remove_record(folder: Path, video_id: str) -> None:
     _unlink([folder / f"{video_id}.json"])
     _sync(folder)
-    _unlink(folder / f"{video_id}.{kind}" for kind in ("mp4", "png"))
 
 
 def _remove_all(folder: Path, video_ids: Iterable[str]) -> None:

@@ -48,7 +48,7 @@ def video(settings: Settings) -> None:
     tokenmill bench video --random-weights --model wan-tiny --size 64x64 --frames 9
     """
     from tokenmill.bench.ceiling import measure_machine, peak_memory_mib
-    from tokenmill.video.pipeline import open_pipeline
+    from tokenmill.video.pipeline import choose_device, open_pipeline
     from tokenmill.video.video_job import check_job
     from tokenmill.video.video_ranks import load_ranks
 
@@ -56,7 +56,7 @@ def video(settings: Settings) -> None:
     checkpoint = open_pipeline(config)
     request = _request(settings, checkpoint.spec)
     parallel = settings.build(VideoParallel)
-    check_job(request, checkpoint.spec, parallel)
+    check_job(request, checkpoint.spec, parallel, choose_device(config))
     with console.progress("Loading weights", size_in_bytes=True) as loaded:
         pipeline = load_ranks(checkpoint, config, parallel, settings.get("offload"), loaded)
     console.note("Measuring the machine")
@@ -139,7 +139,7 @@ def _job(params: VideoParams) -> dict[str, Any]:
         "step_cache": params.step_cache,
         "attention_dtype": params.attention_dtype,
         "vae_tiles": params.vae_tiles,
-        "exact": not (params.step_cache or params.vae_tiles or params.rounds_attention),
+        "exact": not params.approximations,
     }
 
 

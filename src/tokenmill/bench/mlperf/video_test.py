@@ -167,7 +167,7 @@ def video_of(output: RequestOutput) -> Video:
 
 def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     """Run the test; its logs are in --submission-dir afterwards, and videos below them."""
-    from tokenmill.video.pipeline import open_pipeline
+    from tokenmill.video.pipeline import choose_device, open_pipeline
     from tokenmill.video.video_job import check_job
     from tokenmill.video.video_ranks import load_ranks, make_engine
 
@@ -175,7 +175,7 @@ def child_report(settings: Settings, run: bench.Run) -> MlperfReport:
     checkpoint = open_pipeline(config)
     samples = make_samples(settings, run, checkpoint, params)
     parallel = settings.build(VideoParallel)
-    check_job(samples[0].request, checkpoint.spec, parallel)
+    check_job(samples[0].request, checkpoint.spec, parallel, choose_device(config))
     pipeline = load_ranks(checkpoint, config, parallel, settings.get("offload"))
     engine = make_engine(pipeline)
     warm_up(engine, samples[0].request)

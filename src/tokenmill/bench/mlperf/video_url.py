@@ -25,6 +25,7 @@ from tokenmill.bench.mlperf.post_url import OK, Answer, Caller, PostUnderTest, f
 from tokenmill.bench.mlperf.presets import WAN
 from tokenmill.bench.mlperf.submission import VIDEOS
 from tokenmill.bench.mlperf.video_test import (
+    LOOSE,
     WARM_UP_STEPS,
     file_names,
     notices,
@@ -182,10 +183,13 @@ def check_job(url: str, asked: dict[str, Any], told: dict[str, Any]) -> None:
     for name in ("size", "num_frames", "num_inference_steps"):
         if name not in told:
             raise BenchError(f"{url} does not say the {name} of a video (GET {ROUTE}/ID)")
-    for name, value in asked.items():
+    for name, value in (asked | {"schedule": VideoParams().schedule}).items():
         if told.get(name, value) != value:
             problem = f"{name} {told[name]!r} instead of {value!r}"
             raise BenchError(f"{url} makes another video than it is asked for: {problem}")
+    if loose := {f"--{key}" for key in LOOSE}.intersection(told.get("approximations", ())):
+        flags = " and ".join(sorted(loose))
+        raise BenchError(f"{url} makes videos that are not exact: start it without {flags}")
 
 
 def server_report(settings: Settings, run: bench.Run) -> MlperfReport:
