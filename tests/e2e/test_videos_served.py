@@ -254,9 +254,10 @@ def test_a_folder_of_diffusers_is_served_as_a_video_model(
     (folder / "model_index.json").write_text("{}")
     flags = ["--workers", "2", "--offload", "--video-storage", "1GiB"]
     assert run(["serve", str(folder), *flags, "--attention-dtype", "int8-fp8"]) == 0
-    argv, _, videos, name, _, pool = started[0]
+    argv, _, videos, name, _, pool, num_ranks = started[0]
     assert (name, videos.video_storage_bytes) == ("my-wan", 2**30)
     assert (pool.workers, pool.hang_timeout_s) == (2, HANG_TIMEOUT_S)
+    assert num_ranks == 1
     assert videos.job == VideoParams(attention_dtype="int8-fp8")
     flag = "--attention-dtype=int8-fp8"
     assert {"--task=video", f"--model={folder}", "--offload", flag} <= set(argv)

@@ -79,7 +79,8 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
         logger.info(f"dashboard: {url}/dashboard")
 
     pool, videos = _pool(given), settings.build(VideoServerConfig, job=job)
-    serve_videos(_worker_command(given, pool), config, videos, name, on_listening, pool)
+    num_ranks = settings.build(VideoParallel).num_ranks
+    serve_videos(_worker_command(given, pool), config, videos, name, on_listening, pool, num_ranks)
 
 
 def _job(settings: Settings) -> VideoParams:

@@ -50,19 +50,21 @@ def serve_jobs(
     pool: PoolConfig,
     make_service: MakeService,
     on_listening: OnListening,
+    num_ranks: int = 1,
     **limits: int,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    `worker_argv` followed by "--address ADDRESS" starts a worker; `limits` are those of a JobPool.
-    Raises TokenmillError when the server cannot start or its workers cannot be kept alive.
+    `worker_argv` followed by "--address ADDRESS" starts a worker of `num_ranks`; `limits` are those
+    of a JobPool. Raises TokenmillError when the server cannot start or its workers cannot be kept
+    alive.
     """
     raise_file_limit()
     with (
         contextlib.closing(bind(config.host, config.port)) as listener,
         open_placement(pool) as placement,
     ):
-        jobs = JobPool(placement.spawner(worker_argv), pool, placement.host, **limits)
+        jobs = JobPool(placement.spawner(worker_argv, num_ranks), pool, placement.host, **limits)
         run_in_loop(_run(listener, jobs, config, make_service, on_listening))
 
 

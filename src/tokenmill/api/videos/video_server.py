@@ -45,17 +45,21 @@ def serve_videos(
     model: str,
     on_listening: OnListening,
     pool: PoolConfig,
+    num_ranks: int = 1,
 ) -> None:
     """Serve until SIGTERM or SIGINT; jobs that are not finished then run at the next start.
 
-    `worker_argv` followed by "--address ADDRESS" starts a worker; `on_listening` gets the URL and
-    what the first worker says of its model. Raises TokenmillError when the server cannot start, or
-    its workers cannot be kept alive.
+    `worker_argv` followed by "--address ADDRESS" starts a worker of `num_ranks`, each of which has
+    a GPU of its own where the machine has as many; `on_listening` gets the URL and what the first
+    worker says of its model. Raises TokenmillError when the server cannot start, or its workers
+    cannot be kept alive.
     """
     folder = Path(videos.video_dir or DEFAULT_FOLDER).expanduser()
     with contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store:
         make_service = partial(make_video_service, store, config, videos, model)
-        serve_jobs(worker_argv, config, pool, make_service, on_listening, max_per_worker=1)
+        serve_jobs(
+            worker_argv, config, pool, make_service, on_listening, num_ranks, max_per_worker=1
+        )
 
 
 async def make_video_service(

@@ -61,7 +61,8 @@ function drawJob(card, job) {
   card.querySelector("meter").value = job.progress;
   set(card.querySelector(".use em"), percent(job.progress / 100));
   const took = Object.values(job.inference_seconds).reduce((sum, seconds) => sum + seconds, 0);
-  const asked = `${job.size}, ${job.seconds} s, seed ${job.seed}`;
+  const loose = job.approximations.length ? `, not exact (${job.approximations.join(", ")})` : "";
+  const asked = `${job.size}, ${job.seconds} s, seed ${job.seed}${loose}`;
   const steps = `step ${job.steps_done} of ${job.num_inference_steps}`;
   set(card.querySelector(".steps"), `${asked} · ${took ? `made in ${time(1000 * took)}` : steps}`);
   set(card.querySelector(".wrong"), job.error ? job.error.message : "");
