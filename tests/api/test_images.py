@@ -11,9 +11,11 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import BytesIO, StringIO
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ URL = data_url(PNG)
 NUM_TOKENS = 12
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+STALL_S = 10.0  # a stream that is so long without a token hangs, on a busy machine too
 NUM_FUZZED = int(os.environ.get("TOKENMILL_FUZZED_IMAGES", "200"))
 
 
@@ -177,6 +180,10 @@ def test_messages(anthropic: Anthropic) -> None:
     counted = anthropic.messages.count_tokens(model=MODEL, messages=messages)
     cached = answer.usage.cache_read_input_tokens or 0
     assert counted.input_tokens == answer.usage.input_tokens + cached > NUM_TOKENS
+    assert answer.usage.model_extra == {"input_tokens_details": {"image_tokens": NUM_TOKENS}}
+    with anthropic.messages.stream(model=MODEL, max_tokens=20, messages=messages) as stream:
+        usage = stream.get_final_message().usage
+    assert usage.model_extra == {"input_tokens_details": {"image_tokens": NUM_TOKENS}}
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
     turns: Any = [
@@ -363,6 +370,24 @@ def test_the_same_image_is_a_prefix_hit_and_another_is_not(openai: OpenAI) -> No
         assert cached(url) >= 240
 
 
+def longest_gap(server: SimServer, over: Event) -> float:
+    """Seconds between two pieces of streams of text that follow each other until `over`."""
+    longest = 0.0
+    while not over.is_set():
+        with server.open_stream("count: 400", max_tokens=400) as stream, stream.makefile() as lines:
+            before = None
+            for line in lines:
+                if line.startswith("data: [DONE]"):
+                    break
+                if line.startswith("data: "):
+                    now = monotonic()
+                    longest = max(longest, now - (before or now))
+                    before = now
+            else:
+                pytest.fail("a stream ended without [DONE]")
+    return longest
+
+
 def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
     """Streams of text go on meanwhile, and every call ends in an answer or a 400.
 
@@ -388,7 +413,10 @@ def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
 
     statuses: Counter[int] = Counter()
     grown: list[int] = []
-    with ThreadPoolExecutor(5) as threads:
+    over = Event()
+    with ThreadPoolExecutor(6) as threads, ExitStack() as ending:
+        gap = threads.submit(longest_gap, server, over)
+        ending.callback(over.set)
         for _ in range(5):
             said = threads.map(say, range(NUM_FUZZED // 50))
             sent = [threads.submit(send, body()) for _ in range(NUM_FUZZED // 5)]
@@ -396,7 +424,9 @@ def test_fuzzed_images_never_fail_the_server(server: SimServer) -> None:
             assert list(said) == [str(index) for index in range(NUM_FUZZED // 50)]
             grown.append(resident_kib(server.process.pid))
     print(f"{statuses.total()} calls {dict(statuses)}, KiB of the server {grown}")
+    print(f"the longest gap of a stream of text beside them: {1e3 * gap.result():.0f} ms")
     assert set(statuses) == {200, 400}
+    assert 0 < gap.result() < STALL_S
     assert grown[-1] - grown[0] < 100 * 1024
     assert server.chat("say: still here").json["choices"][0]["message"]["content"] == "still here"
     wait_until(lambda: server.metric("requests_running") == 0, "no request is left")

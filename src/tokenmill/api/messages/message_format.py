@@ -24,12 +24,17 @@ class ThinkingTokens(Answer, kw_only=True):
     thinking_tokens: int = 0
 
 
+class ImageTokens(Answer, kw_only=True):
+    image_tokens: int
+
+
 class MessageUsage(Answer, kw_only=True):
-    """The prompt is the sum of the first three."""
+    """The prompt is the sum of the first three; its images' tokens are among these."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
+    input_tokens_details: ImageTokens | UnsetType = UNSET  # of prompts with images
     output_tokens: int
     output_tokens_details: ThinkingTokens
     receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
@@ -80,10 +85,12 @@ def message_usage(usage: Usage) -> MessageUsage:
     """The same counts under Anthropic's names: cached tokens are not among input_tokens."""
     details = usage.completion_tokens_details
     num_cached = usage.prompt_tokens_details.cached_tokens
+    num_image = usage.prompt_tokens_details.image_tokens
     num_thinking = 0 if details is UNSET else details.reasoning_tokens
     return MessageUsage(
         input_tokens=usage.prompt_tokens - num_cached,
         cache_read_input_tokens=num_cached,
+        input_tokens_details=UNSET if num_image is UNSET else ImageTokens(image_tokens=num_image),
         output_tokens=usage.completion_tokens,
         output_tokens_details=ThinkingTokens(thinking_tokens=num_thinking),
         receipt=usage.receipt,

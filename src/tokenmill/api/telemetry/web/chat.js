@@ -120,7 +120,14 @@ export function startChat(authorization) {
     const controller = new AbortController();
     busy(controller);
     const conversation = messages;
-    const image = await chosen().catch(() => null);
+    let image;
+    try {
+      image = await chosen();
+    } catch (error) {
+      const file = picture.files[0].name;
+      bubble("user", words).append(el("small", "wrong", `${file}: ${error.message}`));
+      return busy(null);
+    }
     conversation.push({ role: "user", content: spoken(words, image) });
     const asked = bubble("user", words);
     if (image !== null) asked.append(el("small", "", image.name));
