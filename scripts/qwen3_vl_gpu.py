@@ -521,20 +521,24 @@ def layers(args: argparse.Namespace, report: Report) -> None:
         "prefill": prefill / share,
         "decode": (OUT - 1) * step / size / share,
     }
-    predicted = 1 / sum(whole.values())
+    prefill_least = _prefill_least(built, lens, machine) / samples
+    decode_least = _decode_least(built, size, context, machine)
     figures = {
         "layers": count,
         "weights_gb": round(built.weight_bytes / 1e9, 1),
         "encode_ms": round(1e3 * encode["s"], 3),
         "encode_tflops": encode["tflops"],
         "prefill_tok_s": round(context / prefill, 1),
-        "prefill_share": round(_prefill_least(built, lens, machine) / samples / prefill, 4),
+        "prefill_roofline_tok_s": round(context / prefill_least, 1),
+        "prefill_share": round(prefill_least / prefill, 4),
         "decode_batch": size,
         "decode_context": context,
         "decode_ms": round(1e3 * step, 3),
-        "decode_share": round(_decode_least(built, size, context, machine) / step, 4),
-        "seconds_per_sample": {name: round(value, 4) for name, value in whole.items()},
-        "predicted_samples_s": round(predicted, 3),
+        "decode_roofline_ms": round(1e3 * decode_least, 3),
+        "decode_share": round(decode_least / step, 4),
+        "predicted_seconds_per_sample": {name: round(value, 4) for name, value in whole.items()},
+        "predicted_samples_s": round(1 / sum(whole.values()), 3),
+        "prediction": f"{ALL_LAYERS} layers for {count}, no time between GPUs; not measured",
         "red_hat_samples_s": RED_HAT,
     }
     report.add(**figures)
