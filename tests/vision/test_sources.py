@@ -103,6 +103,8 @@ def test_files_only_of_the_folder(tmp_path: Path) -> None:
             sources.read(f"file://{folder}/{name}")
     with pytest.raises(ImageError, match="--image-folder"):
         ImageSources(VisionConfig()).read(f"file://{folder}/a.png")
+    with pytest.raises(TokenmillError, match="--image-folder .*none: there is no such folder"):
+        ImageSources(VisionConfig(folder=str(folder / "none")))
 
 
 def test_only_allowed_hosts() -> None:

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from tokenmill.core.types import ImageError
+from tokenmill.core.types import ImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.addresses import AllowedHosts
 from tokenmill.vision.fetching import fetch
@@ -21,6 +21,8 @@ class ImageSources:
     def __init__(self, config: VisionConfig) -> None:
         self._allowed = AllowedHosts(config.hosts)
         self._folder = Path(config.folder).resolve() if config.folder is not None else None
+        if self._folder is not None and not self._folder.is_dir():
+            raise TokenmillError(f"--image-folder {config.folder}: there is no such folder")
         self._max_bytes = config.max_bytes
         self._timeout_s = config.timeout_s
 
