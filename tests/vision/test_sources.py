@@ -103,7 +103,7 @@ def test_files_only_of_the_folder(tmp_path: Path) -> None:
             sources.read(f"file://{folder}/{name}")
     with pytest.raises(ImageError, match="--image-folder"):
         ImageSources(VisionConfig()).read(f"file://{folder}/a.png")
-    with pytest.raises(TokenmillError, match="--image-folder .*none: there is no such folder"):
+    with pytest.raises(TokenmillError, match=r"--image-folder .*none: there is no such folder"):
         ImageSources(VisionConfig(folder=str(folder / "none")))
 
 
