@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
+# Tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What needs no server and no weights, but for the files that take longest or open a browser.
 QUICK := tests/core tests/sched tests/routing tests/text tests/plan tests/bench/results \
 	tests/test_imports.py tests/test_settings.py tests/test_recipes.py

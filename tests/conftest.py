@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,12 +15,16 @@ import pytest
 from tokenmill.models.checkpoints import store
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Commands under test hear Ctrl-C, even where the tests themselves run in the background.
 
     torch computes in one thread: teams of several test processes would wait for each other.
     Hypothesis draws the same examples in every run, and a slow machine is no failure.
+    No garbage is looked for among the modules of the tests, neither now nor later.
     """
+    gc.disable()
+    if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
+        config.args = own_order(config.workerinput)
     with suppress(ModuleNotFoundError):  # a GPU host may be without it
         from hypothesis import HealthCheck, settings
 
@@ -30,6 +35,16 @@ def pytest_configure() -> None:
         settings.load_profile("same")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def own_order(process: dict[str, Any]) -> list[str]:
+    """All tests, begun elsewhere by each process of xdist: the others find them compiled then."""
+    paths = sorted(Path(__file__).parent.glob("[!_]*/")) + sorted(
+        Path(__file__).parent.glob("test_*.py")
+    )
+    number = int(process["workerid"].removeprefix("gw"))
+    first = len(paths) * number // process["workercount"]
+    return [str(path) for path in paths[first:] + paths[:first]]
 
 
 # Files that take long, the longest first: begun late they would leave one process alone at the end.
@@ -48,10 +63,16 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(LONG) if name in item.nodeid), len(LONG))
+    def place(item: pytest.Item) -> tuple[int, Path]:
+        number = next((i for i, name in enumerate(LONG) if name in item.nodeid), len(LONG))
+        return number, item.path
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
