@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from light_processes import LightProcess
 from tokenmill.core.types import RequestOutput
 from tokenmill.workers.output_stream import OutputStream
 
@@ -36,9 +37,9 @@ class Spawner:
 
     def __init__(self, argv: list[str]) -> None:
         self.argv = argv
-        self.processes: list[asyncio.subprocess.Process] = []
+        self.processes: list[asyncio.subprocess.Process | LightProcess] = []
 
-    async def __call__(self, address: str) -> asyncio.subprocess.Process:
+    async def __call__(self, address: str) -> asyncio.subprocess.Process | LightProcess:
         process = await asyncio.create_subprocess_exec(*self.argv, "--address", address)
         self.processes.append(process)
         return process

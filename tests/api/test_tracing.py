@@ -23,7 +23,7 @@ from tokenmill.api.openai_routes import create_app
 from tokenmill.api.telemetry.tracing import NO_TRACING, OtelTracing, open_tracing
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.workers.pool import WorkerPool
-from workers.pools import kill, kv_worker_argv, prompt
+from workers.pools import KVSpawner, kill, prompt
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -84,8 +84,7 @@ class Traced:
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     folder = tmp_path_factory.mktemp("tiny")
     write_config(folder, max_position_embeddings=1024)
-    argv = kv_worker_argv(folder)
-    prefill, decode = Spawner([*argv, "--budget", "32"]), Spawner(argv)
+    prefill, decode = KVSpawner(folder, "--budget", "32"), KVSpawner(folder)
     config = PoolConfig(prefill=1, decode=1, remote_prefill_tokens=40, backoff_s=0.05)
     with asyncio.Runner() as runner:
         pool = runner.run(make_pool(decode, config, prefill))

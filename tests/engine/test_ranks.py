@@ -17,6 +17,7 @@ import torch
 import tiny_images
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
+from light_ranks import start_light_ranks
 from tiny_models import make_model, save, tame
 from tokenmill.bench.commands.eplb import TINY
 from tokenmill.core.codec import dumps, loads
@@ -145,6 +146,13 @@ def test_experts_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
     two.close()
 
 
+@pytest.fixture
+def light_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above has a program of its own as its other rank; elsewhere a fork will do."""
+    start_light_ranks(monkeypatch)
+
+
+@pytest.mark.usefixtures("light_ranks")
 def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
     model = forgetful(tame(make_model("deepseek-v3"), 0.3))
     folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
@@ -214,6 +222,7 @@ def check_that_caches_are_found(ranks: Engine) -> None:
     assert router.index.num_blocks("ranks") == len(ranks.kv_dump().hashes)
 
 
+@pytest.mark.usefixtures("light_ranks")
 @pytest.mark.parametrize("variant", ["gpt-oss", "qwen3-tied", "deepseek-v3"])
 def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
     tmp_path: Path, variant: str
@@ -234,6 +243,7 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
             assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
 
 
+@pytest.mark.usefixtures("light_ranks")
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention_dp": True}])
 def test_two_ranks_see_images(tmp_path: Path, parallel: dict[str, Any]) -> None:
     folder = save(tame(make_model("qwen3-vl-moe", vocab_size=67), 0.3), tmp_path)
@@ -247,6 +257,7 @@ def test_two_ranks_see_images(tmp_path: Path, parallel: dict[str, Any]) -> None:
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
 
 
+@pytest.mark.usefixtures("light_ranks")
 def test_two_ranks_of_a_model_that_slides(tmp_path: Path) -> None:
     folder = save(tame(make_model("gemma3", vocab_size=67), 0.3), tmp_path)
     with engine(folder) as one:

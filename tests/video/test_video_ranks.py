@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from light_ranks import start_light_ranks
 from tokenmill.__main__ import run
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.specs.wan import A14B, TINY
@@ -28,7 +29,6 @@ from tokenmill.video import video_ranks
 from tokenmill.video.pipeline import Pipeline, load_pipeline
 from tokenmill.video.video_engine import VideoEngine
 from video import small_memory_rank
-from video.light_ranks import start_light_ranks
 
 CONFIG = ModelConfig(model="wan-tiny", random_weights=True, device="cpu", num_threads=1)
 PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=2, negative_token_ids=(9, 8))

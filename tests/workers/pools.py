@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 
 from api.streams import Spawner
+from light_processes import LightProcess, start_program
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.workers.pool import WorkerPool
 
-KV_WORKER = str(Path(__file__).with_name("kv_worker.py"))
+KV_WORKER = "workers.kv_worker"
 
 
-def kv_worker_argv(folder: Path) -> list[str]:
-    """The command of a worker with a tiny model whose KV moves, but for its address."""
-    return [sys.executable, KV_WORKER, "--model", str(folder), "--connector", "shm"]
+class KVSpawner(Spawner):
+    """Starts workers with a tiny model whose KV moves."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        super().__init__(["--model", str(folder), "--connector", "shm", *arguments])
+
+    async def __call__(self, address: str) -> LightProcess:
+        process = start_program(KV_WORKER, *self.argv, "--address", address)
+        self.processes.append(process)
+        return process
 
 
 def kill(workers: Spawner) -> None:

@@ -29,7 +29,7 @@ from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.pool import WorkerPool
-from workers.pools import kill, kv_worker_argv, prompt, told
+from workers.pools import KVSpawner, kill, prompt, told
 
 GENEROUS_S = 120.0
 MIN_TOKENS = 40
@@ -151,8 +151,7 @@ def pair(folder: Path) -> Iterator[Pair]:
         heartbeat_s=0.2,
         max_migrations=5,
     )
-    argv = kv_worker_argv(folder)
-    prefill, decode = Spawner([*argv, "--budget", "16"]), Spawner(argv)
+    prefill, decode = KVSpawner(folder, "--budget", "16"), KVSpawner(folder)
     answer = whole_engine(folder)
     with asyncio.Runner() as runner:
         context = running(prefill, decode, config)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from light_processes import LightProcess, start_program
 from tiny_configs import write_config
 from tokenmill.core.kv import PREFILLED, KVAddress, KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
@@ -42,12 +43,11 @@ class Worker:
 
     def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
         self.link = WorkerLink(on_message)
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: LightProcess | None = None
 
     async def start(self, *arguments: str) -> KVAddress:
-        async def spawn(address: str) -> asyncio.subprocess.Process:
-            argv = [sys.executable, KV_WORKER, "--address", address, *arguments]
-            self.process = await asyncio.create_subprocess_exec(*argv)
+        async def spawn(address: str) -> LightProcess:
+            self.process = start_program(KV_WORKER, "--address", address, *arguments)
             return self.process
 
         facts = await self.link.start(spawn)
