@@ -1,14 +1,19 @@
-"""One way to run the golden tests, in a process of its own: `golden_way.py FOLDER [without-numba]`.
+"""Ways to run the golden tests, each in a fork that has computed nothing: `golden_way.py FOLDER`.
 
-FOLDER holds tiny models by name. Prints what each answers as a line of JSON, then runs the tests.
+FOLDER holds tiny models by name. stdin is a JSON object: for each way, what its environment has
+beside this one's, and its flags (answers-only, without-numba). A way writes into FOLDER.NAME what
+each model answers as a line of JSON, then what its tests print. The exit codes are printed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
+import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +59,62 @@ def answers(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    if "without-numba" in sys.argv:
-        sys.modules["numba"] = None  # type: ignore[assignment]
-    sys.path.append(str(TESTS))
+def run_tests() -> int:
     import pytest
+
+    from tokenmill.kernels import cpu_kernels
+
+    files = [str(TESTS / "engine" / name) for name in FILES]
+    selected = f"({SELECTED}) and not gemma3"
+    selected = selected if cpu_kernels() else f"{selected} and not int8"
+    return int(pytest.main([*files, "-k", selected, "-p", "no:cacheprovider", "-rA"]))
+
+
+def run_way(folder: Path, flags: list[str]) -> int:
     import torch
 
+    if "without-numba" in flags:
+        sys.modules["numba"] = None  # type: ignore[assignment]
     from tokenmill.kernels import cpu_kernels
 
     facts = {
         "compiled": cpu_kernels(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "library_bits": library_bits(),
-        "answers": answers(Path(sys.argv[1])),
+        "answers": answers(folder),
     }
     print(json.dumps(facts), flush=True)
-    if "answers-only" in sys.argv:
-        return 0
-    files = [str(TESTS / "engine" / name) for name in FILES]
-    selected = f"({SELECTED}) and not gemma3"
-    selected = selected if cpu_kernels() else f"{selected} and not int8"
-    return int(pytest.main([*files, "-k", selected, "-p", "no:cacheprovider"]))
+    return 0 if "answers-only" in flags else run_tests()
+
+
+def fork_way(folder: Path, name: str, settings: dict[str, str], flags: list[str]) -> int:
+    """The exit code of a way. torch and its libraries read the settings when they first compute."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    output = os.open(folder.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(settings)
+    code = 1
+    try:
+        code = run_way(folder, flags)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    sys.path.append(str(TESTS))
+    import torch.distributed.tensor  # noqa: F401  (torch.testing imports it at its first use)
+
+    for name in ("llama", "mixtral", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+        import_module(f"transformers.models.{name}.modeling_{name}")
+    import_module("tiny_models")
+    ways, folder = json.load(sys.stdin), Path(sys.argv[1])
+    print(json.dumps({name: fork_way(folder, name, *way) for name, way in ways.items()}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
