@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.scripted_server import scripted_server
+from light_processes import run_benchmark
 from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import bench_commands, ladder
@@ -38,6 +39,18 @@ class Bare(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
 
+# Prints the exit status, stdout and stderr of each command line.
+RUN_EACH = """
+import contextlib, io, json, sys
+from tokenmill.__main__ import run
+ends = []
+for line in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ends.append((run(line), out.getvalue(), err.getvalue()))
+json.dump(ends, sys.stdout)
+"""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -59,13 +72,16 @@ def flags(model: Path, workload: Path) -> list[str]:
 
 
 def bare_python(
-    tmp_path: Path, *arguments: str, absent: set[str] = ABSENT
+    tmp_path: Path,
+    *arguments: str,
+    absent: set[str] = ABSENT,
+    program: tuple[str, str] = ("-m", "tokenmill"),
 ) -> subprocess.CompletedProcess[str]:
     """`python -m tokenmill` that finds nothing of `absent`, in its children as well."""
     (tmp_path / "sitecustomize.py").write_text(f"ABSENT = {absent!r}\n{HIDE}")
     paths = [str(tmp_path), *(path for path in sys.path if path)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "tokenmill", *arguments]
+    command = [sys.executable, *program, *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=300, check=False
     )
@@ -115,23 +131,25 @@ def test_ladder_and_scheduler_need_no_more(flags: list[str], tmp_path: Path) -> 
 
 
 def test_bare_command_line_has_the_same_flags_and_errors(tmp_path: Path) -> None:
-    for name, command in bench_commands().items():
-        if name in NEED_TYPER:
-            continue
-        result = bare_python(tmp_path, "bench", name, "--help")
-        assert result.returncode == 0, result.stderr
-        for setting in (s for group in command.panels.values() for s in group):
-            assert f"--{setting.key}" in result.stdout
-        assert "[bold]" not in result.stdout and "[dim]" not in result.stdout
-    for arguments, message in (
+    commands = {n: each for n, each in bench_commands().items() if n not in NEED_TYPER}
+    errors = (
         (["bench", "throughput", "--rounds", "x"], "--rounds must be a whole number from 1 to 100"),
         (["bench", "throughput", "--round", "1"], "unrecognized arguments: --round 1"),
         (["serve"], "typer, rich, pydantic are not installed, so there is only tokenmill bench"),
         ([], "typer, rich, pydantic are not installed, so there is only tokenmill bench"),
-    ):
-        result = bare_python(tmp_path, *arguments)
-        assert result.returncode == 2
-        assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+    )
+    lines = [["bench", name, "--help"] for name in commands] + [line for line, _ in errors]
+    result = bare_python(tmp_path, json.dumps(lines), program=("-c", RUN_EACH))
+    assert result.returncode == 0, result.stderr
+    ends = json.loads(result.stdout)
+    for command, (status, stdout, stderr) in zip(commands.values(), ends, strict=False):
+        assert status == 0, stderr
+        for setting in (s for group in command.panels.values() for s in group):
+            assert f"--{setting.key}" in stdout
+        assert "[bold]" not in stdout and "[dim]" not in stdout
+    for (_, message), (status, _, stderr) in zip(errors, ends[len(commands) :], strict=True):
+        assert status == 2
+        assert stderr.startswith(f"error: {message}") and stderr.count("\n") == 1
 
 
 def test_bare_endpoint_needs_its_own_packages_alone(tmp_path: Path) -> None:
@@ -159,6 +177,7 @@ def test_a_ladder_goes_on_after_a_rung_that_fails(
         monkeypatch.setattr(
             getattr(ladder, name), "__defaults__", ((ladder.RUNGS[0], broken, mended),)
         )
+    monkeypatch.setattr(ladder, "run_benchmark", run_benchmark)
     assert run(["bench", "ladder", *flags]) == 1
     captured = capfd.readouterr()
     report = json.loads(captured.out.splitlines()[-1])

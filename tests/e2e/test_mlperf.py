@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from light_processes import run_benchmark
 from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
@@ -64,6 +65,12 @@ def test_quick_offline_on_the_default_model(
 
 
 @pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forks here; the test above starts processes as a user does."""
+    monkeypatch.setattr(mlperf, "run_benchmark", run_benchmark)
+
+
+@pytest.fixture
 def tiny(folder: Path) -> list[str]:
     """Flags of a tiny model with random weights and a tokenizer."""
     path = save_folder(byte_level(), folder / "tiny", eos_token="<|im_end|>")
@@ -71,6 +78,7 @@ def tiny(folder: Path) -> list[str]:
     return ["--model", str(path), "--random-weights", "--num-threads", "1", "--dtype", "fp32"]
 
 
+@pytest.mark.usefixtures("light")
 def test_accuracy_on_a_dataset(
     tiny: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +97,7 @@ def test_accuracy_on_a_dataset(
     assert {entry["qsl_idx"] for entry in answers} == {0, 1}
 
 
+@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("scenario", ["Offline", "Server"])
 def test_compliance_runs_beside_the_benchmark(
     scenario: str, tiny: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
@@ -111,6 +120,7 @@ def test_compliance_runs_beside_the_benchmark(
     assert "Found Audit Config file" not in plain.read_text()
 
 
+@pytest.mark.usefixtures("light")
 def test_a_closed_folder_keeps_the_checker_s_rules(
     tiny: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
