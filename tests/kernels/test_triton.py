@@ -67,10 +67,24 @@ KERNELS = {
 }
 
 
+DEADLY = """
+import os
+CHECKS = {
+    "dies": lambda _: os.kill(os.getpid(), 9),
+    "fails": lambda _: 1 / 0,
+    "passes": lambda _: None,
+}
+"""
+
+
 @pytest.fixture(scope="module")
-def faults() -> dict[str, dict[str, str]]:
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """What went wrong, by module and check."""
-    return run_checks(KERNELS)
+    folder = tmp_path_factory.mktemp("deadly")
+    (folder / "deadly_parity.py").write_text(DEADLY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        return run_checks([*KERNELS, "deadly_parity"])
 
 
 @pytest.mark.parametrize("module", KERNELS)
@@ -87,11 +101,7 @@ def test_triton_matches_reference(
     assert not faults[module][kernel], faults[module][kernel]
 
 
-def test_a_check_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os\nCHECKS = {'dies': lambda _: os.kill(os.getpid(), 9), "
-    code += "'fails': lambda _: 1 / 0, 'passes': lambda _: None}\n"
-    (tmp_path / "deadly_parity.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    found = run_checks(["deadly_parity"])["deadly_parity"]
+def test_a_check_that_dies_is_told(faults: dict[str, dict[str, str]]) -> None:
+    found = faults["deadly_parity"]
     assert found["dies"].endswith("code -9") and "ZeroDivisionError" in found["fails"]
     assert found["passes"] == ""

@@ -1,14 +1,13 @@
 """Models divided over ranks: one rank's answer; and what cannot be divided."""
 
-import os
-import sys
+import time
 from pathlib import Path
-from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 import pytest
 import torch
 
+from light_processes import light_processes, print_to
 from tiny_models import SMALL, VARIANTS, make_model, save, tame
 from tokenmill.core.config import ParallelConfig
 from tokenmill.core.types import ModelLoadError
@@ -18,7 +17,6 @@ from tokenmill.models import spec_of
 from tokenmill.models.checkpoints.shards import plan_layout
 from tokenmill.parallel import ALONE, Layout, Ranks
 
-CHECKS = Path(__file__).parent / "rank_checks.py"
 TIMEOUT_S = 300
 SIZE = 4
 VOCAB_SIZE = 67  # which SIZE does not divide
@@ -26,16 +24,23 @@ MODELS = ("deepseek-v3", "gemma3", "gpt-oss", "llama-bias", "mixtral", "qwen3-mo
 UNEVEN = {"tp": 4, "num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
 
 
-def test_ranks_give_the_answer_of_one(tmp_path: Path) -> None:
+def test_ranks_give_the_answer_of_one(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for name in MODELS:
         save(tame(make_model(name, vocab_size=VOCAB_SIZE), 0.3), tmp_path / name)
-    roots = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(roots), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(CHECKS)]
-    options: dict[str, Any] = {"env": env, "stdout": PIPE, "stderr": STDOUT, "text": True}
-    ranks = [Popen([*command, str(r), str(SIZE), str(tmp_path)], **options) for r in range(SIZE)]
-    told = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(told)
+    environ, ranks = {"GLOO_SOCKET_IFNAME": "lo"}, []
+    outputs = [tmp_path_factory.mktemp("output") / "lines" for _ in range(SIZE)]
+    for rank, output in enumerate(outputs):
+        arguments = [str(rank), str(SIZE), str(tmp_path)]
+        given = ((str(output), str(output)), "models.rank_checks", arguments, environ)
+        ranks.append(light_processes().Process(target=print_to, args=given, daemon=True))
+        ranks[-1].start()
+    deadline = time.monotonic() + TIMEOUT_S
+    for process in ranks:
+        process.join(deadline - time.monotonic())
+    told = "\n".join(output.read_text() for output in outputs)
+    assert [process.exitcode for process in ranks] == [0] * SIZE, told
 
 
 def test_results_in_parts_travel_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
