@@ -34,8 +34,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture
-def build(checkpoints: Checkpoints) -> Iterator[Build]:
-    """Builds an engine of setups.py by its name; the kernels' switches are left as by default."""
-    yield lambda name: SETUPS[name].build(checkpoints, "cuda")
+@pytest.fixture(autouse=True)
+def default_mode() -> Iterator[None]:
+    """The kernels' switches, which every engine sets, are left as by default."""
+    yield
     set_mode(ExecutionConfig())
+
+
+@pytest.fixture
+def build(checkpoints: Checkpoints) -> Build:
+    """Builds an engine of setups.py by its name."""
+    return lambda name: SETUPS[name].build(checkpoints, "cuda")
