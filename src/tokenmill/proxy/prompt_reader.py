@@ -27,7 +27,7 @@ from tokenmill.text.tokenizer import Tokenizer, TokenizerOrigin, load_tokenizer
 from tokenmill.vision.processor import ImageProcessor
 
 THREAD_BYTES = 20_000  # longer ones are tokenised on another thread at least
-MAX_TOKENS = 1 << 20  # of a long prompt that the router gets: more than contexts hold
+MAX_TOKENS = 1 << 18  # of a long prompt that the router gets: to hash more would hold streams up
 
 _log = logging.getLogger(__name__)
 
