@@ -279,7 +279,7 @@ TIERS_SETUPS = {
     "tiers-off": _tiers(None),
     "tiers-host": _tiers("host=64MiB"),
     "tiers-host-fast": replace(_tiers("host=64MiB"), execution=DEFAULT),
-    "tiers-disk": _tiers("host=768KiB,disk={folder}/kv:64MiB"),
+    "tiers-disk": _tiers("host=1536KiB,disk={folder}/kv:64MiB"),
     "tiers-windows-off": _tiers(None, "gemma3"),
     "tiers-windows": _tiers("host=64MiB", "gemma3"),
 }
