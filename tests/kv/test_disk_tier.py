@@ -172,7 +172,7 @@ from tokenmill.kv.tiers import disk_tier
 from tokenmill.sched.cache.tiers import block_name
 
 folder, first, dies = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "dies"
-tier = disk_tier.DiskTier(folder, 40_000, bytes(16))
+tier = disk_tier.DiskTier(folder, 50_000, bytes(16))
 for number in range(first, first + 40):
     page = [np.full(1000, number % 256, np.uint8)]
     if dies and number == first + 20:  # in the middle of a file
@@ -182,7 +182,10 @@ for number in range(first, first + 40):
 
 
 def test_processes_share_a_folder(tmp_path: Path) -> None:
-    """Two write at once and one of them is killed: the bound holds, and what is there is whole."""
+    """Two write at once and one of them is killed: the bound holds, and what is there is whole.
+
+    Three quarters of their blocks fit, so some of both are left whoever comes first.
+    """
     workers = [
         subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), *rest])
         for rest in (("0", "lives"), ("100", "dies"))
@@ -191,8 +194,8 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     found = files(tmp_path)
     torn = [path for path in found if path.name.startswith(".")]
     total = sum(path.stat().st_size for path in found)
-    assert len(torn) == 1 and usage(tmp_path) == total <= 40_000
-    third = DiskTier(str(tmp_path), 40_000, ROOT)
+    assert len(torn) == 1 and usage(tmp_path) == total <= 50_000
+    third = DiskTier(str(tmp_path), 50_000, ROOT)
     assert len(third) == len(found) - 1
     out = page(0)
     for held in third.names():
@@ -202,7 +205,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     assert {hash_of(held) < 100 for held in third.names()} == {True, False}
     for number in range(200, 240):  # the rest of a file counts until it is old
         assert third.write(name(number), page(number))
-    assert usage(tmp_path) == sum(path.stat().st_size for path in files(tmp_path)) <= 40_000
+    assert usage(tmp_path) == sum(path.stat().st_size for path in files(tmp_path)) <= 50_000
 
 
 def test_the_rate_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
