@@ -38,7 +38,7 @@ _MISCOUNT = End(
     FinishReason.ERROR,
     error="the step sampled tokens for an unfinished prompt, or none for a finished one",
 )
-_FEW_WAITING = 2  # requests, or fewer, wait or have images ahead where one is encoded in parts
+_FEW_WAITING = 2  # an image is encoded in parts while no more requests wait or have images ahead
 _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 
 
