@@ -304,6 +304,16 @@ RANKS_SETUPS = {
 }
 
 
+# Steps of many sizes, each with prompts beside requests that decode.
+_MIXED = replace(LIMITS, max_num_batched_tokens=120)
+MIXED_FAMILIES = ("qwen3", "gemma3", "gpt-oss", "qwen3-moe")
+MIXED_SETUPS = {
+    f"mixed-{family}{suffix}": EngineSetup(family, execution, limits=_MIXED)
+    for family in MIXED_FAMILIES
+    for suffix, execution in (("", INVARIANT), ("-eager", EAGER))
+}
+
+
 def drafting(execution: ExecutionConfig, depth: int = 3) -> ExecutionConfig:
     return replace(execution, mtp=depth, mtp_adaptive=False)
 
@@ -355,6 +365,7 @@ SETUPS: dict[str, EngineSetup] = (
     | QWEN3_VL_SETUPS
     | TIERS_SETUPS
     | RANKS_SETUPS
+    | MIXED_SETUPS
     | DRAFTED_QWEN3
     | DRAFTED_LLAMA
     | SMOLLM2

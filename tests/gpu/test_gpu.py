@@ -16,7 +16,7 @@ import triton_parity
 import triton_wan_parity
 
 from driver import Answer, complete
-from gpu.setups import SETUPS, Checkpoints, prompts
+from gpu.setups import MIXED_FAMILIES, SETUPS, Checkpoints, prompts
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.engine import LanguageEngine
@@ -56,6 +56,21 @@ def test_graphs_and_overlap_give_what_the_plain_loop_gives(build: Build) -> None
         engine = build(name).engine
         assert tokens(complete(engine, prompts(), GREEDY)) == expected
         assert tokens(complete(engine, prompts(), replace(GREEDY, logprobs=None))) == expected
+
+
+@pytest.mark.parametrize("family", MIXED_FAMILIES)
+def test_pieces_of_mixed_steps_give_the_bits_of_plain_ones(build: Build, family: str) -> None:
+    """Padded, and with attention between graphs; twice, so that no step reads another's rows."""
+    eager, by_graph = build(f"mixed-{family}-eager"), build(f"mixed-{family}")
+    graphs = by_graph.runner.plain.graphs
+    assert graphs is not None and eager.runner.plain.graphs is None
+    expected = complete(eager.engine, prompts(), GREEDY)
+    for _ in range(2):
+        found = complete(by_graph.engine, prompts(), GREEDY)
+        assert tokens(found) == tokens(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert [x.logprobs for x in ours.logprobs] == [x.logprobs for x in theirs.logprobs]
+    assert graphs.num_replayed > 4
 
 
 def test_preemption_and_sampling_do_not_depend_on_overlap(build: Build) -> None:

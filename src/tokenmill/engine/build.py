@@ -259,7 +259,9 @@ def make_engine(
     _warm_up(runner, setup, part.kv_tokens, grammar_vocab is not None)
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
-        report = runner.capture(scheduler.num_seqs, limits, capture_progress, execution.mtp)
+        report = runner.capture(
+            scheduler.num_seqs, limits, capture_progress, execution.mtp, scheduler.budget
+        )
         _log.info("%s", report.describe())
         # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
         # blocks it may write.

@@ -11,6 +11,7 @@ from tokenmill.core.types import StepResult, TokenLogprobs
 from tokenmill.engine.drafts.proposer import Proposer
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
+from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
 from tokenmill.engine.images import StepImages
 from tokenmill.engine.inputs import InputBuilder, Inputs
@@ -32,7 +33,7 @@ class Executor(Protocol):
 
 
 class PlainExecutor:
-    """Steps of any shape, operation by operation."""
+    """Steps of any shape: by the graphs of their pieces if there are any, or by operations."""
 
     def __init__(
         self,
@@ -45,11 +46,10 @@ class PlainExecutor:
     ) -> None:
         self._model, self._layers, self._builder = model, layers, builder
         self._proposer, self._sampler, self._images = proposer, sampler, images
+        self.graphs: PiecewiseGraphs | None = None
 
     def launch(self, batch: Batch) -> Launched:
-        seen = None if self._images is None else self._images.rows(batch)
-        inputs = self._builder.build(batch)
-        hidden = self._model.forward(inputs.token_ids, self._layers, inputs.attention, seen)
+        inputs, hidden = self._forward(batch)
         launched = Launched(StepResult([[] for _ in batch.items]), inputs.ready)
         self._score_prompts(batch, hidden, launched.result)
         tokens = inputs.slots
@@ -66,6 +66,19 @@ class PlainExecutor:
                 self._builder.last_tokens.index_copy_(0, inputs.slots.long(), tokens)
         proposed = self._propose(batch, inputs, hidden, tokens)
         return self._sampler.send(launched, tokens if inputs.ready else None, proposed)
+
+    def _forward(self, batch: Batch) -> tuple[Inputs, torch.Tensor]:
+        """The step's tensors, and the hidden states of its tokens."""
+        seen = None if self._images is None else self._images.rows(batch)
+        if self.graphs is not None and seen is None:
+            size = self.graphs.size_for(batch.num_tokens)
+            if size is not None:
+                inputs = self._builder.build(batch, size)
+                return inputs, self.graphs.run(inputs)
+        inputs = self._builder.build(batch)
+        return inputs, self._model.forward(
+            inputs.token_ids, self._layers, inputs.attention, seen
+        )
 
     def _propose(
         self, batch: Batch, inputs: Inputs, hidden: torch.Tensor, tokens: torch.Tensor

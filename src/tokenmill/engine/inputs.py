@@ -133,14 +133,22 @@ class InputBuilder:
         by_sequence = positions.view(rows.shape[0], -1)
         return (by_sequence + self._shifts[rows.long(), None]).view(-1)
 
-    def build(self, batch: Batch) -> Inputs:
-        """Flatten the items' new tokens and say where each stands in the cache."""
+    def build(self, batch: Batch, size: int | None = None) -> Inputs:
+        """Flatten the items' new tokens and say where each stands in the cache.
+
+        What is missing to a `size` of tokens is one more sequence, of the tables' last row.
+        """
         items = batch.items
         lens = np.array([n for _, n in items], np.int64)
         contexts = np.array([seq.num_computed_tokens for seq, _ in items], np.int64)
         rows = np.array([seq.slot for seq, _ in items], np.int64)
+        token_ids = _token_ids(items)
+        if padding := 0 if size is None else size - len(token_ids):
+            ends = (lens, padding), (contexts, 0), (rows, self.tables.pad_row)
+            lens, contexts, rows = (np.append(array, last) for array, last in ends)
+            token_ids = np.append(token_ids, np.zeros(padding, np.int64))
         starts = np.concatenate([[0], np.cumsum(lens)])
-        owners = np.repeat(np.arange(len(items)), lens)
+        owners = np.repeat(np.arange(len(lens)), lens)
         positions = np.arange(starts[-1]) - starts[owners] + contexts[owners]
         beyond = [num_drafts(item) for item in items]
         ready = [i for i, count in enumerate(beyond) if count >= 0]
@@ -153,7 +161,7 @@ class InputBuilder:
         tiles = [array for plan in plans for array in (plan.seqs, plan.starts)]
         sent = self.staging.send(
             [
-                _token_ids(items),
+                token_ids,
                 positions,
                 rows[owners],
                 starts,

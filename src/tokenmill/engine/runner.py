@@ -19,6 +19,11 @@ from tokenmill.engine.executors import (
 from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Progress, capture_all
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs
+from tokenmill.engine.graphs.piecewise_graphs import (
+    PiecewiseGraphs,
+    most_tokens,
+    piecewise_sizes,
+)
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
 from tokenmill.engine.images import GroupEncoder, StepImages
 from tokenmill.engine.inputs import InputBuilder
@@ -89,11 +94,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(
-        self, max_size: int, limits: CaptureLimits, progress: Progress | None = None, depth: int = 0
+        self,
+        max_size: int,
+        limits: CaptureLimits,
+        progress: Progress | None = None,
+        depth: int = 0,
+        budget: int = 0,
     ) -> CaptureReport:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
-        Where images are encoded here, small groups of them, too. The cache's last block is padding.
+        The pieces of other steps of up to `budget` tokens, too, unless a module drafts. Where images are encoded here, small groups of them, too. The cache's last block is padding.
         All graphs share one pool of memory.
         """
         pool = torch.cuda.graph_pool_handle()
@@ -104,11 +114,17 @@ class ModelRunner:
         jobs = decode.jobs(pool) + self.prompts.graphs.jobs(pool)
         for graphs in self.drafts.graphs.values():
             jobs += graphs.jobs(pool)
+        if self.proposer is None and budget:
+            self.add_piecewise_graphs(piecewise_sizes(most_tokens(self.model.spec, budget)))
+        pieces = self.plain.graphs
+        jobs += [] if pieces is None else pieces.jobs(pool)
         encoder = None if self._encode is None else self._encode.add_graphs()
         jobs += [] if encoder is None else encoder.jobs(pool)
         torch.cuda.empty_cache()  # else what the warm-up left would hide what graphs take
         report = capture_all(jobs, limits, progress)
         decode.start(report)
+        if pieces is not None:
+            report.piecewise_tokens = pieces.start()
         if encoder is not None:
             encoder.start()
         self.decode.graphs = decode
@@ -123,6 +139,10 @@ class ModelRunner:
         self.prompts.graphs = PromptGraphs(
             self.model, self.layers, self.builder, self.proposer, depth
         )
+
+    def add_piecewise_graphs(self, sizes: list[int]) -> None:
+        """Pad steps that nothing else takes to these numbers of tokens."""
+        self.plain.graphs = PiecewiseGraphs(self.model, self.layers, self.builder, sizes)
 
     def add_draft_graphs(self, max_size: int, depth: int) -> None:
         """Run steps of 1 to `depth` drafts for each sequence in shapes of their own."""

@@ -6,7 +6,9 @@ v_cache is [blocks, kv_heads, block_size, head_dim], and on a GPU k_cache too. O
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +71,16 @@ class AttentionBatch:
     tiles: tuple[QueryTiles, ...]  # one launch each
     # The same for each group of sliding layers, where these have slots and tables of their own.
     sliding: tuple[AttentionBatch, ...] = ()
+    # Where a step is captured in pieces: called as between(attend, *tensors), it takes what attends
+    # and calls attend(*tensors, batch) itself between two pieces. The last tensor is the output.
+    between: Callable[..., None] | None = None
+
+    def attend(self, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Call attend(*tensors, batch) now, or let it be called between two pieces of a step."""
+        if self.between is None:
+            attend(*tensors, self)
+        else:
+            self.between(attend, *tensors)
 
 
 def plan_tiles(
@@ -277,15 +289,27 @@ def paged_attention(
     With window > 0 a query sees itself and the window - 1 keys before it. sinks[heads], fp32, are
     scores of one more key for each head, which every query sees and whose value is zero.
     """
-    if not (use_triton(q) or _compiled(v_cache)):
-        return paged_attention_reference(q, k_cache, v_cache, batch, num_heads, window, sinks)
-    kernels = triton_kernels if q.is_cuda else compiled
     out = torch.empty(q.shape[0], num_heads * v_cache.shape[3], dtype=q.dtype, device=q.device)
-    for tiles in batch.tiles:
-        kernels("attention").paged_attention(
-            q, out, k_cache, v_cache, tiles, batch, num_heads, window, sinks
-        )
+    kind = (k_cache, v_cache), num_heads, window, sinks
+    batch.attend(partial(_paged_attention_into, *kind), q, out)
     return out
+
+
+def _paged_attention_into(
+    caches: tuple[torch.Tensor, torch.Tensor],
+    num_heads: int,
+    window: int,
+    sinks: torch.Tensor | None,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    batch: AttentionBatch,
+) -> None:
+    if not (use_triton(q) or _compiled(caches[1])):
+        out.copy_(paged_attention_reference(q, *caches, batch, num_heads, window, sinks))
+        return
+    launch = (triton_kernels if q.is_cuda else compiled)("attention").paged_attention
+    for tiles in batch.tiles:
+        launch(q, out, *caches, tiles, batch, num_heads, window, sinks)
 
 
 def paged_attention_reference(

@@ -8,6 +8,8 @@ are one kernel. The torch reference sums in float64.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tokenmill.kernels import (
@@ -112,15 +114,26 @@ def latent_attention(
 
     Returns the weighted latents, [t, heads, kv_rank].
     """
-    if not (use_triton(q) or _compiled(q, latent_cache)):
-        return latent_attention_reference(q_latent, q, rope_cache, latent_cache, batch, scale)
-    kernels = triton_kernels if q.is_cuda else compiled
     out = torch.empty_like(q_latent)
-    for tiles in batch.tiles:
-        kernels("mla").latent_attention(
-            q_latent, q, out, rope_cache, latent_cache, tiles, batch, scale
-        )
+    attend = partial(_latent_attention_into, (rope_cache, latent_cache), scale)
+    batch.attend(attend, q_latent, q, out)
     return out
+
+
+def _latent_attention_into(
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    batch: AttentionBatch,
+) -> None:
+    if not (use_triton(q) or _compiled(q, caches[1])):
+        out.copy_(latent_attention_reference(q_latent, q, *caches, batch, scale))
+        return
+    launch = (triton_kernels if q.is_cuda else compiled)("mla").latent_attention
+    for tiles in batch.tiles:
+        launch(q_latent, q, out, *caches, tiles, batch, scale)
 
 
 def latent_attention_reference(

@@ -43,6 +43,7 @@ class CaptureReport:
     cut_by: str | None = None  # the flag whose limit ended the capture
     decode_sizes: list[int] = field(default_factory=list)
     max_size: int = 0
+    piecewise_tokens: int = 0  # of the largest step that is replayed in pieces
     steps: int = 0  # decode steps through a graph
     rows: int = 0  # their sequences
     padded_rows: int = 0
@@ -63,8 +64,8 @@ class CaptureReport:
         """One line for the log."""
         return (
             f"captured {self.captured} of {self.planned} CUDA graphs for decode steps of up to "
-            f"{self.max_size} requests in {self.seconds:.1f} s, "
-            f"{self.memory_bytes / 2**30:.2f} GiB"
+            f"{self.max_size} requests and other steps of up to {self.piecewise_tokens} tokens "
+            f"in {self.seconds:.1f} s, {self.memory_bytes / 2**30:.2f} GiB"
         )
 
     def warnings(self) -> list[str]:
@@ -94,6 +95,7 @@ class CaptureReport:
             "capture_s": round(self.seconds, 2),
             "memory_mib": round(self.memory_bytes / 2**20, 1),
             "largest": max(self.decode_sizes, default=0),
+            "piecewise_tokens": self.piecewise_tokens,
             "decode_steps": self.steps,
             "decode_steps_without_graph": self.steps_without,
             "padding": round(self.padded_rows / self.rows, 4) if self.rows else 0.0,
@@ -140,11 +142,12 @@ class Unowned:
     """An address in a graph's memory, as torch.as_tensor() reads it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
-            "typestr": "<i2",
+            "typestr": f"<i{size}",
             "data": (tensor.data_ptr(), False),
-            "strides": None,
+            "strides": tuple(size * stride for stride in tensor.stride()),
             "version": 3,
         }
 
@@ -156,5 +159,4 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     next replay. So their largest outputs may lie in the same place: memory that capture frees stays
     the pool's while a graph lives, and is given to the next capture.
     """
-    assert tensor.is_contiguous() and tensor.element_size() == 2
     return torch.as_tensor(Unowned(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,176 @@
+"""CUDA graphs of the pieces between attentions, for steps that mix prompts and decoding.
+
+All that a layer does to each token by itself has one shape for a number of tokens, so it can be
+captured. Attention depends on whose tokens they are: it is launched between two pieces, with what
+this step knows. A step is then a graph and a launch or two for each layer, not ten launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tokenmill.core.specs.spec import ModelSpec
+from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
+from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
+from tokenmill.engine.inputs import InputBuilder, Inputs
+from tokenmill.engine.model import KVCache, Model
+from tokenmill.kernels.attention import AttentionBatch
+
+LEAST_TOKENS, MOST_TOKENS = 8, 2048
+# Weights are read for a few tokens as fast as for many: there padding by half costs nothing.
+FINE_TOKENS = 256
+# What a large GPU computes, with room to spare, while the host launches one layer's kernels: steps
+# with more work than that are bound by the device however they are launched.
+LAYER_FLOPS = 5e11
+
+
+class Cut(NamedTuple):
+    """The attention between two pieces: what launches it, its tensors, and whose blocks it reads.
+
+    The tensors lie in the graphs' memory; the last one is the output.
+    """
+
+    attend: Callable[..., None]
+    tensors: tuple[torch.Tensor, ...]
+    group: int
+
+
+class Pieces(NamedTuple):
+    """A step's graphs, one more than there are cuts, and the hidden states that they end with."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    cuts: list[Cut]
+    hidden: torch.Tensor
+
+    def replay(self, groups: Sequence[AttentionBatch]) -> torch.Tensor:
+        """Run the step; `groups` are its full layers and each group of sliding ones."""
+        for graph, cut in zip(self.graphs, self.cuts, strict=False):
+            graph.replay()
+            cut.attend(*cut.tensors, groups[cut.group])
+        self.graphs[-1].replay()
+        return self.hidden
+
+
+class Recorder:
+    """Ends a graph at each attention of a forward pass and begins the next one."""
+
+    def __init__(self, pool: Any) -> None:
+        self._capture = torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool)
+        self.graphs = [self._capture.cuda_graph]
+        self.cuts: list[Cut] = []
+
+    def record(self, forward: Callable[[], torch.Tensor]) -> Pieces:
+        """The pieces of a forward pass whose attentions call cut()."""
+        with self._capture:
+            hidden = forward()
+        return Pieces(self.graphs, self.cuts, unowned(hidden))
+
+    def cut(self, group: int, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """End a piece here; the attention runs when pieces are replayed."""
+        capture = self._capture
+        capture.cuda_graph.capture_end()
+        self.cuts.append(Cut(attend, tuple(map(unowned, tensors)), group))
+        capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
+        self.graphs.append(capture.cuda_graph)
+        capture.cuda_graph.capture_begin(
+            *capture.pool, capture_error_mode=capture.capture_error_mode
+        )
+
+
+def piecewise_sizes(most: int) -> list[int]:
+    """Ascending numbers of tokens: an eighth apart, and half where weights bound the time."""
+
+    def suits(size: int) -> bool:
+        return size >= min(most, FINE_TOKENS) or (size >= LEAST_TOKENS and capture_rank(size) <= 1)
+
+    return [size for size in graph_sizes(most) if suits(size)]
+
+
+def most_tokens(spec: ModelSpec, budget: int) -> int:
+    """Tokens of the largest step that is worth a graph, of those that have at most `budget`."""
+    enough = int(spec.num_layers * LAYER_FLOPS / spec.flops_per_token(0))
+    step = FINE_TOKENS // 2
+    return min(budget, MOST_TOKENS, max(FINE_TOKENS, enough // step * step))
+
+
+class PiecewiseGraphs:
+    """Steps of any sequences, padded to a few numbers of tokens.
+
+    All sizes read one set of ids, positions and cache slots. What pads a step is a sequence of the
+    block tables' last row, which nobody owns. Without a capture steps are padded and run operation
+    by operation.
+    """
+
+    def __init__(
+        self, model: Model, layers: KVCache, builder: InputBuilder, sizes: Sequence[int]
+    ) -> None:
+        self.model, self.layers, self.builder, self.sizes = model, layers, builder, list(sizes)
+        tables, most = builder.tables, max(self.sizes, default=0)
+        most += -most % 4  # rows begin where kernels expect them
+        kind = torch.int64 if builder.device.type == "cpu" else torch.int32
+        rows = torch.zeros(3 + len(tables.sliding), most, dtype=kind, device=builder.device)
+        self._ids, self._positions, *self._slots = rows
+        for slots in self._slots:
+            slots.fill_(tables.pad_block * builder.block_size)
+        self._pieces: dict[int, Pieces] = {}
+        self.num_replayed = 0
+
+    def jobs(self, pool: Any) -> list[Job]:
+        """What captures the sizes."""
+        return jobs_for(self.sizes, lambda size: self._capture(size, pool))
+
+    def start(self) -> int:
+        """Use what was captured, and nothing else; returns the largest size."""
+        self.sizes = sorted(self._pieces)
+        return max(self.sizes, default=0)
+
+    def _capture(self, size: int, pool: Any) -> None:
+        # The first run compiles kernels and picks algorithms, which capture must not.
+        self._forward(size, lambda group, attend, *tensors: tensors[-1].zero_())
+        torch.cuda.synchronize()
+        recorder = Recorder(pool)
+        self._pieces[size] = recorder.record(lambda: self._forward(size, recorder.cut))
+
+    def _forward(self, size: int, between: Callable[..., object]) -> torch.Tensor:
+        """A step over views of the input buffers, whose attentions are left to `between`."""
+        nobody = self._ids[:0]
+        full, *sliding = (
+            AttentionBatch(
+                positions=self._positions[:size],
+                slots=slots[:size],
+                query_starts=nobody,
+                context_lens=nobody,
+                block_tables=nobody,
+                table_rows=nobody,
+                tiles=(),
+                between=partial(between, group),
+            )
+            for group, slots in enumerate(self._slots)
+        )
+        batch = replace(full, sliding=tuple(sliding))
+        return self.model.forward(self._ids[:size], self.layers, batch)
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """What a step of so many tokens is padded to; None where no graph suits it."""
+        size = graph_for(self.sizes, num_tokens)
+        # No position may lie beyond the longest sequence, of the one that pads neither.
+        return None if size is None or size - num_tokens > self.builder.max_len else size
+
+    def run(self, inputs: Inputs) -> torch.Tensor:
+        """The hidden states of a step that was padded, valid until the next replay of any graph."""
+        size, batch = inputs.token_ids.shape[0], inputs.attention
+        pieces = self._pieces.get(size)
+        if pieces is None:
+            return self.model.forward(inputs.token_ids, self.layers, batch)
+        groups = batch, *batch.sliding
+        self._ids[:size].copy_(inputs.token_ids)
+        self._positions[:size].copy_(batch.positions)
+        for own, group in zip(self._slots, groups, strict=True):
+            own[:size].copy_(group.slots)
+        self.num_replayed += 1
+        return pieces.replay(groups)
