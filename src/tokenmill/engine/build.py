@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -57,6 +58,7 @@ from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
+from tokenmill.kernels import triton_kernels
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.features import FeatureReader
 from tokenmill.kv.tiers.page_copies import staged_bytes
@@ -256,7 +258,7 @@ def make_engine(
     )  # fmt: skip
     if part.narrow:
         quantize(runner)
-    _warm_up(runner, setup, part.kv_tokens, grammar_vocab is not None)
+    _warm_up(runner, setup, part, grammar_vocab is not None, network is part.network)
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
         report = runner.capture(scheduler.num_seqs, limits, capture_progress, execution.mtp)
@@ -313,14 +315,26 @@ def _capture_warnings(runner: ModelRunner) -> list[str]:
     return [] if graphs is None else graphs.report.warnings()
 
 
-def _warm_up(runner: ModelRunner, setup: Setup, kv_tokens: int, sampling: bool) -> None:
-    """Run what first requests will meet; a benchmark has no tokenizer, and samples nothing."""
+def _warm_up(runner: ModelRunner, setup: Setup, part: Part, sampling: bool, alone: bool) -> None:
+    """Run what first requests will meet; a benchmark has no tokenizer, and samples nothing.
+
+    Of ranks each compiles while it runs; `alone`, an engine compiles all kernels at once before.
+    """
     begin, scheduler = time.monotonic(), setup.scheduler
     if setup.model.device == "cpu":  # its kernels are compiled for all shapes
         return runner.warm_up(FEW)
-    num_tokens = min(scheduler.max_model_len, kv_tokens)
+    num_tokens = min(scheduler.max_model_len, part.kv_tokens)
     budget = scheduler.max_num_batched_tokens or num_tokens
-    runner.warm_up(warm_up_steps(budget, scheduler.num_seqs, num_tokens), sampling)
+    steps = warm_up_steps(budget, scheduler.num_seqs, num_tokens)
+    if alone and setup.execution.fused_kernels:
+        cache = setup.cache.dtype, setup.cache.block_size
+        key = part.checkpoint.spec, setup.model.dtype, cache, setup.execution, steps, sampling
+        warm_up = functools.partial(runner.warm_up, steps, sampling)
+        num_kernels = triton_kernels("launch").compile_ahead(warm_up, key)
+        seconds = time.monotonic() - begin
+        _log.info("compiled or loaded %d kernels ahead in %.1f s", num_kernels, seconds)
+        begin = time.monotonic()
+    runner.warm_up(steps, sampling)
     _log.info("warmed up the kernels in %.1f s", time.monotonic() - begin)
 
 
