@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tokenmill.kernels.gpu import launch  # noqa: E402
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick  # noqa: E402
 
 Launch = tuple[Any, ...]
@@ -25,6 +28,10 @@ def add_kernel(x, out, count, by, BLOCK: tl.constexpr, TWICE: tl.constexpr = Fal
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + index, mask=index < count) + by
     tl.store(out + index, 2 * value if TWICE else value, mask=index < count)
+
+
+def wrong_kernel(x, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(x + tl.arange(0, BLOCK), no_such_name)  # noqa: F821
 
 
 class Device:
@@ -112,3 +119,43 @@ def test_what_triton_interprets_stays_as_it_is() -> None:
 def test_sizes_are_those_of_triton() -> None:
     assert [next_power_of_2(n) for n in range(70)] == [triton.next_power_of_2(n) for n in range(70)]
     assert [cdiv(n, 7) for n in range(30)] == [triton.cdiv(n, 7) for n in range(30)]
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_kernels_are_compiled_ahead_of_their_launch(
+    device: Device, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    own = quick(JITFunction(add_kernel))
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **x: compiled.append("one"))
+    seen: list[torch.Tensor] = []
+
+    def run() -> None:
+        for grid, args, constants in CALLS * 2:
+            own[grid](*args, **constants)
+        seen.extend([torch.empty(3), torch.empty_like(X), X.new_empty(2, 2)])
+
+    assert launch.compile_ahead(run, "key") == 7
+    assert len(compiled) == 7 and device.launches == []
+    assert all((tensor == 0).all() for tensor in seen)
+    run()
+    assert len(compiled) == 7 and len(device.launches) == 16  # nothing is compiled a second time
+    assert launch.compile_ahead(pytest.fail, "key") == 0  # all lie in the cache
+    assert launch.compile_ahead(run, "another key") == 0  # all are loaded
+    assert len(list(fresh_cache.glob("tokenmill-*"))) == 2
+
+
+def test_what_fails_ahead_is_left_to_the_first_launch(device: Device, fresh_cache: Path) -> None:
+    wrong, right = quick(JITFunction(wrong_kernel)), quick(JITFunction(add_kernel))
+    run = partial(wrong[(1,)], X, BLOCK=16)
+    assert launch.compile_ahead(run, "key") == 0
+    assert not list(fresh_cache.glob("tokenmill-*"))
+    with pytest.raises(Exception, match="no_such_name"):
+        run()
+    right[(3,)](X, X, 33, 2, BLOCK=16)
+    assert len(device.launches) == 1

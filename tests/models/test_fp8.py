@@ -128,6 +128,9 @@ def test_tensors_are_codes_times_scales(layout: str, tmp_path: Path) -> None:
     for name, tensor in found.items():
         assert tensor.dtype == (torch.float32 if is_linear(name) else torch.bfloat16)
         assert torch.equal(tensor, meant[name]), name
+    by_threads = dict(weights.read_by_threads(checkpoint.readable, "cpu"))
+    assert list(by_threads) == list(found)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in by_threads.items())
     assert checkpoint.file_type == "F8_E4M3"
     stored = load_file(tmp_path / "model.safetensors")
     assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in stored.values())

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tiny_models import VARIANTS, assert_same, make_model, save, stored_tensors
 from tokenmill.core.types import ModelLoadError
+from tokenmill.models.checkpoints import upload as upload_module
 from tokenmill.models.checkpoints import weights
+from tokenmill.models.checkpoints.upload import FileTensor, Uploader, upload
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -232,3 +234,55 @@ def test_random_weights_are_bf16_on_a_gpu(tmp_path: Path) -> None:
     assert set(made) == {"cuda"}
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     assert seen[-1] == (checkpoint.spec.weight_bytes(2), checkpoint.spec.weight_bytes(2))
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 100])
+def test_threads_upload_the_same_bits(piece_bytes: int, tmp_path: Path) -> None:
+    """Pieces of 100 bytes divide no tensor of the model, and end within elements."""
+    save(make_model("llama").to(torch.bfloat16), tmp_path, max_shard_size="10KB")
+    stored = weights.read_stored(tmp_path)
+    uploaded = upload(stored.values(), "cpu", piece_bytes)
+    for tensor, found in zip(stored.values(), uploaded, strict=True):
+        assert found.dtype == torch.bfloat16 and torch.equal(found, tensor.read())
+
+
+def test_few_bytes_are_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is larger than what may be ahead is read when it is alone."""
+    stored = list(weights.read_stored(save(make_model("llama"), tmp_path)).values())
+    started: list[int] = []
+    start = Uploader.start
+
+    def record(self: Uploader, tensor: FileTensor) -> object:
+        started.append(tensor.num_bytes)
+        return start(self, tensor)
+
+    monkeypatch.setattr(upload_module, "AHEAD_BYTES", 5000)
+    monkeypatch.setattr(Uploader, "start", record)
+    assert max(tensor.num_bytes for tensor in stored) > 5000
+    for count, tensor in enumerate(upload(stored, "cpu")):
+        ahead = started[count:]
+        assert sum(ahead) <= 5000 or len(ahead) == 1
+        assert torch.equal(tensor, stored[count].read())
+    assert len(started) == len(stored)
+
+
+def test_a_checkpoint_is_read_by_threads(tmp_path: Path) -> None:
+    """Files in threads and what is not in a file as it is, in the order of the mapping."""
+    checkpoint = weights.open_checkpoint(save(make_model("llama"), tmp_path))
+    mixed = {"drawn.weight": weights.RandomTensor("drawn.weight", (3, 4), 0)}
+    readable = {**checkpoint.readable, **mixed}
+    found = dict(weights.read_by_threads(readable, "cpu"))
+    assert list(found) == list(readable)
+    assert all(torch.equal(found[name], tensor.read()) for name, tensor in readable.items())
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    stored = weights.read_stored(save(make_model("llama"), tmp_path))
+    last = max(stored.values(), key=lambda tensor: tensor.begin)
+    with last.file.open("rb+") as file:
+        file.truncate(last.begin + 1)
+    with pytest.raises(ModelLoadError, match=rf"model.safetensors: {last.name} cannot be read: it"):
+        list(upload(stored.values(), "cpu"))
+    last.file.unlink()
+    with pytest.raises(ModelLoadError, match="cannot be read: No such file"):
+        list(upload(stored.values(), "cpu"))

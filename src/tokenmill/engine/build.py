@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -57,6 +58,7 @@ from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
+from tokenmill.kernels import triton_kernels
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.features import FeatureReader
 from tokenmill.kv.tiers.page_copies import staged_bytes
@@ -83,6 +85,7 @@ from tokenmill.sched.meter import StepMeter, WorkWeights
 from tokenmill.sched.recording import make_scheduler
 
 Progress = Callable[[int, int], None]
+OnPhase = Callable[[str], None]  # is called with the name of each phase of the start at its end
 DraftFiles = Mapping[str, ReadableTensor] | Eagle3Files
 _log = logging.getLogger(__name__)
 _MOST_PATCHES = 2**16  # of an image: 4,096 x 4,096 pixels, the most that Qwen3-VL's processor makes
@@ -151,6 +154,7 @@ def build_engine(
     progress: Progress | None = None,
     capture_progress: Progress | None = None,
     on_warning: Callable[[str], None] = _log.warning,
+    on_phase: OnPhase = lambda name: None,
 ) -> BuiltEngine:
     """Load a model and put a scheduler and a paged KV cache around it.
 
@@ -165,8 +169,9 @@ def build_engine(
             vocab = grammar_vocab if setup.parallel.attention_dp else None
             group.tell(Order(setup, vocab))
         ranks = ONE if group is None else group.ranks
-        part = load_part(setup, ranks, _same if group is None else group.agree, progress)
-        engine, runner = _lead(setup, part, group, grammar_vocab, capture_progress)
+        agree = _same if group is None else group.agree
+        part = load_part(setup, ranks, agree, progress, on_phase)
+        engine, runner = _lead(setup, part, group, grammar_vocab, capture_progress, on_phase)
     for warning in (*_context_warning(setup, part), *_capture_warnings(runner)):
         on_warning(warning)
     assert setup.model.dtype != "auto" and setup.cache.block_size is not None
@@ -192,7 +197,11 @@ def build_engine(
 
 
 def load_part(
-    setup: Setup, ranks: Ranks, agree: Callable[[int], int], progress: Progress | None = None
+    setup: Setup,
+    ranks: Ranks,
+    agree: Callable[[int], int],
+    progress: Progress | None = None,
+    on_phase: OnPhase = lambda name: None,
 ) -> Part:
     """Load what this rank holds; `agree` says how many blocks of KV all ranks have room for."""
     model, cache, scheduler = setup.model, setup.cache, setup.scheduler
@@ -214,6 +223,10 @@ def load_part(
     alone = model.part == "language"
     network = _load(checkpoint, loaded, max_len, device, layout, progress, alone)
     mtp = _load_draft(draft_files, network, loaded) if has_module else None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what tensors were read into, which is free for KV again
+    on_phase("weights")
     reserve = _reserve(spec, scheduler, setup.execution, device)
     if cache.offloading is not None:
         reserve += staged_bytes(device, parse_tiers(cache.offloading).host_bytes)
@@ -228,6 +241,7 @@ def load_part(
     kv_cache = allocate_kv_cache(
         cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages, groups
     )
+    on_phase("KV cache")
     most_new, size = scheduler.most_new_tokens, cache.block_size
     room = groups.sliding.num_blocks(num_blocks, most_new, size) * size
     max_len = min(max_len, room)
@@ -242,6 +256,7 @@ def make_engine(
     network: Model,
     grammar_vocab: GrammarVocab | None = None,
     capture_progress: Progress | None = None,
+    on_phase: OnPhase = lambda name: None,
 ) -> tuple[LanguageEngine, ModelRunner]:
     """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
     scheduler = replace(setup.scheduler, max_model_len=part.max_model_len)
@@ -256,13 +271,18 @@ def make_engine(
     )  # fmt: skip
     if part.narrow:
         quantize(runner)
-    _warm_up(runner, setup, part.kv_tokens, grammar_vocab is not None)
+    if on_gpu:
+        _warm_up(runner, setup, part, network is part.network, on_phase)
+    else:
+        runner.warm_up(FEW)  # a CPU's kernels are compiled for all shapes
+    on_phase("warm-up")
     if on_gpu and execution.cuda_graphs and execution.fused_kernels:
         limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
         report = runner.capture(
             scheduler.num_seqs, limits, capture_progress, execution.mtp, scheduler.budget
         )
         _log.info("%s", report.describe())
+        on_phase("CUDA graphs")
         # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
         # blocks it may write.
         alone = part.link is None and network is part.network
@@ -315,14 +335,25 @@ def _capture_warnings(runner: ModelRunner) -> list[str]:
     return [] if graphs is None else graphs.report.warnings()
 
 
-def _warm_up(runner: ModelRunner, setup: Setup, kv_tokens: int, sampling: bool) -> None:
-    """Run what first requests will meet; a benchmark has no tokenizer, and samples nothing."""
+def _warm_up(runner: ModelRunner, setup: Setup, part: Part, alone: bool, on_phase: OnPhase) -> None:
+    """Run what first requests will meet on a GPU.
+
+    Of ranks each compiles while it runs; `alone`, an engine compiles all kernels at once before.
+    """
     begin, scheduler = time.monotonic(), setup.scheduler
-    if setup.model.device == "cpu":  # its kernels are compiled for all shapes
-        return runner.warm_up(FEW)
-    num_tokens = min(scheduler.max_model_len, kv_tokens)
+    num_tokens = min(scheduler.max_model_len, part.kv_tokens)
     budget = scheduler.max_num_batched_tokens or num_tokens
-    runner.warm_up(warm_up_steps(budget, scheduler.num_seqs, num_tokens), sampling)
+    steps = warm_up_steps(budget, scheduler.num_seqs, num_tokens)
+    if alone and setup.execution.fused_kernels:
+        cache = setup.cache.dtype, setup.cache.block_size
+        key = part.checkpoint.spec, setup.model.dtype, cache, setup.execution, steps
+        warm_up = functools.partial(runner.warm_up, steps, sampling=True)
+        num_kernels = triton_kernels("launch").compile_ahead(warm_up, key)
+        seconds = time.monotonic() - begin
+        _log.info("compiled or loaded %d kernels ahead in %.1f s", num_kernels, seconds)
+        on_phase("kernels")
+        begin = time.monotonic()
+    runner.warm_up(steps, sampling=True)
     _log.info("warmed up the kernels in %.1f s", time.monotonic() - begin)
 
 
@@ -339,10 +370,11 @@ def _lead(
     group: RankGroup | None,
     grammar_vocab: GrammarVocab | None,
     capture_progress: Progress | None,
+    on_phase: OnPhase,
 ) -> tuple[LanguageEngine | LeadingEngine | DataParallelEngine, ModelRunner]:
     """The engine of rank 0."""
     if group is None:
-        return make_engine(setup, part, part.network, grammar_vocab, capture_progress)
+        return make_engine(setup, part, part.network, grammar_vocab, capture_progress, on_phase)
     rebalancer = make_rebalancer(setup, part, group.ranks)
     if setup.parallel.attention_dp:
         own = OwnModel(part.network)

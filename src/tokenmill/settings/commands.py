@@ -406,6 +406,18 @@ COMMANDS = (
     Setting("latest", "Requests to show one by one, the latest.", count(0), default=0),
     Setting("num-running", "Requests that decode at once.", count(1), default=512),
     Setting("num-steps", "Steps to measure.", count(1), default=200),
+    Setting("starts", "Measured starts with warm kernels; the median counts.", count(1), default=3),
+    Setting(
+        "cold-kernels",
+        "Measure one start with empty caches of compiled kernels, too.",
+        SWITCH,
+        default=False,
+    ),
+    Setting(
+        "random-folder",
+        "Shape or config.json of a model that is written to disk with random weights.",
+        TEXT,
+    ),
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
     Setting(
         "conversations",

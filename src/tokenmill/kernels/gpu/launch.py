@@ -1,20 +1,41 @@
-"""Launches of compiled kernels without what Triton checks again at each of them.
+"""Launches of compiled kernels without what Triton checks again, and compiling many at once.
 
 Triton compares every global that a kernel reads with what it was compiled with, makes strings of
 its options and asks for hooks: 80 us of the host for a launch of 5. Nothing of that changes here
 once a kernel is compiled. What decides which compiled form fits stays Triton's own: the types,
 alignments and constants that its binder finds.
+
+A start on a machine without compiled kernels would wait for one after the other. compile_ahead()
+runs the warm-up without launching anything, so that all kernels are known at once, and threads
+compile them: most of that is done outside of the interpreter's lock.
 """
 
 from __future__ import annotations
 
+import contextvars
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 K = TypeVar("K")
+MOST_THREADS = 16
+_AHEAD = contextvars.ContextVar[set[Any] | None]("compiled ahead", default=None)
+_EMPTY = {
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
+    *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
+}
+_log = logging.getLogger(__name__)
 
 
 class _Run:
@@ -32,6 +53,11 @@ class _Run:
         key = device, tuple(forms), tuple(options.items())
         found = self._compiled.get(key)
         if found is None:
+            if (ahead := _AHEAD.get()) is not None:
+                if (self, key) not in ahead:
+                    ahead.add((self, key))
+                    self._first(*args, grid=grid, warmup=True, **kwargs)
+                return None
             compiled = self._first(*args, grid=grid, warmup=False, **kwargs)
             self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return compiled
@@ -47,6 +73,54 @@ def quick(kernel: K) -> K:
     if isinstance(kernel, JITFunction):
         kernel.run = _Run(kernel)
     return kernel
+
+
+class _Zeroed(TorchDispatchMode):
+    """New memory is zero: what a kernel would have written there may be an index."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func.overloadpacket in _EMPTY else result
+
+
+def compile_ahead(run: Callable[[], None], key: object) -> int:
+    """Compile in threads all kernels that `run` would launch and that are not compiled yet.
+
+    Returns how many were asked for: none where a process with the same `key` has been here
+    before, whose kernels lie in Triton's cache. `run` sees zeros where kernels would have written.
+    """
+    mark = _mark(key)
+    if mark.exists():
+        return 0
+    try:
+        # What is set in a context of its own ends with it, also where a kernel does not compile.
+        count = contextvars.copy_context().run(_compile_all, run)
+    except Exception as error:  # the warm-up meets it again, and says where
+        _log.warning("kernels are compiled one by one, not ahead: %s", error)
+        return 0
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    return count
+
+
+def _compile_all(run: Callable[[], None]) -> int:
+    asked: set[Any] = set()
+    _AHEAD.set(asked)
+    num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads), _Zeroed():
+        run()
+    return len(asked)
+
+
+def _mark(key: object) -> Path:
+    """A file in Triton's cache, which says that kernels as they are now were compiled for it."""
+    digest = hashlib.sha256(f"{triton.__version__} {driver.active.get_current_target()}".encode())
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    digest.update(repr(key).encode())
+    return Path(knobs.cache.dir) / f"tokenmill-{digest.hexdigest()[:32]}"
 
 
 def cdiv(a: int, b: int) -> int:

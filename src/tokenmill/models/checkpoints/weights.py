@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import islice
 from math import log2, prod, sqrt
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,6 +31,7 @@ from tokenmill.models.checkpoints.tensor_checks import (
     check_tensors,
     scale_names,
 )
+from tokenmill.models.checkpoints.upload import upload
 from tokenmill.models.family import Shape
 from tokenmill.models.names import (
     EAGLE_COPIES,
@@ -48,7 +50,10 @@ SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_SAFETENSORS_BYTES = PLAIN_BYTES | {FP8: 1, POWERS: 1, CODES: 1}
+_DTYPES = {
+    **{"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, CODES: torch.uint8},
+    **{FP8: torch.float8_e4m3fn, POWERS: torch.float8_e8m0fnu},
+}
 _MXFP4_SCALES = 119, 121  # random ones, 2 ** -8 and 2 ** -7: with all codes a deviation of 0.018
 _ONES = (
     *("norm.weight", "norm1.weight", "norm2.weight", "norm_q.weight", "norm_k.weight"),
@@ -69,20 +74,32 @@ class ReadableTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsTensor:
-    """One tensor of a safetensors file."""
+    """One tensor of a safetensors file, from byte `begin` on."""
 
     file: Path
     name: str
     shape: Shape
     type_name: str
+    begin: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.type_name]
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 0)
+        return prod(self.shape) * (self.dtype.itemsize if self.type_name in _DTYPES else 0)
 
     @property
     def supported(self) -> bool:
         return self.type_name in PLAIN_BYTES
+
+    @property
+    def stored(self) -> tuple[SafetensorsTensor, ...]:
+        return (self,)
+
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def read(self) -> torch.Tensor:
         # A mapping of its own per tensor: its pages leave memory when the tensor does.
@@ -111,8 +128,16 @@ class FP8Tensor:
     def type_name(self) -> str:
         return self.codes.type_name
 
+    @property
+    def stored(self) -> tuple[SafetensorsTensor, ...]:
+        return self.codes, self.scales
+
     def read(self) -> torch.Tensor:
-        weight, scales = self.codes.read().float(), self.scales.read().float()
+        return self.join(self.codes.read(), self.scales.read())
+
+    def join(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The same numbers on every device."""
+        weight, scales = codes.float(), scales.float()
         if weight.dim() == 2:
             return self._scale(weight, scales)
         for matrix, own in zip(weight, scales, strict=True):
@@ -185,14 +210,19 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         wanted: Callable[[str], bool] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every wanted tensor once; random ones lie on `device`, others in CPU memory."""
-        place = str(device)
+        """Yield every wanted tensor once, on `device`; those of a GGUF file in CPU memory."""
+        expected = expected_tensors(self.spec)
         readable = {
-            name: replace(tensor, device=place) if isinstance(tensor, RandomTensor) else tensor
+            name: _placed(tensor, device)
             for name, tensor in self.readable.items()
-            if wanted is None or wanted(name)
+            if name in expected and (wanted is None or wanted(name))
         }
-        return _read_all(readable, self.spec, progress)
+        total, done = sum(tensor.num_bytes for tensor in readable.values()), 0
+        for name, tensor in read_all(readable, device):
+            yield name, tensor
+            done += readable[name].num_bytes
+            if progress is not None:
+                progress(done, total)
 
     def describe(self) -> str:
         """One line for people."""
@@ -277,10 +307,37 @@ def _open_eagle(
 def read_all(
     readable: Mapping[str, ReadableTensor], device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor once; random ones lie on `device`, those of a file in CPU memory."""
+    """Yield every tensor once, on `device`; those of a GGUF file in CPU memory."""
+    on_gpu = torch.device(device).type == "cuda"
+    return read_by_threads(readable, device) if on_gpu else _read_in_turn(readable, device)
+
+
+def read_by_threads(
+    readable: Mapping[str, ReadableTensor], device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """read_all() for a GPU, where threads read what lies in files as it is."""
+    files = [stored for tensor in readable.values() for stored in _in_files(tensor)]
+    uploaded = upload(files, device)
     for name, tensor in readable.items():
-        own = replace(tensor, device=str(device)) if isinstance(tensor, RandomTensor) else tensor
-        yield name, own.read()
+        if isinstance(tensor, SafetensorsTensor | FP8Tensor):
+            yield name, tensor.join(*islice(uploaded, len(tensor.stored)))
+        else:
+            yield name, _placed(tensor, device).read()
+
+
+def _read_in_turn(
+    readable: Mapping[str, ReadableTensor], device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in readable.items():
+        yield name, _placed(tensor, device).read()
+
+
+def _placed(tensor: ReadableTensor, device: torch.device | str) -> ReadableTensor:
+    return replace(tensor, device=str(device)) if isinstance(tensor, RandomTensor) else tensor
+
+
+def _in_files(tensor: ReadableTensor) -> tuple[SafetensorsTensor, ...]:
+    return tensor.stored if isinstance(tensor, SafetensorsTensor | FP8Tensor) else ()
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -326,19 +383,6 @@ def _random_std(name: str, spec: ModelSpec) -> float:
     if name == EMBEDDING:
         return min(1.0, _RANDOM_STD * sqrt(spec.hidden_size))
     return _RANDOM_STD / sqrt(2 * spec.num_layers) if _OUTPUT.fullmatch(name) else _RANDOM_STD
-
-
-def _read_all(
-    readable: Mapping[str, ReadableTensor], spec: ModelSpec, progress: Progress | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    expected = expected_tensors(spec)
-    names = [name for name in readable if name in expected]
-    total, done = sum(readable[name].num_bytes for name in names), 0
-    for name in names:
-        yield name, readable[name].read()
-        done += readable[name].num_bytes
-        if progress is not None:
-            progress(done, total)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -432,16 +476,30 @@ def _gguf_hint(folder: Path) -> str:
 def _read_header(file: Path) -> list[SafetensorsTensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return [
-                SafetensorsTensor(file, name, tuple(part.get_shape()), part.get_dtype())
-                for name, part in slices.items()
-            ]
+            names = list(opened.keys())
+        first, header = _header(file)
+        return [
+            SafetensorsTensor(
+                file,
+                name,
+                tuple(header[name]["shape"]),
+                header[name]["dtype"],
+                first + header[name]["data_offsets"][0],
+            )
+            for name in names
+        ]
     except (SafetensorError, OSError) as error:
         problem = f"not a readable safetensors file: {error}"
         if isinstance(error, SafetensorError) and file.open("rb").read(len(_LFS)) == _LFS:
             problem = "a Git LFS pointer, not the weights: fetch them with git lfs pull"
         raise ModelLoadError(f"{file}: {problem}") from error
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and what is said of each, in a file that was found sound."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return 8 + length, json.loads(opened.read(length))
 
 
 def read_json(file: Path) -> dict[str, Any]:
