@@ -26,14 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 2048,
@@ -47,7 +47,7 @@ CONFIG = {
     "rope_theta": 1e6,
     "eos_token_id": 0,
 }
-COMMON = ("--random-weights", "--batch-invariant", "--placement", "process", "--port", "0")
+COMMON = ("--random-weights", "--placement", "process", "--port", "0")
 NUM_PROMPTS = 16
 DEADLINE_S = 100.0
 
@@ -56,7 +56,12 @@ def main() -> None:
     args = _arguments()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    with tempfile.TemporaryDirectory() as folder, _served(_model(Path(folder)), args) as server:
+    queue = ("--device", args.device, "--max-queue", str(2 * args.clients))
+    flags = ("--batch-invariant", *queue, *(args.flags or ("--workers", "2")))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(write_model(Path(folder)), flags) as server,
+    ):
         began_s = time.monotonic()
         report = asyncio.run(asyncio.wait_for(_run(server, args), DEADLINE_S))
         report |= {"start_s": round(server.start_s, 1), "run_s": round(_since(began_s), 1)}
@@ -75,10 +80,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _model(folder: Path) -> Path:
-    """A model whose tokens are words, one each."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    words = {f"w{i}": i for i in range(int(str(CONFIG["vocab_size"])))}
+def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
+    """A model without weights, whose tokens are words, one each."""
+    (folder / "config.json").write_text(json.dumps(config))
+    words = {f"w{i}": i for i in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -105,10 +110,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def _served(folder: Path, args: argparse.Namespace) -> Iterator[Server]:
-    command = [sys.executable, "-P", "-m", "tokenmill", "serve", str(folder), *COMMON]
-    command += ["--device", args.device, "--max-queue", str(2 * args.clients)]
-    command += args.flags or ["--workers", "2"]
+def served(folder: Path, flags: Sequence[str]) -> Iterator[Server]:
+    """A server as a process of its own, once it is ready."""
+    command = [sys.executable, "-P", "-m", "tokenmill", "serve", str(folder), *COMMON, *flags]
     began_s = time.monotonic()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -181,7 +185,7 @@ class Clients:
             "stream": True,
         }
         began_s = time.monotonic()
-        reader, writer = await _post(self._server, "/v1/completions", body)
+        reader, writer = await post(self._server, "/v1/completions", body)
         try:
             last_s = began_s
             async for line in reader:
@@ -212,9 +216,10 @@ class Clients:
         answer.num_chunks += 1
 
 
-async def _post(
+async def post(
     server: Server, path: str, body: dict[str, Any] | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Call the server, by GET where there is no body."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: {server.host}\r\n"
@@ -226,8 +231,9 @@ async def _post(
     return reader, writer
 
 
-async def _workers(server: Server) -> dict[str, Any]:
-    reader, writer = await _post(server, "/workers", None)
+async def workers(server: Server) -> dict[str, Any]:
+    """What /workers says."""
+    reader, writer = await post(server, "/workers", None)
     data = await reader.read()
     writer.close()
     found: dict[str, Any] = json.loads(data[data.index(b"{") : data.rindex(b"}") + 1])
@@ -242,9 +248,9 @@ async def _run(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     killed = await _phase(clients, args.clients, expected)
     was_killed = killing.done()
     killing.cancel()
-    while any(worker["state"] != "ready" for worker in (await _workers(server))["workers"]):
+    while any(worker["state"] != "ready" for worker in (await workers(server))["workers"]):
         await asyncio.sleep(0.1)
-    after, view = await _phase(clients, NUM_PROMPTS, expected), await _workers(server)
+    after, view = await _phase(clients, NUM_PROMPTS, expected), await workers(server)
     return {
         "benchmark": "gpu-faults",
         "device": args.device,

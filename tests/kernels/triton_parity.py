@@ -147,8 +147,8 @@ def check_copy_blocks(device: str) -> None:
         for own, other in zip(ours, theirs, strict=True):
             own.copy_(other)
         pairs = torch.stack([torch.randperm(9)[:count] for _ in range(2)]).to(device)
-        gpu_blocks.copy_blocks(sources, ours, pairs)
-        blocks.copy_blocks_reference(sources, theirs, pairs)
+        gpu_blocks.copy_blocks(blocks.block_regions(sources, ours), pairs)
+        blocks.copy_blocks_reference(blocks.block_regions(sources, theirs), pairs)
         for own, other in zip(ours, theirs, strict=True):
             assert torch.equal(own, other)
 

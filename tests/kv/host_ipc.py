@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 
 from tokenmill.core.kv import CUDA_IPC
-from tokenmill.kernels.blocks import copy_blocks
+from tokenmill.kernels.blocks import block_regions, copy_blocks
 from tokenmill.kv.connectors import CONNECTORS
 from tokenmill.kv.cuda_ipc import CudaIpcConnector
 from tokenmill.kv.cuda_memory import HANDLE_BYTES, block_pairs
@@ -57,10 +57,11 @@ class HostMemory:
         first, size = address - base, num_blocks * block_bytes
         return pages[first : first + size].view(num_blocks, block_bytes)
 
-    def copy(
-        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], runs: list[Run]
-    ) -> None:
-        copy_blocks(sources, targets, block_pairs(runs))
+    def copier(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> Callable[[list[Run]], None]:
+        regions = block_regions(sources, targets)
+        return lambda runs: copy_blocks(regions, block_pairs(runs))
 
 
 class HostIpcConnector(CudaIpcConnector):

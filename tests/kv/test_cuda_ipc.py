@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from unittest import mock
@@ -16,8 +16,9 @@ from kv.host_ipc import HostIpcConnector, HostMemory
 from tokenmill.core.kv import KVAddress, KVGeometry
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.cuda_ipc import CudaIpcConnector
+from tokenmill.kv.cuda_memory import block_pairs
 from tokenmill.kv.shared_memory import SharedPages
-from tokenmill.kv.transfer import TransferError
+from tokenmill.kv.transfer import Run, TransferError
 
 SIZES = (48, 33)  # bytes of a block of keys and of values
 NUM_BLOCKS = 8
@@ -69,17 +70,17 @@ def test_an_allocation_is_mapped_once_and_until_the_last_read_has_ended(
     sides: tuple[Side, Side],
 ) -> None:
     source, target = sides
-    connect(target, source.address)
-    assert len(target.memory.mapped) == 1  # of keys and values together
-    go_on, copy = threading.Event(), target.memory.copy
+    go_on, copier = threading.Event(), target.memory.copier
     unmapped: Future[None] = Future()
 
-    def slow(*arguments: object) -> None:
-        go_on.wait()
-        copy(*arguments)  # type: ignore[arg-type]
+    def slow(*caches: list[torch.Tensor]) -> Callable[[list[Run]], None]:
+        copy = copier(*caches)
+        return lambda runs: (go_on.wait(), copy(runs))[1]
 
-    with mock.patch.object(target.memory, "copy", slow):
-        read = target.connector.read("source", [(3, 2, 1)])
+    with mock.patch.object(target.memory, "copier", slow):
+        connect(target, source.address)
+    assert len(target.memory.mapped) == 1  # of keys and values together
+    read = target.connector.read("source", [(3, 2, 1)])
     target.connector.disconnect("source")
     target.connector._thread.submit(unmapped.set_result, None)
     assert target.memory.mapped and not unmapped.done()
@@ -102,3 +103,9 @@ def test_a_peer_that_is_gone_or_cannot_be_mapped(sides: tuple[Side, Side]) -> No
 
 def test_without_a_gpu_it_is_not_offered() -> None:
     assert CudaIpcConnector.installed() == torch.cuda.is_available()
+
+
+def test_pairs_are_the_blocks_of_runs_one_by_one() -> None:
+    runs = [(5, 0, 3), (1, 7, 1), (9, 9, 2)]
+    assert block_pairs(runs).tolist() == [[5, 6, 7, 1, 9, 10], [0, 1, 2, 7, 9, 10]]
+    assert block_pairs([]).shape == (2, 0)

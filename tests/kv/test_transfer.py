@@ -86,6 +86,7 @@ def test_same_answer_as_a_single_engine(
     before = pool.decode.stats()
     assert told(pool.complete(prompts(), greedy(logprobs=2))) == single[dtype]
     after = pool.decode.stats()
+    assert after.kv_read_s > 0
     if decode.get("prefix_cache", True) and "num_blocks" not in decode:
         moved = after.num_kv_blocks_received - before.num_kv_blocks_received
         assert moved <= len(prompts())  # the last, partial ones

@@ -9,8 +9,10 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,17 @@ from tokenmill.core.kv import KVAddress
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.engine.model import allocate_kv_cache
+from tokenmill.kernels.blocks import copy_blocks
 from tokenmill.kv.connectors import CONNECTORS, KVLink
+from tokenmill.kv.cuda_ipc import CudaIpcConnector
+from tokenmill.kv.cuda_memory import BlockCopier, block_pairs
 from tokenmill.kv.transfer import OwnConnector, Run
 from tokenmill.models.checkpoints.weights import open_checkpoint
 
 ORDERS = ("contiguous", "scattered")
 START_S = 120.0  # for the other process to come up
+_GROWTH = 8  # of a read's size to the next
+_LAUNCHES, _SLEEP_CYCLES = 4, 4_000_000  # a sleep of two milliseconds
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -73,30 +80,97 @@ def _measure(
     with _source(name, spec, block_size, num_blocks) as peer:
         tensors, connector, _ = _cache(name, spec, block_size, num_blocks)
         connector.connect(peer, peer.ways[0])
-        num_bytes = sum(peer.geometry.block_bytes) * num_blocks
-        buffer = torch.ones(2, num_bytes // 4, device=tensors[0].device)
-        rates: dict[str, list[float]] = {kind: [] for kind in (*ORDERS, "copy")}
-        for turn in range(rounds + 1):  # the first one connects and touches memory
-            for order in ORDERS:
-                runs = _runs(order, num_blocks, turn)
-                seconds = _timed_read(connector, peer.engine_id, runs)
-                _check(tensors, runs)
-                if turn:
-                    rates[order].append(num_bytes / seconds / 1e9)
-            _finish(buffer)
-            start = time.perf_counter()
-            buffer[0].copy_(buffer[1])
-            _finish(buffer)
-            if turn:
-                rates["copy"].append(num_bytes / (time.perf_counter() - start) / 1e9)
+        block_bytes = sum(peer.geometry.block_bytes)
+        buffer = torch.ones(2, block_bytes * num_blocks // 4, device=tensors[0].device)
+        by_size = []
+        for count in _counts(num_blocks):
+            measured = _Rates(connector, peer.engine_id, tensors, buffer, count * block_bytes)
+            by_size.append(measured.run(count, rounds))
         connector.close()
-    pairs = zip(rates["contiguous"], rates["copy"], strict=True)
+    whole = by_size[-1]
     return {
         "device": _device(name),
-        "bytes": num_bytes,
-        "gb_s": {kind: statistics.median(found) for kind, found in rates.items()},
-        "ratio": statistics.median(moved / copied for moved, copied in pairs),
+        "bytes": whole["bytes"],
+        "gb_s": {kind: whole[kind] for kind in (*ORDERS, "copy")},
+        "ratio": whole["ratio"],
+        "by_size": by_size,
     }
+
+
+def _counts(num_blocks: int) -> list[int]:
+    """Blocks of a read: one, eight times as many, and so on, and at last all."""
+    counts = [1]
+    while counts[-1] * _GROWTH < num_blocks:
+        counts.append(counts[-1] * _GROWTH)
+    return counts + [num_blocks] * (num_blocks > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """GB/s of reads of one size."""
+
+    connector: OwnConnector
+    engine_id: str
+    tensors: list[torch.Tensor]
+    buffer: torch.Tensor  # [2, words], of which a plain copy takes as many bytes
+    num_bytes: int
+
+    def run(self, count: int, rounds: int) -> dict[str, Any]:
+        """Medians over the rounds: from the call to its end, and on a GPU of the kernel alone."""
+        rates: dict[str, list[float]] = {}
+        for turn in range(rounds + 1):  # the first one connects and touches memory
+            seconds = {order: self._read(order, count, turn) for order in ORDERS}
+            seconds |= {"copy": self._copy()} | self._kernels(count, turn)
+            for kind, taken in seconds.items() if turn else ():
+                rates.setdefault(kind, []).append(self.num_bytes / taken / 1e9)
+        pairs = zip(rates["contiguous"], rates["copy"], strict=True)
+        ratio = statistics.median(moved / copied for moved, copied in pairs)
+        medians = {kind: statistics.median(found) for kind, found in rates.items()}
+        return {"bytes": self.num_bytes, "blocks": count} | medians | {"ratio": ratio}
+
+    def _read(self, order: str, count: int, turn: int) -> float:
+        runs = _runs(order, len(self.tensors[0]), count, turn)
+        start = time.perf_counter()
+        self.connector.read(self.engine_id, runs).result()
+        seconds = time.perf_counter() - start
+        _check(self.tensors, runs)
+        return seconds
+
+    def _copy(self) -> float:
+        target, source = self.buffer[:, : self.num_bytes // 4]
+        _finish(target)
+        start = time.perf_counter()
+        target.copy_(source)
+        _finish(target)
+        return time.perf_counter() - start
+
+    def _kernels(self, count: int, turn: int) -> dict[str, float]:
+        """Seconds that a GPU takes for a read and a copy, without what the host does for them."""
+        if not isinstance(self.connector, CudaIpcConnector):
+            return {}
+        copier = self.connector.copier(self.engine_id)
+        if not isinstance(copier, BlockCopier):
+            return {}
+        target, source = self.buffer[:, : self.num_bytes // 4]
+        seconds = {"copy_kernel": _device_seconds(lambda: target.copy_(source))}
+        for order in ORDERS:
+            pairs = block_pairs(_runs(order, len(self.tensors[0]), count, turn)).to(target.device)
+            launch = partial(copy_blocks, copier.regions, pairs)
+            seconds[f"{order}_kernel"] = _device_seconds(launch)
+        _clear(self.tensors)
+        return seconds
+
+
+def _device_seconds(launch: Callable[[], object]) -> float:
+    """Seconds of a launch on the device, which waits until all launches have been made."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    begin.record()
+    for _ in range(_LAUNCHES):
+        launch()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _LAUNCHES
 
 
 def _cache(
@@ -157,18 +231,13 @@ def _pattern(region: int, num_blocks: int) -> torch.Tensor:
     return torch.arange(num_blocks, dtype=torch.int32) + region * num_blocks
 
 
-def _runs(order: str, num_blocks: int, seed: int) -> list[Run]:
-    """All blocks; scattered ones go to places that have nothing to do with where they were."""
+def _runs(order: str, num_blocks: int, count: int, seed: int) -> list[Run]:
+    """So many blocks; scattered ones lie anywhere on both sides, without regard to each other."""
     if order == "contiguous":
-        return [(0, 0, num_blocks)]
-    here = random.Random(seed).sample(range(num_blocks), num_blocks)
-    return [(there, place, 1) for there, place in enumerate(here)]
-
-
-def _timed_read(connector: OwnConnector, engine_id: str, runs: list[Run]) -> float:
-    start = time.perf_counter()
-    connector.read(engine_id, runs).result()
-    return time.perf_counter() - start
+        return [(0, 0, count)]
+    source = random.Random(seed)
+    there, here = (source.sample(range(num_blocks), count) for _ in range(2))
+    return [(first, place, 1) for first, place in zip(there, here, strict=True)]
 
 
 def _check(tensors: list[torch.Tensor], runs: list[Run]) -> None:
@@ -180,5 +249,11 @@ def _check(tensors: list[torch.Tensor], runs: list[Run]) -> None:
         wrong = (rows[here, 0] != expected) | (rows[here, -1] != expected)
         if wrong.any():
             raise TokenmillError(f"region {region} arrived with {int(wrong.sum())} wrong blocks")
+    _clear(tensors)
+
+
+def _clear(tensors: list[torch.Tensor]) -> None:
+    """What is there may not be taken for what arrives next."""
+    for rows in tensors:
         rows[:, 0] = rows[:, -1] = -1
     _finish(tensors[0])

@@ -305,6 +305,7 @@ class EngineStats:
     num_leases: int = 0  # prompts whose KV is held for another engine
     num_leases_expired: int = 0
     num_kv_blocks_received: int = 0
+    kv_read_s: float = 0.0  # time in which they were copied
     num_kv_blocks_slid: int = 0  # of sliding layers, freed behind their window
     num_rebalances: int = 0  # times that experts were moved between ranks
     num_expert_bytes_moved: int = 0

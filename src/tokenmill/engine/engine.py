@@ -184,6 +184,7 @@ class LanguageEngine:
         stats = self._scheduler.stats()
         stats.num_waiting += self._structured.num_waiting
         stats.step_sums = self._steps.values
+        stats.kv_read_s = 0.0 if self.kv is None else self.kv.read_s
         stats.tiers = {} if self.tiers is None else self.tiers.stats()
         for reason, count in self._num_finished.items():
             stats.num_finished[reason] = stats.num_finished.get(reason, 0) + count

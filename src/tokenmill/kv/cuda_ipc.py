@@ -5,9 +5,9 @@ CUDA IPC: a peer's cache is mapped once, and a kernel copies blocks out of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,8 @@ from tokenmill.core.kv import CUDA_IPC, KVAddress, KVWay
 from tokenmill.kv.cuda_memory import HANDLE_BYTES, CudaMemory
 from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.kv.transfer import Run
+
+Copier = Callable[[list[Run]], None]
 
 
 class IpcMemory(Protocol):
@@ -32,16 +34,14 @@ class IpcMemory(Protocol):
     def view(self, address: int, num_blocks: int, block_bytes: int) -> torch.Tensor:
         """Return the blocks at an address, uint8 [blocks, bytes]."""
 
-    def copy(
-        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], runs: list[Run]
-    ) -> None:
-        """Copy runs of blocks, beside whatever steps do; returns when they are there."""
+    def copier(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copier:
+        """Return what copies runs of blocks, beside whatever steps do, and waits for them."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    addresses: list[int]  # of the allocations, each mapped once
-    sources: list[torch.Tensor]
+    addresses: list[int] = field(default_factory=list)  # of the allocations, each mapped once
+    copy: Copier | None = None
 
 
 class CudaIpcConnector:
@@ -69,7 +69,7 @@ class CudaIpcConnector:
         self._peers: dict[str, _Peer] = {}
         self._thread = ThreadPoolExecutor(1, "kv-cuda-ipc")
         # A block onto itself: the first read does not wait for a compiler.
-        self._thread.submit(memory.copy, self._own, self._own, [(0, 0, 1)]).result()
+        self._thread.submit(memory.copier(self._own, self._own), [(0, 0, 1)]).result()
 
     def connect(self, peer: KVAddress, way: KVWay) -> None:
         """Map a peer's cache."""
@@ -83,8 +83,13 @@ class CudaIpcConnector:
 
     def read(self, engine_id: str, runs: list[Run]) -> Future[None]:
         """Start to copy runs of a peer's blocks into our own."""
-        sources = self._peers[engine_id].sources
-        return self._thread.submit(self._memory.copy, sources, self._own, runs)
+        return self._thread.submit(self.copier(engine_id), runs)
+
+    def copier(self, engine_id: str) -> Copier:
+        """What copies a peer's blocks."""
+        copy = self._peers[engine_id].copy
+        assert copy is not None, "a peer that is forgotten was asked for"
+        return copy
 
     def close(self) -> None:
         for engine_id in list(self._peers):
@@ -95,24 +100,25 @@ class CudaIpcConnector:
         memory, end = self._memory, len(way.endpoint)
         handles = [way.endpoint[i : i + HANDLE_BYTES] for i in range(0, end, HANDLE_BYTES)]
         addresses: dict[bytes, int] = {}  # tensors that are small share an allocation
-        mapped = _Peer([], [])
+        mapped = _Peer()
         try:
             for handle in handles:
                 if handle not in addresses:
                     addresses[handle] = memory.map(handle)
                     mapped.addresses.append(addresses[handle])
             parts = zip(handles, way.regions, peer.geometry.block_bytes, strict=True)
-            mapped.sources += [
+            sources = [
                 memory.view(addresses[handle] + offset, peer.num_blocks, size)
                 for handle, offset, size in parts
             ]
+            mapped.copy = memory.copier(sources, self._own)
         except BaseException:
             self._unmap(mapped)
             raise
         return mapped
 
     def _unmap(self, peer: _Peer) -> None:
-        peer.sources.clear()
+        peer.copy = None  # and with it the views of what is unmapped
         for address in peer.addresses:
             self._memory.unmap(address)
 

@@ -9,6 +9,7 @@ flight can touch the blocks that it fills; an ended request keeps its blocks unt
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -39,6 +40,13 @@ class Read(Protocol):
     def exception(self) -> BaseException | None: ...
 
 
+class PeerRead(Read, Protocol):
+    """A running read of a peer's blocks."""
+
+    def add_done_callback(self, call: Callable[[Future[None]], object], /) -> None:
+        """Call when the blocks of this process are here, from whichever thread."""
+
+
 class Connector(Protocol):
     """Moves blocks between the caches of two engines."""
 
@@ -48,7 +56,7 @@ class Connector(Protocol):
 
     def connect(self, peer: KVAddress, way: KVWay) -> None: ...
     def disconnect(self, engine_id: str) -> None: ...
-    def read(self, engine_id: str, runs: list[Run]) -> Read: ...
+    def read(self, engine_id: str, runs: list[Run]) -> PeerRead: ...
     def close(self) -> None: ...
 
 
@@ -95,6 +103,7 @@ class KVTransfer:
         self._ended: list[_Incoming] = []  # their reads are not over
         self._received: list[str] = []
         self._now_ns = 0
+        self.read_s, self._read_end_s = 0.0, 0.0  # time in which reads ran; the last one's end
 
     # What a worker calls.
 
@@ -227,8 +236,20 @@ class KVTransfer:
             runs = _runs(entry.source, seq.block_ids, entry.num_started)
             runs += _runs(entry.window, seq.window_ids, 0)
             entry.num_started, entry.window = len(entry.source), []
-            entry.reads.append(self._peers[entry.engine_id].read(entry.engine_id, runs))
+            entry.reads.append(self._read(entry.engine_id, runs))
         return self._finish_reads(entry, seq)
+
+    def _read(self, engine_id: str, runs: list[Run]) -> Read:
+        begin_s = time.perf_counter()
+        read = self._peers[engine_id].read(engine_id, runs)
+        read.add_done_callback(lambda _: self._count_seconds(begin_s))
+        return read
+
+    def _count_seconds(self, begin_s: float) -> None:
+        """A read is over; it had to wait for the one before it."""
+        end_s = time.perf_counter()
+        self.read_s += end_s - max(begin_s, self._read_end_s)
+        self._read_end_s = end_s
 
     def _finish_reads(self, entry: _Incoming, seq: Sequence) -> str | None:
         while entry.reads and entry.reads[0].done():

@@ -23,6 +23,8 @@ def test_every_connector_moves_blocks(tmp_path: Path, capfd: pytest.CaptureFixtu
     shm = report["connectors"]["shm"]
     assert report["ratio"] == shm["ratio"] > 0
     assert all(shm["gb_s"][kind] > 0 for kind in ("contiguous", "scattered", "copy"))
+    assert [size["blocks"] for size in shm["by_size"]] == [1, 8, 20]
+    assert shm["by_size"][-1]["bytes"] == report["bytes"] == 20 * shm["by_size"][0]["bytes"]
 
 
 def test_what_is_measured_follows_what_is_installed() -> None:

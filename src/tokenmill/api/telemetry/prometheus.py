@@ -294,6 +294,7 @@ class ServerMetrics:
             ("prefix_cache_hits", "Prompt tokens found in the cache.", s.prefix_hit_tokens),
             ("num_preemptions", "Preemptions.", s.num_preemptions),
             ("kv_blocks_received", "KV blocks from other engines.", s.num_kv_blocks_received),
+            ("kv_read_seconds", "Time in which these were copied.", s.kv_read_s),
             ("kv_blocks_slid", "KV blocks freed behind a window.", s.num_kv_blocks_slid),
             ("kv_leases_expired", "Leases that nobody released.", s.num_leases_expired),
             ("engine_steps", "Steps the engine ran.", s.num_steps),

@@ -32,9 +32,11 @@ PANELS = {
 def kv_transfer(settings: Settings) -> None:
     """Speed of KV blocks between two processes, beside a plain copy of the same size.
 
-    The blocks come from a second process. They are first contiguous, as in a
-    fresh cache, then scattered. Without --kv-connector every installed
-    connector is measured; those of cuda-ipc lie on a GPU.
+    The blocks come from a second process: one block, eight times as many and so
+    on, up to --kv-tokens. They are first contiguous, as in a fresh cache, then
+    scattered. Without --kv-connector every installed connector is measured;
+    those of cuda-ipc lie on a GPU, whose own time is given in brackets: the rest
+    is the host's, such as the launch and the wait for the end.
 
     tokenmill bench kv-transfer
     tokenmill bench kv-transfer --kv-connector nixl --kv-tokens 8192
@@ -50,13 +52,19 @@ def kv_transfer(settings: Settings) -> None:
     rounds = settings.get("rounds") or 5
     report = measure(spec, names, block_size, num_blocks, rounds)
     if not settings.get("json-only"):
-        rows = [["connector", "side by side", "scattered", "plain copy", "of a copy"]]
+        rows = [["connector", "MB", "side by side", "scattered", "plain copy", "of a copy"]]
         for name, result in report["connectors"].items():
-            gb_s = result["gb_s"]
-            figures = [f"{gb_s[kind]:.2f} GB/s" for kind in ("contiguous", "scattered", "copy")]
-            rows.append([name, *figures, f"{result['ratio']:.0%}"])
+            for size in result["by_size"]:
+                figures = [_gb_s(size, kind) for kind in ("contiguous", "scattered", "copy")]
+                rows.append([name, f"{size['bytes'] / 1e6:.1f}", *figures, f"{size['ratio']:.0%}"])
         console.print_table(rows)
     console.print_json(report)
+
+
+def _gb_s(size: dict[str, Any], kind: str) -> str:
+    """A rate from call to end, and that of the kernel alone where it was measured."""
+    kernel = f" ({size[f'{kind}_kernel']:.0f})" if f"{kind}_kernel" in size else ""
+    return f"{size[kind]:.2f}{kernel} GB/s"
 
 
 OWN = ("conversations", "conversation-turns", "turn-tokens", "answer-tokens", "num-users",

@@ -9,6 +9,7 @@ counts when all ranks have theirs.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -98,6 +99,10 @@ class GroupRead:
         if self._others.error is not None:
             return TransferError(self._others.error)
         return self._own.exception()
+
+    def add_done_callback(self, call: Callable[[Future[None]], object], /) -> None:
+        """Call when this rank's part is here."""
+        self._own.add_done_callback(call)
 
 
 class GroupConnector:

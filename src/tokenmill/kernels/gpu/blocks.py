@@ -3,16 +3,18 @@ another process cannot be arguments, and one launch takes those of all layers.""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.blocks import BlockRegions
+from tokenmill.kernels.gpu.launch import cdiv, quick
+
 TILE_BYTES = 16384  # that a program copies: eight 16-byte reads for each thread
-ALIGNMENT = 16  # bytes that a thread reads at once, where all blocks are multiples of it
+NUM_WARPS = 4
 
 
+@quick
 @triton.jit(do_not_specialize=["count"])
 def _copy_kernel(regions, pairs, count, WIDE: tl.constexpr, TILE: tl.constexpr):
     """regions is int64 [regions, 3]: addresses of source and target, words of a block."""
@@ -29,23 +31,13 @@ def _copy_kernel(regions, pairs, count, WIDE: tl.constexpr, TILE: tl.constexpr):
     tl.store(target + offsets, tl.load(source + offsets, mask=mask), mask=mask)
 
 
-def copy_blocks(
-    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pairs: torch.Tensor
-) -> None:
+def copy_blocks(regions: BlockRegions, pairs: torch.Tensor) -> None:
     """Both sides lie in memory that the device of `pairs` reaches."""
-    if not pairs.shape[1]:
+    count, tile = pairs.shape[1], TILE_BYTES // regions.word
+    if not count:
         return
-    both = list(zip(sources, targets, strict=True))
-    for source, target in both:
-        assert source.dtype == target.dtype == torch.uint8 and source.shape[1] == target.shape[1]
-        assert source.is_contiguous() and target.is_contiguous() and pairs.is_contiguous()
-    sizes = [target.shape[1] for target in targets]
-    wide = all(x.data_ptr() % ALIGNMENT == 0 for pair in both for x in pair)
-    wide = wide and all(size % ALIGNMENT == 0 for size in sizes)
-    word = 8 if wide else 1
-    rows = [(s.data_ptr(), t.data_ptr(), t.shape[1] // word) for s, t in both]
-    regions = torch.tensor(rows, dtype=torch.int64, device=pairs.device)
-    tile = TILE_BYTES // word
-    count = pairs.shape[1]
-    grid = (count, len(rows), triton.cdiv(max(sizes) // word, tile))
-    _copy_kernel[grid](regions, pairs, count, WIDE=wide, TILE=tile)
+    assert pairs.is_contiguous() and pairs.dtype == torch.int64
+    grid = (count, len(regions.addresses), cdiv(regions.most_words, tile))
+    _copy_kernel[grid](
+        regions.addresses, pairs, count, WIDE=regions.word > 1, TILE=tile, num_warps=NUM_WARPS
+    )
