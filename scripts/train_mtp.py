@@ -2,18 +2,21 @@
 
 The conversations are those of mtp_conversations.py; the model answers, mostly greedily. The module
 learns the model's own next-token distributions over the answers, for a chain of drafts: draft k
-sees the module's hidden state of draft k - 1, as it will when it is used. --inner makes its MLP
-wider than the model's; the file's shapes tell the engine how wide it is.
+sees the module's hidden state of draft k - 1, as it will when it is used. Only a draft's best token
+counts, so that the distributions grow sharper towards the end, up to --sharpness. --inner is the
+width of the module's MLP; the file's shapes tell the engine how wide it is.
 
-usage: python scripts/train_mtp.py --out FOLDER [--generate-s 130 --train-s 210]     (one GPU)
+usage: python scripts/train_mtp.py --out FOLDER [--generate-s 150 --train-s 240]     (one GPU)
 Whatever happens, the process ends within --limit-s, and while it trains the folder has the newest
 module (one of at most --save-s ago). The last line is one JSON object: acceptance of each draft
-over the answers of conversations left out of training.
+over the answers of conversations left out of training, and over those to the benchmark's prompts,
+which are of no form or topic that was trained with. Nothing is decided by the latter.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -144,6 +147,14 @@ class Module(torch.nn.Module):
             tensor = weights[name].to(target.device)
             self.register_parameter(key, torch.nn.Parameter(tensor))
 
+    @classmethod
+    def of(cls, file: Path, target: Target) -> Module:
+        """The module in a file, as wide as it is there."""
+        gate = next(t for name, t in load_file(file).items() if "gate_proj" in name)
+        module = cls(target, gate.shape[0])
+        module.load(file)
+        return module
+
     def load(self, file: Path) -> None:
         """Go on from a module that was trained before; its MLP may be narrower than this one's."""
         known = {
@@ -189,7 +200,7 @@ class Module(torch.nn.Module):
 
 
 @triton.jit
-def _distil_kernel(student, teacher, rows, losses, hits, vocab, BLOCK: tl.constexpr):
+def _distil_kernel(student, teacher, rows, losses, hits, sharpness, vocab, BLOCK: tl.constexpr):
     """Cross entropy of a row against the teacher's distribution; its gradient replaces the row."""
     row = tl.program_id(0).to(tl.int64)
     own, goal = student + row * vocab, teacher + tl.load(rows + row).to(tl.int64) * vocab
@@ -201,6 +212,7 @@ def _distil_kernel(student, teacher, rows, losses, hits, vocab, BLOCK: tl.conste
         column = start + tl.arange(0, BLOCK)
         s = tl.load(own + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         t = tl.load(goal + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        t *= sharpness
         top_s, top_t = tl.max(s, axis=0), tl.max(t, axis=0)
         best_s = tl.where(top_s > peak_s, start + tl.argmax(s, axis=0), best_s)
         best_t = tl.where(top_t > peak_t, start + tl.argmax(t, axis=0), best_t)
@@ -214,7 +226,7 @@ def _distil_kernel(student, teacher, rows, losses, hits, vocab, BLOCK: tl.conste
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
         s = tl.load(own + column, mask=inside, other=0.0).to(tl.float32) - norm_s
-        t = tl.load(goal + column, mask=inside, other=0.0).to(tl.float32) - norm_t
+        t = tl.load(goal + column, mask=inside, other=0.0).to(tl.float32) * sharpness - norm_t
         loss -= tl.sum(tl.where(inside, tl.exp(t) * s, 0.0), axis=0)
         tl.store(own + column, (tl.exp(s) - tl.exp(t)).to(student.dtype.element_ty), mask=inside)
     tl.store(losses + row, loss)
@@ -222,24 +234,28 @@ def _distil_kernel(student, teacher, rows, losses, hits, vocab, BLOCK: tl.conste
 
 
 def distil(
-    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor
+    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor, sharpness: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and hits of each row; the gradients of the losses replace the logits."""
+    """Losses and hits of each row; the gradients of the losses replace the logits.
+
+    The teacher's logits are multiplied by `sharpness`.
+    """
     if logits.device.type == "cpu":
-        return distil_plain(logits, teacher, rows)
+        return distil_plain(logits, teacher, rows, sharpness)
     losses = torch.empty(len(rows), device=logits.device)
     hits = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
     _distil_kernel[(len(rows),)](
-        logits, teacher, rows, losses, hits, logits.shape[1], BLOCK=BLOCK, num_warps=8
-    )
+        logits, teacher, rows, losses, hits, float(sharpness), logits.shape[1],
+        BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
     return losses, hits
 
 
 def distil_plain(
-    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor
+    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor, sharpness: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in torch."""
-    goal, own = teacher[rows].float(), logits.float()
+    goal, own = teacher[rows].float() * sharpness, logits.float()
     shares, scores = goal.softmax(-1), own.log_softmax(-1)
     logits.copy_(scores.exp() - shares)
     return -(shares * scores).sum(-1), (own.argmax(-1) == goal.argmax(-1)).int()
@@ -255,9 +271,10 @@ class Distillation(torch.autograd.Function):
         head: torch.Tensor,
         teacher: torch.Tensor,
         rows: torch.Tensor,
+        sharpness: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = F.linear(states, head)
-        losses, hits = distil(logits, teacher, rows)
+        losses, hits = distil(logits, teacher, rows, sharpness)
         ctx.save_for_backward(logits, head)
         ctx.mark_non_differentiable(hits)
         return losses.mean(), hits
@@ -265,7 +282,7 @@ class Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, head = ctx.saved_tensors
-        return (logits @ head) * (gradients[0] / len(logits)), None, None, None
+        return (logits @ head) * (gradients[0] / len(logits)), None, None, None, None
 
 
 def batches(
@@ -305,21 +322,36 @@ def answered(group: list[Conversation], count: int, depth: int) -> torch.Tensor:
 
 
 def losses(
-    module: Module, group: list[Conversation], depth: int
+    module: Module,
+    group: list[Conversation],
+    depth: int,
+    sharpness: float = 1.0,
+    share: float = 1.0,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The summed loss over the answers, and per draft whether its best token is the model's."""
+    """The summed loss over the answers, and per draft whether its best token is the model's.
+
+    Of each draft only the `share` of the places of the one before is looked at.
+    """
     (target,) = module.target
     ids = _ids(group, target.device)
     known = [c.hidden for c in group if c.hidden is not None]
     hidden = torch.nn.utils.rnn.pad_sequence(known, batch_first=True)
     states = module(hidden, ids, depth)
-    count, width = states[0].shape[1], hidden.shape[1] - 1
-    line, place = answered(group, count, depth).to(ids.device).nonzero(as_tuple=True)
-    teacher = F.linear(hidden[:, 1:], target.head).flatten(0, 1)
+    inside = answered(group, states[0].shape[1], depth).to(ids.device)
+    line, place = inside.nonzero(as_tuple=True)
+    # Logits of the places after the answers' ones alone; row_of says which place has which.
+    wanted = F.pad(inside, (1, depth - 1))
+    for k in range(1, depth):
+        wanted[:, 1 + k : 1 + k + inside.shape[1]] |= inside
+    row_of = wanted.flatten().cumsum(0).view_as(wanted) - 1
+    teacher = F.linear(hidden[:, : wanted.shape[1]][wanted], target.head)
     loss, hits = torch.zeros((), device=ids.device), []
     for k, state in enumerate(states):
-        rows = line * width + place + k
-        own, right = Distillation.apply(state[line, place], target.head, teacher, rows)
+        if k and share < 1:
+            kept = torch.rand(line.shape, device=line.device) < share
+            line, place = line[kept], place[kept]
+        rows = row_of[line, place + 1 + k]
+        own, right = Distillation.apply(state[line, place], target.head, teacher, rows, sharpness)
         loss = loss + 0.7**k * own
         hits.append(right.bool())
     return loss, hits
@@ -341,7 +373,26 @@ def measure(
     return [r / max(1, n) for r, n in zip(right, kept, strict=True)]
 
 
-def train(module: Module, conversations: list[Conversation], args: argparse.Namespace) -> int:
+def measure_all(
+    module: Module, sets: dict[str, list[Conversation]], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """The acceptance of each draft and the tokens per step, by set."""
+    report = {}
+    for name, conversations in sets.items():
+        found = measure(module, conversations, args)
+        length = 1 + sum(math.prod(found[: k + 1]) for k in range(args.depth))
+        acceptance = [round(share, 4) for share in found]
+        count = len(conversations)
+        report[name] = {"count": count, "acceptance": acceptance, "length": round(length, 3)}
+    return report
+
+
+def train(
+    module: Module,
+    conversations: list[Conversation],
+    watched: list[Conversation],
+    args: argparse.Namespace,
+) -> int:
     """Train until the time is over; returns the number of steps."""
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.01
@@ -357,11 +408,13 @@ def train(module: Module, conversations: list[Conversation], args: argparse.Name
                 return step
             if now - saved > args.save_s:
                 save_module(module, args.out)
+                print(f"{share:.0%}: {measure(module, watched, args)} everyday", flush=True)
                 saved = now
             falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share))
             for parameters in optimizer.param_groups:
                 parameters["lr"] = args.rate * min(1.0, (step + 1) / 100) * falling
-            loss, hits = losses(module, group, args.depth)
+            sharpness = 1 + (args.sharpness - 1) * max(0.0, 2 * share - 1)
+            loss, hits = losses(module, group, args.depth, sharpness, args.later_share)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -392,15 +445,18 @@ def read_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder of model.safetensors")
     parser.add_argument("--start", type=Path, help="a module to go on from")
-    parser.add_argument("--inner", type=int, help="width of the MLP; the model's")
+    parser.add_argument("--compare", type=Path, help="a module to measure beside")
+    parser.add_argument("--inner", type=int, default=3840, help="width of the MLP")
     parser.add_argument("--depth", type=int, default=3, help="drafts in a chain")
-    parser.add_argument("--generate-s", type=float, default=130)
-    parser.add_argument("--train-s", type=float, default=210)
+    parser.add_argument("--sharpness", type=float, default=2.0, help="at the end; 1: no change")
+    parser.add_argument("--later-share", type=float, default=0.5, help="of places, draft by draft")
+    parser.add_argument("--generate-s", type=float, default=150)
+    parser.add_argument("--train-s", type=float, default=240)
     parser.add_argument("--limit-s", type=float, default=math.inf, help="for all of it")
     parser.add_argument("--save-s", type=float, default=30, help="between saved modules")
     parser.add_argument("--writers", type=int, default=8, help="processes that write")
     parser.add_argument("--batch", type=int, default=512, help="conversations at once, of each")
-    parser.add_argument("--answer", type=int, default=384, help="tokens of an answer at most")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of an answer at most")
     parser.add_argument("--tokens", type=int, default=16384, help="of a training step")
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--kv-gib", type=float, default=8)
@@ -416,26 +472,28 @@ def main() -> None:
     torch.manual_seed(args.seed)
     checkpoint = open_checkpoint(resolve(args.model))
     check_layers(checkpoint.spec)
-    texts = write_together(args)
+    texts, measured = write_together(args)
     random.Random(args.seed).shuffle(texts)
     num_held = max(8, min(500, len(texts) // 50))
     held, texts = texts[:num_held], texts[num_held:]
     target = Target(checkpoint.spec, dict(checkpoint.tensors(None, args.device)), args.device)
-    note_hidden(target, held + texts, args.tokens)
+    note_hidden(target, [*held, *texts, *itertools.chain(*measured.values())], args.tokens)
     print(f"{time.monotonic() - args.begin:.0f} s: the model's states are known", flush=True)
-    module = Module(target, args.inner or checkpoint.spec.intermediate_size)
+    sets = {"held_out": held} | measured
+    compared = None
+    if args.compare is not None:
+        compared = measure_all(Module.of(args.compare, target), sets, args)
+        print(f"{args.compare}: {compared}", flush=True)
+    module = Module(target, args.inner)
     if args.start is not None:
         module.load(args.start)
-        print(f"before training: {measure(module, held, args)}", flush=True)
-    steps = train(module, texts, args)
+        print(f"before training: {measure_all(module, sets, args)}", flush=True)
+    steps = train(module, texts, measured.get("everyday", held), args)
     file = save_module(module, args.out)
-    found = measure(module, held, args)
-    length = 1 + sum(math.prod(found[: k + 1]) for k in range(args.depth))
     report = {
         "model": args.model, "conversations": len(texts), "tokens": num_tokens(texts),
-        "held_out": num_held, "steps": steps, "acceptance": [round(a, 4) for a in found],
-        "length": round(length, 3), "bytes": file.stat().st_size,
-        "seconds": round(time.monotonic() - args.begin, 1),
+        "steps": steps, "sets": measure_all(module, sets, args), "compared": compared,
+        "bytes": file.stat().st_size, "seconds": round(time.monotonic() - args.begin, 1),
     }  # fmt: skip
     (args.out / "report.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
     print(json.dumps(report))

@@ -7,6 +7,7 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,41 +22,29 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 WORDS: dict[str, list[str]] = tomllib.loads(
     (SCRIPTS / "mtp_questions.toml").read_text(encoding="utf-8")
 )
-OUTER = ("forms", "openings", "followups", "greetings", "endings", "systems")
+OUTER = ("forms", "openings", "word_openings", "followups", "greetings", "endings", "systems")
+GIVEN = {"word", "pasted"}  # of the vocabulary, and earlier answers
 # Kinds that say what a question is about; numbers, styles and the like do not.
 TOPICS = (
     "thing", "food", "animal", "idea", "subject", "deed", "person", "place", "event", "problem",
     "language", "tongue", "feeling", "sentence",
 )  # fmt: skip
-COMMON = """
-about add after again ago all also always and another any anyone are ask away back because been
-before being best better between big both bring but called came can certain come could day did
-does doing done down due during each early either else end even evening ever every everyone
-extra far few find first five for four free from fun get give goes going good got had half has
-have help her here high him his home hour how idea into its just keep kind know last late less
-let like long look lot low made main make many may mean means minute month more morning most
-move much name need never new next night nine nobody not nothing now number often okay old once
-one only open other our out over own pair part people per pick place play please point put real
-really right said same say see set she short should show side since single six small some
-someone something sound sounds start still stop such take talk tell ten than thank thanks that
-the their them then there these they thing things this those three time today tomorrow too top
-try turn two until use used using very want was way week weird well were what when where which
-while who why will with without word work working would wrong year yes yesterday yet you your
-"""
+# What stands in questions about anything, and the languages that they are to be answered in.
+ANYWHERE = set(
+    "built buy change children common convert file fix function hot language learn note safe save "
+    "story string study system world write python spanish polish".split()
+)
 
 
 def patterns(kind: str) -> list[re.Pattern[str]]:
-    return [
-        re.compile(".+".join(map(re.escape, re.split(r"\{\w+\}", text))), re.DOTALL)
-        for text in WORDS[kind]
-    ]
+    return [re.compile(pattern(text), re.DOTALL) for text in WORDS[kind]]
 
 
-def topic_words(text: str) -> set[str]:
-    """What it is about: its words without the common ones, in the singular."""
-    common = set(COMMON.split())
-    words = set(re.findall(r"[a-z]{3,}", text.lower())) - common
-    return {word[:-1] if word.endswith("s") and len(word) > 3 else word for word in words} - common
+def pattern(form: str) -> str:
+    """A {word} is one word, any other gap anything."""
+    parts = re.split(r"(\{\w+\})", form)
+    gaps = {"{word}": r"\w+"}
+    return "".join(gaps.get(p, ".+") if p[:1] == "{" else re.escape(p) for p in parts)
 
 
 def conversations(monkeypatch: pytest.MonkeyPatch, name: str = "mtp_conversations") -> Any:
@@ -65,11 +54,11 @@ def conversations(monkeypatch: pytest.MonkeyPatch, name: str = "mtp_conversation
 
 def test_every_gap_has_fillers_and_all_are_used() -> None:
     gaps = {gap for texts in WORDS.values() for t in texts for gap in re.findall(r"\{(\w+)\}", t)}
-    assert gaps == WORDS.keys() - set(OUTER)
+    assert gaps - GIVEN == WORDS.keys() - set(OUTER) and gaps >= GIVEN
     assert all(len(texts) == len(set(texts)) for texts in WORDS.values())
 
 
-@pytest.mark.parametrize("kind", ["chat", "everyday"])
+@pytest.mark.parametrize("kind", ["chat", "everyday", "unseen"])
 def test_no_prompt_of_the_benchmark_has_their_form(kind: str) -> None:
     """The module is not measured with questions that it was trained with."""
     known = patterns("forms") + patterns("followups")
@@ -81,28 +70,45 @@ def test_no_prompt_of_the_benchmark_has_their_form(kind: str) -> None:
             assert not text.lower().startswith(starts), text
 
 
-def test_no_everyday_prompt_has_their_topics_or_is_one_of_the_chat_prompts() -> None:
+@pytest.mark.parametrize("kind", ["everyday", "unseen"])
+def test_no_prompt_has_their_topics_or_is_one_of_the_chat_prompts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic_words = conversations(monkeypatch)["topic_words"]
     trained = {word for kind in TOPICS for text in WORDS[kind] for word in topic_words(text)}
-    assert {"volcanoe", "norway", "pancake"} <= trained
+    assert {"glacier", "norway", "pancake"} <= trained
     chat = {prompt.text for prompt in read_prompts("chat")}
-    for prompt in read_prompts("everyday"):
+    for prompt in read_prompts(kind):
         for text in (*prompt.earlier, prompt.text):
-            assert not topic_words(text) & trained, text
+            assert not topic_words(text) & trained - ANYWHERE, text
             assert text not in chat
 
 
 def test_questions_are_of_many_kinds_and_never_those_of_the_benchmark(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    questions = conversations(monkeypatch)["Questions"](random.Random(3))
+    script = conversations(monkeypatch)
+    questions = script["Questions"](random.Random(3), ["umbrella", "harmonica", "accordion"])
+    questions.paste("An answer with {gaps}.")
     asked = [questions.whole() for _ in range(400)]
     assert len(set(asked)) > 390 and not any(re.search(r"\{\w+\}", text) for text in asked)
     assert any(text == text.lower() for text in asked)
-    assert not any(questions.is_measured(text) for text in asked)
-    for kind in ("chat", "everyday", "documents"):
-        assert all(questions.is_measured(prompt.text) for prompt in read_prompts(kind))
-    assert questions.is_measured("Was Napoleon really short?")
+    assert any("(gaps)" in text for text in asked) and any("harmonica" in t for t in asked)
+    assert not any("umbrella" in text for text in asked)  # an unseen prompt is about one
+    assert {questions.beginning() for _ in range(50)} > {""}
     assert {questions.system() for _ in range(50)} > {None}
+
+
+def test_what_is_measured_is_not_asked_nor_what_is_about_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = conversations(monkeypatch)["Measured"]()
+    for kind in ("chat", "everyday", "unseen", "documents"):
+        assert all(measured.has(prompt.text) for prompt in read_prompts(kind))
+    assert measured.has("Was Napoleon really short?")
+    assert measured.has("I spilled candle wax on my rug, can you help me?")
+    assert measured.has("What is schadenfreude, and do animals know it?")
+    assert not measured.has("Which instrument should I learn, the harmonica or the accordion?")
 
 
 def test_what_is_learnt_is_the_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +120,51 @@ def test_what_is_learnt_is_the_answers_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert inside[0].nonzero().flatten().tolist() == [3, 4, 5, 6, 13, 14, 15, 16]
 
 
-def test_the_gradient_is_that_of_the_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_the_gradient_is_that_of_the_cross_entropy(
+    sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     script = conversations(monkeypatch, "train_mtp")
     torch.manual_seed(5)
     states, head = torch.randn(3, 8, requires_grad=True), torch.randn(30, 8)
     teacher, rows = torch.randn(4, 30), torch.tensor([2, 0, 3])
-    loss, hits = script["Distillation"].apply(states, head, teacher, rows)
-    expected = F.cross_entropy(F.linear(states, head), teacher[rows].softmax(-1))
+    loss, hits = script["Distillation"].apply(states, head, teacher, rows, sharpness)
+    expected = F.cross_entropy(F.linear(states, head), (sharpness * teacher[rows]).softmax(-1))
     assert torch.allclose(loss, expected, atol=1e-5)
     assert hits.tolist() == (F.linear(states, head).argmax(-1) == teacher[rows].argmax(-1)).tolist()
     own, other = (torch.autograd.grad(x, states)[0] for x in (loss, expected))
     assert torch.allclose(own, other, atol=1e-5)
+
+
+def test_each_draft_learns_the_distribution_of_its_own_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Draft k of place i stands against the model's logits of place i + k + 1."""
+    pytest.importorskip("triton")
+    script, depth = conversations(monkeypatch, "train_mtp"), 2
+    torch.manual_seed(3)
+    talks = [
+        script["Conversation"](list(range(12)), [(3, 8)], torch.randn(12, 4)),
+        script["Conversation"](list(range(9)), [(2, 5), (6, 9)], torch.randn(9, 4)),
+    ]
+    head, states = torch.randn(20, 4), torch.randn(depth, 2, 12 - 1 - depth, 4)
+
+    class Module:
+        target = (SimpleNamespace(device="cpu", head=head),)
+
+        def __call__(self, *_: object) -> list[torch.Tensor]:
+            return list(states)
+
+    found, hits = script["losses"](Module(), talks, depth)
+    expected, inside = 0.0, script["answered"](talks, 9, depth)
+    for k in range(depth):
+        own = torch.stack([states[k, j, i] for j, i in inside.nonzero().tolist()]) @ head.T
+        later = [talks[j].hidden[i + k + 1] for j, i in inside.nonzero().tolist()]
+        goal = torch.stack(later) @ head.T
+        expected += 0.7**k * F.cross_entropy(own, goal.softmax(-1))
+        assert hits[k].tolist() == (own.argmax(-1) == goal.argmax(-1)).tolist()
+    assert torch.allclose(found, torch.as_tensor(expected), atol=1e-5)
 
 
 def test_a_wider_mlp_begins_with_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
