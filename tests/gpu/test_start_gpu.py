@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+
+from safetensors.torch import load_file, save_file
 
 from driver import complete
 from gpu.setups import prompts, random_prompts
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
+from tokenmill.models.checkpoints.upload import upload
+from tokenmill.models.checkpoints.weights import read_stored
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=8, logprobs=1)
@@ -62,3 +67,18 @@ def test_no_kernel_is_compiled_after_the_start(
     complete(built.engine, prompts(), GREEDY)
     complete(built.engine, prompts(), DRAWN)
     assert compiled == []
+
+
+def test_uploaded_weights_are_the_bits_of_the_file(tmp_path: Path) -> None:
+    """Also where memory that a copy writes to was freed while a kernel still reads it."""
+    shapes = [(4096, 4096), (1,), (12_345, 789), (128, 100_000)] * 6
+    tensors = {str(i): torch.randn(shape).bfloat16() for i, shape in enumerate(shapes)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored, sums = read_stored(tmp_path), {}
+    for name, tensor in zip(stored, upload(stored.values(), "cuda"), strict=True):
+        sums[name] = tensor.view(torch.int16).long().cumsum(0).sum()
+        assert torch.equal(tensor.cpu(), tensors[name])
+        del tensor
+    for name, tensor in zip(stored, upload(stored.values(), "cuda"), strict=True):
+        assert tensor.view(torch.int16).long().cumsum(0).sum() == sums[name]
+    assert load_file(tmp_path / "model.safetensors").keys() == sums.keys()

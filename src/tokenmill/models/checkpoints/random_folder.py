@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -39,7 +38,8 @@ def write_random_folder(
         list(writers.map(_write, shards, [folder / name for name in names]))
     index = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps({"weight_map": index}))
-    shutil.copy(config, folder / CONFIG_FILE)
+    source = config / CONFIG_FILE if config.is_dir() else config
+    (folder / CONFIG_FILE).write_bytes(source.read_bytes())
     return sum((folder / name).stat().st_size for name in names)
 
 
