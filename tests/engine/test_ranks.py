@@ -85,6 +85,7 @@ def engine(
     num_blocks: int = 64,
     head: Path | None = None,
     connector: Literal["none", "shm"] = "none",
+    offloading: str | None = None,
     **parallel: Any,
 ) -> Iterator[BuiltEngine]:
     draft = None if head is None else str(head)
@@ -92,7 +93,7 @@ def engine(
         resolve_setup(
             Setup(
                 ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
-                CacheConfig(num_blocks=num_blocks, connector=connector),
+                CacheConfig(num_blocks=num_blocks, connector=connector, offloading=offloading),
                 SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
                 ExecutionConfig(mtp=2 if head else 0, mtp_adaptive=False),
                 ParallelConfig(**parallel),
@@ -183,6 +184,26 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         assert facts(handed_over(two.engine, moved)) == facts(complete(two.engine, moved, GREEDY))
         stats = two.engine.stats()
         assert stats.num_kv_blocks_used == 0 and stats.num_kv_blocks_received == 3 + 4 + 5
+
+
+@pytest.mark.usefixtures("light_ranks")
+def test_each_rank_has_tiers_of_its_own(tmp_path: Path) -> None:
+    """Prompts that the devices of both ranks have dropped come back, bit for bit."""
+    folder, source = save(tame(make_model("qwen3-moe"), 0.3), tmp_path), random.Random(5)
+    asked = [[source.randrange(64) for _ in range(90)] for _ in range(8)]
+    with engine(folder) as one:
+        expected = facts(complete(one.engine, asked, GREEDY))
+    parallel = {"ep": 2, "attention_dp": True, "offloading": "host=4MiB"}
+    with engine(folder, 14, **parallel) as two:
+        assert facts(complete(two.engine, asked, GREEDY)) == expected
+        assert facts(complete(two.engine, asked, GREEDY)) == expected
+        stats = two.engine.stats()
+        assert stats.tiers["host_hit_tokens"] > 0 and stats.tiers["dropped"] == 0
+        assert stats.num_kv_blocks_used == 0
+        held = two.engine.kv_dump().tiers["host"]
+        assert 0 < len(held) <= stats.tiers["host_blocks"]
+    with pytest.raises(ModelLoadError, match="or add --attention-dp"):
+        engine(folder, ep=2, offloading="host=4MiB").__enter__()
 
 
 def test_new_prompts_count_in_the_round_they_come_in() -> None:

@@ -112,6 +112,28 @@ def test_caches_of_ranks_are_one_to_others() -> None:
     assert publisher.take() == EventBatch(3, [Removed([one])]) and caches.cached_hashes() == []
 
 
+def test_what_a_rank_keeps_behind_its_device_counts_for_it() -> None:
+    tokens = list(range(50))
+    one, two = block_hashes(tokens, 16)[:2]
+    caches = RankCaches(2, 16)
+    publisher = EventPublisher(caches.record_events())
+    caches.apply(0, [Stored(7, [one, two]), Stored(None, [one], "host"), Removed([one])])
+    assert caches.cached_tokens(tokens) == {0: 32} and caches.cached_hashes() == [two]
+    assert caches.tier_hashes() == {"host": [one]}
+    caches.apply(1, [Stored(None, [one], "host")])
+    caches.apply(0, [Cleared(), Removed([one], "host")])
+    assert caches.cached_tokens(tokens) == {1: 16}
+    caches.apply(1, [Removed([one], "host")])
+    assert caches.cached_tokens(tokens) == {} and caches.tier_hashes() == {"host": []}
+    told = publisher.take()
+    assert told is not None and told.events == [
+        Stored(7, [one, two]),
+        Stored(None, [one], "host"),
+        Removed([one, two]),
+        Removed([one], "host"),
+    ]
+
+
 # (each rank's outlook, held?): places for 4, timeout 3, batching wait 2.
 TABLE: list[tuple[list[Outlook], bool]] = [
     ([(1, 3), (0, 4)], True),  # a rank has no prompt: wait 1

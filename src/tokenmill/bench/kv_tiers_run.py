@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.bench.kv_tiers_load import Asked, Load
+from tokenmill.bench.kv_tiers_load import Asked, Load, Play
 from tokenmill.core.config import Setup
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, TokenmillError
@@ -22,10 +23,12 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.tiers.page_copies import PageCopies
 from tokenmill.models.checkpoints.weights import read_spec
 
+_FIRST = "recompute"  # a run to which no request finds another's KV
 Say = Callable[[str], None]  # one line on what is done, with the figures so far
 _COPIED_BYTES = 2**28  # of a copy that is timed
 _ROUNDS = 5
 _PARTS = 4  # of a run, whose figures are told as they come
+_RUNS, _RESERVE_S = 3, 10.0  # for what a second start has beside the first, and for the copies
 
 
 @dataclass(slots=True)
@@ -39,14 +42,30 @@ class _Run:
     answers: dict[str, list[int]] = field(default_factory=dict)  # by request
 
 
+@dataclass(slots=True)
+class TimePlan:
+    """How many requests are asked: as many as the first run, which computes most, has time for."""
+
+    num_requests: int
+    end_s: float = math.inf  # of all runs, by time.monotonic()
+
+    def first_end_s(self, start_s: float) -> float:
+        """When the first run may ask no more: two others follow, and another start."""
+        now_s = time.monotonic()
+        return now_s + max(0.0, self.end_s - now_s - start_s - _RESERVE_S) / _RUNS
+
+
 def host_bytes(setup: Setup, load: Load) -> int:
     """Host memory that holds all that is asked, and an eighth more for blocks that are not full."""
     spec = read_spec(Path(setup.model.model))
     return load.num_kept_tokens * spec.kv_bytes_per_token(KV_BYTES[setup.cache.dtype]) * 9 // 8
 
 
-def measure(setup: Setup, load: Load, times_device: float, say: Say) -> dict[str, Any]:
-    """The report: one engine after the other on the same requests."""
+def measure(
+    setup: Setup, load: Load, times_device: float, say: Say, seconds: float | None = None
+) -> dict[str, Any]:
+    """The report: one engine after the other on the same requests, as many as time allows."""
+    plan = TimePlan(load.num_requests, time.monotonic() + (seconds or math.inf))
     assert setup.cache.block_size is not None
     size, num_tokens = setup.cache.block_size, load.num_tokens
     num_blocks = max(1, int(num_tokens / times_device) // size)
@@ -58,8 +77,8 @@ def measure(setup: Setup, load: Load, times_device: float, say: Say) -> dict[str
         )
     cache = replace(setup.cache, num_blocks=num_blocks)
     say(f"{load.words}; the device holds {num_blocks * size:,}")
-    off = _measure(replace(setup, cache=replace(cache, offloading=None)), load, say)
-    on = _measure(replace(setup, cache=cache), load, say)
+    off = _measure(replace(setup, cache=replace(cache, offloading=None)), load, say, plan)
+    on = _measure(replace(setup, cache=cache), load, say, plan)
     runs, answers = off.figures | on.figures, off.answers["off"]
     ttft = {name: figures["ttft_ms"]["mean"] for name, figures in runs.items()}
     return {
@@ -68,7 +87,8 @@ def measure(setup: Setup, load: Load, times_device: float, say: Say) -> dict[str
         "device": setup.model.device,
         "device_tokens": num_blocks * size,
         "working_set_tokens": num_tokens,
-        "num_requests": load.num_requests,
+        "num_requests": plan.num_requests,
+        "left_out": load.num_requests - plan.num_requests,
         "runs": runs,
         "copies": on.copies,
         "same_answers": sum(answers[name] == said for name, said in on.answers["on"].items()),
@@ -87,16 +107,18 @@ class _Side:
     copies: dict[str, float] = field(default_factory=dict)
 
 
-def _measure(setup: Setup, load: Load, say: Say) -> _Side:
+def _measure(setup: Setup, load: Load, say: Say, plan: TimePlan) -> _Side:
     """Build an engine and ask it; its memory is free for the next one."""
     begin, has_tiers = time.monotonic(), setup.cache.offloading is not None
-    names = ("on",) if has_tiers else ("recompute", "off")
+    names = ("on",) if has_tiers else (_FIRST, "off")
     say(f"tiers {names[-1]}: starting the engine")
     built = build_engine(setup)
     start_s, side = round(time.monotonic() - begin, 2), _Side()
     say(f"tiers {names[-1]}: the engine started in {start_s:.1f} s")
     for name in names:
-        run = _Asking(_engine(built), load, name, say).run(built.spec.vocab_size)
+        asking = _Asking(_engine(built), load, name, say, plan)
+        end_s = plan.first_end_s(start_s) if name == _FIRST else math.inf
+        run = asking.run(built.spec.vocab_size, end_s)
         side.figures[name] = {"start_s": start_s} | _figures(run, built)
         side.answers[name] = run.answers
     if has_tiers:
@@ -125,26 +147,39 @@ def _engine(built: BuiltEngine) -> LanguageEngine:
 class _Asking:
     """Asks an engine all requests, so many in flight; to `recompute` none finds another's KV."""
 
-    def __init__(self, engine: LanguageEngine, load: Load, name: str, say: Say) -> None:
+    def __init__(
+        self, engine: LanguageEngine, load: Load, name: str, say: Say, plan: TimePlan
+    ) -> None:
         self._engine, self._load, self._name, self._say = engine, load, name, say
+        self._plan = plan
         self._run = _Run()
         self._live: dict[str, RequestTimes] = {}
 
-    def run(self, vocab_size: int) -> _Run:
+    def run(self, vocab_size: int, end_s: float) -> _Run:
+        """Ask until `end_s`, and some requests at least; the plan has as many from then on."""
         play, run, begin = self._load.play(vocab_size), self._run, time.monotonic()
-        while play.num_left or self._live:
-            while len(self._live) < self._load.at_once and (asked := play.take()) is not None:
-                self._ask(asked)
+        while len(run.answers) < self._plan.num_requests or self._live:
+            self._fill(play)
             for output in self._engine.step():
                 if self._take(output):
                     play.answered(output.request_id, run.answers[output.request_id])
                     run.seconds = time.monotonic() - begin
                     self._tell()
+            if time.monotonic() > end_s and len(run.answers) < self._plan.num_requests:
+                self._plan.num_requests = len(run.answers)
+                self._say(f"tiers {self._name}: no time for more than {len(run.answers)} requests")
         return run
+
+    def _fill(self, play: Play) -> None:
+        """Ask what can be asked now."""
+        while len(self._live) < self._load.at_once:
+            if len(self._run.answers) == self._plan.num_requests or (asked := play.take()) is None:
+                return
+            self._ask(asked)
 
     def _ask(self, asked: Asked) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=asked.answer_tokens, ignore_eos=True)
-        now_ns, salt = time.monotonic_ns(), asked.name if self._name == "recompute" else ""
+        now_ns, salt = time.monotonic_ns(), asked.name if self._name == _FIRST else ""
         self._live[asked.name] = RequestTimes(now_ns)
         self._run.answers[asked.name] = []
         self._run.num_prompt_tokens += len(asked.prompt)
@@ -167,11 +202,11 @@ class _Asking:
 
     def _tell(self) -> None:
         """After each quarter: TTFT of its requests, and what was computed of all prompts so far."""
-        run, total = self._run, self._load.num_requests
+        run, total = self._run, self._plan.num_requests
         done, before = (_PARTS * n // total for n in (len(run.times), len(run.times) - 1))
         if done == before:
             return
-        ttft = summarize([times.ttft_ms for times in run.times[-(-total // _PARTS) * (done - 1) :]])
+        ttft = summarize([times.ttft_ms for times in run.times[total * (done - 1) // _PARTS :]])
         self._say(
             f"tiers {self._name}, {len(run.times)} of {total} requests: TTFT mean "
             f"{ttft['mean']:.0f} ms, max {ttft['max']:.0f} ms; so far "

@@ -125,7 +125,7 @@ class BuiltEngine:
 
         Both also happen when this process ends.
         """
-        if isinstance(self.engine, LanguageEngine) and self.engine.tiers is not None:
+        if not isinstance(self.engine, LeadingEngine) and self.engine.tiers is not None:
             self.engine.tiers.close()
         if self.group is not None:
             self.group.close()
@@ -229,7 +229,7 @@ def load_part(
     on_phase("weights")
     reserve = _reserve(spec, scheduler, setup.execution, device)
     if cache.offloading is not None:
-        reserve += staged_bytes(device, parse_tiers(cache.offloading).host_bytes)
+        reserve += staged_bytes(device, parse_tiers(cache.offloading).host_bytes // ranks.size)
     # With a layer of KV for the module.
     cached = network.spec if mtp is None else mtp_spec(network.spec)
     groups = plan_groups(cached.layer_windows, cached.num_layers - network.spec.num_layers)

@@ -37,9 +37,10 @@ def open_tiers(
     if setup.cache.offloading is None:
         return None
     sizes = parse_tiers(setup.cache.offloading)
+    host_bytes = sizes.host_bytes // setup.parallel.num_ranks  # of this rank
     # Layers of different groups share tensors.
     tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
-    num_slots = _num_slots(sizes.host_bytes, page_bytes(tensors), scheduler)
+    num_slots = _num_slots(host_bytes, page_bytes(tensors), scheduler)
     block_size, root = scheduler.pool.block_size, _root(setup, spec, tensors)
     assert setup.cache.block_size == block_size
     disk = None

@@ -11,9 +11,11 @@ numbers alone, so every rank finds the same answer without another exchange:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from tokenmill.core.kv import DEVICE
 from tokenmill.core.kv_events import Event, EventJournal, Hash, Removed, Stored
 from tokenmill.routing.kv_index import by_depth
 from tokenmill.sched.cache.blocks import hash_chain
@@ -65,7 +67,9 @@ class RankCaches:
 
     def __init__(self, num_ranks: int, block_size: int) -> None:
         self._block_size, self._all = block_size, (1 << num_ranks) - 1
-        self._holders: dict[Hash, int] = {}  # ranks as bits
+        # Ranks as bits: those that hold a block in a tier, and in any.
+        self._tiers: defaultdict[str, dict[Hash, int]] = defaultdict(dict)
+        self._holders: dict[Hash, int] = {}
         self._journal: EventJournal | None = None
 
     def record_events(self) -> EventJournal:
@@ -75,35 +79,49 @@ class RankCaches:
         return self._journal
 
     def cached_hashes(self) -> list[Hash]:
-        """The hash of every block that a rank has cached."""
-        return list(self._holders)
+        """The hash of every block that a rank has cached on its device."""
+        return list(self._tiers[DEVICE])
+
+    def tier_hashes(self) -> dict[str, list[Hash]]:
+        """The same of the tiers behind the device."""
+        return {tier: list(held) for tier, held in self._tiers.items() if tier != DEVICE}
 
     def apply(self, rank: int, events: Iterable[Event]) -> None:
-        """Take what a rank's pool has cached and forgotten, in order."""
+        """Take what a rank has cached and forgotten, in order."""
         bit = 1 << rank
         for event in events:
             if isinstance(event, Stored):
                 parents = [event.parent, *event.hashes[:-1]]
                 for parent, block_hash in zip(parents, event.hashes, strict=True):
-                    self._store(bit, parent, block_hash)
+                    self._store(bit, parent, block_hash, event.tier)
             elif isinstance(event, Removed):
-                self._remove(bit, event.hashes)
+                self._remove(bit, event.hashes, event.tier)
             else:
-                self._remove(bit, [h for h, ranks in self._holders.items() if ranks & bit])
+                held = [h for h, ranks in self._tiers[DEVICE].items() if ranks & bit]
+                self._remove(bit, held, DEVICE)
 
-    def _store(self, bit: int, parent: Hash | None, block_hash: Hash) -> None:
-        ranks = self._holders.get(block_hash, 0)
-        self._holders[block_hash] = ranks | bit
+    def _store(self, bit: int, parent: Hash | None, block_hash: Hash, tier: str) -> None:
+        held = self._tiers[tier]
+        ranks = held.get(block_hash, 0)
+        held[block_hash] = ranks | bit
+        self._holders[block_hash] = self._holders.get(block_hash, 0) | bit
         if not ranks and self._journal is not None:
-            self._journal.stored(parent, block_hash)
+            self._journal.stored(parent if tier == DEVICE else None, block_hash, tier)
 
-    def _remove(self, bit: int, hashes: Iterable[Hash]) -> None:
+    def _remove(self, bit: int, hashes: Iterable[Hash], tier: str) -> None:
+        held = self._tiers[tier]
         for block_hash in hashes:
-            ranks = self._holders.pop(block_hash, 0)
+            ranks = held.pop(block_hash, 0)
             if ranks & ~bit:
-                self._holders[block_hash] = ranks & ~bit
+                held[block_hash] = ranks & ~bit
             elif ranks and self._journal is not None:
-                self._journal.removed(block_hash)
+                self._journal.removed(block_hash, tier)
+            holders = 0
+            for each in self._tiers.values():
+                holders |= each.get(block_hash, 0)
+            self._holders[block_hash] = holders
+            if not holders:
+                del self._holders[block_hash]
 
     def cached_tokens(self, token_ids: Sequence[int], salt: str = "") -> dict[int, int]:
         """How many leading tokens of a prompt each rank need not compute; none: not in the dict."""

@@ -447,6 +447,11 @@ COMMANDS = (
         default=1.0,
     ),
     Setting(
+        "time-limit",
+        "Seconds for all of it: only as many requests run as fit, the same in every run.",
+        number(1, 86400),
+    ),
+    Setting(
         "working-set",
         "Times that the KV of all conversations is larger than the device's.",
         number(0.1, 1000),

@@ -37,6 +37,22 @@ def test_fewer_tokens_are_computed(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert f"{computed} of {asked} prompt tokens computed" in said[-1]
 
 
+def test_a_limit_of_time_leaves_the_last_requests_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All runs ask the same ones, of which some are asked however little time there is."""
+    write_config(tmp_path, max_position_embeddings=1024)
+    arguments = ["--model", str(tmp_path), "--random-weights", "--dtype", "fp32"]
+    arguments += ["--conversations", "8", "--conversation-turns", "3", "--turn-tokens", "40"]
+    arguments += ["--answer-tokens", "2", "--num-users", "3", "--time-limit", "1"]
+    assert run(["bench", "kv-tiers", *arguments]) == 0
+    printed = capfd.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
+    assert report["num_requests"] == report["same_answers"] == 3 and report["left_out"] == 21
+    assert {side["prompt_tokens"] for side in report["runs"].values()} == {3 * 40}
+    assert "tiers recompute: no time for more than 3 requests" in printed.err
+
+
 def test_host_memory_has_room_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, max_position_embeddings=1024)
     arguments = ["--model", str(tmp_path), "--random-weights", "--dtype", "fp32", "--json-only"]

@@ -79,7 +79,12 @@ TRACE = (
     *(SETTINGS[key] for key in ("trace-scale", "trace-block-tokens")),
 )
 TIER_PANELS = {
-    "Benchmark": (*(SETTINGS[key] for key in OWN), *TRACE, SETTINGS["json-only"]),
+    "Benchmark": (
+        *(SETTINGS[key] for key in OWN),
+        *TRACE,
+        SETTINGS["time-limit"],
+        SETTINGS["json-only"],
+    ),
     "Model": MODEL,
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
@@ -104,7 +109,8 @@ def kv_tiers(settings: Settings) -> None:
 
     With --trace the requests are those of the first --conversations of a
     Mooncake trace that have several turns, in the trace's order, and
-    --num-users of them are in flight at a time.
+    --num-users of them are in flight at a time. --time-limit leaves out the last
+    requests where there is no time for them.
 
     tokenmill bench kv-tiers
     tokenmill bench kv-tiers --kv-offloading host=64MiB,disk=/var/kv:10GiB
@@ -124,7 +130,8 @@ def kv_tiers(settings: Settings) -> None:
     if setup.cache.offloading is None:
         tiers = f"host={host_bytes(setup, load)}"
         setup = resolve_setup(replace(setup, cache=replace(setup.cache, offloading=tiers)))
-    report = measure(setup, load, settings.get("working-set"), console.note)
+    limit_s = settings.get("time-limit")
+    report = measure(setup, load, settings.get("working-set"), console.note, limit_s)
     if not settings.get("json-only"):
         _print(report)
     console.print_json(report)

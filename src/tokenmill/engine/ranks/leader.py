@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import reduce
 
 from tokenmill.core.images import content_ids
+from tokenmill.core.kv import DISK
 from tokenmill.core.kv_events import (
     Dump,
     Event,
@@ -139,6 +140,7 @@ class DataParallelEngine:
         self._states = [own.state() for _ in range(group.size)]  # all alike before the first round
         self.kv = None if own.engine.kv is None else RanksExchange(own.engine.kv, group)
         self.features = None  # --attention-dp encodes on each rank
+        self.tiers = own.engine.tiers  # those of rank 0; each rank has its own
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round."""
@@ -249,7 +251,11 @@ class DataParallelEngine:
 
     def kv_dump(self) -> Dump:
         """Return all blocks that any rank has cached."""
-        return self.kv_events().dump(self._caches.cached_hashes())
+        publisher, hashes = self.kv_events(), self._caches.cached_hashes()
+        if self.tiers is None:
+            return publisher.dump(hashes)
+        held = self._caches.tier_hashes() | {DISK: self.tiers.hashes()[DISK]}  # which all share
+        return publisher.dump(hashes, held, self.tiers.token_ms)
 
 
 def with_balance(stats: EngineStats, rebalancer: Rebalancer | None) -> EngineStats:
