@@ -251,7 +251,8 @@ class Writer:
         sets = {}
         for kind in MEASURED_KINDS:
             talks = [Conversation(list(prompt.token_ids), []) for prompt in read_prompts(kind)]
-            how = [SamplingParams(temperature=0.0, max_tokens=128)] * len(talks)
+            most = min(128, self.args.answer)
+            how = [SamplingParams(temperature=0.0, max_tokens=most)] * len(talks)
             prompts = [talk.token_ids for talk in talks]
             answers = complete(self.built, prompts, how, self.dice, self.end)
             for talk, answer in zip(talks, answers, strict=True):
