@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
-from scheduler_cases import make, request, sampled, step
+import pytest
+
+from scheduler_cases import distinct, make, request, sampled, step
 from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.types import Request, SamplingParams
+from tokenmill.sched.scheduler import Scheduler
 
 PAD = 9
 
@@ -42,30 +45,61 @@ def test_a_chunk_ends_before_an_image_that_has_to_wait() -> None:
     assert scheduler.images.num_encoded == 3
 
 
-def test_an_image_is_encoded_over_several_steps_while_others_decode() -> None:
-    """Forty patches, sixteen in a step; its tokens come after the last part."""
-    scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16)
+def while_others_decode(**config: int) -> Scheduler:
+    """Eight requests decode; a step in parts has sixteen patches, or as many tokens."""
+    scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16, **config)
     for index in range(8):
         scheduler.add(request(f"t{index}", [index, 9], SamplingParams(max_tokens=20)))
     step(scheduler)
-    decoding = {f"t{index}": 1 for index in range(8)}
+    return scheduler
+
+
+def prompts_of(scheduler: Scheduler) -> tuple[dict[str, int], list[float]]:
+    """Run a step: the tokens of requests but for those eight, and the shares of begun images."""
+    batch = scheduler.schedule(0)
+    found = {seq.request_id: num_new for seq, num_new in batch.items}
+    scheduler.update(batch, sampled(batch))
+    scheduler.check_integrity()
+    assert all(found.pop(f"t{index}") == 1 for index in range(8))
+    return found, [each.share for each in batch.begun_images]
+
+
+def test_a_prompt_with_an_image_runs_in_even_parts_while_others_decode() -> None:
+    """Forty patches and eighteen tokens: three parts, then two. Its text waits for the image."""
+    scheduler = while_others_decode()
     scheduler.add(pictured("a", 1, 2))
-    shares = []
-    for expected in ({"a": 6}, {}, {}, {"a": 12}):
-        batch = scheduler.schedule(0)
-        found = {seq.request_id: num_new for seq, num_new in batch.items}
-        assert found == decoding | expected
-        shares.append([each.share for each in batch.begun_images])
-        scheduler.update(batch, sampled(batch))
-    assert shares == [[0.4], [0.8], [1.0], []]
+    parts = [prompts_of(scheduler) for _ in range(6)]
+    assert parts == [
+        ({"a": 1}, [0.35]),
+        ({}, [0.675]),
+        ({}, [1.0]),
+        *[({"a": n}, []) for n in (9, 8, 1)],
+    ]
 
 
-def test_no_image_is_divided_while_more_than_two_wait() -> None:
-    """They wait among the running ones, too, once the text before their image has run."""
+def test_fewer_patches_and_tokens_run_beside_prompts_of_text() -> None:
+    """A text that comes later runs at once and whole; at least half is left for images."""
+    scheduler = while_others_decode()
+    scheduler.add(pictured("a", 1, 2))
+    for count, share in ((4, 10 / 40), (30, 18 / 40)):
+        scheduler.add(distinct(f"text {count}", count))
+        found, shares = prompts_of(scheduler)
+        assert (found[f"text {count}"], shares) == (count, [share])
+
+
+def test_a_small_image_and_its_tokens_run_in_one_step() -> None:
+    scheduler = while_others_decode()
+    spans = (ImageSpan(1, 2, image(3, 2)),)
+    scheduler.add(request("a", [1, PAD, PAD, 2], images=spans))
+    assert prompts_of(scheduler) == ({"a": 4}, [])
+
+
+def test_no_prompt_runs_in_parts_while_more_than_four_have_images() -> None:
+    """They count among the running ones, too, as long as their prompts are not done."""
     scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16)
     scheduler.add(request("t", [8, 9], SamplingParams(max_tokens=20)))
     step(scheduler)
-    for seed, name in enumerate("abcde"):
+    for seed, name in enumerate("abcdef"):
         scheduler.add(pictured(name, seed, 2))
     encoded, divided = [], []
     for _ in range(4):
@@ -73,18 +107,15 @@ def test_no_image_is_divided_while_more_than_two_wait() -> None:
         encoded.append(scheduler.images.num_encoded)
         divided.append(bool(batch.begun_images))
         scheduler.update(batch, sampled(batch))
-    assert (encoded, divided) == ([1, 2, 3, 3], [False, False, False, True])
+    assert (encoded, divided) == ([1, 2, 2, 2], [False, False, True, True])
 
 
 def test_an_image_that_nobody_waits_for_any_more_is_begun_anew() -> None:
-    scheduler = make(max_num_batched_tokens=64, encoder_patches=50, encoder_share=16)
-    for index in range(8):
-        scheduler.add(request(f"t{index}", [index, 9], SamplingParams(max_tokens=20)))
-    step(scheduler)
+    scheduler = while_others_decode()
     for name in ("a", "b"):
         scheduler.add(pictured(name, 1, 2))
         batch = scheduler.schedule(0)
-        assert [each.share for each in batch.begun_images] == [0.4]
+        assert [each.share for each in batch.begun_images] == [0.35]
         scheduler.update(batch, sampled(batch))
         scheduler.abort(name)
         batch = scheduler.schedule(0)
@@ -100,10 +131,11 @@ def test_an_image_beyond_the_budget_is_encoded_alone() -> None:
     assert step(scheduler)["b"] == 11 and scheduler.images.num_encoded == 2
 
 
-def test_whatever_waits_for_room_gets_it() -> None:
+@pytest.mark.parametrize("parts", [{}, {"encoder_share": 7, "image_tokens": 5}])
+def test_whatever_waits_for_room_gets_it(parts: dict[str, int]) -> None:
     """Random images under a budget that few of them fit: all requests end, and few are held."""
     source, held = random.Random(4), 0
-    scheduler = make(num_blocks=60, max_num_batched_tokens=13, encoder_patches=24)
+    scheduler = make(num_blocks=60, max_num_batched_tokens=13, encoder_patches=24, **parts)
     for index in range(30):
         tokens, spans = [1], []
         for _ in range(source.randrange(4)):

@@ -128,7 +128,9 @@ class SchedulerConfig:
         flag="max-encoder-patches",
     )
 
-    encoder_share: int | None = None  # the same while others decode; images take several steps
+    # Patches, or prompt tokens that take as long, that a step has for images while others decode.
+    encoder_share: int | None = None
+    image_tokens: int | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -31,7 +31,7 @@ from tokenmill.engine.limits import (
     Room,
     choose_budget,
     choose_encoder_patches,
-    choose_encoder_share,
+    choose_image_parts,
     choose_num_seqs,
 )
 from tokenmill.engine.ranks.group import ranks_per_gpu
@@ -143,11 +143,13 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     if patches is None and spec.vision is not None:
         patches = choose_encoder_patches(spec, budget)
     width = 1 if setup.model.dtype == "fp8" else 2
+    share, tokens = choose_image_parts(spec, total, width)
     return replace(
         scheduler,
         max_num_batched_tokens=budget,
         encoder_patches=patches,
-        encoder_share=scheduler.encoder_share or choose_encoder_share(spec, total, width),
+        encoder_share=scheduler.encoder_share or share,
+        image_tokens=scheduler.image_tokens or tokens,
         max_num_seqs=num_seqs,
         max_model_len=max_len,
     )

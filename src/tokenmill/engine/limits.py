@@ -15,6 +15,9 @@ STEP_S = 0.2  # of a step full of prompt tokens: so long the requests that decod
 IMAGE_SHARE = 0.5  # of the time of such a step, for the encoder: it lasts 1.5 times as long at most
 IMAGE_PATCHES = 4096  # of an image of 1,024 x 1,024, by which the time of a patch is counted
 FEW_REQUESTS = 16  # that decode together where gaps between tokens count
+IMAGE_PART = 0.9  # of the time in which these read their weights, for images beside them
+LEAST_TOKENS = 512  # of a prompt that has to run in parts
+ENCODER_RATE = 0.65  # FLOP/s of the encoder by those of prompts
 LARGE_GPU_BYTES_S, GPU_BYTES_S = 4e12, 6e11  # read by the same GPUs
 MIN_GPU_BUDGET, MAX_GPU_BUDGET = 2048, 8192
 LARGE_GPU_BYTES = 70 * 2**30  # H100, H200, B200 and their like
@@ -69,15 +72,20 @@ def choose_encoder_patches(spec: ModelSpec, budget: int) -> int:
     return min(max(patches, IMAGE_PATCHES), budget * vision.merge_size**2)
 
 
-def choose_encoder_share(spec: ModelSpec, gpu_bytes: int | None, width: int) -> int | None:
-    """Patches of a step while others decode: half of the time in which its weights are read.
+def choose_image_parts(
+    spec: ModelSpec, gpu_bytes: int | None, width: int
+) -> tuple[int | None, int | None]:
+    """Patches, or prompt tokens as long, that a step has for images while others decode.
 
-    `width` is the bytes of a parameter. On CPU, where None is chosen, images are not divided.
+    So a step that decodes for few requests takes about twice as long; it has at least the time of
+    LEAST_TOKENS, for which others wait beside texts, too. `width` is the bytes of a parameter. On
+    CPU, where None is chosen, prompts with images do not run in parts.
     """
     if gpu_bytes is None or spec.vision is None:
-        return None
+        return None, None
     large = gpu_bytes >= LARGE_GPU_BYTES
     flops, rate = (LARGE_GPU_FLOPS, LARGE_GPU_BYTES_S) if large else (GPU_FLOPS, GPU_BYTES_S)
-    seconds = IMAGE_SHARE * width * sum(spec.step_params(FEW_REQUESTS)) / rate
+    read_s = width * sum(spec.step_params(FEW_REQUESTS)) / rate
+    tokens = max(LEAST_TOKENS, int(IMAGE_PART * read_s * flops / spec.flops_per_token(0)))
     patch_flops = spec.vision.encode_flops(IMAGE_PATCHES) / IMAGE_PATCHES
-    return max(1, int(seconds * flops / patch_flops))
+    return int(ENCODER_RATE * tokens * spec.flops_per_token(0) / patch_flops), tokens

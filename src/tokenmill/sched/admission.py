@@ -184,7 +184,7 @@ class Admission:
         total = -(-seq.num_tokens // size)
         if not self._fits(seq, matched, total):
             return 0
-        if first < seq.image_end:
+        if seq.image_end:
             num_new = self._images.reach(seq, first, num_new)
             if num_new == 0:  # its next image is encoded in a later step
                 return 0

@@ -38,7 +38,8 @@ _MISCOUNT = End(
     FinishReason.ERROR,
     error="the step sampled tokens for an unfinished prompt, or none for a finished one",
 )
-_FEW_WAITING = 2  # an image is encoded in parts while no more requests wait or have images ahead
+_FEW_IMAGES = 4  # prompts with images run in parts while no more of them are ahead,
+_FEW_WAITING = 16  # and no more requests of any kind wait
 _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 
 
@@ -102,7 +103,7 @@ class Scheduler:
         self.loading = Loading(*holders)
         # A prompt that may not be split takes its images as they are.
         budget = config.encoder_budget if config.chunked_prefill else None
-        self.images = EncoderCache(budget, config.encoder_share)
+        self.images = EncoderCache(budget, config.encoder_share, config.image_tokens)
         self._admission = Admission(
             config, *holders, self.receiving, self.loading, self.images, self._counters, self.meter
         )
@@ -224,7 +225,7 @@ class Scheduler:
         self._now_ns = now_ns
         self._expire()
         self._queues.sweep()
-        self.images.begin(self._may_divide_images())
+        self.images.begin(self._texts_beside_images())
         ledger.reserved = 0
         if self.loading:
             self.loading.reserve()
@@ -264,15 +265,21 @@ class Scheduler:
                 self._admission.count_start(seq, self._now_ns)
             self.meter.takes(seq, seq.num_tokens - seq.num_computed_tokens)
 
-    def _may_divide_images(self) -> bool:
-        """Whether requests decode and hardly another waits: then short steps matter most."""
-        if not self.images.divides or len(self._queues.waiting) > _FEW_WAITING:
-            return False
-        ahead, decoding = len(self._queues.waiting), False
-        for seq in self._queues.running:
-            ahead += seq.num_computed_tokens < seq.image_end
-            decoding = decoding or seq.num_computed_tokens >= seq.num_prompt_tokens
-        return decoding and ahead <= _FEW_WAITING
+    def _texts_beside_images(self) -> int | None:
+        """Prompt tokens of texts that are ahead, where prompts with images run in parts.
+
+        They do where requests decode and few images are ahead: then short steps matter most.
+        """
+        queues = self._queues
+        if not self.images.divides or len(queues.waiting) > _FEW_WAITING:
+            return None
+        ahead = [seq for seq in queues.running if _is_context(seq)]
+        decoding = len(ahead) < len(queues.running)
+        ahead += queues.waiting.sequences()
+        texts = [seq for seq in ahead if not seq.image_end]
+        if not decoding or not 0 < len(ahead) - len(texts) <= _FEW_IMAGES:
+            return None
+        return sum(seq.num_tokens - seq.num_computed_tokens for seq in texts)
 
     def _expire(self) -> None:
         for seq in self._queues.overdue(self._now_ns):
@@ -323,7 +330,7 @@ class Scheduler:
     def _chunk(self, seq: Sequence, num_new: int) -> int:
         """How much of its prompt a sequence computes now; 0: its next image has to wait."""
         first, size = seq.num_computed_tokens, self.pool.block_size
-        if num_new and first < seq.image_end:
+        if num_new and seq.image_end:
             num_new = self.images.reach(seq, first, num_new)
         end = first + num_new if num_new else len(seq.block_ids) * size
         self._ledger.reserve(-(-seq.num_tokens // size) + (-end // size))

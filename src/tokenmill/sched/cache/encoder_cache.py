@@ -18,21 +18,27 @@ class EncoderCache:
     sequence is in the middle of may be dropped, the least recently used first, once there is no
     room: whoever waits for room waits for sequences that have what they need to go on.
 
-    Where requests decode and few images wait, a step may have a smaller budget: an image that has
-    more is then encoded over several steps, a share of its layers in each, and its sequence waits
-    until the last.
+    Where requests decode and few images are ahead, prompts with images run in parts: what a step
+    does for them, patches and tokens, has the time of `share` patches or of `tokens` tokens. An
+    image that has more is encoded over several steps, a share of its layers in each. Text before it
+    waits for it but for one token, since any part of a prompt reads all the experts.
 
     An image that is encoded elsewhere costs no budget; it is wanted as soon as it is reached, and
     its sequence waits until it has arrived.
     """
 
-    def __init__(self, budget: int | None, share: int | None = None) -> None:
+    def __init__(
+        self, budget: int | None, share: int | None = None, tokens: int | None = None
+    ) -> None:
         """Without a budget every image is encoded as soon as a step reaches it.
 
-        `share` is the budget of a step that encodes in parts.
+        `share` is the budget of a step in parts, and as many `tokens` take as long.
         """
-        self._budget, self._left, self._share = budget, budget, share
-        self._parts = False  # images may be encoded over several steps
+        self._budget, self._left = budget, budget
+        self._share = min(share or 0, budget or 0)
+        self._tokens = tokens or self._share
+        self._whole = self._most_tokens = 0  # patches and tokens of a step in parts
+        self._parts = False  # prompts with images run over several steps
         self._begun: dict[bytes, int] = {}  # content: patches' worth of work that is done
         self._reached: dict[bytes, ImageInput] = {}  # of these, in this step
         self._held: OrderedDict[bytes, int] = OrderedDict()  # content: patches, the oldest first
@@ -50,14 +56,18 @@ class EncoderCache:
     @property
     def divides(self) -> bool:
         """Whether there is a smaller budget for steps that encode in parts."""
-        return self._budget is not None and self._share is not None
+        return self._budget is not None and self._share > 0
 
-    def begin(self, in_parts: bool = False) -> None:
-        """A step is being chosen: its budget is whole, and ended or passed images are free."""
-        self._left = self._budget
-        self._parts = in_parts and self.divides
-        if self._parts and self._share is not None and self._budget is not None:
-            self._left = min(self._budget, self._share)
+    def begin(self, text_tokens: int | None = None) -> None:
+        """A step is being chosen: its budget is whole, and ended or passed images are free.
+
+        It runs in parts where `text_tokens` are given: so many of other prompts are ahead.
+        """
+        self._left, self._parts = self._budget, text_tokens is not None and self.divides
+        if self._parts and text_tokens is not None:
+            least = -(-self._share // 2)  # images go on beside many texts
+            self._left = self._whole = max(least, self._share - self._cost(text_tokens))
+            self._most_tokens = max(1, self._whole * self._tokens // self._share)
         self._users = [
             (seq, span)
             for seq, span in self._users
@@ -66,20 +76,36 @@ class EncoderCache:
 
     def reach(self, seq: Sequence, first: int, num_new: int) -> int:
         """How many of the new tokens from `first` on can run: up to an image that has to wait."""
-        for span in seq.request.images:
-            if span.end <= first:
-                continue
-            if span.offset >= first + num_new:
-                break
-            if not self._take(span.image):
+        if self._parts:
+            num_new = min(num_new, _even_part(seq.num_tokens - first, self._most_tokens))
+        end, waits = first + num_new, False
+        reached = [span for span in seq.request.images if first < span.end and span.offset < end]
+        for span in reached:
+            if not self._take(span.image, self._cost(num_new)):
                 if span.image.content_hash in self._arriving:
                     self._arriving[span.image.content_hash].add(seq.request_id)
                 # Without a budget a prompt is not split.
                 num_new = 0 if self._budget is None else max(0, span.offset - first)
+                waits = span is reached[0] and span.image.features is None
                 break
             self._users.append((seq, span))
+        if self._parts:
+            num_new = self._run_in_parts(seq, num_new, waits)
         self._count_hits(seq, first, num_new)
         return num_new
+
+    def _run_in_parts(self, seq: Sequence, num_new: int, waits: bool) -> int:
+        """How many tokens run of those that could; one, where they wait, lets others pass."""
+        cost = self._cost(num_new)
+        assert self._left is not None
+        if waits or cost > self._left:
+            return min(num_new, int(not seq.block_ids))
+        self._left -= cost
+        return num_new
+
+    def _cost(self, num_tokens: int) -> int:
+        """The patches that take as long as so many tokens; 0 where only patches count."""
+        return -(-num_tokens * self._share // self._tokens) if self._parts else 0
 
     def expect(self, request: Request) -> None:
         """Want a new request's images before it is its turn, as far as there is room."""
@@ -125,13 +151,13 @@ class EncoderCache:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def _take(self, image: ImageInput) -> bool:
+    def _take(self, image: ImageInput, cost: int) -> bool:
         if image.content_hash in self._held:
             self._held.move_to_end(image.content_hash)
             return image.content_hash not in self._arriving
         patches, elsewhere = image.num_patches, image.features is not None
         if self._left is not None and self._budget is not None:
-            if not elsewhere and not self._can_encode(image):
+            if not elsewhere and not self._can_encode(image, cost):
                 return False
             if not self._make_room(patches, STEPS * self._budget):
                 if image.content_hash in self._begun:
@@ -151,18 +177,21 @@ class EncoderCache:
         self.num_patches += patches
         return True
 
-    def _can_encode(self, image: ImageInput) -> bool:
-        """Whether the step encodes all that is left of an image; else it may encode a part."""
+    def _can_encode(self, image: ImageInput, cost: int) -> bool:
+        """Whether the step encodes all that is left of an image; else it may encode a part.
+
+        In parts it does where the image's tokens, which cost as many patches, run in the same step.
+        """
         assert self._left is not None and self._budget is not None
         content, done = image.content_hash, self._begun.get(image.content_hash, 0)
+        work = image.num_patches - done
         if not self._parts:
-            return image.num_patches - done <= self._left or self._left == self._budget
-        # The tokens of an image that took several steps run in a step that encodes nothing of it.
-        if done == image.num_patches or (not done and image.num_patches <= self._left):
+            return work <= self._left or self._left == self._budget
+        if work + cost <= self._left:
             return True
-        if done or self._left:
-            work = min(self._left, image.num_patches - done)
-            self._begun[content], self._left = done + work, self._left - work
+        part = min(self._left, _even_part(work, self._whole))
+        if done or part:
+            self._begun[content], self._left = done + part, self._left - part
             self._reached[content] = image
         return False
 
@@ -195,3 +224,9 @@ class EncoderCache:
                 if self._num_held + patches <= capacity:
                     break
         return not self._held or self._num_held + patches <= capacity
+
+
+def _even_part(work: int, most: int) -> int:
+    """The first of equal parts, as few as there are of at most so much each."""
+    num_parts = -(-work // most)
+    return -(-work // num_parts) if work else 0
