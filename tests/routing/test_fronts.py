@@ -40,7 +40,7 @@ def totals(target: Router) -> list[tuple[int, ...]]:
 
 
 def test_an_account_by_front_from_what_was_sent_and_put_out() -> None:
-    account = LoadAccount()
+    account = LoadAccount(4)
     account.front_joined("b")
     account.sent("a", "a1", 30, 40)
     account.sent("a", "a2", 0, 12)
@@ -61,7 +61,7 @@ def test_an_account_by_front_from_what_was_sent_and_put_out() -> None:
 
 
 def test_reports_are_sparse_but_for_the_first_and_last_of_a_busy_time() -> None:
-    account = LoadAccount()
+    account = LoadAccount(4)
     assert account.is_due(0.0, at_once=False)
     assert not account.is_due(REPORT_MS / 2, at_once=False)
     assert account.is_due(REPORT_MS / 2, at_once=True)
@@ -71,7 +71,7 @@ def test_reports_are_sparse_but_for_the_first_and_last_of_a_busy_time() -> None:
 
 def test_a_report_adds_what_others_have_and_not_ones_own() -> None:
     target = router("a", "b")
-    account = LoadAccount()
+    account = LoadAccount(4)
     for front in ("front-0", "front-1", "front-2"):
         account.front_joined(front)
     own = target.route("mine", prompt(0), 0.0).worker
@@ -94,7 +94,7 @@ def test_a_report_adds_what_others_have_and_not_ones_own() -> None:
 
 def test_prompts_are_computed_while_a_report_is_on_its_way() -> None:
     target = router("a")
-    account = LoadAccount()
+    account = LoadAccount(4)
     account.sent("front-1", "x", 100, 100)
     target.report("a", account.report(), 0.0, 0.06)
     assert totals(target) == [(40, 100, 1, 1)], "a token takes a millisecond"
@@ -102,12 +102,54 @@ def test_prompts_are_computed_while_a_report_is_on_its_way() -> None:
     assert totals(target) == [(0, 100, 1, 0)]
 
 
+def test_a_prefix_that_fronts_sent_at_once_is_counted_once_by_the_worker() -> None:
+    account = LoadAccount(4)
+    prefix = [1, 2, 3, 4, 5]
+    account.sent("a", "a1", 28, 28, [*prefix, 60, 70])
+    account.sent("b", "b1", 26, 28, [*prefix, 61])
+    assert account.report().shared_tokens == 20
+    account.sent("b", "b2", 8, 28, [*prefix, 62])  # b knew of five blocks
+    assert account.report().shared_tokens == 20
+    account.sent("c", "c1", 20, 20, prefix)
+    assert account.report().shared_tokens == 39, "one token is always computed"
+    account.first_token("a1")
+    assert account.report().shared_tokens == 39, "it has not come to the others yet"
+    account.progress("b1", 20)
+    assert account.report().shared_tokens == 25, "b1 has computed what it was to find"
+    account.ended("b1")
+    account.front_gone("c")
+    assert account.report().shared_tokens == 0
+    account.ended("b2")
+    account.sent("c", "c2", 20, 20, prefix)
+    assert account.report().shared_tokens == 0, "nobody is pending any more"
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_new_prefix_at_all_fronts_at_once_counts_once_at_each_of_them(reported: bool) -> None:
+    """Each counts it whole, for it cannot know of the others; all have what one router has."""
+    num_fronts, shared = 4, prompt(0, 64)
+    pool = Pool(num_fronts, 1)
+    pool.tell(pool.reports(), 0.0, 0.0)
+    told = [pool.send(front, 0.01, [*shared, *prompt(100 * front, 8)]) for front in (0, 1, 2, 3)]
+    one = router(*pool.names)
+    for number in range(num_fronts):
+        one.route(str(number), [*shared, *prompt(100 * number, 8)], 0.01)
+    assert one.loads()[0].queued_tokens == 64 + 4 * 8
+    if reported:
+        pool.tell(pool.reports(), 0.011, 0.011)
+    for target in pool.routers:
+        for each in () if reported else told:
+            assert each is not None
+            target.heard(each, 0.01, 0.011)
+        assert target.loads()[0].queued_tokens == pytest.approx(64 + 4 * 8, abs=1)
+
+
 class Pool:
     """Fronts over workers whose reports come as late as one likes; nothing ever ends there."""
 
     def __init__(self, num_fronts: int, num_workers: int, **options: Any) -> None:
         self.names = [f"worker-{i}" for i in range(num_workers)]
-        self.accounts = {name: LoadAccount() for name in self.names}
+        self.accounts = {name: LoadAccount(4) for name in self.names}
         fronts = [f"front-{i}" for i in range(num_fronts)]
         self.routers = [
             router(*self.names, front=front, seed=i, **options) for i, front in enumerate(fronts)
@@ -117,11 +159,16 @@ class Pool:
                 account.front_joined(front)
         self.num_sent: Counter[str] = Counter()
 
-    def send(self, front: int, now_s: float) -> Announcement | None:
+    def send(
+        self, front: int, now_s: float, tokens: list[int] | None = None
+    ) -> Announcement | None:
         number = self.num_sent.total()
-        tokens = prompt(100 * number)
+        tokens = tokens or prompt(100 * number)
         decision = self.routers[front].route(str(number), tokens, now_s)
-        self.accounts[decision.worker].sent(f"front-{front}", str(number), 40, 40)
+        told = decision.announcement
+        hashes = told.hashes if told is not None else []
+        size = len(tokens)
+        self.accounts[decision.worker].sent(f"front-{front}", str(number), size, size, hashes)
         self.num_sent[decision.worker] += 1
         return decision.announcement
 
@@ -200,7 +247,7 @@ def test_an_announcement_counts_until_a_report_replaces_it() -> None:
     assert totals(second)[slot] == (4000, 4000, 1, 1)
     again = second.route("y", shared, 0.02)
     assert again.cached_tokens[name] > 3900, "the worker will have cached it"
-    account = LoadAccount()
+    account = LoadAccount(4)
     account.front_joined("front-1")
     account.sent("front-0", "x", 4000, 4000)
     second.free("y")
@@ -232,7 +279,7 @@ def test_an_idle_worker_that_says_nothing_got_nothing() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_other_fronts_reports_change_no_decision(policy: Any) -> None:
     alone, told = (router(*"abc", policy=policy) for _ in range(2))
-    account, source, now_s = LoadAccount(), random.Random(5), 0.0
+    account, source, now_s = LoadAccount(4), random.Random(5), 0.0
     for number in range(100):
         now_s += source.expovariate(20.0)
         tokens = prompt(1000 * source.randrange(3), 4 * source.randrange(1, 30))

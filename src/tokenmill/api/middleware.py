@@ -1,8 +1,14 @@
-"""What every answer passes, of the server and of the router: ids, HEAD, CORS, counts, log lines."""
+"""What every answer passes, of the server and of the router: ids, HEAD, CORS, counts, log lines.
+
+Calls that come at once begin one by one, and so do their answers: a burst of prompts would
+otherwise hold up every stream of the process until all of them are read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable
 from typing import Protocol
 
@@ -17,9 +23,44 @@ from tokenmill.core.config import ServerConfig
 CORS_PATHS = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping", "/version")
 # Asked again and again by machines: logged only when they fail.
 POLLED = frozenset({"/health", "/ping", "/metrics", "/dashboard/data"})
+TURNS = "turns"  # in the scope of a call
 UNKNOWN = "unknown"  # endpoint of calls that no route took: what clients invent makes no labels
 
 _log = logging.getLogger(__name__)
+
+
+class Turns:
+    """One of those who wait goes on in each turn of the event loop; between them streams do."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False  # somebody goes on in this turn
+
+    async def take(self) -> None:
+        """Wait for a turn, behind all who came before."""
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            self._waiting.append(loop.create_future())
+            await self._waiting[-1]
+        else:
+            self._is_taken = True
+            loop.call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # it was not cancelled
+                waiter.set_result(None)
+                asyncio.get_running_loop().call_soon(self._pass_on)
+                return
+        self._is_taken = False
+
+
+async def take_turn(scope: Scope) -> None:
+    """Let others go on before the next part of a call; of an app that stands alone there is none."""
+    turns: Turns | None = scope.get(TURNS)
+    if turns is not None:
+        await turns.take()
 
 
 class CallCounter(Protocol):
@@ -36,6 +77,7 @@ class Front:
         self._shared = _with_cors(app, config.cors_origins) if config.cors_origins else app
         self._metrics = metrics
         self._logs_requests = config.log_requests
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,6 +85,9 @@ class Front:
         record = scope["call"] = CallRecord.begin(scope)
         if scope["method"] == "HEAD":  # uvicorn leaves out the body, by its own scope
             scope = {**scope, "method": "GET"}
+        if scope["method"] == "POST":
+            scope[TURNS] = self._turns
+            await take_turn(scope)
         app = self._shared if scope["path"].startswith(CORS_PATHS) else self._app
         try:
             await app(scope, receive, _named(record, send))

@@ -17,6 +17,7 @@ from tokenmill.api.direct_text import DirectText, PlainFormat
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
 from tokenmill.api.idempotency import seeded_by
+from tokenmill.api.middleware import take_turn
 from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.prepare import Job
 from tokenmill.api.protocol.receipts import receipt_of
@@ -158,7 +159,7 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.
-            await asyncio.create_task(self._answer(generation, stream, send))
+            await asyncio.create_task(self._answer(generation, stream, scope, send))
         except StreamClosedError:
             error = ApiError(GONE, "the client has gone", code="cancelled")
         except ApiError as failure:
@@ -175,9 +176,13 @@ class GenerationResponse(Response):
             record.worker = ",".join(sorted(set(stream.workers.values()))) or "-"
             trace.end(generation.usage(), reasons, error)
 
-    async def _answer(self, generation: Generation, stream: OutputStream, send: Send) -> None:
+    async def _answer(
+        self, generation: Generation, stream: OutputStream, scope: Scope, send: Send
+    ) -> None:
         # The status line waits for the first output, which may be a refusal.
-        deltas = generation.advance(await stream.get())
+        outputs = await stream.get()
+        await take_turn(scope)
+        deltas = generation.advance(outputs)
         if self._streams:
             await self._send_events(generation, stream, deltas, send)
         else:

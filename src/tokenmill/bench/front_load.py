@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from selectors import SelectorKey
 from urllib.parse import urlsplit
 
 from tokenmill.core.metrics import RequestTimes
@@ -149,6 +150,7 @@ class Share:
         connections = [socket.create_connection(self.address) for _ in self.streams]
         selector = selectors.DefaultSelector()
         streams: list[Stream] = []
+        num_done = 0
         try:
             time.sleep(max(0.0, start_s - time.monotonic()))
             before_s = time.process_time()
@@ -160,7 +162,10 @@ class Share:
                 connection.setblocking(False)
                 selector.register(connection, selectors.EVENT_READ, stream)
                 streams.append(stream)
-            _read_all(selector, len(streams))
+                num_done += _receive(
+                    selector, selector.select(0)
+                )  # those that have begun are read meanwhile
+            _read_all(selector, len(streams) - num_done)
             wall_s, client_s = time.monotonic() - start_s, time.process_time() - before_s
         finally:
             selector.close()
@@ -225,10 +230,17 @@ def _read_all(selector: selectors.BaseSelector, num_open: int) -> None:
         ready = selector.select(STALL_S)
         if not ready:
             raise FrontendBenchError(f"{num_open} streams got nothing for {STALL_S:.0f} s")
-        for key, _ in ready:
-            if key.data.receive():
-                selector.unregister(key.fileobj)
-                num_open -= 1
+        num_open -= _receive(selector, ready)
+
+
+def _receive(selector: selectors.BaseSelector, ready: list[tuple[SelectorKey, int]]) -> int:
+    """Take what has come; how many answers are complete."""
+    num_done = 0
+    for key, _ in ready:
+        if key.data.receive():
+            selector.unregister(key.fileobj)
+            num_done += 1
+    return num_done
 
 
 def _request(address: Address, model: str, index: int, num_tokens: int) -> bytes:

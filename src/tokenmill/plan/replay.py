@@ -85,7 +85,7 @@ class SimWorker:
             max_model_len=max_model_len,
         )
         self.scheduler = Scheduler(limits, self._pool, frozenset())
-        self.account = LoadAccount()  # told of by several fronts alone
+        self.account = LoadAccount(config.block_size)  # told of by several fronts alone
         self.sums = StepSums()
         self._batch: Batch | None = None
 
@@ -255,7 +255,8 @@ class Replay:
         num_prompt, size = decision.num_prompt_tokens, self._config.block_size
         uncached = num_prompt - decision.num_cached_tokens
         self._sent_ns[name].append(now_ns)
-        worker.account.sent(front, request_id, uncached, size * -(-num_prompt // size))
+        hashes = [] if decision.announcement is None else decision.announcement.hashes
+        worker.account.sent(front, request_id, uncached, size * -(-num_prompt // size), hashes)
         if decision.announcement is not None:
             self._announce(decision.announcement, now_ns)
         sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -188,8 +189,7 @@ class KVIndex:
         `until_s` must not decrease from call to call. What is known already needs no prediction.
         Returns the marks that are kept, for others who predict the same.
         """
-        first = _num_marks(start) if start >= STRIDE else 0
-        hashes: list[int] = _marks(chain)[first:].tolist()
+        hashes: list[int] = _marks(chain)[_first_mark(start) :].tolist()
         self.predict_marks(name, hashes, until_s)
         return hashes
 
@@ -199,6 +199,11 @@ class KVIndex:
         for block_hash in hashes:
             predicted[block_hash] = predicted.get(block_hash, 0) | bit
         self._ends.append((until_s, bit, hashes))
+
+    def known_marks(self, name: str, hashes: list[int]) -> Iterator[bool]:
+        """Whether a worker has each of these blocks, or was sent it."""
+        bit, holders, predicted = self._workers[name].bit, self._holders, self._predicted
+        return (bool((holders.get(h, 0) | predicted.get(h, 0)) & bit) for h in hashes)
 
     def expire(self, now_s: float) -> None:
         """Drop predictions whose time is over, a few at a time: there is one more per decision."""
@@ -304,6 +309,17 @@ def _num_marks(depth: int) -> int:
 def _depth(num_marks: int) -> int:
     """How many blocks lead up to the last of so many marks."""
     return num_marks if num_marks < STRIDE else STRIDE * (num_marks - STRIDE + 1)
+
+
+def _first_mark(start: int) -> int:
+    """Which mark is the first of those that are told of a prompt whose first blocks are cached."""
+    return _num_marks(start) if start >= STRIDE else 0
+
+
+def num_led(start: int, known: Iterable[bool]) -> int:
+    """How many blocks after `start` lead up to the last of the first marks that are known."""
+    num_known = sum(1 for _ in takewhile(bool, known))
+    return max(_depth(_first_mark(start) + num_known) - start, 0) if num_known else 0
 
 
 def by_depth(holders: _Holders, chain: U64, among: int) -> Iterator[tuple[int, int]]:

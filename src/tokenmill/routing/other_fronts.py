@@ -144,8 +144,8 @@ class OtherFronts:
         self._lag_ms += LAG_SHARE * (now_ms - made_ms - self._lag_ms)
         self._learn(worker, total, made_ms)
         worker.idle = not total.num_requests + own.num_requests
-        worker.reported = Share(*total[:4])
-        worker.queued_tokens = total.queued_tokens + own.queued_tokens
+        worker.reported = Share(total.queued_tokens - report.shared_tokens, *total[1:4])
+        worker.queued_tokens = max(worker.reported.queued_tokens + own.queued_tokens, 0)
         worker.told_until(made_ms)
         worker.known_until(self._seen_ms(worker, now_ms))
         return worker.recount(now_ms, token_ms)

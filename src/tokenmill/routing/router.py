@@ -36,7 +36,7 @@ from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
 from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
-from tokenmill.routing.load_report import Announcement, LoadReport
+from tokenmill.routing.load_report import Announcement, LoadReport, shared_tokens
 from tokenmill.routing.other_fronts import OtherFronts
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
@@ -218,6 +218,7 @@ class Router:
             return
         if self.policy.knows_blocks:
             self._count_use(told.prefix)
+        told = self._without_shared(told)
         self._learn_waiting(told.worker, told.queued_tokens)
         for num_tokens in told.answers:
             self._learn_length(num_tokens)
@@ -225,6 +226,13 @@ class Router:
         self._begin_if_idle(told.worker, 1, now_s)
         if told.hashes and self.config.events:
             self.index.predict_marks(told.worker, told.hashes, now_s + self.config.predict_s)
+
+    def _without_shared(self, told: Announcement) -> Announcement:
+        """An announcement without tokens of a prefix that is known to be computed there anyhow."""
+        queued, kv, size = told.queued_tokens, told.kv_tokens, self.config.block_size
+        known = self.index.known_marks(told.worker, told.hashes)
+        shared = shared_tokens(queued, kv, size, known)
+        return replace(told, queued_tokens=queued - shared) if shared else told
 
     def adopt_call(self, request_id: str, told: Announcement, now_s: float, is_new: bool) -> None:
         """Account for a request that another front has routed, as for one's own.
@@ -235,12 +243,15 @@ class Router:
             return
         if is_new and self.policy.knows_blocks:
             self._count_use(told.prefix)
+        queued, chain = told.queued_tokens, np.array(told.hashes, np.uint64)
+        if is_new and queued and told.hashes:  # of a prefix that was sent there before
+            known = self.config.block_size * self.index.overlaps(chain).get(told.worker, 0)
+            queued = max(min(queued, told.kv_tokens - known), 1)
         if is_new:
-            self._learn_waiting(told.worker, told.queued_tokens)
-        self._put(request_id, _Routed(told.worker, told.queued_tokens, told.kv_tokens))
+            self._learn_waiting(told.worker, queued)
+        self._put(request_id, _Routed(told.worker, queued, told.kv_tokens))
         self._begin_if_idle(told.worker, 1, now_s)
         if told.hashes:
-            chain = np.array(told.hashes, np.uint64)
             self.index.assume(told.worker, chain, now_s, self.config.approximate_blocks)
 
     # Requests come and go.

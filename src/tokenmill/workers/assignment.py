@@ -47,16 +47,18 @@ class Assignment:
             if self._encodings.needs(entry):
                 self._encodings.add(entry)
                 continue
-            slot, request = self._route(entry)
+            slot, request, decision = self._route(entry)
             self._accounts.sent(slot, entry)
-            message = at.setdefault(slot.name, Submit([], []))
+            message = at.setdefault(slot.name, Submit([], [], []))
             message.requests.append(request)
-            message.num_uncached.append(entry.num_uncached)
+            message.num_uncached.append(decision.num_prompt_tokens - decision.num_cached_tokens)
+            if decision.announcement is not None:
+                message.hashes.append(decision.announcement.hashes)
         for name, message in at.items():
             self._slots[name].send(message)
 
-    def _route(self, entry: OpenRequest) -> tuple[WorkerSlot, Request]:
-        """Choose who decodes and who computes the prompt; returns who is sent what."""
+    def _route(self, entry: OpenRequest) -> tuple[WorkerSlot, Request, Decision]:
+        """Choose who decodes and who computes the prompt; returns who is sent what, and why."""
         router = self._routers.main if self._routers.main.workers else self._routers.prefill
         request, began_ns = entry.resumed(), time.monotonic_ns()
         tokens = entry.routed_tokens()
@@ -70,14 +72,14 @@ class Assignment:
         if isinstance(begun, str):
             self._routers.tell(decision)
             self._count(entry, decision, began_ns, True, begun)
-            return slot, request
+            return slot, request, decision
         source = self._slots[begun.worker]
         self._routers.tell(decision, computes=False)
         self._routers.tell(begun)
         self._count(entry, decision, began_ns, False, f"{source.name} computes the prompt")
         router.prefill_done(entry.sent_as)
         self._count(entry, begun, began_ns, True, f"hands over to {slot.name}")
-        return source, replace(request, hold_kv_s=self._kv_lease_s)
+        return source, replace(request, hold_kv_s=self._kv_lease_s), begun
 
     def _count(
         self, entry: OpenRequest, decision: Decision, began_ns: int, computes: bool, why: str

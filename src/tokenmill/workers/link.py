@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -135,7 +136,7 @@ class WorkerLink:
         if not self.dead.is_set():
             if isinstance(message, Submit) and self._offset_ns:
                 shifted = [_shifted(r, self._offset_ns) for r in message.requests]
-                message = Submit(shifted, message.num_uncached)
+                message = msgspec.structs.replace(message, requests=shifted)
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(message), zmq.NOBLOCK)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.

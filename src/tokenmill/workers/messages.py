@@ -61,6 +61,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 class Submit(msgspec.Struct, tag=True):
     requests: list[Request]
     num_uncached: list[int] = []  # tokens to be computed, as the front sees it; []: whole prompts
+    hashes: list[list[int]] = []  # with several fronts: marks of the blocks that each computes
 
 
 class Job(msgspec.Struct):

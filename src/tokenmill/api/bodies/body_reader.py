@@ -28,6 +28,7 @@ from tokenmill.api.bodies.body_processes import (
     unless_gone,
 )
 from tokenmill.api.errors import unknown_model
+from tokenmill.api.middleware import take_turn
 from tokenmill.api.protocol.decoding import IgnoredFields
 from tokenmill.api.protocol.prepare import Job, Preparer
 from tokenmill.api.stream import ApiState, Format, GenerationResponse
@@ -107,6 +108,7 @@ class BodyReader:
                 return await unless_gone(request.receive, self._read_elsewhere(reader, body))
             except NotElsewhereError as error:
                 self._warn_once(str(error))
+        await take_turn(request.scope)
         return await (here or reader)(body, self.preparer, self._model)
 
     def close(self) -> None:

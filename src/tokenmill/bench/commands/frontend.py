@@ -66,8 +66,8 @@ def frontend(settings: Settings) -> None:
     The engine is simulated: a step gives each stream one token. The table has
     the CPU time that the server takes for a token, beside that of an event
     that is only sent, and for a request, and how long a token is on its way
-    from the engine to the client, which runs on the same machine, once all
-    streams have begun.
+    from the engine to the client, which runs on the same machine: once all
+    streams have begun, and the p99 with the time in which they begin.
 
     tokenmill bench frontend --num-streams 128
     """
@@ -94,7 +94,7 @@ def frontend(settings: Settings) -> None:
 
 def _rows(points: Sequence[FrontendPoint]) -> list[list[str]]:
     heads = ["streams", "tok/s", "offered", "tokens/event", "us/token", "bare send", "us/request"]
-    rows = [[*heads, "ms to client p50", "p99"]]
+    rows = [[*heads, "ms to client p50", "p99", "with start"]]
     for point in points:
         delay = point["steady_delay_ms"]
         rows.append(
@@ -107,6 +107,7 @@ def _rows(points: Sequence[FrontendPoint]) -> list[list[str]]:
                 _shown(point.get("us_per_send"), 1),
                 _shown(point["us_per_request"], 0),
                 *(_shown(delay.get(key), 2) for key in ("p50", "p99")),
+                _shown(point["delay_ms"].get("p99"), 2),
             ]
         )
     return rows

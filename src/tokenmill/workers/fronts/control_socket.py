@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tokenmill.workers.link import beat
 
-MAX_AT_ONCE = 64  # messages per turn of the event loop
+MAX_AT_ONCE = 16  # messages per turn of the event loop
 
 
 class _Socket:

@@ -113,7 +113,7 @@ class FrontLinks:
         self._leaving: dict[str, set[str]] = {}  # requests of dropped fronts, still to be ended
         self._listeners: set[FrontLink] = set()  # who wants to hear of the prefix cache
         self._packer = OutputPacker()
-        self._load = LoadAccount()
+        self._load = LoadAccount(facts.block_size)
         self._was_busy = self._has_new = False
         self._poller = zmq.Poller()
         self._watch(owner)
@@ -191,11 +191,12 @@ class FrontLinks:
             return
         self._has_new = True
         uncached = message.num_uncached or [len(r.prompt_token_ids) for r in message.requests]
-        for request, num_uncached in zip(message.requests, uncached, strict=True):
+        hashes = message.hashes or [[]] * len(uncached)
+        for request, num_uncached, marks in zip(message.requests, uncached, hashes, strict=True):
             self._name_of[request.request_id] = front
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             kv_tokens = -(-num_tokens // self._facts.block_size) * self._facts.block_size
-            self._load.sent(front, request.request_id, num_uncached, kv_tokens)
+            self._load.sent(front, request.request_id, num_uncached, kv_tokens, marks)
 
     def send_outputs(self, outputs: list[RequestOutput]) -> None:
         """Send each front its own."""
