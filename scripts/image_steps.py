@@ -1,4 +1,4 @@
-"""What images cost the streams of text beside them, simulated: the real scheduler on an H200's time.
+"""What images cost the streams of text beside them, simulated with the real scheduler.
 
     python scripts/image_steps.py
     python scripts/image_steps.py --loads 8/512/2 --seeds 1
@@ -20,8 +20,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from qwen3_vl_requests import OUT, SIZES, TEXT
 
 import tokenmill.bench
 from tokenmill.core.config import SchedulerConfig
@@ -39,9 +41,8 @@ from tokenmill.sched.scheduler import Batch, Scheduler
 
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
 LOADS = "8/512/2,16/512/4,8/512/4,24/256/4,20/128/2,4/2000/2,4/512/1"
-SIZES = ((1024, 768), (1024, 1024), (1280, 1152), (1536, 1280), (1408, 1408), (1408, 1024))
 ATTENTION, ENCODER_FLOPS = 0.45, 4.54e14  # share of the peak; docs/log.md, 2026-11-16
-TEXT_OUT, IMAGE_OUT, TEXT = 128, 43, (400, 1200)
+TEXT_OUT = 128
 GPU_BYTES, NUM_BLOCKS, BLOCK = 141 * 10**9, 30_000, 16
 
 
@@ -118,7 +119,7 @@ class Source:
         grid = (1, height // 16, width // 16)
         image = ImageInput(b"", grid, self._random.randbytes(32))
         span = ImageSpan(length // 2 + 1, tokens, image)
-        sampling = SamplingParams(max_tokens=IMAGE_OUT, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=OUT, ignore_eos=True)
         prompt = [1] * (length + tokens + 2)
         return Request(f"image-{self._count}", prompt, sampling, images=(span,))
 
@@ -153,9 +154,11 @@ class Simulation:
         self._last: dict[str, float] = {}
         self.found = Found()
 
-    def run(self, arriving: list[tuple[float, Request]], loop: Source | None = None) -> Found:
-        """Until all have ended; in a closed loop of 256 images each that ends brings another."""
-        waiting, left = sorted(arriving, key=lambda each: -each[0]), 256 if loop else 0
+    def run(
+        self, arriving: list[tuple[float, Request]], loop: Source | None = None, more: int = 0
+    ) -> Found:
+        """Until all have ended; in a closed loop each that ends brings one of so many more."""
+        waiting = sorted(arriving, key=lambda each: -each[0])
         while waiting or self._scheduler.has_work():
             while waiting and waiting[-1][0] <= self._now:
                 self._add(*waiting.pop())
@@ -163,8 +166,8 @@ class Simulation:
                 self._now = waiting[-1][0]
                 continue
             for _ in range(self._step()):
-                if loop and left:
-                    left -= 1
+                if loop and more:
+                    more -= 1
                     self._add(self._now, loop.image())
         self.found.seconds = self._now
         return self.found
@@ -194,31 +197,50 @@ class Simulation:
         self._last[name] = self._now
 
 
-def _load(clock: Clock, load: str, seed: int, seconds: float) -> dict[str, object]:
+class Compared(NamedTuple):
+    """A load with images beside itself without; milliseconds."""
+
+    load: str
+    seed: int
+    p99_ms_alone: float
+    p99_ms: float
+    ttft_ms: float
+    image_ttft_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.p99_ms / self.p99_ms_alone
+
+    def figures(self) -> dict[str, object]:
+        values = {name: round(x, 1) if isinstance(x, float) else x for name, x in self.items()}
+        return values | {"ratio": round(self.ratio, 3)}
+
+    def items(self) -> Iterator[tuple[str, str | float]]:
+        return iter(self._asdict().items())
+
+
+def simulate_load(clock: Clock, load: str, seed: int, seconds: float) -> Compared:
+    """Both with the same texts at the same times."""
     texts, length, images = load.split("/")
-    p99 = {}
-    for name, rate in (("alone", 0.0), ("images", float(images))):
+    p99 = []
+    for rate in (0.0, float(images)):
         source = Source(seed)
         arriving = [(at, source.text(int(length))) for at in source.arrivals(float(texts), seconds)]
         arriving += [(at, source.image()) for at in source.arrivals(rate, seconds)]
         found = Simulation(clock).run(arriving)
-        p99[name] = 1e3 * float(np.percentile(found.gaps, 99))
-    every = found.text_ttft + found.image_ttft
-    return {
-        "load": load,
-        "seed": seed,
-        "p99_ms_alone": round(p99["alone"], 1),
-        "p99_ms": round(p99["images"], 1),
-        "ratio": round(p99["images"] / p99["alone"], 3),
-        "ttft_ms": round(1e3 * float(np.mean(every)), 1),
-        "image_ttft_ms": round(1e3 * float(np.mean(found.image_ttft)), 1),
-    }
+        p99.append(1e3 * float(np.percentile(found.gaps, 99)))
+    means = (
+        1e3 * float(np.mean(each))
+        for each in (found.text_ttft + found.image_ttft, found.image_ttft)
+    )
+    return Compared(load, seed, *p99, *means)
 
 
-def _closed(clock: Clock, at_once: int) -> dict[str, object]:
+def simulate_at_once(clock: Clock, at_once: int, more: int) -> dict[str, object]:
+    """So many images at once, and each that ends brings another until there were `more`."""
     source = Source(1)
-    loop = source if at_once < 256 else None
-    found = Simulation(clock).run([(0.0, source.image()) for _ in range(at_once)], loop)
+    arriving = [(0.0, source.image()) for _ in range(at_once)]
+    found = Simulation(clock).run(arriving, source, more)
     rate = len(found.image_ttft) / found.seconds
     return {"at_once": at_once, "samples_s": round(rate, 2), "num_steps": found.num_steps}
 
@@ -235,10 +257,10 @@ def main() -> None:
     clock, rows = Clock(), []
     for load in filter(None, args.loads.split(",")):
         for seed in range(1, args.seeds + 1):
-            rows.append(_load(clock, load, seed, args.seconds))
+            rows.append(simulate_load(clock, load, seed, args.seconds).figures())
             print(json.dumps(rows[-1]), flush=True)
-    for at_once in filter(None, args.at_once.split(",")):
-        rows.append(_closed(clock, int(at_once)))
+    for at_once in map(int, filter(None, args.at_once.split(","))):
+        rows.append(simulate_at_once(clock, at_once, 256 if at_once < 256 else 0))
         print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"benchmark": "image-steps", "simulated": True, "rows": rows}))
 

@@ -2,15 +2,18 @@
 
     python scripts/qwen3_vl_gpu.py
 
-encoder: the vision encoder alone on images of 1,024 x 1,024: each kind of kernel against the least
-time that its FLOPs or bytes take, its attention by shapes of tiles and by torch's own, and small
-images by CUDA graphs and without. throughput: the 30B-A3B shape in bf16, requests of about 800
-tokens of text and 1,400 of an image, 43 tokens out. streams: the time between tokens of requests
-without images, alone and while the others arrive. layers: the 235B shape in fp8, with --layers of
-its 94 layers, and what follows for a sample on all of them, without the communication of several
-GPUs. Every figure is printed as soon as it is known, and a part's last line is one JSON object with
-all of its figures. One part runs in this process, several each in its own; what does not fit into
---seconds any more is left out and named.
+throughput: the 30B-A3B shape in bf16, requests of about 800 tokens of text and 1,400 of an image,
+43 tokens out (qwen3_vl_peer.py has the same for vLLM), then streams: the time between tokens of
+requests without images, alone, while the others arrive, and alone again. layers: the 235B shape in
+fp8, with --layers of its 94 layers, and what follows for a sample on all of them, without the
+communication of several GPUs. encoder (not by default): the vision encoder alone on images of 1,024
+x 1,024: each kind of kernel against the least time that its FLOPs or bytes take, its attention by
+shapes of tiles and by torch's own, and small images by CUDA graphs and without.
+
+Every figure is printed as soon as it is known, and a part's last line is one JSON object with all
+of its figures. One part runs in this process, several each in its own, each of which leaves the
+later ones their time. What does not fit into --seconds any more is left out and named; a part that
+hangs ends with the stacks of its threads.
 
 `python scripts/qwen3_vl_gpu.py --tiny` runs all of it on a CPU with a tiny model.
 """
@@ -18,6 +21,7 @@ all of its figures. One part runs in this process, several each in its own; what
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -28,13 +32,14 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from qwen3_vl_requests import OUT, SAMPLES, WARM_UP, Work
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -49,9 +54,8 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
-from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.types import Request
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.capture import CaptureLimits, capture_all
@@ -67,11 +71,10 @@ from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.models import spec_of
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
-PARTS = {"encoder": 45.0, "throughput": 100.0, "layers": 70.0}  # seconds of each
+PARTS = {"throughput": 150.0, "layers": 85.0, "encoder": 45.0}  # seconds of each
+BY_DEFAULT = "throughput,layers"
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
-SIZES = ((1024, 768), (1024, 1024), (1280, 1152), (1536, 1280), (1408, 1408), (1408, 1024))
 TILES = ((64, 4, 3), (128, 8, 2), (64, 8, 3), (128, 8, 3), (64, 4, 2))  # keys, warps, stages
-TEXT, OUT = (400, 1200), 43
 ALL_LAYERS, RED_HAT = 94, 2.277  # samples/s per H200 of 8, MLPerf Inference v6.0, Offline
 TINY_TEXT = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
@@ -114,17 +117,19 @@ def main() -> None:
     args = _arguments()
     parts = args.parts.split(",")
     if len(parts) == 1:
+        faulthandler.dump_traceback_later(args.seconds + 5, exit=True)
         report = Report(parts[0], args.seconds)
         RUNS[parts[0]](args, report)
         print(json.dumps({"benchmark": "qwen3-vl", "weights": "random", **report.found}))
         return
-    for part in parts:  # what one takes of the GPU is gone after it
-        left = args.seconds - (time.monotonic() - BEGIN)
+    for index, part in enumerate(parts):  # what one takes of the GPU is gone after it
+        later = sum(PARTS[name] for name in parts[index + 1 :])
+        left = max(1.0, args.seconds - (time.monotonic() - BEGIN) - later)
         command = [sys.executable, __file__, *sys.argv[1:], "--parts", part]
         try:
-            subprocess.run([*command, "--seconds", str(left)], timeout=max(1.0, left))
+            subprocess.run([*command, "--seconds", str(left)], timeout=left + 10)
         except subprocess.TimeoutExpired:
-            print(f"{part}: cut off after {left:.0f} s", flush=True)
+            print(f"{part}: cut off after {left + 10:.0f} s", flush=True)
 
 
 def _config(name: str, args: argparse.Namespace, **text: int) -> Path:
@@ -348,46 +353,6 @@ def _build(
     return built
 
 
-class Work:
-    """Requests like those of MLPerf: the same for the same seed."""
-
-    def __init__(self, built: BuiltEngine, tiny: bool) -> None:
-        assert built.spec.vision is not None
-        self.vision, self.vocab, self.tiny = built.spec.vision, built.spec.vocab_size, tiny
-        self.source, self.count = random.Random(7), 0
-
-    def text(self, length: int, out: int) -> Request:
-        """A prompt of random tokens."""
-        self.count += 1
-        ids = [self.source.randrange(10, self.vocab - 400) for _ in range(length)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True)
-        return Request(str(self.count), ids, sampling)
-
-    def sample(self, out: int = OUT, as_text: bool = False) -> Request:
-        """A prompt with one image between two halves of text, or with text in its place."""
-        length = self.source.randint(*(part // (20 if self.tiny else 1) for part in TEXT))
-        width, height = self.source.choice(SIZES)
-        unit = 32 * 8 if self.tiny else 32
-        tokens = (height // unit) * (width // unit)
-        request = self.text(length + 2 + tokens, out)
-        if as_text:
-            return request
-        image, offset = self._image(2 * (height // unit), 2 * (width // unit)), length // 2 + 1
-        ids, vision = request.prompt_token_ids, self.vision
-        ids[offset - 1] = vision.vision_start_id
-        ids[offset : offset + tokens] = [vision.image_token_id] * tokens
-        ids[offset + tokens] = vision.vision_end_id
-        return Request(
-            request.request_id, ids, request.sampling, images=(ImageSpan(offset, tokens, image),)
-        )
-
-    def _image(self, rows: int, columns: int) -> ImageInput:
-        size = rows * columns * self.vision.patch_dim // self.vision.temporal_patch_size
-        levels = np.tile(np.linspace(-1, 1, 256, dtype="<f4"), self.vision.in_channels).tobytes()
-        data = np.random.default_rng(self.count).bytes(size)
-        return ImageInput(data, (1, rows, columns), self.source.randbytes(32), levels)
-
-
 def _run(built: BuiltEngine, requests: list[Request]) -> float:
     """Seconds until all are done that are submitted at once."""
     begin, done = time.perf_counter(), 0
@@ -411,8 +376,8 @@ def throughput(args: argparse.Namespace, report: Report) -> None:
         max_num_seqs=built.max_num_seqs,
         max_num_batched_tokens=built.max_num_batched_tokens,
     )
-    work = Work(built, args.tiny)
-    warm_s = _run(built, [work.sample(8) for _ in range(2 if args.tiny else 24)])
+    work = _work(built, args)
+    warm_s = _run(built, [work.sample(8) for _ in range(2 if args.tiny else WARM_UP)])
     requests = [work.sample() for _ in range(args.samples)]
     tokens = sum(len(r.prompt_token_ids) for r in requests)
     images = sum(r.images[0].num_tokens for r in requests)
@@ -426,74 +391,94 @@ def throughput(args: argparse.Namespace, report: Report) -> None:
         samples_s=round(args.samples / seconds, 3),
     )
     if report.has(3 * args.stream_seconds, "streams"):
-        _streams(built, work, args, report, "streams", ("alone", "images"))
+        _streams(built, work, args, report)
     if report.has(seconds / 4, "the same lengths as text"):
         fewer = [work.sample(as_text=True) for _ in range(max(1, args.samples // 4))]
         report.add(as_text_samples_s=round(len(fewer) / _run(built, fewer), 3))
-    short = args.stream_budget < built.max_num_batched_tokens
-    if short and report.has(3 * args.stream_seconds, "streams of short steps"):
-        built.engine._scheduler._budget = built.engine._scheduler._full_budget = args.stream_budget
-        _streams(built, work, args, report, "streams_of_short_steps", ("alone", "images"))
 
 
-def _streams(
-    built: BuiltEngine,
-    work: Work,
-    args: argparse.Namespace,
-    report: Report,
-    title: str,
-    names: tuple[str, ...],
-) -> None:
-    """Milliseconds between tokens of text requests: alone, beside images, beside as much text."""
-    p99s = {}
-    for name in names:
-        beside = {"alone": None, "images": False, "as_text": True}[name]
-        _gaps(built, work, args, beside, args.stream_seconds / 4)  # the first batches of their kind
-        gaps = np.array(_gaps(built, work, args, beside, args.stream_seconds)) * 1e3
-        p50, p90, p99 = np.percentile(gaps, [50, 90, 99])
-        p99s[name] = p99
-        found = {"itl_ms_p50": p50, "itl_ms_p90": p90, "itl_ms_p99": p99, "itl_ms_max": gaps.max()}
-        found = {key: round(float(value), 2) for key, value in found.items()} | {"gaps": len(gaps)}
-        report.add(**{f"{title}_{name}": found})
-    report.add(**{f"{title}_p99_ratio": round(p99s["images"] / p99s["alone"], 3)})
+def _work(built: BuiltEngine, args: argparse.Namespace) -> Work:
+    assert built.spec.vision is not None
+    return Work(built.spec.vision, built.spec.vocab_size, args.tiny)
+
+
+@dataclass
+class Gaps:
+    """Seconds of streams: between the tokens of texts, and to the first token."""
+
+    texts: list[float] = field(default_factory=list)
+    text_ttft: list[float] = field(default_factory=list)
+    image_ttft: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """In milliseconds."""
+        p50, p90, p99, most = np.percentile(self.texts, [50, 90, 99, 100]) * 1e3
+        found = {"itl_ms_p50": p50, "itl_ms_p90": p90, "itl_ms_p99": p99, "itl_ms_max": most}
+        found["ttft_ms"] = np.mean(self.text_ttft) * 1e3
+        if self.image_ttft:
+            found["image_ttft_ms"] = np.mean(self.image_ttft) * 1e3
+        rounded = {name: round(float(value), 2) for name, value in found.items()}
+        return rounded | {"gaps": len(self.texts)}
+
+
+def _streams(built: BuiltEngine, work: Work, args: argparse.Namespace, report: Report) -> None:
+    """Text requests alone, beside images and alone again, all after batches of the same kinds."""
+    seconds = args.stream_seconds
+    for rate in (0.0, args.image_rate):
+        _gaps(built, work, args, rate, seconds / 4, Gaps())
+    alone, beside = Gaps(), Gaps()
+    for found, rate, share in ((alone, 0.0, 0.5), (beside, args.image_rate, 1), (alone, 0.0, 0.5)):
+        _gaps(built, work, args, rate, share * seconds, found)
+        report.add(**{f"streams_{'images' if rate else 'alone'}": found.figures()})
+    ratio = np.percentile(beside.texts, 99) / np.percentile(alone.texts, 99)
+    report.add(streams_p99_ratio=round(float(ratio), 3), streams_p99_ratio_limit=1.5)
+
+
+def _arrivals(
+    work: Work, args: argparse.Namespace, image_rate: float, seconds: float
+) -> list[tuple[float, Request]]:
+    """Requests and when they come, at random; the last first."""
+    source, found = random.Random(3), []
+    length, out = (20, 8) if args.tiny else (512, 128)
+    for rate, made in (
+        (args.text_rate, partial(work.text, length, out)),
+        (image_rate, work.sample),
+    ):
+        at = source.expovariate(rate) if rate else seconds
+        while at < seconds:
+            found.append((at, made()))
+            at += source.expovariate(rate)
+    return sorted(found, key=lambda each: -each[0])
 
 
 def _gaps(
     built: BuiltEngine,
     work: Work,
     args: argparse.Namespace,
-    beside: bool | None,
+    image_rate: float,
     seconds: float,
-) -> list[float]:
-    """Seconds between the tokens of streams of text that arrive at random for a while."""
-    source, waiting = random.Random(3), []
-    length, out = (20, 8) if args.tiny else (512, 128)
-    for rate, made in (
-        (args.text_rate, lambda: (work.text(length, out), True)),
-        (0 if beside is None else args.image_rate, lambda: (work.sample(as_text=beside), False)),
-    ):
-        at = source.expovariate(rate) if rate else seconds
-        while at < seconds:
-            waiting.append((at, *made()))
-            at += source.expovariate(rate)
-    waiting.sort(key=lambda each: -each[0])
+    found: Gaps,
+) -> None:
+    """Run requests that arrive for a while, until all have ended."""
+    waiting, engine = _arrivals(work, args, image_rate, seconds), built.engine
+    came: dict[str, tuple[float, bool]] = {}
     last: dict[str, float] = {}
-    gaps, begin = [], time.perf_counter()
-    while waiting or built.engine.has_work():
+    begin = time.perf_counter()
+    while waiting or engine.has_work():
         while waiting and waiting[-1][0] <= time.perf_counter() - begin:
-            _, request, counts = waiting.pop()
-            if counts:
-                last[request.request_id] = 0.0
-            built.engine.submit(request)
-        if not built.engine.has_work():
-            continue
-        for output in built.engine.step():
-            if output.request_id in last and output.token_ids:
-                now, before = time.perf_counter(), last[output.request_id]
-                if before:
-                    gaps.append(now - before)
-                last[output.request_id] = now
-    return gaps
+            at, request = waiting.pop()
+            came[request.request_id] = begin + at, bool(request.images)
+            engine.submit(request)
+        for output in engine.step() if engine.has_work() else []:
+            if not output.token_ids:
+                continue
+            now, name = time.perf_counter(), output.request_id
+            arrived, has_image = came[name]
+            if name not in last:
+                (found.image_ttft if has_image else found.text_ttft).append(now - arrived)
+            elif not has_image:
+                found.texts.append(now - last[name])
+            last[name] = now
 
 
 def layers(args: argparse.Namespace, report: Report) -> None:
@@ -502,14 +487,14 @@ def layers(args: argparse.Namespace, report: Report) -> None:
     path = _config("qwen3-vl-235b-a22b", args, num_hidden_layers=count)
     size = 4 if args.tiny else args.batch
     built = _build(path, args, "fp8", graphs=False, max_num_seqs=size, max_waiting=8192)
-    work, spec = Work(built, args.tiny), built.spec
+    work, spec = _work(built, args), built.spec
     machine = measure_machine(spec, os.cpu_count() or 1, args.device)
     _run(built, [work.sample(2) for _ in range(2 if args.tiny else 8)])
     samples = 4 if args.tiny else 48
     texts = [work.sample(1, as_text=True) for _ in range(samples)]
     prefill = _run(built, texts) / samples
     lens = [len(request.prompt_token_ids) for request in texts]
-    encode = _encode_seconds(built, work, args)
+    encode = _encode_seconds(built, work, args, machine)
     context = int(np.mean(lens))
     probe = DecodeProbe(built.runner, size, context)
     if args.device == "cuda":
@@ -523,6 +508,7 @@ def layers(args: argparse.Namespace, report: Report) -> None:
     }
     prefill_least = _prefill_least(built, lens, machine) / samples
     decode_least = _decode_least(built, size, context, machine)
+    least = encode["least_s"] + (prefill_least + (OUT - 1) * decode_least / size) / share
     figures = {
         "layers": count,
         "weights_gb": round(built.weight_bytes / 1e9, 1),
@@ -538,13 +524,16 @@ def layers(args: argparse.Namespace, report: Report) -> None:
         "decode_share": round(decode_least / step, 4),
         "predicted_seconds_per_sample": {name: round(value, 4) for name, value in whole.items()},
         "predicted_samples_s": round(1 / sum(whole.values()), 3),
+        "roofline_samples_s": round(1 / least, 3),
         "prediction": f"{ALL_LAYERS} layers for {count}, no time between GPUs; not measured",
         "red_hat_samples_s": RED_HAT,
     }
     report.add(**figures)
 
 
-def _encode_seconds(built: BuiltEngine, work: Work, args: argparse.Namespace) -> dict[str, float]:
+def _encode_seconds(
+    built: BuiltEngine, work: Work, args: argparse.Namespace, machine: Machine
+) -> dict[str, float]:
     """Of an image of the workload, several in one call."""
     found = [span.image for _ in range(4) for span in work.sample().images]
     vision, device = work.vision, torch.device(args.device)
@@ -554,7 +543,12 @@ def _encode_seconds(built: BuiltEngine, work: Work, args: argparse.Namespace) ->
         encode = built.runner.model.visual
         seconds = _seconds(lambda: encode(pixels, grids), args.device, 1 if args.tiny else 10)
     flops = sum(vision.encode_flops(image.num_patches) for image in found)
-    return {"s": seconds / len(found), "tflops": round(flops / seconds / 1e12, 2)}
+    rate = machine.flops_per_s("bf16" if args.device == "cuda" else "fp32")
+    return {
+        "s": seconds / len(found),
+        "least_s": flops / rate / len(found),
+        "tflops": round(flops / seconds / 1e12, 2),
+    }
 
 
 def _prefill_least(built: BuiltEngine, lens: list[int], machine: Machine) -> float:
@@ -581,17 +575,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="which, by commas")
+    parser.add_argument("--parts", default=BY_DEFAULT, help=f"of {', '.join(PARTS)}, by commas")
     parser.add_argument("--seconds", type=float, help="after which nothing more is begun")
-    parser.add_argument("--samples", type=int, default=None, help="192")
+    parser.add_argument("--samples", type=int, default=None, help=f"{SAMPLES}")
     parser.add_argument("--layers", type=int, default=24, help="of 94, in fp8")
     parser.add_argument("--batch", type=int, default=256, help="sequences of the decode step")
     parser.add_argument("--text-rate", type=float, default=8.0, help="streams a second")
     parser.add_argument("--image-rate", type=float, default=2.0, help="images a second")
-    parser.add_argument("--stream-seconds", type=float, default=None, help="7")
-    parser.add_argument(
-        "--stream-budget", type=int, default=1024, help="tokens of a step of the second streams"
-    )
+    parser.add_argument("--stream-seconds", type=float, default=None, help="16")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     args = parser.parse_args()
     unknown = sorted(set(args.parts.split(",")) - set(PARTS))
@@ -599,8 +590,8 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"--parts {args.parts}: {unknown[0]} is none of {', '.join(PARTS)}")
     args.seconds = args.seconds or sum(PARTS[part] for part in args.parts.split(","))
     args.device = "cpu" if args.tiny else "cuda"
-    args.samples = args.samples or (6 if args.tiny else 192)
-    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 7.0)
+    args.samples = args.samples or (6 if args.tiny else SAMPLES)
+    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 16.0)
     return args
 
 

@@ -1,0 +1,67 @@
+"""The scripts that measure Qwen3-VL: requests of a peer, its weights, and steps in simulation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from image_steps import Clock, simulate_at_once, simulate_load
+from qwen3_vl_peer import SHAPE, SPECIAL, draw_as_ours, make_folder, prompt_of
+from qwen3_vl_requests import Work
+from tokenizers import Tokenizer
+
+from tokenmill.models import spec_of
+
+
+def test_the_peer_gets_the_same_requests() -> None:
+    spec = spec_of(json.loads(SHAPE.read_text()))
+    assert spec.vision is not None
+    work = Work(spec.vision, spec.vocab_size)
+    for index in range(3):
+        request = work.sample()
+        (span,) = request.images
+        prompt = prompt_of(request, index)
+        ids, image = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
+        assert ids.count(SPECIAL["<|image_pad|>"]) == 1
+        assert len(ids) == len(request.prompt_token_ids) - span.num_tokens + 1
+        assert (image.width // 32) * (image.height // 32) == span.num_tokens
+
+
+def test_its_folder_has_the_special_tokens_under_the_ids_of_the_config(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.encode("é<|vision_start|><|image_pad|><|vision_end|>").ids[2:]
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    assert found == [config[name] for name in names]
+
+
+def test_its_weights_are_drawn_as_ours() -> None:
+    def module(**parts: torch.nn.Module) -> torch.nn.Module:
+        made = torch.nn.Module()
+        for name, part in parts.items():
+            made.add_module(name, part)
+        return made
+
+    layer = module(
+        gate=torch.nn.Linear(512, 512),
+        o_proj=torch.nn.Linear(512, 512),
+        input_layernorm=torch.nn.LayerNorm(512),
+    )
+    model = module(embed_tokens=torch.nn.Embedding(64, 512), layers=torch.nn.ModuleList([layer]))
+    assert draw_as_ours(model) == 7
+    model.requires_grad_(False)
+    assert float(layer.gate.weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(layer.o_proj.weight.std()) == pytest.approx(0.02 / 96**0.5, rel=0.05)
+    assert float(model.embed_tokens.weight.std()) == pytest.approx(0.02 * 512**0.5, rel=0.05)
+    assert layer.input_layernorm.weight.eq(1).all()
+
+
+def test_streams_wait_little_longer_while_images_arrive() -> None:
+    """In virtual time, so that it depends on no machine; many images at once lose nothing."""
+    clock = Clock()
+    found = simulate_load(clock, "8/512/2", seed=1, seconds=10.0)
+    assert found.ratio < 1.5
+    assert simulate_at_once(clock, 64, 0)["samples_s"] > 15
