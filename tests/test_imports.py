@@ -95,6 +95,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "llvmlite": ("kernels/cpu/",),
     "safetensors": (
         "models/checkpoints/weights",
+        "models/checkpoints/random_folder",
         "ranking/model_files",
         "ranking/stores/table_files",
     ),
