@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from driver import complete
 from gpu.setups import prompts, random_prompts
@@ -74,11 +73,8 @@ def test_uploaded_weights_are_the_bits_of_the_file(tmp_path: Path) -> None:
     shapes = [(4096, 4096), (1,), (12_345, 789), (128, 100_000)] * 6
     tensors = {str(i): torch.randn(shape).bfloat16() for i, shape in enumerate(shapes)}
     save_file(tensors, tmp_path / "model.safetensors")
-    stored, sums = read_stored(tmp_path), {}
+    stored, kept = read_stored(tmp_path), {}
     for name, tensor in zip(stored, upload(stored.values(), "cuda"), strict=True):
-        sums[name] = tensor.view(torch.int16).long().cumsum(0).sum()
-        assert torch.equal(tensor.cpu(), tensors[name])
+        kept[name] = torch.cat([tensor])  # nothing waits for it before the tensor is freed
         del tensor
-    for name, tensor in zip(stored, upload(stored.values(), "cuda"), strict=True):
-        assert tensor.view(torch.int16).long().cumsum(0).sum() == sums[name]
-    assert load_file(tmp_path / "model.safetensors").keys() == sums.keys()
+    assert all(torch.equal(kept[name].cpu(), tensor) for name, tensor in tensors.items())

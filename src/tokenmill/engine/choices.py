@@ -169,6 +169,11 @@ def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> Room:
     return Room(int(free * cache.memory_share), weights, per_token)
 
 
+def open_device(device: str) -> None:
+    """Create the context of a GPU, for which its first use would else wait."""
+    torch.zeros(1, device=device)
+
+
 def gpu_room(share: float | None) -> int:
     """Bytes that this process may still take of its GPU: what is free, within its share of it.
 

@@ -195,14 +195,12 @@ def start_once(settings: Settings) -> None:
     def stamp(name: str) -> None:
         stamps.append((name, time.monotonic_ns()))
 
-    import torch
-
     from tokenmill.engine.build import build_engine
-    from tokenmill.engine.choices import resolve_setup
+    from tokenmill.engine.choices import open_device, resolve_setup
 
     stamp("process and imports")
     setup = resolve_setup(settings.setup())
-    torch.zeros(1, device=setup.model.device)
+    open_device(setup.model.device)
     stamp("device")
     vocab = _vocab(Path(setup.model.model))
     stamp("tokenizer")

@@ -87,7 +87,7 @@ class Uploader:
         piece = buffer[: target.numel()]
         if copied is not None:
             copied.synchronize()  # what this buffer held before
-        _read(stored, begin, memoryview(piece.numpy()))
+        _read(stored, begin, piece.numpy().data)
         with torch.cuda.stream(self._stream):  # of None: nothing changes
             target.copy_(piece, non_blocking=True)
             if copied is not None:
