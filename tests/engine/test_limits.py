@@ -21,7 +21,13 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.engine.choices import gpu_room, resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
-from tokenmill.engine.limits import Room, choose_budget, choose_encoder_patches, choose_num_seqs
+from tokenmill.engine.limits import (
+    Room,
+    choose_budget,
+    choose_encoder_patches,
+    choose_image_parts,
+    choose_num_seqs,
+)
 from tokenmill.models import spec_of
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
@@ -164,6 +170,19 @@ def test_images_lengthen_a_full_step_by_half_at_most(name: str, tokens: int) -> 
     encoding = patches / 4096 * spec.vision.encode_flops(4096)
     assert 4096 <= patches <= 4 * tokens  # an image of 1,024 x 1,024 fits
     assert 0.1 * full < encoding <= 0.5 * full
+
+
+def test_parts_of_images_take_as_long_as_a_step_reads_its_weights() -> None:
+    """By hand: 39.2 GB at 4 TB/s, of that 0.9, at 700 TFLOP/s and 6.083 GFLOP a token."""
+    spec = shape_spec("qwen3-vl-30b-a3b")
+    patches, tokens = choose_image_parts(spec, H200, 2)
+    assert spec.vision is not None and patches is not None and tokens is not None
+    assert tokens == pytest.approx(0.9 * 39.17e9 / 4e12 * 7e14 / 6.083e9, rel=0.01)
+    encoding = patches / 4096 * spec.vision.encode_flops(4096) / (0.65 * 7e14)
+    assert encoding == pytest.approx(tokens * spec.flops_per_token(0) / 7e14, rel=0.01)
+    assert choose_image_parts(spec, None, 2) == (None, None)  # on CPU
+    assert choose_image_parts(shape_spec("qwen3-14b"), H200, 2) == (None, None)
+    assert choose_image_parts(spec, 24 * GIB, 0)[1] == 512  # at least
 
 
 def test_engines_and_ranks_on_one_gpu_take_their_share(
