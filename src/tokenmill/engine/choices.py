@@ -32,6 +32,7 @@ from tokenmill.engine.limits import (
     choose_budget,
     choose_encoder_patches,
     choose_encoder_share,
+    choose_least_shared,
     choose_num_seqs,
 )
 from tokenmill.engine.ranks.group import ranks_per_gpu
@@ -136,15 +137,19 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     if scheduler.max_num_seqs is None and on_gpu and setup.cache.num_blocks is None:
         num_seqs = choose_num_seqs(_room(setup, spec, free, max_len), max_len)
     budget, patches = scheduler.max_num_batched_tokens, scheduler.encoder_patches
-    budget = budget or choose_budget(spec, total)
+    width = 1 if setup.model.dtype == "fp8" else 2
+    least_shared = scheduler.least_shared_tokens
+    if budget is None:  # one that is given is that of every step
+        budget = choose_budget(spec, total)
+        least_shared = least_shared or choose_least_shared(spec, total, width)
     if patches is None and spec.vision is not None:
         patches = choose_encoder_patches(spec, budget)
-    width = 1 if setup.model.dtype == "fp8" else 2
     return replace(
         scheduler,
         max_num_batched_tokens=budget,
         encoder_patches=patches,
         encoder_share=scheduler.encoder_share or choose_encoder_share(spec, total, width),
+        least_shared_tokens=least_shared,
         max_num_seqs=num_seqs,
         max_model_len=max_len,
     )
