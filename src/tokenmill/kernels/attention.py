@@ -73,7 +73,7 @@ class AttentionBatch:
     sliding: tuple[AttentionBatch, ...] = ()
     # Where a step is captured in pieces: called as between(attend, *tensors), it takes what attends
     # and calls attend(*tensors, batch) itself between two pieces. The last tensor is the output.
-    between: Callable[..., None] | None = None
+    between: Callable[..., object] | None = None
 
     def attend(self, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
         """Call attend(*tensors, batch) now, or let it be called between two pieces of a step."""
