@@ -43,7 +43,8 @@ MOST_PASTED = 2000  # answers that later questions may be about
 FOLLOWED = 0.35  # share of the answers that are complete which get a second question
 CLOSE = 0.6  # share of common words from which a question counts as a prompt of the benchmark
 # Words that do not say what a text is about.
-COMMON = frozenset("""
+COMMON = frozenset(
+    """
 about add after again ago all also always and another any anyone are ask away back because been
 before being best better between big both bring but called came can certain come could day did
 does doing done down due during each early either else end even evening ever every everyone
@@ -57,7 +58,8 @@ someone something sound sounds start still stop such take talk tell ten than tha
 the their them then there these they thing things this those three time today tomorrow too top
 try turn two until use used using very want was way week weird well were what when where which
 while who why will with without word work working would wrong year yes yesterday yet you your
-""".split())
+""".split()
+)
 
 
 @dataclass(slots=True)
@@ -298,7 +300,9 @@ class Writer:
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """A user's turn in the model's words."""
         how = [
-            SamplingParams(temperature=self.dice.choice(OWN_TEMPERATURES), top_p=0.95, max_tokens=96)
+            SamplingParams(
+                temperature=self.dice.choice(OWN_TEMPERATURES), top_p=0.95, max_tokens=96
+            )
             for _ in prompts
         ]
         return complete(self.built, prompts, how, self.dice, self.end)

@@ -272,7 +272,11 @@ def run_servers(options: argparse.Namespace) -> dict[str, Any]:
                     found[name] = measure(name, folder, port, config, options, log)
             finally:
                 say(log=name, end=log.read_text(errors="replace")[-1500:])
-    result = {"part": "serve", "shape": options.shape, "seconds": round(time.perf_counter() - begin)}
+    result = {
+        "part": "serve",
+        "shape": options.shape,
+        "seconds": round(time.perf_counter() - begin),
+    }
     return result | found | compare(found)
 
 
@@ -306,7 +310,7 @@ def point(url: str, prompts: str, users: int, output_len: int) -> dict[str, Any]
     command += ["--api", "completions", "--prompts", prompts, "--same-prompts"]
     command += ["--concurrency", str(users), "--output-len", str(output_len)]
     command += ["--temperature", "0", "--warmup-requests", "0", "--json-only"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"failed": done.stderr[-1000:]}
     (found,) = json.loads(done.stdout.splitlines()[-1])["points"]

@@ -26,6 +26,7 @@ from tokenmill.engine.limits import (
     choose_budget,
     choose_encoder_patches,
     choose_image_parts,
+    choose_least_shared,
     choose_num_seqs,
 )
 from tokenmill.models import spec_of
@@ -87,6 +88,23 @@ def test_a_short_context_makes_room_for_more() -> None:
 )
 def test_tokens_of_a_step(name: str, memory: int | None, expected: int) -> None:
     assert choose_budget(shape_spec(name), memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "expected"),
+    [
+        ("llama3.1-8b", H200, 1024),
+        ("qwen3-14b", H200, 512),
+        ("qwen3-0.6b", H200, 8192),  # as many as a step has: its kernels are short
+        ("qwen3-30b-a3b", H200, 8192),  # prompts read the experts that decoding does not
+        ("gpt-oss-120b", H200, 16384),
+        ("llama3.1-8b", None, None),
+    ],
+)
+def test_tokens_of_a_step_that_prompts_share(
+    name: str, memory: int | None, expected: int | None
+) -> None:
+    assert choose_least_shared(shape_spec(name), memory, 2) == expected
 
 
 SCALE = 32  # tokens that one of the simulation stands for, and steps

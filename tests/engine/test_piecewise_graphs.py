@@ -207,9 +207,7 @@ def test_larger_models_keep_a_gpu_busy_with_fewer_tokens(
 def test_padding_ends_with_the_context(tmp_path: Path) -> None:
     """A step that would take more padding than a sequence has positions runs as it is."""
     folder = save(tame(make_model("llama"), 0.3), tmp_path)
-    built = build(
-        folder, "fp32", chunked=True, prefix_cache=False, num_blocks=60, max_model_len=20
-    )
+    built = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=60, max_model_len=20)
     built.runner.add_piecewise_graphs([80])
     graphs = built.runner.plain.graphs
     assert graphs is not None

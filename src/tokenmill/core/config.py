@@ -131,6 +131,8 @@ class SchedulerConfig:
     # Patches, or prompt tokens that take as long, that a step has for images while others decode.
     encoder_share: int | None = None
     image_tokens: int | None = None
+    # Tokens of a step while requests decode beside prompts and few are here; None: as always.
+    least_shared_tokens: int | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -161,7 +163,9 @@ class ExecutionConfig:
     fused_kernels: bool = setting(
         True, "Compiled kernels; off: torch operations one by one, the readable reference."
     )
-    cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs.")
+    cuda_graphs: bool = setting(
+        True, "Replay decode steps as CUDA graphs, and the pieces between attentions of others."
+    )
     overlap: bool | None = setting(
         None, "Prepare a step while the one before it runs; on by default on a GPU."
     )

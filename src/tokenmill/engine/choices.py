@@ -32,6 +32,7 @@ from tokenmill.engine.limits import (
     choose_budget,
     choose_encoder_patches,
     choose_image_parts,
+    choose_least_shared,
     choose_num_seqs,
 )
 from tokenmill.engine.ranks.group import ranks_per_gpu
@@ -139,10 +140,13 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     if scheduler.max_num_seqs is None and on_gpu and setup.cache.num_blocks is None:
         num_seqs = choose_num_seqs(_room(setup, spec, free, max_len), max_len)
     budget, patches = scheduler.max_num_batched_tokens, scheduler.encoder_patches
-    budget = budget or choose_budget(spec, total)
+    width = 1 if setup.model.dtype == "fp8" else 2
+    least_shared = scheduler.least_shared_tokens
+    if budget is None:  # one that is given is that of every step
+        budget = choose_budget(spec, total)
+        least_shared = least_shared or choose_least_shared(spec, total, width)
     if patches is None and spec.vision is not None:
         patches = choose_encoder_patches(spec, budget)
-    width = 1 if setup.model.dtype == "fp8" else 2
     share, tokens = choose_image_parts(spec, total, width)
     return replace(
         scheduler,
@@ -150,6 +154,7 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
         encoder_patches=patches,
         encoder_share=scheduler.encoder_share or share,
         image_tokens=scheduler.image_tokens or tokens,
+        least_shared_tokens=least_shared,
         max_num_seqs=num_seqs,
         max_model_len=max_len,
     )

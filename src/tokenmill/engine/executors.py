@@ -1,4 +1,4 @@
-"""The ways to execute a step: any batch operation by operation, and three kinds by CUDA graphs."""
+"""The ways to execute a step: any batch by operations or in pieces, three kinds by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ class PlainExecutor:
                 inputs = self._builder.build(batch, size)
                 return inputs, self.graphs.run(inputs)
         inputs = self._builder.build(batch)
-        return inputs, self._model.forward(
-            inputs.token_ids, self._layers, inputs.attention, seen
-        )
+        return inputs, self._model.forward(inputs.token_ids, self._layers, inputs.attention, seen)
 
     def _propose(
         self, batch: Batch, inputs: Inputs, hidden: torch.Tensor, tokens: torch.Tensor

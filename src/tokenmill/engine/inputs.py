@@ -144,8 +144,8 @@ class InputBuilder:
         rows = np.array([seq.slot for seq, _ in items], np.int64)
         token_ids = _token_ids(items)
         if padding := 0 if size is None else size - len(token_ids):
-            ends = (lens, padding), (contexts, 0), (rows, self.tables.pad_row)
-            lens, contexts, rows = (np.append(array, last) for array, last in ends)
+            added = (lens, padding), (contexts, 0), (rows, self.tables.pad_row)
+            lens, contexts, rows = (np.append(array, last) for array, last in added)
             token_ids = np.append(token_ids, np.zeros(padding, np.int64))
         starts = np.concatenate([[0], np.cumsum(lens)])
         owners = np.repeat(np.arange(len(lens)), lens)

@@ -14,6 +14,8 @@ EXPECTED_TOKENS = 1200  # of a request in the cache; choose_num_seqs says what h
 STEP_S = 0.2  # of a step full of prompt tokens: so long the requests that decode may wait
 IMAGE_SHARE = 0.5  # of the time of such a step, for the encoder: it lasts 1.5 times as long at most
 IMAGE_PATCHES = 4096  # of an image of 1,024 x 1,024, by which the time of a patch is counted
+SHARED_S = 0.025  # of a step that prompts share with decoding: beside it launches hardly count
+SHARED_READS = 6  # times as long as its weights are read: what prompts add to that hardly counts
 FEW_REQUESTS = 16  # that decode together where gaps between tokens count
 IMAGE_PART = 0.9  # of the time in which these read their weights, for images beside them
 LEAST_TOKENS = 512  # of a prompt that has to run in parts
@@ -53,9 +55,30 @@ def choose_budget(spec: ModelSpec, gpu_bytes: int | None) -> int:
     """Tokens of a step: a power of two that a GPU of this memory computes in about STEP_S."""
     if gpu_bytes is None:
         return DEFAULT_BUDGET
-    flops = LARGE_GPU_FLOPS if gpu_bytes >= LARGE_GPU_BYTES else GPU_FLOPS
+    flops, _ = gpu_rates(gpu_bytes)
     tokens = int(STEP_S * flops / spec.flops_per_token(0))
     return min(MAX_GPU_BUDGET, max(MIN_GPU_BUDGET, 1 << max(0, tokens.bit_length() - 1)))
+
+
+def choose_least_shared(spec: ModelSpec, gpu_bytes: int | None, width: int) -> int | None:
+    """Tokens that a step has at least when prompts share it with decoding: a power of two.
+
+    `width` is the bytes of a parameter. Models whose experts are hardly all read while they decode
+    need many tokens for a prompt's step to be worth it. On CPU, where None is chosen, a budget is
+    small anyhow.
+    """
+    if gpu_bytes is None:
+        return None
+    flops, rate = gpu_rates(gpu_bytes)
+    reads = SHARED_READS * width * sum(spec.step_params(MAX_GPU_BUDGET)) / rate
+    tokens = int(max(SHARED_S, reads) * flops / spec.flops_per_token(0))
+    return 1 << max(0, tokens.bit_length() - 1)
+
+
+def gpu_rates(gpu_bytes: int) -> tuple[float, float]:
+    """FLOP/s and bytes/s that a GPU of this memory reaches."""
+    large = gpu_bytes >= LARGE_GPU_BYTES
+    return (LARGE_GPU_FLOPS, LARGE_GPU_BYTES_S) if large else (GPU_FLOPS, GPU_BYTES_S)
 
 
 def choose_encoder_patches(spec: ModelSpec, budget: int) -> int:
@@ -83,8 +106,7 @@ def choose_image_parts(
     """
     if gpu_bytes is None or spec.vision is None:
         return None, None
-    large = gpu_bytes >= LARGE_GPU_BYTES
-    flops, rate = (LARGE_GPU_FLOPS, LARGE_GPU_BYTES_S) if large else (GPU_FLOPS, GPU_BYTES_S)
+    flops, rate = gpu_rates(gpu_bytes)
     read_s = width * sum(spec.step_params(FEW_REQUESTS)) / rate
     tokens = max(LEAST_TOKENS, int(IMAGE_PART * read_s * flops / spec.flops_per_token(0)))
     patch_flops = spec.vision.encode_flops(IMAGE_PATCHES) / IMAGE_PATCHES

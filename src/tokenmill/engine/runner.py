@@ -103,8 +103,9 @@ class ModelRunner:
     ) -> CaptureReport:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
-        The pieces of other steps of up to `budget` tokens, too, unless a module drafts. Where images are encoded here, small groups of them, too. The cache's last block is padding.
-        All graphs share one pool of memory.
+        The pieces of other steps of up to `budget` tokens, too, unless a module drafts, and where
+        images are encoded here, small groups of them. The cache's last block is padding. All graphs
+        share one pool of memory.
         """
         pool = torch.cuda.graph_pool_handle()
         decode = DecodeGraphs(self.model, self.layers, self.builder, max_size)

@@ -73,7 +73,7 @@ class AttentionBatch:
     sliding: tuple[AttentionBatch, ...] = ()
     # Where a step is captured in pieces: called as between(attend, *tensors), it takes what attends
     # and calls attend(*tensors, batch) itself between two pieces. The last tensor is the output.
-    between: Callable[..., None] | None = None
+    between: Callable[..., object] | None = None
 
     def attend(self, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
         """Call attend(*tensors, batch) now, or let it be called between two pieces of a step."""
@@ -307,9 +307,11 @@ def _paged_attention_into(
     if not (use_triton(q) or _compiled(caches[1])):
         out.copy_(paged_attention_reference(q, *caches, batch, num_heads, window, sinks))
         return
-    launch = (triton_kernels if q.is_cuda else compiled)("attention").paged_attention
+    kernels = triton_kernels if q.is_cuda else compiled
     for tiles in batch.tiles:
-        launch(q, out, *caches, tiles, batch, num_heads, window, sinks)
+        kernels("attention").paged_attention(
+            q, out, *caches, tiles, batch, num_heads, window, sinks
+        )
 
 
 def paged_attention_reference(

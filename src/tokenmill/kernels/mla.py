@@ -131,9 +131,9 @@ def _latent_attention_into(
     if not (use_triton(q) or _compiled(q, caches[1])):
         out.copy_(latent_attention_reference(q_latent, q, *caches, batch, scale))
         return
-    launch = (triton_kernels if q.is_cuda else compiled)("mla").latent_attention
+    kernels = triton_kernels if q.is_cuda else compiled
     for tiles in batch.tiles:
-        launch(q_latent, q, out, *caches, tiles, batch, scale)
+        kernels("mla").latent_attention(q_latent, q, out, *caches, tiles, batch, scale)
 
 
 def latent_attention_reference(

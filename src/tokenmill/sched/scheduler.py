@@ -40,6 +40,7 @@ _MISCOUNT = End(
 )
 _FEW_IMAGES = 4  # prompts with images run in parts while no more of them are ahead,
 _FEW_WAITING = 16  # and no more requests of any kind wait
+_SHARED_TOKENS = 32  # of a step that prompts share with decoding, for each request that is here
 _RECOVERY_STEPS = 256  # after so many, a budget that lack of memory has halved is doubled again
 
 
@@ -231,7 +232,7 @@ class Scheduler:
             self.loading.reserve()
         if self._budget < self._full_budget and ledger.num_launched % _RECOVERY_STEPS == 0:
             self._budget = min(2 * self._budget, self._full_budget)
-        step = Step(now_ns, self._budget, hold_context)
+        step = Step(now_ns, self._step_budget(), hold_context)
         if hold_context or not self._admission.admit_alone(step):
             preemptions = self._counters.num_preemptions
             self._schedule_running(step)
@@ -246,6 +247,20 @@ class Scheduler:
         batch.dropped_images = self.images.take_dropped()
         batch.begun_images = self.images.take_begun()
         return batch
+
+    def _step_budget(self) -> int:
+        """Tokens of the next step: fewer where prompts share it with a few requests that decode.
+
+        Then prompts spread over steps that have to read the weights anyhow. The more requests are
+        here, the more prompts come in each step, and the fewer steps are worth the division.
+        """
+        least, queues = self.config.least_shared_tokens, self._queues
+        if least is None or not self.config.chunked_prefill:
+            return self._budget
+        shared = max(least, _SHARED_TOKENS * len(queues))
+        if shared >= self._budget or all(map(_is_context, queues.running)):
+            return self._budget
+        return shared
 
     def take_evicted(self) -> list[Page]:
         """What schedule() has evicted, but for what a batch in flight may still write."""

@@ -60,6 +60,7 @@ class Recorder:
     """Ends a graph at each attention of a forward pass and begins the next one."""
 
     def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self._capture = torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool)
         self.graphs = [self._capture.cuda_graph]
         self.cuts: list[Cut] = []
@@ -77,9 +78,8 @@ class Recorder:
         self.cuts.append(Cut(attend, tuple(map(unowned, tensors)), group))
         capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
         self.graphs.append(capture.cuda_graph)
-        capture.cuda_graph.capture_begin(
-            *capture.pool, capture_error_mode=capture.capture_error_mode
-        )
+        mode = capture.capture_error_mode
+        capture.cuda_graph.capture_begin(pool=self._pool, capture_error_mode=mode)
 
 
 def piecewise_sizes(most: int) -> list[int]:
