@@ -89,6 +89,7 @@ class Scheduler:
         self._order = 0
         self._now_ns = 0
         self.looks_up = False  # drafts are taken from the sequences, not from results
+        self.has_matches = False  # something was found in the last batch that was looked up
         self._drafting = False  # some sequence may have drafts
         self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
         self._draining = False
@@ -416,8 +417,12 @@ class Scheduler:
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
         self._counters.num_relaxed += result.num_relaxed
+        self.has_matches = False
         if self.looks_up and batch.num_to_draft:
-            result.draft_ids = look_up(batch)
+            drafts = look_up(batch)
+            self.has_matches = any(drafts)
+            if not self._ledger.num_in_flight:  # else a later batch has begun without them
+                result.draft_ids = drafts
         if self._drafting or result.draft_ids is not None:
             take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
             self._drafting = any(seq.draft_ids for seq in self._queues.running)
