@@ -64,8 +64,8 @@ class LanguageEngine:
 
     With a `launcher`, steps overlap: the next batch is chosen and launched before the tokens of the
     last one are known. While a request needs the host between two of its tokens (a grammar, prompt
-    log-probabilities), or steps draft, all run in the plain loop. Drafts that are looked up leave it
-    to the steps in which something was found.
+    log-probabilities), or steps draft, all run in the plain loop; where drafts are looked up, only
+    if something was found.
     """
 
     def __init__(

@@ -417,12 +417,8 @@ class Scheduler:
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
         self._counters.num_relaxed += result.num_relaxed
-        self.has_matches = False
-        if self.looks_up and batch.num_to_draft:
-            drafts = look_up(batch)
-            self.has_matches = any(drafts)
-            if not self._ledger.num_in_flight:  # else a later batch has begun without them
-                result.draft_ids = drafts
+        if self.looks_up:
+            self._look_up(batch, result)
         if self._drafting or result.draft_ids is not None:
             take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
             self._drafting = any(seq.draft_ids for seq in self._queues.running)
@@ -431,6 +427,13 @@ class Scheduler:
         if self._slides:
             self._slide(batch)
         return outputs
+
+    def _look_up(self, batch: Batch, result: StepResult) -> None:
+        """Find drafts in the sequences; a batch that runs already has begun without them."""
+        drafts = look_up(batch) if batch.num_to_draft else []
+        self.has_matches = any(drafts)
+        if drafts and not self._ledger.num_in_flight:
+            result.draft_ids = drafts
 
     def _slide(self, batch: Batch) -> None:
         """Free what is behind the window of sequences that computed many tokens at once."""
