@@ -1,9 +1,9 @@
 """What train_mtp.py trains on: questions of many kinds, and what the model itself answers.
 
-Two fifths of the questions are forms with gaps (mtp_questions.toml), filled with its words, any word
-of the model's vocabulary or an earlier answer; of the others the model gets at most the first words
-and writes the rest. A third of the conversations go on with a second question. Nothing is asked
-that is a prompt of `bench mtp`, almost one, or about the same thing.
+Two fifths of the questions are forms with gaps (mtp_questions.toml), filled with its words, any
+word of the model's vocabulary or an earlier answer; of the others the model gets at most the first
+words and writes the rest. A third of the conversations go on with a second question. Nothing is
+asked that is a prompt of `bench mtp`, almost one, or about the same thing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ MOST_PASTED = 2000  # answers that later questions may be about
 FOLLOWED = 0.35  # share of the answers that are complete which get a second question
 CLOSE = 0.6  # share of common words from which a question counts as a prompt of the benchmark
 # Words that do not say what a text is about.
-COMMON = frozenset(
-    """
+_COMMON = """
 about add after again ago all also always and another any anyone are ask away back because been
 before being best better between big both bring but called came can certain come could day did
 does doing done down due during each early either else end even evening ever every everyone
@@ -58,8 +57,8 @@ someone something sound sounds start still stop such take talk tell ten than tha
 the their them then there these they thing things this those three time today tomorrow too top
 try turn two until use used using very want was way week weird well were what when where which
 while who why will with without word work working would wrong year yes yesterday yet you your
-""".split()
-)
+"""
+COMMON = frozenset(_COMMON.split())
 
 
 @dataclass(slots=True)
@@ -244,7 +243,7 @@ class Writer:
         """Let later questions be about some of the answers."""
         for talk in self.dice.sample(talks, min(len(talks), 200)):
             first, end = talk.answers[0]
-            if 40 <= end - first:
+            if end - first >= 40:
                 text = self.tokenizer.decode(talk.token_ids[first : min(end - 1, first + 160)])
                 self.questions.paste(text.strip())
 

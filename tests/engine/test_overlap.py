@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("llama", max_position_embeddings=512), tmp_path_factory.mktemp("tiny"))
 
 
-def build(folder: Path, overlap: bool = True) -> LanguageEngine:
+def build(folder: Path, overlap: bool = True, ngrams: int = 0) -> LanguageEngine:
     return build_engine(
         resolve_setup(
             Setup(
-                ModelConfig(str(folder), dtype="fp32", device="cpu"),
+                ModelConfig(
+                    str(folder), dtype="fp32", device="cpu", draft="ngram" if ngrams else None
+                ),
                 CacheConfig(num_blocks=64),
                 SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
-                ExecutionConfig(overlap=overlap),
+                ExecutionConfig(overlap=overlap, mtp=ngrams, mtp_adaptive=False),
             )
         )
     ).engine
@@ -91,6 +94,23 @@ def test_steps_are_launched_before_their_tokens_are_known(folder: Path) -> None:
     faulty = with_faults(engine)
     assert tokens(complete(engine, prompts(), GREEDY)) == expected
     assert faulty.pending > 50
+
+
+def test_steps_overlap_while_no_draft_is_found(folder: Path) -> None:
+    """Drafts that are looked up cost nothing where nothing repeats itself."""
+    drawn = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True, seed=5)
+    same = replace(GREEDY, logit_bias={7: 100.0})
+    for sampling, repeats in ((drawn, False), (same, True)):
+        plain, drafting = build(folder), build(folder, ngrams=3)
+        launches = with_faults(plain), with_faults(drafting)
+        expected = tokens(complete(plain, prompts(), sampling))
+        assert tokens(complete(drafting, prompts(), sampling)) == expected
+        without, overlapped = (faulty.pending for faulty in launches)
+        drafting._scheduler.check_integrity()
+        if repeats:
+            assert sum(drafting.stats().num_accepted) > 20
+        else:
+            assert overlapped > 0.5 * without
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -41,3 +41,25 @@ def test_a_copy_goes_on_and_a_loop_repeats() -> None:
     assert NgramIndex().drafts([1, 2, 3, 4], 3) == NgramIndex().drafts([1], 3) == []
     # The longer match, though another is later.
     assert NgramIndex().drafts([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1) == [4]
+
+
+class Counted(list[int]):
+    """Counts how often a token is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: object) -> int:  # type: ignore[override]
+        self.looks += 1
+        return super().__getitem__(at)  # type: ignore[index, return-value]
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 50])
+def test_a_token_costs_the_same_however_many_there_are(vocab: int) -> None:
+    """Also where the same few tokens come again and again, and every place is a match."""
+    source, index, ids = random.Random(vocab), NgramIndex(), Counted()
+    most = 2 * MOST_PLACES * MOST_COMPARED + 4 + 4
+    for _ in range(600):
+        ids.append(source.randrange(vocab))
+        ids.looks = 0
+        index.drafts(ids, 4)
+        assert ids.looks <= most

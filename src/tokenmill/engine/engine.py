@@ -64,7 +64,8 @@ class LanguageEngine:
 
     With a `launcher`, steps overlap: the next batch is chosen and launched before the tokens of the
     last one are known. While a request needs the host between two of its tokens (a grammar, prompt
-    log-probabilities), or steps draft, all run in the plain loop.
+    log-probabilities), or steps draft, all run in the plain loop; where drafts are looked up, only
+    if something was found.
     """
 
     def __init__(
@@ -139,9 +140,10 @@ class LanguageEngine:
             self.features.poll(self._lose)
         self._admit(now_ns)
         to_draft = 0 if self.drafting is None else self.drafting.choose()
-        drafts = to_draft or self._scheduler.drafting
-        overlap = self._launcher is not None and not self._host_bound and not drafts
+        overlap = self._may_overlap(to_draft)
+        is_first = overlap and self._in_flight is None  # its time shows in the steps to come
         outputs = [] if overlap else self._collect()
+        began_ns = now_ns if overlap else self._clock()
         batch = self._scheduler.schedule(now_ns, hold_context)
         batch.num_to_draft = to_draft
         if self.tiers is not None:
@@ -153,9 +155,9 @@ class LanguageEngine:
             outputs += self._execute(batch)
         if not outputs and not batch.items:
             self._idle()
-        if self.drafting is not None and batch.items:
+        if self.drafting is not None and batch.items and not is_first:
             counts = self._scheduler.draft_counts
-            self.drafting.record(batch, *counts, (self._clock() - now_ns) / 1e9)
+            self.drafting.record(batch, *counts, (self._clock() - began_ns) / 1e9)
         self._computing = bool(batch.items or self._in_flight) and self.has_work()
         return outputs if self.features is None else self.features.pass_on(outputs)
 
@@ -310,6 +312,15 @@ class LanguageEngine:
                 self._add(request)
             else:
                 self._end(request.request_id, end)
+
+    def _may_overlap(self, to_draft: int) -> bool:
+        """Whether the next batch is launched before the tokens of the last one are known.
+
+        Drafts that are looked up hinder that only where there are some.
+        """
+        if self._launcher is None or self._host_bound or self._scheduler.drafting:
+            return False
+        return not to_draft or (self._scheduler.looks_up and not self._scheduler.has_matches)
 
     def _idle(self) -> None:
         """Give others a moment instead of spinning: compile threads, engines that read blocks."""

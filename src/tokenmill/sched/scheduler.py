@@ -91,6 +91,7 @@ class Scheduler:
         self._order = 0
         self._now_ns = 0
         self.looks_up = False  # drafts are taken from the sequences, not from results
+        self.has_matches = False  # something was found in the last batch that was looked up
         self._drafting = False  # some sequence may have drafts
         self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
         self._draining = False
@@ -438,8 +439,8 @@ class Scheduler:
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
         self._counters.num_relaxed += result.num_relaxed
-        if self.looks_up and batch.num_to_draft:
-            result.draft_ids = look_up(batch)
+        if self.looks_up:
+            self._look_up(batch, result)
         if self._drafting or result.draft_ids is not None:
             take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
             self._drafting = any(seq.draft_ids for seq in self._queues.running)
@@ -448,6 +449,13 @@ class Scheduler:
         if self._slides:
             self._slide(batch)
         return outputs
+
+    def _look_up(self, batch: Batch, result: StepResult) -> None:
+        """Find drafts in the sequences; a batch that runs already has begun without them."""
+        drafts = look_up(batch) if batch.num_to_draft else []
+        self.has_matches = any(drafts)
+        if drafts and not self._ledger.num_in_flight:
+            result.draft_ids = drafts
 
     def _slide(self, batch: Batch) -> None:
         """Free what is behind the window of sequences that computed many tokens at once."""

@@ -131,9 +131,9 @@ MTP = (
     Setting("batch", "Prompts that are answered at once.", count(1), default=1),
     Setting(
         "prompt-kind",
-        "Sets of prompts: chat, everyday (shorter, of more kinds, with follow-ups), unseen (everyday "
-        "questions that no form or topic of the shipped module's training matches), or documents "
-        "that the answers repeat much of.",
+        "Sets of prompts: chat, everyday (shorter, of more kinds, with follow-ups), unseen "
+        "(everyday ones that share no form and no topic with the questions of train_mtp.py), or "
+        "documents that the answers repeat much of.",
         some_of("chat", "everyday", "unseen", "documents"),
         default=("chat",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import runpy
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from tiny_configs import SIZES
 from tokenmill.bench.commands.mtp import read_prompts
 from tokenmill.models import spec_of
+from tokenmill.models.names import layer_tensors
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 WORDS: dict[str, list[str]] = tomllib.loads(
@@ -30,10 +32,10 @@ TOPICS = (
     "language", "tongue", "feeling", "sentence",
 )  # fmt: skip
 # What stands in questions about anything, and the languages that they are to be answered in.
-ANYWHERE = set(
-    "built buy change children common convert file fix function hot language learn note safe save "
-    "story string study system world write python spanish polish".split()
-)
+ANYWHERE = """
+built buy change children common convert file fix function hot language learn note safe save story
+string study system world write python spanish polish
+"""
 
 
 def patterns(kind: str) -> list[re.Pattern[str]]:
@@ -76,11 +78,12 @@ def test_no_prompt_has_their_topics_or_is_one_of_the_chat_prompts(
 ) -> None:
     topic_words = conversations(monkeypatch)["topic_words"]
     trained = {word for kind in TOPICS for text in WORDS[kind] for word in topic_words(text)}
+    anywhere = set(ANYWHERE.split())
     assert {"glacier", "norway", "pancake"} <= trained
     chat = {prompt.text for prompt in read_prompts("chat")}
     for prompt in read_prompts(kind):
         for text in (*prompt.earlier, prompt.text):
-            assert not topic_words(text) & trained - ANYWHERE, text
+            assert not topic_words(text) & trained - anywhere, text
             assert text not in chat
 
 
@@ -149,6 +152,7 @@ def test_each_draft_learns_the_distribution_of_its_own_place(
         script["Conversation"](list(range(9)), [(2, 5), (6, 9)], torch.randn(9, 4)),
     ]
     head, states = torch.randn(20, 4), torch.randn(depth, 2, 12 - 1 - depth, 4)
+    states[0, 0, :6] = talks[0].hidden[1:7]  # these are right
 
     class Module:
         target = (SimpleNamespace(device="cpu", head=head),)
@@ -164,6 +168,7 @@ def test_each_draft_learns_the_distribution_of_its_own_place(
         goal = torch.stack(later) @ head.T
         expected += 0.7**k * F.cross_entropy(own, goal.softmax(-1))
         assert hits[k].tolist() == (own.argmax(-1) == goal.argmax(-1)).tolist()
+    assert hits[0].tolist() == [True, True, True, False, False]
     assert torch.allclose(found, torch.as_tensor(expected), atol=1e-5)
 
 
@@ -183,6 +188,39 @@ def test_a_wider_mlp_begins_with_the_same_results(monkeypatch: pytest.MonkeyPatc
     assert weights["mlp.down_proj"].shape == (4, 10) and torch.allclose(mlp(), before, atol=1e-5)
     with pytest.raises(SystemExit, match="--inner 8: the MLP to start with is 10 wide"):
         widen(weights, 8)
+
+
+def test_a_module_is_trained_saved_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    script, spec = conversations(monkeypatch, "train_mtp"), spec_of(SIZES | {"model_type": "llama"})
+    torch.manual_seed(2)
+    shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
+    shapes |= {"model.norm.weight": (spec.hidden_size,)}
+    for index in range(spec.num_layers):
+        layer = layer_tensors(spec, index)
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    target = script["Target"](spec, tensors, "cpu")
+    dice = random.Random(1)
+    talks = [
+        script["Conversation"]([dice.randrange(spec.vocab_size) for _ in range(20)], [(4, 20)])
+        for _ in range(12)
+    ]
+    args = SimpleNamespace(
+        depth=2, tokens=80, rate=1e-3, seed=1, sharpness=2.0, later_share=0.5, train_s=0.5,
+        limit_s=900.0, save_s=0.0, begin=time.monotonic(), out=tmp_path,
+    )  # fmt: skip
+    script["note_hidden"](target, talks, args.tokens)
+    module = script["Module"](target, spec.intermediate_size + 16)
+    assert script["train"](module, talks[4:], talks[:4], args) > 0
+    file = script["save_module"](module, tmp_path)
+    again = script["Module"].of(file, target)
+    assert again.weights["mlp.up_proj"].shape[0] == spec.intermediate_size + 16
+    sets = {"held_out": talks[:4]}
+    found = script["measure_all"](again, sets, args)
+    assert found["held_out"]["count"] == 4 and len(found["held_out"]["acceptance"]) == 2
 
 
 def test_layers_that_it_does_not_compute_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
