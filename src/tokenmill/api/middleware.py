@@ -57,7 +57,7 @@ class Turns:
 
 
 async def take_turn(scope: Scope) -> None:
-    """Let others go on before the next part of a call; of an app that stands alone there is none."""
+    """Wait for a turn before the next part of a call; an app that stands alone has none."""
     turns: Turns | None = scope.get(TURNS)
     if turns is not None:
         await turns.take()
