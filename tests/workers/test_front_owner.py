@@ -17,6 +17,7 @@ import zmq
 
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.types import Request
+from tokenmill.routing.load_report import FrontLoad, LoadReport
 from tokenmill.workers.fronts import control_socket
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import (
@@ -52,6 +53,7 @@ from tokenmill.workers.messages import (
     GetKV,
     Ready,
     Submit,
+    decode_to_worker,
 )
 from tokenmill.workers.messages import encode as encode_to_worker
 from tokenmill.workers.pool import WorkerPool
@@ -368,6 +370,25 @@ def _drop_a_front(address: str) -> None:
         context.destroy(0)
 
 
+def test_a_worker_tells_how_much_of_a_prefix_fronts_have_counted_twice() -> None:
+    with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
+        address = f"ipc://{folder}/owner"
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.socket(zmq.PAIR).bind(address)
+        links, size = FrontLinks(FrontLink(address), FACTS), FACTS.block_size
+        prompt = [1] * (3 * size)
+        try:
+            for front in ("f0.1", "f1.1"):
+                links.add(front, f"{address}-{front}")
+                links.submitted(front, Submit([Request(front, prompt)], [3 * size], [[7, 8, 9]]))
+            assert links._load.report().shared_tokens == 3 * size - 1
+            links.submitted("f1.1", Submit([Request("untold", prompt)], [3 * size]))
+            assert links._load.report().shared_tokens == 3 * size - 1
+        finally:
+            links.close()
+            context.destroy(0)
+
+
 # A front, between a fake owner and the sockets of fake workers.
 
 
@@ -427,6 +448,32 @@ def test_a_front_starts_though_a_worker_leaves() -> None:
             owner.tell(WorkerLeaving("w2", 0.0))
             assert await start == FACTS
             assert list(front.slots) == ["w0"] and Left("w2") in owner.said
+
+    asyncio.run(main())
+
+
+def test_a_front_tells_workers_which_blocks_a_request_computes() -> None:
+    async def main() -> None:
+        async with joined("w0", "w1") as (front, owner):
+            start = asyncio.create_task(front.start())
+            for worker in ("w0", "w1"):
+                await owner.connect(worker)
+            await start
+            front.submit([Request("alone", [1] * 64)])
+            idle = LoadReport({"f0.1": FrontLoad(), "f1.1": FrontLoad()})
+            for slot in front.slots.values():
+                front.routers.on_report(slot, idle, time.monotonic_ns())
+            front.submit([Request("one-of-two", [2] * 64)])
+            sent: list[Submit] = []
+
+            def has_come() -> bool:
+                messages = [decode_to_worker(d) for link in owner.links for d in link.take()]
+                sent.extend(m for m in messages if isinstance(m, Submit))
+                return len(sent) == 2
+
+            await until(has_come)
+            hashes = {m.requests[0].request_id: m.hashes for m in sent}
+            assert hashes["alone"] == [] and len(hashes["one-of-two"][0]) > 0
 
     asyncio.run(main())
 

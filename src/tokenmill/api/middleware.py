@@ -57,7 +57,7 @@ class Turns:
 
 
 async def take_turn(scope: Scope) -> None:
-    """Let others go on before the next part of a call; of an app that stands alone there is none."""
+    """Wait for a turn before the next part of a call; an app that stands alone has none."""
     turns: Turns | None = scope.get(TURNS)
     if turns is not None:
         await turns.take()
@@ -70,14 +70,16 @@ class CallCounter(Protocol):
 
 
 class Front:
-    """An ASGI app around another one."""
+    """An ASGI app around another one; calls of a server that streams nothing need no turns."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: CallCounter) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, metrics: CallCounter, streams: bool = True
+    ) -> None:
         self._app = app
         self._shared = _with_cors(app, config.cors_origins) if config.cors_origins else app
         self._metrics = metrics
         self._logs_requests = config.log_requests
-        self._turns = Turns()
+        self._turns = Turns() if streams else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,7 +87,7 @@ class Front:
         record = scope["call"] = CallRecord.begin(scope)
         if scope["method"] == "HEAD":  # uvicorn leaves out the body, by its own scope
             scope = {**scope, "method": "GET"}
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and self._turns is not None:
             scope[TURNS] = self._turns
             await take_turn(scope)
         app = self._shared if scope["path"].startswith(CORS_PATHS) else self._app

@@ -82,7 +82,7 @@ async def _run(
             return
         service = await make_service(pool)
         gc.freeze()  # the app lives as long as the process: do not scan it
-        front = Front(service.app, config, service.metrics)
+        front = Front(service.app, config, service.metrics, streams=False)
         async with listening(front, listener, config), service.running:
             on_listening(url_of(listener), facts)
             ended = await signals.interrupt(pool.gave_up.wait())
