@@ -70,11 +70,11 @@ class PlainExecutor:
     def _forward(self, batch: Batch) -> tuple[Inputs, torch.Tensor]:
         """The step's tensors, and the hidden states of its tokens."""
         seen = None if self._images is None else self._images.rows(batch)
-        if self.graphs is not None and seen is None:
+        if self.graphs is not None:
             size = self.graphs.size_for(batch.num_tokens)
             if size is not None:
                 inputs = self._builder.build(batch, size)
-                return inputs, self.graphs.run(inputs)
+                return inputs, self.graphs.run(inputs, seen)
         inputs = self._builder.build(batch)
         return inputs, self._model.forward(inputs.token_ids, self._layers, inputs.attention, seen)
 

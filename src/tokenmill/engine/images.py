@@ -52,10 +52,12 @@ class GroupEncoder:
 
     def go_on(self, begun: BegunPatches, share: float) -> None:
         """Run layers until so large a share of them is done."""
-        self._encoder.go_on(begun, share)
+        encode = self._encoder if self.graphs is None else self.graphs
+        encode.go_on(begun, int(share * self._vision.depth))
 
     def finish(self, begun: BegunPatches) -> torch.Tensor:
         """The features, [1 + layers, tokens, hidden]."""
+        self.go_on(begun, 1.0)
         return torch.stack(self._encoder.finish(begun))
 
     def warm_up(self) -> None:

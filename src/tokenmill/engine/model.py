@@ -13,7 +13,7 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.layers.experts import RoutedExperts
-from tokenmill.layers.images import ImageEncoder, ImageRows
+from tokenmill.layers.images import ImageEncoder, StepRows
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.parallel import Layout
@@ -33,6 +33,7 @@ class Model(Protocol):
     spec: ModelSpec
     stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
     visual: ImageEncoder | None  # None: it takes no images, or others encode them
+    norm: torch.Tensor  # the final one, in the stream's type
 
     @property
     def linears(self) -> list[Linear]: ...
@@ -43,7 +44,7 @@ class Model(Protocol):
         token_ids: torch.Tensor,
         kv_cache: KVCache,
         batch: AttentionBatch,
-        images: ImageRows | None = None,
+        images: StepRows | None = None,
     ) -> torch.Tensor: ...
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -53,7 +54,6 @@ class RankModel(Model, Protocol):
     """One rank's part of a model."""
 
     layout: Layout
-    norm: torch.Tensor  # the final one, in the stream's type
 
     @property
     def experts(self) -> list[RoutedExperts]: ...

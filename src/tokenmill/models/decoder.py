@@ -13,7 +13,7 @@ from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.norm import Activation
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.experts import RoutedExperts
-from tokenmill.layers.images import ImageEncoder, ImageRows
+from tokenmill.layers.images import ImageEncoder, StepRows
 from tokenmill.layers.linear import (
     ComputeType,
     Device,
@@ -187,7 +187,7 @@ class Decoder:
         token_ids: torch.Tensor,
         kv_cache: KVCache,
         batch: AttentionBatch,
-        images: ImageRows | None = None,
+        images: StepRows | None = None,
     ) -> torch.Tensor:
         """int64 [tokens] -> hidden states before the final norm, [tokens, hidden]."""
         assert images is None, "a model without a vision encoder has no images"

@@ -19,7 +19,7 @@ from tokenmill.core.specs.spec import ModelSpec, read_common
 from tokenmill.core.specs.vision import read_vision
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.layers.images import ImageRows
+from tokenmill.layers.images import StepRows
 from tokenmill.layers.linear import ComputeType, Device, Tensors
 from tokenmill.models.decoder import KVCache, Layer
 from tokenmill.models.family import Architecture, EncoderPart, Family, Shape
@@ -154,30 +154,27 @@ class Qwen3VL(Llama):
         token_ids: torch.Tensor,
         kv_cache: KVCache,
         batch: AttentionBatch,
-        images: ImageRows | None = None,
+        images: StepRows | None = None,
     ) -> torch.Tensor:
         """As Decoder.forward(), where rows of images have their features and positions."""
         if images is None:
             return super().forward(token_ids, kv_cache, batch)
-        x = self.embedding(token_ids)
-        x[images.rows] = images.features[0]
-        stream = self.stream(x, self.spec.rms_eps)
+        stream = self.stream(images.embed(self.embedding(token_ids)), self.spec.rms_eps)
         table, own = self._rotations(batch, images)
         for index, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
             layer(stream, cache, table, own)
             if index + 1 < images.features.shape[0]:
-                stream.complete()[images.rows] += images.features[index + 1]
+                images.add(stream.complete(), index + 1)
         return stream.complete()
 
     def _rotations(
-        self, batch: AttentionBatch, images: ImageRows
+        self, batch: AttentionBatch, images: StepRows
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """A table with a row for each of the step's tokens, and the batch that reads it so."""
-        table = self.cos_sin[0]
-        rows = table[batch.positions.long()]
-        halves = table[images.positions].unflatten(-1, (2, -1))  # [3, n, cosines and sines, pairs]
+        places = images.place(batch.positions)
+        halves = self.cos_sin[0][places].unflatten(-1, (2, -1))  # [3, n, cosines and sines, pairs]
         axes = self.axes.expand(1, *halves.shape[1:])
-        rows[images.rows] = halves.gather(0, axes)[0].flatten(1)
+        rows = halves.gather(0, axes)[0].flatten(1)
         positions = torch.arange(len(rows), dtype=batch.positions.dtype, device=rows.device)
         return rows, replace(batch, positions=positions)
 

@@ -181,13 +181,12 @@ class VisionEncoder:
 
     def finish(self, begun: BegunPatches) -> list[torch.Tensor]:
         """Run the blocks that are left, and the merger."""
-        self.go_on(begun, 1.0)
+        self.go_on(begun, len(self.blocks))
         x = begun.x if begun.delta is None else begun.x.add_(begun.delta)
         return [self.merger(x), *begun.deep]
 
-    def go_on(self, begun: BegunPatches, share: float) -> None:
-        """Run blocks until so large a share of them is done."""
-        end = int(share * len(self.blocks))
+    def go_on(self, begun: BegunPatches, end: int) -> None:
+        """Run the blocks before `end` that have not run."""
         for index in range(begun.layer, end):
             begun.delta = self.blocks[index](begun.x, begun.delta, begun.places)
             if index in self.deepstack:

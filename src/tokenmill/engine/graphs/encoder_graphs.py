@@ -1,9 +1,13 @@
-"""CUDA graphs of the vision encoder, for calls whose launches would take longer than their work."""
+"""CUDA graphs of the vision encoder: one for what comes before its layers, for each, and after.
+
+An image that is encoded over several steps stops between two of them. What it is then lies in its
+own memory, so that others are encoded in between.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -11,12 +15,12 @@ import torch
 
 from tokenmill.core.images import Grid
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.engine.graphs.capture import Job, jobs_for
+from tokenmill.engine.graphs.capture import Job, capture_stages, jobs_for
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.kernels.segments import TILE_ROWS, Segments
-from tokenmill.layers.images import ImageEncoder, Places
+from tokenmill.layers.images import BegunPatches, ImageEncoder, Places
 
-MOST_PATCHES = 4096  # an image of 1,024 x 1,024: more keep a GPU busy while they are launched
+MOST_PATCHES = 8192  # an image of 1,536 x 1,280: beside texts the host has no time to launch more
 SIZES = tuple(TILE_ROWS * size for size in graph_sizes(MOST_PATCHES // TILE_ROWS))
 
 
@@ -31,29 +35,30 @@ class EncoderGraphs:
     def __init__(
         self, encoder: ImageEncoder, vision: VisionSpec, sizes: Sequence[int] = SIZES
     ) -> None:
-        self._encoder, self._merged, self.sizes = encoder, vision.merge_size**2, list(sizes)
+        self._encoder, self._vision, self.sizes = encoder, vision, list(sizes)
+        self._merged = vision.merge_size**2
         places, most = encoder.place([(1, vision.merge_size, vision.merge_size)]), self.sizes[-1]
         tiles = places.segments.tiles.new_zeros((_num_tiles(most), 3))
         self._places = places.change(
             lambda each: each.new_zeros((most, *each.shape[1:])), Segments((most,), tiles)
         )
-        self._pixels = places.weights.new_zeros((most, vision.patch_dim))
-        shape = vision.num_features, most // self._merged, vision.out_size
-        self._features = places.weights.new_zeros(shape)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.num_replayed = 0
+        zeros = places.weights.new_zeros
+        self._pixels = zeros((most, vision.patch_dim))
+        self._x, self._delta = (zeros((most, vision.hidden_size)) for _ in range(2))
+        self._features = zeros((vision.num_features, most // self._merged, vision.out_size))
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self.num_replayed = self.num_parts_replayed = 0
 
     def jobs(self, pool: Any) -> list[Job]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:
-        self._run(size, (size,))  # compiles kernels and picks algorithms, which capture must not
+        stages = self._stages(size, (size,))
+        for stage in stages:  # compiles kernels and picks algorithms, which capture must not
+            stage()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._run(size, (size,))
-        self._graphs[size] = graph
+        self._graphs[size] = capture_stages(stages, pool)
 
     def start(self) -> None:
         """Use what was captured, and nothing else."""
@@ -61,39 +66,99 @@ class EncoderGraphs:
 
     def __call__(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """As ImageEncoder: by the smallest size that holds the images, else as they are."""
-        place = bisect_left(self.sizes, len(pixels))
-        if place == len(self.sizes):
+        placed = self._encoder.place(grids)
+        size = self._size_for(placed)
+        if size is None:
             return self._encoder(pixels, grids)
-        size, placed = self.sizes[place], self._encoder.place(grids)
-        if len(placed.segments.tiles) > _num_tiles(size):  # many small images
-            return self._encoder(pixels, grids)
-        self._fill(size, pixels, placed)
-        if size in self._graphs:
-            self._graphs[size].replay()
-            self.num_replayed += 1
-        else:
-            self._run(size, (*placed.segments.lens, size - len(pixels)))
+        self._pixels[: len(pixels)] = pixels
+        self._fill(size, placed)
+        self._run(size, placed, range(self._vision.depth + 2))
+        self.num_replayed += size in self._graphs
         counts = [prod(grid) // self._merged for grid in grids]
         found = self._features[:, : sum(counts)].split(counts, dim=1)
         return [each.clone() for each in found]  # before the next call writes there
 
-    def _fill(self, size: int, pixels: torch.Tensor, placed: Places) -> None:
-        """Put images where the graphs read them; what is behind them is any number."""
-        count = len(pixels)
-        self._pixels[:count] = pixels
+    def go_on(self, begun: BegunPatches, end: int) -> None:
+        """Run the layers of a begun image up to `end`, in its own memory again after it."""
+        first, count = begun.layer, len(begun.x)
+        size = self._size_for(begun.places)
+        if size is None or first >= end:
+            self._encoder.go_on(begun, end)
+            return
+        self._fill(size, begun.places)
+        self._x[:count] = begun.x
+        if begun.delta is not None:
+            self._delta[:count] = begun.delta
+        self._run(size, begun.places, range(first + 1, end + 1))
+        self.num_parts_replayed += size in self._graphs
+        begun.x.copy_(self._x[:count])
+        begun.delta = self._delta[:count].clone() if self._has_delta(end) else None
+        for index, layer in enumerate(self._vision.deepstack_layers):
+            if first <= layer < end:
+                begun.deep.append(self._features[1 + index, : count // self._merged].clone())
+        begun.layer = end
+
+    def _size_for(self, placed: Places) -> int | None:
+        """The smallest size that holds images; None where none does, or they are many and small."""
+        place = bisect_left(self.sizes, len(placed.cos_sin))
+        if place == len(self.sizes):
+            return None
+        size = self.sizes[place]
+        return None if len(placed.segments.tiles) > _num_tiles(size) else size
+
+    def _fill(self, size: int, placed: Places) -> None:
+        """Put places where the graphs read them; what is behind them is any number."""
+        count = len(placed.cos_sin)
         for own, given in zip(self._places.of_patches, placed.of_patches, strict=True):
             own[:count] = given
         own, given = self._places.segments.tiles, placed.segments.tiles
         own[: len(given)] = given
         own[len(given) : _num_tiles(size)] = 0
 
-    def _run(self, size: int, lens: tuple[int, ...]) -> None:
-        """Encode the first rows of the inputs; `lens` counts where no kernel reads the tiles."""
+    def _run(self, size: int, placed: Places, indices: range) -> None:
+        """Run some of the stages: by their graphs, or operation by operation."""
+        if size in self._graphs:
+            for index in indices:
+                self._graphs[size][index].replay()
+        else:
+            lens = *placed.segments.lens, size - len(placed.cos_sin)
+            stages = self._stages(size, lens)
+            for index in indices:
+                stages[index]()
+
+    def _stages(self, size: int, lens: tuple[int, ...]) -> list[Callable[[], None]]:
+        """What runs over the first rows: the start, the layers, and the end.
+
+        `lens` counts where no kernel reads the tiles.
+        """
         tiles = self._places.segments.tiles[: _num_tiles(size)]
         placed = self._places.change(lambda each: each[:size], Segments(lens, tiles))
-        encoded = self._encoder.encode(self._pixels[:size], placed)
-        for own, given in zip(self._features[:, : size // self._merged], encoded, strict=True):
-            own.copy_(given)
+        x, delta = self._x[:size], self._delta[:size]
+        features = self._features[:, : size // self._merged]
+
+        def begin() -> None:
+            x.copy_(self._encoder.begin(self._pixels[:size], placed).x)
+
+        def at(layer: int) -> BegunPatches:
+            return BegunPatches(placed, x, delta if self._has_delta(layer) else None, [], layer)
+
+        def go_on(layer: int) -> None:
+            begun = at(layer)
+            self._encoder.go_on(begun, layer + 1)
+            if begun.delta is not None:
+                delta.copy_(begun.delta)
+            for deep in begun.deep:
+                features[1 + self._vision.deepstack_layers.index(layer)].copy_(deep)
+
+        def finish() -> None:
+            features[0].copy_(self._encoder.finish(at(self._vision.depth))[0])
+
+        layers = [lambda layer=layer: go_on(layer) for layer in range(self._vision.depth)]
+        return [begin, *layers, finish]
+
+    def _has_delta(self, layer: int) -> bool:
+        """Whether something is still to be added to x before a layer."""
+        return layer > 0 and layer - 1 not in self._vision.deepstack_layers
 
 
 def _num_tiles(size: int) -> int:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import Job, jobs_for, next_graph, unowned
 from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.layers.images import ImageBuffers, ImageRows
 
 LEAST_TOKENS, MOST_TOKENS = 8, 2048
 # Weights are read for a few tokens as fast as for many: there padding by half costs nothing.
@@ -73,13 +74,9 @@ class Recorder:
 
     def cut(self, group: int, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
         """End a piece here; the attention runs when pieces are replayed."""
-        capture = self._capture
-        capture.cuda_graph.capture_end()
+        self._capture.cuda_graph.capture_end()
         self.cuts.append(Cut(attend, tuple(map(unowned, tensors)), group))
-        capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
-        self.graphs.append(capture.cuda_graph)
-        mode = capture.capture_error_mode
-        capture.cuda_graph.capture_begin(pool=self._pool, capture_error_mode=mode)
+        self.graphs.append(next_graph(self._capture, self._pool))
 
 
 def piecewise_sizes(most: int) -> list[int]:
@@ -101,9 +98,9 @@ def most_tokens(spec: ModelSpec, budget: int) -> int:
 class PiecewiseGraphs:
     """Steps of any sequences, padded to a few numbers of tokens.
 
-    All sizes read one set of ids, positions and cache slots. What pads a step is a sequence of the
-    block tables' last row, which nobody owns. Without a capture steps are padded and run operation
-    by operation.
+    All sizes read one set of ids, positions, cache slots and images. What pads a step is a sequence
+    of the block tables' last row, which nobody owns. Without a capture steps are padded and run
+    operation by operation.
     """
 
     def __init__(
@@ -117,8 +114,13 @@ class PiecewiseGraphs:
         self._ids, self._positions, *self._slots = rows
         for slots in self._slots:
             slots.fill_(tables.pad_block * builder.block_size)
+        self._images: ImageBuffers | None = None
+        if model.spec.vision is not None:
+            num_features = model.spec.vision.num_features
+            self._images = ImageBuffers.zeros(most, num_features, model.norm)
+        self._has_images = False  # the buffers hold those of an earlier step
         self._pieces: dict[int, Pieces] = {}
-        self.num_replayed = 0
+        self.num_replayed = self.num_with_images = 0
 
     def jobs(self, pool: Any) -> list[Job]:
         """What captures the sizes."""
@@ -153,7 +155,8 @@ class PiecewiseGraphs:
             for group, slots in enumerate(self._slots)
         )
         batch = replace(full, sliding=tuple(sliding))
-        return self.model.forward(self._ids[:size], self.layers, batch)
+        images = None if self._images is None else self._images.first(size)
+        return self.model.forward(self._ids[:size], self.layers, batch, images)
 
     def size_for(self, num_tokens: int) -> int | None:
         """What a step of so many tokens is padded to; None where no graph suits it."""
@@ -161,16 +164,20 @@ class PiecewiseGraphs:
         # No position may lie beyond the longest sequence, of the one that pads neither.
         return None if size is None or size - num_tokens > self.builder.max_len else size
 
-    def run(self, inputs: Inputs) -> torch.Tensor:
+    def run(self, inputs: Inputs, images: ImageRows | None = None) -> torch.Tensor:
         """The hidden states of a step that was padded, valid until the next replay of any graph."""
         size, batch = inputs.token_ids.shape[0], inputs.attention
         pieces = self._pieces.get(size)
         if pieces is None:
-            return self.model.forward(inputs.token_ids, self.layers, batch)
+            return self.model.forward(inputs.token_ids, self.layers, batch, images)
         groups = batch, *batch.sliding
         self._ids[:size].copy_(inputs.token_ids)
         self._positions[:size].copy_(batch.positions)
         for own, group in zip(self._slots, groups, strict=True):
             own[:size].copy_(group.slots)
+        if self._images is not None and (images is not None or self._has_images):
+            self._images.fill(images, batch.positions)
+            self._has_images = images is not None
         self.num_replayed += 1
+        self.num_with_images += images is not None
         return pieces.replay(groups)

@@ -30,7 +30,7 @@ from tokenmill.engine.ranks.rank_messages import (
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import RankReader
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.layers.images import ImageRows
+from tokenmill.layers.images import ImageBuffers, ImageRows, StepRows
 from tokenmill.parallel import Ranks
 
 RANK_GONE = "a rank is gone: it closed its connection"
@@ -55,7 +55,7 @@ class SharedModel:
 
     def __init__(self, model: RankModel, group: RankGroup, rebalancer: Rebalancer | None) -> None:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears = model.linears
+        self.linears, self.norm = model.linears, model.norm
         self.visual = model.visual  # rank 0 encodes; the others get the features of a step
         self._model, self._group, self._rebalancer = model, group, rebalancer
 
@@ -64,7 +64,7 @@ class SharedModel:
         token_ids: torch.Tensor,
         kv_cache: KVCache,
         batch: AttentionBatch,
-        images: ImageRows | None = None,
+        images: StepRows | None = None,
     ) -> torch.Tensor:
         """Send the step to all ranks and compute this one's part."""
         with all_or_none():
@@ -118,9 +118,10 @@ def _send_step(
     do: Literal["step", "draft"],
     token_ids: torch.Tensor,
     batch: AttentionBatch,
-    images: ImageRows | None = None,
+    images: StepRows | None = None,
 ) -> None:
     sizes, flat = pack_step(do, token_ids, batch)
+    assert not isinstance(images, ImageBuffers), "ranks run without CUDA graphs"
     if images is not None:
         sizes = replace(sizes, image_rows=images.features.shape[1])
     group.tell(sizes)
@@ -199,7 +200,7 @@ class OwnModel:
 
     def __init__(self, model: RankModel) -> None:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears, self.visual = model.linears, model.visual
+        self.linears, self.visual, self.norm = model.linears, model.visual, model.norm
         self._model, self.ran = model, False
 
     def forward(
@@ -207,7 +208,7 @@ class OwnModel:
         token_ids: torch.Tensor,
         kv_cache: KVCache,
         batch: AttentionBatch,
-        images: ImageRows | None = None,
+        images: StepRows | None = None,
     ) -> torch.Tensor:
         """Compute a step of this rank's, with the experts of all."""
         self.ran = True
