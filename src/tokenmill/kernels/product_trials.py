@@ -61,7 +61,7 @@ def _lt_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
              for _ in range(REPEATS)]  # fmt: skip
     torch.cuda.synchronize(x.device)
     plain, lt = (min(row[i][0].elapsed_time(row[i][1]) for row in times) for i in range(2))
-    return lt < WORTH * plain
+    return bool(lt < WORTH * plain)
 
 
 def _events(
