@@ -33,6 +33,7 @@ class Load:
         self.drafted, self.accepted = [0] * 3, [0] * 3
         self.last = 0
         self.seconds, self.num_tokens = 0.0, 0
+        self.prompts = 0.0  # share of the steps that compute one
 
     def rate(self, num_seqs: int, num_steps: int) -> float:
         """Tokens a second over so many steps."""
@@ -49,8 +50,9 @@ class Load:
                 self._verify(self.last)
             self.num_tokens += num_seqs + sum(self.accepted) - before
             items: list[Any] = [None] * num_seqs
-            batch = Batch(items, num_seqs * (1 + self.last), num_to_draft=count)
-            seconds = self.cost(num_seqs, self.last) * self.random.uniform(0.95, 1.05)
+            prompt = 50 * (self.random.random() < self.prompts)
+            batch = Batch(items, num_seqs * (1 + self.last) + prompt, num_to_draft=count)
+            seconds = self.cost(num_seqs, self.last) * self.random.uniform(0.95, 1.05) + prompt
             self.seconds += seconds
             self.drafting.record(batch, self.drafted, self.accepted, seconds)
             self.last = count if self.random.random() < self.there else 0
@@ -119,6 +121,14 @@ def test_what_trials_lose_stays_below_a_share_of_the_time() -> None:
     load = Load(AdaptiveDrafting(3), compute_bound, right=0.3)
     load.run(8, 200)
     assert load.rate(8, 4000) > 0.99 * fixed_rates(load, 8)[0]
+
+
+def test_drafts_are_found_to_pay_where_most_steps_compute_a_prompt() -> None:
+    load = Load(AdaptiveDrafting(3), gpu_like, right=0.7)
+    load.prompts = 0.6
+    load.run(32, 200)
+    chosen = load.run(32, 200)
+    assert share(chosen, 2) + share(chosen, 3) > 0.8  # two are 2 % behind three
 
 
 def test_a_new_batch_size_begins_with_what_is_known_of_others() -> None:

@@ -20,6 +20,7 @@ from gpu.setups import MIXED_FAMILIES, SETUPS, Checkpoints, prompts
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.engine import LanguageEngine
+from tokenmill.kernels import product_trials
 
 Build = Callable[[str], BuiltEngine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
@@ -35,6 +36,21 @@ CHECKS = (
 def test_kernels(kernel: str) -> None:
     torch.manual_seed(3)
     CHECKS[kernel]("cuda")
+
+
+def test_a_tried_product_is_the_same_by_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_trials, "_faster_by_lt", {})
+    weight = torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 14336, device="cuda", dtype=torch.bfloat16)
+    with product_trials.trials():
+        chosen = product_trials.by_lt(x, weight)
+    assert product_trials.by_lt(x, weight) == chosen
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product = product_trials.matmul_by_lt(x, weight)
+    graph.replay()
+    expected = x.float() @ weight.float().T
+    assert float((product.float() - expected).norm() / expected.norm()) < 5e-3
 
 
 def _agree(found: list[Answer], expected: list[Answer], tolerance: float) -> None:

@@ -31,6 +31,7 @@ from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.sampling.step_sampler import StepSampler
 from tokenmill.engine.warm_up import FEW, Step, warm_up_batch
+from tokenmill.kernels.product_trials import trials
 from tokenmill.sched.sequence import Batch
 
 
@@ -122,7 +123,8 @@ class ModelRunner:
         encoder = None if self._encode is None else self._encode.add_graphs()
         jobs += [] if encoder is None else encoder.jobs(pool)
         torch.cuda.empty_cache()  # else what the warm-up left would hide what graphs take
-        report = capture_all(jobs, limits, progress)
+        with trials():  # each size runs once before its capture
+            report = capture_all(jobs, limits, progress)
         decode.start(report)
         if pieces is not None:
             report.piecewise_tokens = pieces.start()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
+from tokenmill.kernels.product_trials import by_lt, matmul_by_lt
 
 INT32_MAX = 2**31 - 1
 GROUP = 16  # channels of a row that are shifted alike: every fourth of BLOCK
@@ -242,12 +243,15 @@ def adds_in_place(
 ) -> bool:
     """False where `add_to` costs an extra pass, which the norm after it can do for less.
 
-    cuBLAS adds a bias at a product's end, or the product to a residual, but not both.
+    cuBLAS adds a bias at a product's end, or the product to a residual, but not both. cuBLASLt,
+    which computes some products faster, is reached with a bias alone.
     """
     if not use_triton(weight.data):
         return True
-    with_bias = bias is not None and _by_cublas(x, weight)
-    return not (_row_scaled(num_rows(x), weight) or with_bias)
+    if not _by_cublas(x, weight):
+        return not _row_scaled(num_rows(x), weight)
+    assert isinstance(x, torch.Tensor)
+    return bias is None and not by_lt(x, weight.data)
 
 
 def _by_cublas(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:
@@ -296,6 +300,8 @@ def _matmul_cublas(
     add_to: torch.Tensor | None,
 ) -> torch.Tensor:
     if add_to is None:
+        if bias is None and by_lt(x, weight):
+            return matmul_by_lt(x, weight)
         return torch.nn.functional.linear(x, weight, bias)
     out = add_to.addmm_(x, weight.T)
     return out if bias is None else out.add_(bias)

@@ -215,7 +215,8 @@ class AdaptiveDrafting:
         self._sizes: dict[int, SizeCosts] = {}
         self._size, self._step = 1, 0
         self._trial: Trial | None = None
-        self._last: tuple[int, int] | None = None  # size and number of the last step as it should
+        self._last: int | None = None  # number of drafts of the last step, at the same size
+        self._last_clean = False  # it only decoded
 
     def choose(self) -> int:
         """The number of drafts of the next step."""
@@ -255,12 +256,12 @@ class AdaptiveDrafting:
         tokens = (num_seqs + num_right) / num_seqs
         costs.budget.spend(seconds, self._lost(costs, tokens, seconds) if paid else 0.0)
         clean = batch.num_tokens == num_seqs * (1 + count)  # no prompt, no beginning, no end
-        # The first step of a kind may be launched ahead of the one before it, or wait for it.
-        if clean and self._last == (self._size, count):
+        # Without drafts a step is launched ahead of the one before it, and its time is that one's.
+        if clean and self._last == count and (count or self._last_clean):
             costs.record(count, seconds, in_use=trial is None)
             if trial is not None and trial.count == count:
                 trial.left -= 1
-        self._last = (self._size, count) if clean else None
+        self._last, self._last_clean = count, clean
         if trial is not None and (not trial.left or costs.tried[count] >= MAX_TRIAL_STEPS):
             self._trial = None
 
